@@ -1,0 +1,157 @@
+"""What forward keeps for backward: bytes per layer and module, under each recompute policy.
+
+The count is by tensor, for fused norms and gated activations and flash attention (docs/memory.md lists every one). For a GPT
+layer with dropout and plain attention it adds up to s·b·h·(34 + 5·a·s/h), equation 1 of Korthikanti 2022.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ultrascale.cost.columns import Array, Columns
+from ultrascale.specs.job import Job
+from ultrascale.specs.model import Model
+
+FP32 = 4
+
+
+def compute_bytes(job: Job) -> int:
+    """Bytes of an activation: fp8 is a format of operands, what is kept stays bf16."""
+    return 4 if job.precision == "fp32" else 2
+
+
+@dataclass(frozen=True)
+class LayerActivations:
+    """Bytes of one layer and one micro-batch on one rank, by module; `kept` after the policy, `whole` without any."""
+
+    kept: dict[str, Array]
+    whole: Array
+    input: Array
+    """the layer's input: all that full recomputation keeps"""
+    gradients: Array
+    """gradients of activations alive at the busiest moment of the layer's backward"""
+
+    @property
+    def total(self) -> Array:
+        return np.asarray(sum(self.kept.values()))
+
+    @property
+    def working(self) -> Array:
+        """Alive for the one layer in backward, beyond what every layer keeps: what was dropped is back for a moment."""
+        return np.asarray(self.whole - self.total + self.gradients)
+
+
+def layer(job: Job, columns: Columns, moe: bool) -> LayerActivations:
+    model, b = job.model, compute_bytes(job)
+    tokens = columns.tokens(job.seq)
+    residual = b * tokens * model.hidden / columns.sequence_cut  # one residual-wide tensor, cut only by sequence parallelism
+    modules = {
+        "attention norm": residual,
+        "qkv input": residual,
+        **_attention(job, columns, tokens, b),
+        "mlp norm": residual,
+        **(_moe(job, columns, tokens, b, residual) if moe else _mlp(model, columns, tokens, b, residual)),
+    }
+    if job.dropout:
+        modules["dropout masks"] = 2 * residual / b
+    whole = np.asarray(sum(modules.values()))
+    width = _active_width(model, moe)
+    gradients = b * tokens * (2 if model.gated else 1) * width / columns.tp + 2 * residual
+    kept = _apply_policy(job, columns, modules, residual, moe)
+    return LayerActivations(kept, whole, residual, np.asarray(gradients))
+
+
+def _active_width(model: Model, moe: bool) -> float:
+    if not moe or model.moe is None:
+        return model.ffn
+    return model.moe.top_k * model.moe.expert_ffn + (model.moe.shared_expert_ffn or 0) * bool(model.moe.shared_experts)
+
+
+def _attention(job: Job, columns: Columns, tokens: Array, b: int) -> dict[str, Array]:
+    model, tp = job.model, columns.tp
+    kv_cut = np.minimum(tp, model.kv_heads)
+    if model.mla is None:
+        qkv = b * tokens * (model.q_dim / tp + 2 * model.kv_dim / kv_cut)
+    else:
+        # Expanded q, k and v per head, and the latents they came from (inputs of the up-projections, whole on every rank).
+        latent = (model.mla.q_lora_rank or 0) + model.mla.kv_lora_rank + model.mla.qk_rope_head_dim
+        expanded = model.heads * (2 * model.qk_head_dim + model.v_head_dim)
+        qkv = b * tokens * (expanded / tp + 2 * latent)
+    output = b * tokens * model.heads * model.v_head_dim / tp
+    if job.attention == "flash":
+        return {"q, k, v": qkv, "attention output": output, "log-sum-exp": 4 * tokens * model.heads / tp}
+    # Softmax output; with dropout also the mask (1 byte) and the dropped output: 5·a·s² of Korthikanti 2022 at two bytes.
+    per_score = b + (1 + b if job.dropout else 0)
+    seen = min(job.seq, model.sliding_window or job.seq)
+    return {"q, k, v": qkv, "attention output": output, "attention scores": per_score * tokens * seen * model.heads / tp}
+
+
+def _mlp(model: Model, columns: Columns, tokens: Array, b: int, residual: Array) -> dict[str, Array]:
+    wide = b * tokens * model.ffn / columns.tp
+    return {"mlp input": residual, "mlp products": (2 if model.gated else 1) * wide, "mlp activation": wide}
+
+
+def _moe(job: Job, columns: Columns, tokens: Array, b: int, residual: Array) -> dict[str, Array]:
+    model, moe = job.model, job.model.moe
+    assert moe is not None
+    routed = tokens * moe.top_k * job.cluster.efficiency.expert_imbalance
+    wide = b * routed * moe.expert_ffn / columns.tp
+    modules = {
+        "mlp input": residual,
+        "router": 4 * tokens * moe.experts / columns.sequence_cut,
+        "expert input": b * routed * model.hidden / columns.sequence_cut,
+        "expert products": (2 if model.gated else 1) * wide,
+        "expert activation": wide,
+        "expert output": b * routed * model.hidden / columns.sequence_cut,
+    }
+    if moe.shared_experts:
+        shared = b * tokens * (moe.shared_expert_ffn or 0) / columns.tp
+        modules["shared expert"] = (3 if model.gated else 2) * shared
+    return modules
+
+
+# Selective recomputation with flash attention keeps the products of matrices and computes the cheap operators again.
+_CHEAP = ("qkv input", "mlp input", "mlp activation", "expert activation")
+
+
+def _apply_policy(
+    job: Job, columns: Columns, modules: dict[str, Array], residual: Array, moe: bool
+) -> dict[str, Array]:
+    none, selective = columns.is_("recompute", "none"), columns.is_("recompute", "selective")
+    # Korthikanti's selective policy: without flash attention only the score matrices are dropped.
+    dropped = _CHEAP if job.attention == "flash" else ("attention scores",)
+    keeps = {name: none | (selective & (name not in dropped)) for name in modules}
+    kept = {name: np.where(keeps[name], bytes_, 0.0) for name, bytes_ in modules.items()}
+    kept["attention norm"] = np.where(columns.is_("recompute", "full"), residual, kept["attention norm"])
+    return kept
+
+
+@dataclass(frozen=True)
+class HeadActivations:
+    """Bytes of final norm, vocabulary-parallel logits and loss for one micro-batch."""
+
+    saved: Array
+    """kept from forward to backward: the product in the compute format and the fp32 softmax"""
+    peak: Array
+    """at the start of backward: those and the fp32 gradient of the logits"""
+
+
+def head(job: Job, columns: Columns) -> HeadActivations:
+    tokens, b = columns.tokens(job.seq), compute_bytes(job)
+    norm = 2 * b * tokens * job.model.hidden / columns.sequence_cut
+    logits = tokens * job.model.vocab / columns.tp
+    return HeadActivations(np.asarray(norm + (b + FP32) * logits), np.asarray(norm + (b + 2 * FP32) * logits))
+
+
+def korthikanti(sequence: int, mbs: int, hidden: int, heads: int, tp: int, sequence_parallel: bool, recompute: str) -> float:
+    """Bytes of one GPT layer by the closed forms of Korthikanti 2022, table 2; for comparison, never for planning."""
+    sbh, scores = sequence * mbs * hidden, 5 * heads * sequence / hidden
+    if recompute == "full":
+        return 2 * sbh / (tp if sequence_parallel else 1)
+    if recompute == "selective":
+        scores = 0.0
+    if sequence_parallel:
+        return sbh / tp * (34 + scores)
+    return sbh * (10 + 24 / tp + scores / tp)

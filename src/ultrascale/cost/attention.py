@@ -1,0 +1,53 @@
+"""Attention's time: a fraction of peak by architecture, head size and how long the rows are."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ultrascale.cost import flops
+from ultrascale.cost.columns import Array, Columns
+from ultrascale.cost.hardware import Machine
+from ultrascale.cost.passes import Passes
+from ultrascale.specs.job import Job
+
+# Flash attention computes five products in backward where forward has two (Dao 2023, section 3.2).
+BACKWARD_FLOPS = 2.5
+
+
+def head_size_factor(head_dim: int) -> float:
+    """Small heads leave the matrix units waiting for softmax: 64 gets three quarters of 128 in both papers' figures."""
+    return min(1.0, 0.5 + head_dim / 256)
+
+
+def imbalance(columns: Columns) -> Array:
+    """Slowest cp rank over the mean under the causal mask: contiguous slices of the ring give the last rank 2 − 1/cp."""
+    contiguous = columns.is_("context_parallel", "ring")
+    return np.where(contiguous & (columns.cp > 1), 2 - 1 / columns.cp, 1.0)
+
+
+def passes(job: Job, columns: Columns, machine: Machine) -> Passes:
+    """Seconds of one layer's attention on one rank; there are no weights, so no weight gradient."""
+    tokens = columns.tokens(job.seq)
+    work = flops.score_flops(job.model, job.seq, causal=True) * tokens / columns.tp * imbalance(columns)
+    zero = np.zeros_like(work)
+    if job.attention == "plain":
+        return _plain(job, columns, machine, work, zero)
+    # Ring steps see a block of the sequence at a time; the others see whole rows.
+    ring = columns.is_("context_parallel", "ring") | columns.is_("context_parallel", "zigzag")
+    row = np.where(ring, job.seq / columns.cp, job.seq)
+    if job.model.sliding_window:
+        row = np.minimum(row, job.model.sliding_window)
+    rate = machine.attention
+    reach = row / (row + rate.half_row) * head_size_factor(job.model.qk_head_dim)
+    peak = machine.attention_peak_flops
+    return Passes(work / (peak * rate.forward * reach), BACKWARD_FLOPS * work / (peak * rate.backward * reach), zero)
+
+
+def _plain(job: Job, columns: Columns, machine: Machine, work: Array, zero: Array) -> Passes:
+    """Whole score matrices: batched products at half the peak, and passes of scale, mask, softmax (and dropout) over them."""
+    scores = columns.tokens(job.seq) * job.seq * job.model.heads / columns.tp
+    full_work = 2 * work  # without a kernel that skips it, the masked half is computed too
+    each_pass = machine.stream_s(4.0 * scores)
+    softmax = (4 + job.dropout) * each_pass
+    products = full_work / (0.5 * machine.attention_peak_flops)
+    return Passes(products + softmax, 2 * products + 1.5 * softmax, zero)

@@ -1,0 +1,112 @@
+"""Many layouts as columns of numbers, so that every law is written once and serves one layout or a million."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from ultrascale.specs.layout import ContextParallel, DataParallel, Layout, Offload, Recompute, Schedule
+
+Array = npt.NDArray[Any]
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "schedule": get_args(Schedule),
+    "data_parallel": get_args(DataParallel),
+    "context_parallel": get_args(ContextParallel),
+    "recompute": get_args(Recompute),
+    "offload": get_args(Offload),
+}
+
+
+@dataclass(frozen=True)
+class Columns:
+    """One array per field of the Layout; words are stored as their index in CHOICES; zero_shards 0 means all."""
+
+    dp: Array
+    tp: Array
+    pp: Array
+    cp: Array
+    ep: Array
+    zero: Array
+    zero_shards: Array
+    keep_gathered: Array
+    sequence_parallel: Array
+    data_parallel: Array
+    context_parallel: Array
+    schedule: Array
+    virtual_stages: Array
+    mbs: Array
+    gas: Array
+    recompute: Array
+    offload: Array
+
+    @classmethod
+    def of(cls, layouts: Sequence[Layout]) -> Columns:
+        return cls.from_mapping({name: [encode(name, getattr(one, name)) for one in layouts] for name in NAMES})
+
+    @classmethod
+    def from_mapping(cls, columns: Mapping[str, Any]) -> Columns:
+        return cls(**{name: np.asarray(columns[name], dtype=np.int64) for name in NAMES})
+
+    def __len__(self) -> int:
+        return len(self.dp)
+
+    def take(self, index: Array | slice) -> Columns:
+        return Columns(**{name: getattr(self, name)[index] for name in NAMES})
+
+    def layout(self, row: int) -> Layout:
+        """The row as a Layout; its values were made from one or checked by the enumeration, so they are not checked again."""
+        return Layout.model_construct(**{name: decode(name, int(getattr(self, name)[row])) for name in NAMES})
+
+    def is_(self, field: str, word: str) -> Array:
+        return np.asarray(getattr(self, field) == CHOICES[field].index(word))
+
+    def distinct(self, names: Sequence[str]) -> tuple[Columns, Array]:
+        """The distinct combinations of some fields (as whole rows) and, per row, which of them it is.
+
+        A search has 10⁶ rows but some hundred combinations of tp, cp, mbs and ep: a layer's time is computed for those only.
+        """
+        key = np.zeros(len(self), dtype=np.int64)
+        for name in names:
+            values, code = np.unique(getattr(self, name), return_inverse=True)
+            key = key * len(values) + code
+        _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+        return self.take(first), inverse
+
+    @property
+    def data_ranks(self) -> Array:
+        return np.asarray(self.dp * self.cp)
+
+    @property
+    def shards(self) -> Array:
+        return np.where(self.zero_shards > 0, np.minimum(self.zero_shards, self.data_ranks), self.data_ranks)
+
+    @property
+    def sequence_cut(self) -> Array:
+        """By what norms and residuals are cut: tp with sequence parallelism, else nothing."""
+        return np.where(self.sequence_parallel == 1, self.tp, 1)
+
+    def tokens(self, seq: int) -> Array:
+        """Tokens of one micro-batch on one rank (the playbook's mbs × mseqlen)."""
+        return np.asarray(self.mbs * seq / self.cp)
+
+
+NAMES: tuple[str, ...] = tuple(field.name for field in fields(Columns))
+
+
+def encode(name: str, value: Any) -> int:
+    if name in CHOICES:
+        return CHOICES[name].index(value)
+    return int(value or 0)
+
+
+def decode(name: str, value: int) -> Any:
+    if name in CHOICES:
+        return CHOICES[name][value]
+    if name in ("keep_gathered", "sequence_parallel"):
+        return bool(value)
+    return (value or None) if name == "zero_shards" else value

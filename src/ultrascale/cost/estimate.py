@@ -1,0 +1,253 @@
+"""From a job and one layout to an Estimate: the laws on one row per pipeline rank, the pipeline simulated action by action."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+import numpy as np
+
+from ultrascale.cost import activations, flops, gemm, memory, params, pipeline, stages, step, traffic
+from ultrascale.cost.columns import Columns
+from ultrascale.cost.hardware import Machine
+from ultrascale.cost.legality import check
+from ultrascale.cost.mesh import mesh
+from ultrascale.cost.operators import layer_matmuls
+from ultrascale.cost.passes import Passes
+from ultrascale.cost.pieces import Piece, Pieces, pieces
+from ultrascale.schedules import StageTimes, build, peak_held, simulate, simulate_makespan
+from ultrascale.schedules.simulate import Timeline
+from ultrascale.specs.estimate import OWNERS, ActivationItem, Estimate, Memory, StageMemory, Time
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.units import GIB
+
+# Micro-batches simulated in full; more repeat the steady state (schedules.simulate_makespan).
+SIMULATED = 64
+
+
+def estimate(job: Job, layout: Layout) -> Estimate:
+    """Memory by owner and stage, step time by cause, traffic, utilisation, cost. Raises SpecError for an illegal layout."""
+    check(job, layout)
+    view = View.of(job, layout)
+    stage_memory = _memory(view)
+    peak = max(stage_memory, key=lambda stage: stage.memory.total)
+    time, bubble_fraction = _time(view)
+    step_s = time.total
+    tokens = layout.batch_tokens(job.seq)
+    rate = tokens / step_s
+    world = layout.gpus
+    per_gpu = rate / world
+    price = job.cluster.price_per_gpu_hour_usd
+    days = job.total_tokens / rate / 86400 if job.total_tokens else None
+    hours = days * 24 * world if days is not None else None
+    first_step = max(peak.memory.total - peak.memory.optimizer, _at_optimizer_step(peak.memory))
+
+    def utilisation(flops_per_token: float) -> float:
+        return per_gpu * flops_per_token / job.peak_flops
+
+    def hardware(causal: bool) -> float:
+        return flops.hardware_flops(job.model, job.seq, layout.recompute, job.attention, causal)
+
+    return Estimate(
+        step_time_s=step_s,
+        tokens_per_s=rate,
+        tokens_per_s_per_gpu=per_gpu,
+        mfu=utilisation(flops.model_flops(job.model, job.seq)),
+        hfu=utilisation(hardware(causal=False)),
+        mfu_causal=utilisation(flops.model_flops(job.model, job.seq, causal=True)),
+        hfu_causal=utilisation(hardware(causal=True)),
+        model_tflops_per_gpu=per_gpu * flops.model_flops(job.model, job.seq) / 1e12,
+        peak_gib=peak.memory.total / GIB,
+        capacity_gib=job.cluster.gpu.memory_gib,
+        fits=peak.memory.total <= job.cluster.gpu.memory_gib * GIB,
+        peak_stage=peak.stage,
+        peak_moment=peak.moment,
+        first_step_peak_gib=first_step / GIB,
+        bubble_fraction=bubble_fraction,
+        memory=tuple(stage_memory),
+        time=time,
+        traffic=tuple(traffic.by_technique(job, layout, view.machine, time)),
+        activations=tuple(_activation_items(view, peak)),
+        train_days=days,
+        gpu_hours=hours,
+        cost_usd=hours * price if hours is not None and price is not None else None,
+        cost_usd_per_billion_tokens=1e9 / rate / 3600 * world * price if price is not None else None,
+        notes=tuple(view.machine.notes() + _range_notes(view)),
+    )
+
+
+@dataclass(frozen=True)
+class View:
+    """One layout seen as rows: one per pipeline rank, and one per chunk."""
+
+    job: Job
+    layout: Layout
+    machine: Machine
+    row: Columns
+    ranks: Columns
+    share: stages.RankShare
+    pieces: Pieces
+
+    @classmethod
+    def of(cls, job: Job, layout: Layout) -> View:
+        machine = Machine(job)
+        row = Columns.of([layout])
+        ranks = row.take(np.zeros(layout.pp, dtype=np.int64))
+        share = stages.share_of(job.model, ranks, np.arange(layout.pp))
+        return cls(job, layout, machine, row, ranks, share, pieces(job, row, machine))
+
+    @property
+    def v_shaped(self) -> bool:
+        return self.layout.schedule in stages.V_SHAPED
+
+    def chunk_share(self) -> stages.RankShare:
+        """Every chunk as if it were a rank of its own."""
+        chunks = self.layout.pp * self.layout.virtual_stages
+        shares = np.asarray(stages.rank_shares(self.job.model, chunks, 1, False))
+        return stages.RankShare(np.arange(chunks), shares[:, 0], shares[:, 1], shares[:, 2], shares[:, 3])
+
+    def stage_times(self, send_s: float) -> StageTimes:
+        times = self.pieces.totals().on(self.chunk_share())
+        return StageTimes(
+            tuple(map(float, times.forward)),
+            tuple(map(float, times.input_grad)),
+            tuple(map(float, times.weight_grad)),
+            send_s,
+        )
+
+
+def simulated(job: Job, layout: Layout) -> Timeline:
+    """The whole pipeline of one step, action by action: what explain draws and the figures show."""
+    check(job, layout)
+    view = View.of(job, layout)
+    schedule = build(layout.schedule, layout.pp, layout.gas, layout.virtual_stages)
+    return simulate(schedule, view.stage_times(_send_s(view)))
+
+
+def _send_s(view: View) -> float:
+    places = mesh(view.row, view.machine.cluster.fast_domain)
+    return float(pipeline.hop(view.job, view.row, places, view.machine).time_s[0])
+
+
+def _in_flight(view: View) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Micro-batches' worth of activations that each rank holds at its peak, counted on the action list."""
+    layout = view.layout
+    if layout.pp == 1:
+        return np.ones(1)
+    per_layer = np.maximum(np.asarray(stages.chunk_layers(view.job.model, layout.pp, layout.virtual_stages)), 1e-9)
+    # Beyond four rounds the list only repeats itself, and what it holds no longer grows (AFAB holds everything).
+    enough = layout.gas if layout.schedule == "afab" else min(layout.gas, _settled(layout))
+    schedule = build(layout.schedule, layout.pp, enough, layout.virtual_stages)
+    held = [peak_held(schedule, rank, list(per_layer)).peak_bytes for rank in range(layout.pp)]
+    return np.asarray(held) / view.share.layers
+
+
+def _settled(layout: Layout) -> int:
+    """The fewest micro-batches, a multiple of the ranks away from gas, at which the schedule is in its steady state."""
+    least = 4 * layout.pp
+    return least + (layout.gas - least) % layout.pp if layout.gas > least else layout.gas
+
+
+def _memory(view: View) -> list[StageMemory]:
+    job, in_flight = view.job, _in_flight(view)
+    owners = memory.at_peak(job, view.ranks, view.share, in_flight)
+    result = []
+    for rank in range(view.layout.pp):
+        bytes_ = Memory(**{owner: float(np.broadcast_to(getattr(owners, owner), view.layout.pp)[rank]) for owner in OWNERS})
+        moment = "loss of a micro-batch" if owners.loss_is_peak[rank] else "backward of a layer"
+        if view.layout.pp > 1:
+            moment += f", {in_flight[rank]:.3g} micro-batches in flight"
+        result.append(
+            StageMemory(
+                stage=rank,
+                layers=int(view.share.layers[rank]),
+                in_flight=float(in_flight[rank]),
+                memory=bytes_,
+                moment=moment,
+            )
+        )
+    return result
+
+
+def _at_optimizer_step(at_peak: Memory) -> float:
+    """Activations and buffers are gone, the states are just made."""
+    return at_peak.parameters + at_peak.master + at_peak.gradients + at_peak.optimizer
+
+
+def _time(view: View) -> tuple[Time, float]:
+    """Step time by cause on the slowest rank, and the pipeline's idle share."""
+    job, layout, machine = view.job, view.layout, view.machine
+    shares = view.share
+    by_rank = view.pieces.on(shares)
+    totals = by_rank.total.total
+    slowest = int(np.argmax(totals))
+    piece = _row(by_rank, slowest)
+    gas = layout.gas
+    busy = float(totals[slowest]) * gas
+    send = bubble = 0.0
+    if layout.pp > 1:
+        arguments = (layout.schedule, layout.pp, gas, layout.virtual_stages)
+        without = simulate_makespan(*arguments, view.stage_times(0.0), SIMULATED)
+        send = max(0.0, simulate_makespan(*arguments, view.stage_times(_send_s(view)), SIMULATED) - without)
+        bubble = max(0.0, without - busy)
+    first = view.pieces.totals().on(stages.share_of(job.model, view.row, np.zeros(1, dtype=np.int64)))
+    places = mesh(view.row, machine.cluster.fast_domain)
+    share_0 = stages.share_of(job.model, view.row, np.zeros(1, dtype=np.int64))
+    after = step.end_of_step(job, view.row, machine, places, share_0, first)
+    causes = {f"{f.name}_s": gas * float(getattr(piece, f.name).total) for f in fields(Piece)}
+    time = Time(
+        **causes,
+        send_s=send,
+        bubble_s=bubble,
+        data_s=float(after.data_s[0]),
+        optimizer_s=float(after.optimizer_s[0]),
+        offload_s=float(after.offload_s[0]),
+        overhead_s=machine.efficiency.step_overhead_s,
+    )
+    mean_busy = float(np.mean(totals)) * gas
+    in_pipeline = busy + bubble + send
+    return time, max(0.0, 1 - mean_busy / in_pipeline) if layout.pp > 1 else 0.0
+
+
+def _row(piece: Piece, index: int) -> Piece:
+    def pick(passes: Passes) -> Passes:
+        return Passes(passes.forward[index], passes.input_grad[index], passes.weight_grad[index])
+
+    return Piece(*(pick(getattr(piece, f.name)) for f in fields(Piece)))
+
+
+def _activation_items(view: View, peak: StageMemory) -> list[ActivationItem]:
+    """What each module keeps on the peak stage, largest first; the last two are alive for a moment only."""
+    job, rank = view.job, peak.stage
+    dense_layers, moe_layers = int(view.share.dense_layers[rank]), int(view.share.moe_layers[rank])
+    kept: dict[str, float] = {}
+    for count, moe in ((dense_layers, False), (moe_layers, True)):
+        if count:
+            for module, each in activations.layer(job, view.row, moe).kept.items():
+                kept[module] = kept.get(module, 0.0) + peak.in_flight * count * float(np.broadcast_to(each, 1)[0])
+    rest = peak.memory.activations - sum(kept.values())
+    name = "logits and loss" if "loss" in peak.moment else "working set of the layer in backward"
+    kept[name] = max(0.0, rest)
+    ordered = sorted(kept.items(), key=lambda item: -item[1])
+    return [ActivationItem(module=module, bytes=bytes_) for module, bytes_ in ordered if bytes_ > 0]
+
+
+def _range_notes(view: View) -> list[str]:
+    """Shapes that the measured surface does not cover."""
+    surface = view.machine.surface
+    if surface is None:
+        return []
+    outside: dict[str, list[str]] = {}
+    for product in layer_matmuls(view.job, view.row, moe=bool(view.job.model.moe_layers)):
+        shape = (float(np.max(axis)) for axis in (product.m, product.n, product.k))
+        if sentence := gemm.outside_range(surface, *shape):
+            outside.setdefault(sentence, []).append(product.name)
+    return [f"product {', '.join(names)}: {sentence}, extrapolated" for sentence, names in outside.items()]
+
+
+@lru_cache(maxsize=64)
+def stage_parameters(job: Job, layout: Layout) -> tuple[float, ...]:
+    """Parameters on one GPU of each pipeline rank."""
+    view = View.of(job, layout)
+    return tuple(map(float, params.on_rank(job.model, view.ranks, view.share).total))

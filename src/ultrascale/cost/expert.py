@@ -1,0 +1,59 @@
+"""Expert parallelism: two all-to-alls per MoE layer and direction, hidden only by a shared expert's work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ultrascale.cost.activations import compute_bytes
+from ultrascale.cost.columns import Array, Columns
+from ultrascale.cost.hardware import Machine
+from ultrascale.cost.mesh import Mesh
+from ultrascale.cost.operators import matmul_passes, mlp_matmuls
+from ultrascale.cost.overlap import Ratio, Transfer, exposed, transfer
+from ultrascale.specs.job import Job
+
+EXCHANGES = 2  # dispatch and combine
+
+
+@dataclass(frozen=True)
+class ExpertTraffic:
+    exchange: Transfer
+    forward_s: Array
+    """exposed, per MoE layer and micro-batch"""
+    backward_s: Array
+
+
+def traffic(job: Job, columns: Columns, mesh: Mesh, machine: Machine) -> ExpertTraffic:
+    model, moe = job.model, job.model.moe
+    assert moe is not None
+    routed = columns.tokens(job.seq) * moe.top_k * job.cluster.efficiency.expert_imbalance
+    exchange = transfer(
+        machine, "expert", "all_to_all", compute_bytes(job) * routed * model.hidden / columns.sequence_cut, mesh.expert
+    )
+    window_forward = window_backward = np.zeros(len(columns))
+    if moe.shared_experts:
+        width = (moe.shared_expert_ffn or 0) / columns.tp
+        shared = matmul_passes(machine, mlp_matmuls(model, "shared expert", columns.tokens(job.seq), width))
+        window_forward, window_backward = shared.forward, shared.input_grad + shared.weight_grad
+    both = EXCHANGES * exchange.time_s
+    return ExpertTraffic(
+        exchange,
+        exposed(both, window_forward, machine.efficiency),
+        exposed(both, window_backward, machine.efficiency),
+    )
+
+
+def ratio(
+    ep: int, experts: int, hidden: int, expert_parameters: float, peak_flops: float, bandwidth: float
+) -> Ratio:
+    """Dispatch and combine of a routed token (2·2·h bytes, (EP−1)/EP of them leave) against its expert's 2·parameters FLOPs."""
+    return Ratio(
+        "expert",
+        "(EP−1)·peak_flops / (12·num_experts·h·peak_bw)",
+        (ep - 1) * peak_flops / (12 * experts * hidden * bandwidth),
+        "(EP−1)/EP·2·h·peak_flops / (expert_parameters·peak_bw)",
+        (ep - 1) / ep * 2 * hidden * peak_flops / (expert_parameters * bandwidth),
+        "the printed form lets every expert see every token; a routed token moves twice and meets one expert per choice",
+    )

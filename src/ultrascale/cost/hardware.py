@@ -1,0 +1,147 @@
+"""The cluster as the laws of time see it: rates of products, streams and links, and where each of them came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ultrascale.cost import collectives, gemm
+from ultrascale.cost.collectives import Link, Op
+from ultrascale.cost.columns import Array
+from ultrascale.cost.mesh import Group
+from ultrascale.specs.job import Job
+
+# Products of a chip without a measured table run at this share of its peak; the estimate says so.
+UNMEASURED_MATMUL = 0.5
+# A chip without NVLink measurements gets this share of its link's data sheet and this latency per hop; the estimate says so.
+UNMEASURED_LINK = 0.75
+UNMEASURED_LATENCY_S = 2e-6
+
+
+@dataclass(frozen=True)
+class AttentionRate:
+    """Fraction of the bf16 peak for long causal rows and head size 128, and the row length at which half of it is reached."""
+
+    forward: float
+    backward: float
+    half_row: float
+    source: str
+
+
+# Read off the authors' causal, head-size-128 curves; half_row is the s of rate(s) = rate(∞)·s/(s + half_row) through them.
+RATES: dict[str, AttentionRate] = {
+    "volta": AttentionRate(0.35, 0.28, 450, "assumed: no flash kernel of the authors runs there"),
+    "ampere": AttentionRate(0.63, 0.55, 450, "FlashAttention-2 (Dao 2023), figures 5 and 6, A100"),
+    "ada": AttentionRate(0.60, 0.50, 450, "assumed near ampere, whose kernels it runs"),
+    "hopper": AttentionRate(0.66, 0.52, 900, "FlashAttention-3 (Shah 2024), figures 5 and 6"),
+    "blackwell": AttentionRate(0.66, 0.50, 1200, "assumed: hopper's share of a larger peak, longer rows to fill it"),
+    "cdna3": AttentionRate(0.42, 0.32, 900, "assumed: two thirds of hopper's share"),
+    "cdna4": AttentionRate(0.42, 0.32, 900, "assumed as cdna3"),
+    "cpu": AttentionRate(0.30, 0.20, 128, "placeholder until calibrated"),
+}
+
+
+class Machine:
+    """Rates of one job's cluster in the job's precision."""
+
+    def __init__(self, job: Job) -> None:
+        cluster, gpu = job.cluster, job.cluster.gpu
+        self.efficiency = cluster.efficiency
+        self.gpu = gpu
+        self.cluster = cluster
+        self.peak_flops = job.peak_flops
+        self.is_fp8 = job.precision == "fp8"
+        self.wide_precision = "bf16" if self.is_fp8 else job.precision
+        self.attention_peak_flops = gpu.peak_tflops.get(self.wide_precision, job.peak_flops / 2e12) * 1e12
+        self.stream_bytes_s = gpu.memory_bandwidth_gb_s * 1e9 * self.efficiency.memory_bandwidth
+        self.launch_s = 0.0 if gpu.architecture == "cpu" else self.efficiency.kernel_launch_s
+        self.surface = self._surface("bf16")
+        self.fp8_surface = self._surface("fp8") if self.is_fp8 else None
+        self.fabric = collectives.load_fabric(gpu.surface) if gpu.surface else None
+        self.inter = Link(cluster.network_gb_s * self.efficiency.network_bandwidth, self.efficiency.network_latency_s)
+        self.attention = self._attention_rate()
+
+    def _surface(self, dtype: str) -> gemm.Surface | None:
+        table = self.gpu.surface
+        known = table is not None and (table.removesuffix("_sxm"), dtype) in gemm.available()
+        return gemm.load_surface(table, dtype) if table and known else None
+
+    def _attention_rate(self) -> AttentionRate:
+        rate = RATES.get(self.gpu.architecture, RATES["ampere"])
+        forward, backward = self.efficiency.attention_forward, self.efficiency.attention_backward
+        return AttentionRate(forward or rate.forward, backward or rate.backward, rate.half_row, rate.source)
+
+    def matmul_s(self, m: Array, n: Array, k: Array, in_fp8: bool = True) -> Array:
+        """Seconds of [m, k] × [k, n] in the job's precision, or in bf16 where fp8 is not used."""
+        fp8 = self.is_fp8 and in_fp8
+        peak = self.peak_flops if fp8 or not self.is_fp8 else self.attention_peak_flops
+        surface = self.fp8_surface if fp8 else self.surface
+        if surface is None:
+            return np.asarray(2.0 * m * n * k / (peak * UNMEASURED_MATMUL * self.efficiency.matmul))
+        time = gemm.gemm_time_s(
+            surface,
+            m,
+            n,
+            k,
+            peak_tflops=peak / 1e12,
+            memory_bandwidth_gb_s=self.gpu.memory_bandwidth_gb_s,
+            multiprocessors=self.gpu.multiprocessors or surface.multiprocessors,
+        )
+        return np.asarray(time / self.efficiency.matmul)
+
+    def stream_s(self, bytes_: Array) -> Array:
+        """A memory-bound pass: bytes read and written over the bandwidth that such passes get."""
+        return np.asarray(bytes_ / self.stream_bytes_s)
+
+    def intra(self, op: Op) -> Link:
+        """The fast link as `op` finds it: measured, unless the cluster file says otherwise."""
+        rate, fixed = self.cluster.link_bandwidth_gb_s, self.efficiency
+        if self.fabric is None:
+            latency = UNMEASURED_LATENCY_S if fixed.link_latency_s is None else fixed.link_latency_s
+            return Link(rate * (fixed.link_bandwidth or UNMEASURED_LINK), latency)
+        link = self.fabric.link(op, rate)
+        if fixed.link_bandwidth is None and fixed.link_latency_s is None:
+            return link
+        return Link(
+            rate * fixed.link_bandwidth if fixed.link_bandwidth is not None else link.bandwidth_gb_s,
+            fixed.link_latency_s if fixed.link_latency_s is not None else link.latency_s,
+            link.base_s,
+            link.fill_s,
+            link.copy,
+            link.switch_gain,
+        )
+
+    def collective_s(self, op: Op, bytes_: Array, group: Group) -> Array:
+        return collectives.collective_time_s(
+            op, bytes_, group.size, per_node=group.per_domain, intra=self.intra(op), inter=self.inter
+        )
+
+    def send_s(self, bytes_: Array, group: Group) -> Array:
+        """A hop between neighbours of the group: over the network when the group leaves its domain."""
+        per_domain = np.where(group.leaves_domain, 1, 2)
+        pair = Group(np.minimum(group.size, 2), per_domain)
+        return self.collective_s("send_recv", bytes_, pair)
+
+    def notes(self) -> list[str]:
+        """What is borrowed or assumed about this hardware."""
+        gpu, notes = self.gpu, []
+        if self.surface is None:
+            notes.append(
+                f"{gpu.name} has no measured matrix products: {UNMEASURED_MATMUL:.0%} of its peak is assumed for every shape"
+            )
+        else:
+            about = f"matrix products from {self.surface.rows:,} measured on {self.surface.gpu}"
+            about += f" (median error of the fit {self.surface.training_residual_median:.1%} on training shapes)"
+            notes.append(f"{about}: {gpu.surface_note}" if gpu.surface_note else about)
+        if self.is_fp8 and self.fp8_surface is None:
+            notes.append(f"{gpu.name} has no measured fp8 products: {UNMEASURED_MATMUL:.0%} of its fp8 peak is assumed")
+        if self.wide_precision not in ("bf16", "fp16") and self.surface is not None:
+            notes.append(f"{self.wide_precision} products take the bf16 surface's share of their own peak")
+        if self.fabric is None and self.cluster.gpus > 1:
+            notes.append(f"{gpu.name} has no measured collectives: {UNMEASURED_LINK:.0%} of its link's data sheet is assumed")
+        if gpu.architecture not in RATES:
+            notes.append(f"attention on {gpu.architecture} is assumed to reach the share of ampere")
+        else:
+            notes.append(f"attention rate: {self.attention.source}")
+        return notes

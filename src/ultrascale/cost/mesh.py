@@ -1,0 +1,61 @@
+"""Where the ranks of each group sit: tp innermost, then cp, then dp, and pp outermost.
+
+The heaviest talker gets the nearest neighbours (playbook: TP inside the node, PP across). Expert groups run over the data
+ranks (cp and dp together), next to tp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ultrascale.cost.columns import Array, Columns
+
+
+@dataclass(frozen=True)
+class Group:
+    """A communication group per row: its size and how many of its members share one fast-link domain."""
+
+    size: Array
+    per_domain: Array
+
+    @property
+    def leaves_domain(self) -> Array:
+        return np.asarray(self.size > self.per_domain)
+
+
+def group(size: Array, stride: Array, domain: int) -> Group:
+    """`stride` is the distance in ranks between neighbours of the group; a domain holds `domain` consecutive ranks."""
+    per_domain = np.clip(domain // np.maximum(stride, 1), 1, size)
+    return Group(size, per_domain)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    tensor: Group
+    context: Group
+    data: Group
+    """every rank with the same non-expert weights: dp × cp"""
+    shard: Group
+    """the data ranks that ZeRO shards over"""
+    replica: Group
+    """HSDP: the ranks that hold the same shard"""
+    expert: Group
+    expert_data: Group
+    """every rank with the same experts"""
+    pipeline: Group
+
+
+def mesh(columns: Columns, domain: int) -> Mesh:
+    tp, cp, data = columns.tp, columns.cp, columns.data_ranks
+    return Mesh(
+        tensor=group(tp, np.ones_like(tp), domain),
+        context=group(cp, tp, domain),
+        data=group(data, tp, domain),
+        shard=group(columns.shards, tp, domain),
+        replica=group(data // columns.shards, tp * columns.shards, domain),
+        expert=group(columns.ep, tp, domain),
+        expert_data=group(data // columns.ep, tp * columns.ep, domain),
+        pipeline=group(columns.pp, tp * data, domain),
+    )

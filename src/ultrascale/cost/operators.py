@@ -1,0 +1,167 @@
+"""The operators of one layer on one rank, and their time: matrix products by shape, attention, memory-bound passes, launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ultrascale.cost import attention
+from ultrascale.cost.activations import compute_bytes
+from ultrascale.cost.columns import Array, Columns
+from ultrascale.cost.hardware import Machine
+from ultrascale.cost.passes import Passes
+from ultrascale.specs.job import Job
+from ultrascale.specs.model import Model
+
+# Kernels that one layer launches, forward; backward about twice that. Counted on a compiled block: four or five products,
+# two norms fused with their residual, rotary, attention, activation. Routing adds sort, permutes, counts and two exchanges.
+KERNELS_FORWARD = 12
+KERNELS_ROUTING = 20
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """`count` products of [m, k] × [k, n]."""
+
+    name: str
+    m: Array
+    n: Array
+    k: Array
+    count: Array | float = 1.0
+    in_fp8: bool = True
+
+    @property
+    def flops(self) -> Array:
+        return np.asarray(2.0 * self.count * self.m * self.n * self.k)
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """One layer (or the head, or the embedding) and one micro-batch on one rank, before any communication."""
+
+    matmul: Passes
+    attention: Passes
+    memory_bound: Passes
+    launch: Passes
+    matmuls: list[Matmul] = field(default_factory=list)
+
+    @property
+    def total(self) -> Passes:
+        return self.matmul + self.attention + self.memory_bound + self.launch
+
+
+def attention_matmuls(model: Model, columns: Columns, tokens: Array) -> list[Matmul]:
+    tp, h = columns.tp, np.asarray(float(model.hidden))
+    kv_cut = np.minimum(tp, model.kv_heads)
+    if model.mla is None:
+        qkv = model.q_dim / tp + 2 * model.kv_dim / kv_cut
+        return [Matmul("qkv", tokens, qkv, h), Matmul("attention output", tokens, h, model.q_dim / tp)]
+    mla, query = model.mla, model.heads * model.qk_head_dim / tp
+    latent = np.asarray(float(mla.kv_lora_rank + mla.qk_rope_head_dim))
+    expand = model.heads * (mla.qk_nope_head_dim + mla.v_head_dim) / tp
+    products = [Matmul("kv down", tokens, latent, h), Matmul("kv up", tokens, expand, np.asarray(float(mla.kv_lora_rank)))]
+    if mla.q_lora_rank is None:
+        products.append(Matmul("q", tokens, query, h))
+    else:
+        rank = np.asarray(float(mla.q_lora_rank))
+        products += [Matmul("q down", tokens, rank, h), Matmul("q up", tokens, query, rank)]
+    return [*products, Matmul("attention output", tokens, h, model.heads * mla.v_head_dim / tp)]
+
+
+def mlp_matmuls(model: Model, name: str, m: Array, width: Array, count: Array | float = 1.0) -> list[Matmul]:
+    h = np.asarray(float(model.hidden))
+    up = width * (2 if model.gated else 1)
+    return [Matmul(f"{name} up", m, up, h, count), Matmul(f"{name} down", m, h, width, count)]
+
+
+def layer_matmuls(job: Job, columns: Columns, moe: bool) -> list[Matmul]:
+    model, tokens = job.model, columns.tokens(job.seq)
+    products = attention_matmuls(model, columns, tokens)
+    if not moe:
+        return products + mlp_matmuls(model, "mlp", tokens, model.ffn / columns.tp)
+    assert model.moe is not None
+    local = model.moe.experts / columns.ep
+    rows = tokens * model.moe.top_k * job.cluster.efficiency.expert_imbalance / local
+    router = Matmul("router", tokens, np.asarray(float(model.moe.experts)), np.asarray(float(model.hidden)), in_fp8=False)
+    products += [router, *mlp_matmuls(model, "expert", rows, model.moe.expert_ffn / columns.tp, local)]
+    if model.moe.shared_experts:
+        products += mlp_matmuls(model, "shared expert", tokens, (model.moe.shared_expert_ffn or 0) / columns.tp)
+    return products
+
+
+def matmul_passes(machine: Machine, products: list[Matmul]) -> Passes:
+    """Forward m×n×k; the input's gradient swaps n and k; the weight's reduces over the tokens."""
+    zero = np.asarray(0.0)
+    total = Passes(zero, zero, zero)
+    for p in products:
+        times = (machine.matmul_s(*shape, p.in_fp8) for shape in ((p.m, p.n, p.k), (p.m, p.k, p.n), (p.n, p.k, p.m)))
+        total = total + Passes(*times).scaled(p.count)
+    return total
+
+
+def memory_bound_bytes(job: Job, columns: Columns, moe: bool) -> Array:
+    """Bytes that the operators between the products of one layer read and write in forward.
+
+    Two norms with their residual (read 2, write 2 residual-wide tensors each), rotary on q and k (read and write), and the
+    activation (gated: read 2, write 1). Routing reads and writes each routed token twice: permute, then weigh and add.
+    """
+    model, tokens, b = job.model, columns.tokens(job.seq), compute_bytes(job)
+    residual = b * tokens * model.hidden / columns.sequence_cut
+    rotary = 2 * b * tokens * (model.heads + model.kv_heads) * model.qk_head_dim / columns.tp if model.mla is None else 0.0
+    if model.mla is not None:
+        rotary = 2 * b * tokens * 2 * model.heads * model.qk_head_dim / columns.tp
+    width = model.ffn / columns.tp
+    routed = 0.0
+    if moe and model.moe is not None:
+        rows = model.moe.top_k * job.cluster.efficiency.expert_imbalance
+        width = (rows * model.moe.expert_ffn + (model.moe.shared_expert_ffn or 0) * bool(model.moe.shared_experts)) / columns.tp
+        routed = 4 * residual * rows
+    activation = b * tokens * (3 if model.gated else 2) * width
+    return np.asarray(8 * residual + rotary + activation + routed)
+
+
+def layer(job: Job, columns: Columns, machine: Machine, moe: bool) -> LayerTime:
+    products = layer_matmuls(job, columns, moe)
+    matmul = matmul_passes(machine, products)
+    scores = attention.passes(job, columns, machine)
+    forward = machine.stream_s(memory_bound_bytes(job, columns, moe))
+    zero = np.zeros_like(forward)
+    # Backward reads the gradient and the saved tensor and writes the gradient: twice the forward's bytes.
+    memory_bound = Passes(forward, 2 * forward, zero)
+    kernels = KERNELS_FORWARD + (KERNELS_ROUTING if moe else 0)
+    busy = matmul + scores + memory_bound
+    launch = _launch(machine, busy, kernels)
+    return LayerTime(matmul, scores, memory_bound, launch, products)
+
+
+def _launch(machine: Machine, busy: Passes, kernels: int) -> Passes:
+    """The GPU idles where the host needs longer to launch the kernels than the GPU to run them."""
+    host = machine.launch_s * kernels
+    return Passes(
+        np.maximum(0.0, host - busy.forward),
+        np.maximum(0.0, 2 * host - busy.input_grad - busy.weight_grad),
+        np.zeros_like(busy.weight_grad),
+    )
+
+
+def head(job: Job, columns: Columns, machine: Machine) -> LayerTime:
+    """Final norm, output matrix (kept out of fp8) and vocabulary-parallel cross-entropy."""
+    model, tokens = job.model, columns.tokens(job.seq)
+    products = [Matmul("head", tokens, model.vocab / columns.tp, np.asarray(float(model.hidden)), in_fp8=False)]
+    logits = tokens * model.vocab / columns.tp
+    b = compute_bytes(job)
+    # Forward: the product is read and written once as fp32; backward reads that and writes the gradient in the compute format.
+    forward, backward = machine.stream_s((b + 2 * 4) * logits), machine.stream_s((2 * 4 + b) * logits)
+    zero = np.zeros_like(forward)
+    none = Passes(zero, zero, zero)
+    return LayerTime(matmul_passes(machine, products), none, Passes(forward, backward, zero), none, products)
+
+
+def embedding(job: Job, columns: Columns, machine: Machine) -> LayerTime:
+    """A look-up forward, a scatter-add of fp32-accumulated rows backward: bandwidth, no FLOPs."""
+    bytes_ = compute_bytes(job) * columns.tokens(job.seq) * job.model.hidden
+    forward, backward = machine.stream_s(2 * bytes_), machine.stream_s(3 * bytes_)
+    zero = np.zeros_like(forward)
+    none = Passes(zero, zero, zero)
+    return LayerTime(none, none, Passes(forward, zero, backward), none)

@@ -1,0 +1,135 @@
+"""Parameters on one rank: which tensors tp cuts, which the kv heads limit, which every rank repeats, which ep spreads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ultrascale.cost.columns import Array, Columns
+from ultrascale.cost.stages import RankShare
+from ultrascale.specs.model import Model
+
+
+@dataclass(frozen=True)
+class Shardable:
+    """Element counts by how tensor parallelism treats them."""
+
+    cut: float = 0.0
+    """cut by tp: columns of the first matrix, rows of the second, heads, vocabulary"""
+    kv: float = 0.0
+    """cut by tp, but never below one kv head: with kv_heads < tp each is repeated tp / kv_heads times"""
+    whole: float = 0.0
+    """on every tp rank: norms, biases of row-parallel matrices, routers, MLA's down-projections, positions"""
+
+    def on_rank(self, tp: Array, kv_heads: int) -> Array:
+        return np.asarray(self.cut / tp + self.kv / np.minimum(tp, kv_heads) + self.whole)
+
+    @property
+    def total(self) -> float:
+        return self.cut + self.kv + self.whole
+
+
+def attention(model: Model) -> Shardable:
+    h, bias = model.hidden, float(model.qkv_bias)
+    out_bias = h * float(model.attention_output_bias)
+    if model.mla is None:
+        norms = 2.0 * model.head_dim * model.qk_norm
+        return Shardable(
+            cut=h * model.q_dim + bias * model.q_dim + model.q_dim * h,
+            kv=2 * (h * model.kv_dim + bias * model.kv_dim),
+            whole=norms + out_bias,
+        )
+    mla = model.mla
+    query = model.heads * model.qk_head_dim
+    down = h * (mla.kv_lora_rank + mla.qk_rope_head_dim) + mla.kv_lora_rank
+    up = mla.kv_lora_rank * model.heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    if mla.q_lora_rank is None:
+        query_up = h * query
+    else:
+        down += h * mla.q_lora_rank + mla.q_lora_rank
+        query_up = mla.q_lora_rank * query
+    # The biases of attention_bias sit on the down-projections (and on the output), as in DeepSeek's own modules.
+    down += bias * (mla.kv_lora_rank + mla.qk_rope_head_dim + (mla.q_lora_rank or 0))
+    return Shardable(cut=query_up + up + model.heads * mla.v_head_dim * h, whole=down + out_bias)
+
+
+def mlp(model: Model, width: int) -> Shardable:
+    matrices, bias = (3 if model.gated else 2), float(model.mlp_bias)
+    return Shardable(
+        cut=matrices * model.hidden * width + bias * (matrices - 1) * width, whole=bias * model.hidden if width else 0
+    )
+
+
+def norms(model: Model) -> float:
+    """The two norms of a layer: one vector each, two for LayerNorm's bias."""
+    return 2.0 * model.hidden * (2 if model.norm == "layernorm" else 1)
+
+
+def embedding(model: Model) -> Shardable:
+    positions = model.hidden * (model.max_positions or 0) if model.positions == "learned" else 0
+    return Shardable(cut=model.vocab * model.hidden, whole=positions)
+
+
+def head(model: Model) -> Shardable:
+    """The output matrix. A tied one is the embedding's, but a last stage without the embedding holds its own copy."""
+    return Shardable(cut=model.vocab * model.hidden)
+
+
+def final_norm(model: Model) -> float:
+    return norms(model) / 2
+
+
+@dataclass(frozen=True)
+class LayerParameters:
+    dense: Array
+    """one dense layer on one rank"""
+    moe: Array
+    """one MoE layer without its routed experts"""
+    experts: Array
+    """the routed experts of one MoE layer on one rank"""
+
+
+def per_layer(model: Model, columns: Columns) -> LayerParameters:
+    tp = columns.tp
+    trunk = attention(model).on_rank(tp, model.kv_heads) + norms(model)
+    dense = trunk + mlp(model, model.ffn).on_rank(tp, model.kv_heads)
+    if model.moe is None:
+        zero = np.zeros(len(columns))
+        return LayerParameters(dense, zero, zero)
+    moe = model.moe
+    router = moe.experts * model.hidden + (moe.experts if moe.router_bias else 0)
+    router += model.hidden if moe.shared_gate else 0
+    shared = mlp(model, moe.shared_expert_ffn or 0) if moe.shared_experts else Shardable()
+    expert = mlp(model, moe.expert_ffn).on_rank(tp, model.kv_heads)
+    return LayerParameters(dense, trunk + router + shared.on_rank(tp, model.kv_heads), expert * moe.experts / columns.ep)
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """Elements on one rank. Experts are apart because their data-parallel group is ep times smaller."""
+
+    trunk: Array
+    experts: Array
+    ends: Array
+    """embedding, head and final norm, already counted in trunk"""
+    layer: Array
+    """the largest single layer, experts included: what ZeRO-3 gathers at a time"""
+
+    @property
+    def total(self) -> Array:
+        return np.asarray(self.trunk + self.experts)
+
+
+def on_rank(model: Model, columns: Columns, share: RankShare) -> RankParameters:
+    layer = per_layer(model, columns)
+    owns_head = share.head * np.where(model.tied_embeddings & (share.embedding == 1), 0, 1)
+    ends = share.embedding * embedding(model).on_rank(columns.tp, model.kv_heads)
+    ends = ends + owns_head * head(model).on_rank(columns.tp, model.kv_heads) + share.head * final_norm(model)
+    moe_layer = np.where(share.moe_layers > 0, layer.moe + layer.experts, 0)
+    return RankParameters(
+        trunk=share.dense_layers * layer.dense + share.moe_layers * layer.moe + ends,
+        experts=share.moe_layers * layer.experts,
+        ends=np.asarray(ends),
+        layer=np.maximum(np.where(share.dense_layers > 0, layer.dense, 0), moe_layer),
+    )

@@ -1,0 +1,28 @@
+"""Time of a piece of the model in its three parts; pipeline schedules move the parts independently."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from ultrascale.cost.columns import Array
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of one operator group per micro-batch: forward, gradient of the input, gradient of the weights."""
+
+    forward: Array
+    input_grad: Array
+    weight_grad: Array
+
+    def __add__(self, other: Passes) -> Passes:
+        return Passes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Passes)))
+
+    def scaled(self, factor: Array | float) -> Passes:
+        return Passes(*(getattr(self, f.name) * factor for f in fields(Passes)))
+
+    @property
+    def total(self) -> Array:
+        return np.asarray(self.forward + self.input_grad + self.weight_grad)

@@ -1,0 +1,201 @@
+"""Time of the pieces a model is cut into: a dense layer, a MoE layer, the embedding, the head; by cause, per micro-batch.
+
+A rank's time is a sum of its pieces, so every layout, rank and chunk is a linear combination of these four.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import reduce
+
+import numpy as np
+
+from ultrascale.cost import context, expert, operators, params, tensor, zero
+from ultrascale.cost.columns import Array, Columns
+from ultrascale.cost.hardware import Machine
+from ultrascale.cost.mesh import Mesh, mesh
+from ultrascale.cost.operators import LayerTime
+from ultrascale.cost.overlap import exposed
+from ultrascale.cost.passes import Passes
+from ultrascale.cost.stages import RankShare
+from ultrascale.specs.job import Job
+
+# Everything a piece's time depends on; schedule, virtual stages, pp and accumulation only repeat and order the pieces.
+DEPENDS_ON = (
+    "tp",
+    "cp",
+    "dp",
+    "ep",
+    "mbs",
+    "zero",
+    "zero_shards",
+    "keep_gathered",
+    "sequence_parallel",
+    "context_parallel",
+    "recompute",
+)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Seconds by cause; communication only as far as it is exposed."""
+
+    matmul: Passes
+    attention: Passes
+    memory_bound: Passes
+    recompute: Passes
+    launch: Passes
+    tensor: Passes
+    context: Passes
+    expert: Passes
+    zero: Passes
+
+    @property
+    def total(self) -> Passes:
+        return reduce(Passes.__add__, (getattr(self, f.name) for f in fields(Piece)))
+
+    def combined(self, other: Piece, join: Callable[[Passes, Passes], Passes]) -> Piece:
+        return Piece(*(join(getattr(self, f.name), getattr(other, f.name)) for f in fields(Piece)))
+
+    def scaled(self, factor: Array) -> Piece:
+        return Piece(*(getattr(self, f.name).scaled(factor) for f in fields(Piece)))
+
+    def __add__(self, other: Piece) -> Piece:
+        return self.combined(other, Passes.__add__)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    dense: Piece
+    moe: Piece | None
+    embedding: Piece
+    head: Piece
+
+    def on(self, share: RankShare) -> Piece:
+        """A rank's (or a chunk's) time for one micro-batch."""
+        total = self.dense.scaled(share.dense_layers) + self.embedding.scaled(share.embedding)
+        total = total + self.head.scaled(share.head)
+        return total if self.moe is None else total + self.moe.scaled(share.moe_layers)
+
+    def totals(self) -> PieceTotals:
+        moe = self.moe.total if self.moe is not None else None
+        return PieceTotals(self.dense.total, moe, self.embedding.total, self.head.total)
+
+
+@dataclass(frozen=True)
+class PieceTotals:
+    """The same with causes added up: what the search needs."""
+
+    dense: Passes
+    moe: Passes | None
+    embedding: Passes
+    head: Passes
+
+    def take(self, index: Array) -> PieceTotals:
+        def pick(passes: Passes | None) -> Passes | None:
+            if passes is None:
+                return None
+            return Passes(passes.forward[index], passes.input_grad[index], passes.weight_grad[index])
+
+        picked = [pick(getattr(self, f.name)) for f in fields(PieceTotals)]
+        return PieceTotals(*picked)  # type: ignore[arg-type]  # only `moe` may be None, and stays so
+
+    def on(self, share: RankShare) -> Passes:
+        total = self.dense.scaled(share.dense_layers) + self.embedding.scaled(share.embedding)
+        total = total + self.head.scaled(share.head)
+        return total if self.moe is None else total + self.moe.scaled(share.moe_layers)
+
+
+def pieces(job: Job, columns: Columns, machine: Machine) -> Pieces:
+    places = mesh(columns, machine.cluster.fast_domain)
+    moe = _layer(job, columns, machine, places, moe=True) if job.model.moe_layers else None
+    return Pieces(
+        _layer(job, columns, machine, places, moe=False),
+        moe,
+        _end(job, columns, machine, places, operators.embedding(job, columns, machine), is_head=False),
+        _end(job, columns, machine, places, operators.head(job, columns, machine), is_head=True),
+    )
+
+
+def _layer(job: Job, columns: Columns, machine: Machine, places: Mesh, moe: bool) -> Piece:
+    compute = operators.layer(job, columns, machine, moe)
+    nothing = np.zeros(len(columns))
+    inside = tensor.traffic(job, columns, places, machine)
+    around = context.traffic(job, columns, places, machine, compute.attention)
+    again = exposed(inside.gather_again_s, compute.matmul.input_grad, machine.efficiency)
+    tensor_passes = Passes(inside.layer_s, inside.layer_s + again, nothing)
+    context_passes = Passes(around.forward_s, around.backward_s, nothing)
+    expert_passes = Passes(nothing, nothing, nothing)
+    if moe:
+        exchange = expert.traffic(job, columns, places, machine)
+        expert_passes = Passes(exchange.forward_s, exchange.backward_s, nothing)
+    forward = compute.total.forward + tensor_passes.forward + context_passes.forward + expert_passes.forward
+    repeated = np.where(columns.is_("recompute", "full"), forward, nothing)
+    cheap = compute.memory_bound.forward if job.attention == "flash" else compute.attention.forward
+    repeated = np.where(columns.is_("recompute", "selective"), cheap, repeated)
+    layer = params.per_layer(job.model, columns)
+    elements, experts = (layer.moe, layer.experts) if moe else (layer.dense, nothing)
+    sharded = _zero(job, columns, machine, places, elements, experts, compute, repeated)
+    return Piece(
+        _full(compute.matmul, nothing),
+        _full(compute.attention, nothing),
+        _full(compute.memory_bound, nothing),
+        Passes(nothing, repeated, nothing),
+        _full(compute.launch, nothing),
+        tensor_passes,
+        context_passes,
+        expert_passes,
+        sharded,
+    )
+
+
+def _end(
+    job: Job, columns: Columns, machine: Machine, places: Mesh, compute: LayerTime, is_head: bool
+) -> Piece:
+    """Embedding or head: one exchange of the residual stream each way when tp cuts the vocabulary."""
+    nothing = np.zeros(len(columns))
+    inside = tensor.traffic(job, columns, places, machine)
+    one = np.where(inside.with_sequence, inside.gather.time_s, 0.5 * inside.reduce.time_s)
+    shardable = params.head(job.model) if is_head else params.embedding(job.model)
+    elements = shardable.on_rank(columns.tp, job.model.kv_heads)
+    if is_head and job.model.tied_embeddings:
+        elements = nothing  # gathered with the embedding, which on the last stage of a pipeline is its copy
+    none = Passes(nothing, nothing, nothing)
+    return Piece(
+        _full(compute.matmul, nothing),
+        none,
+        _full(compute.memory_bound, nothing),
+        none,
+        none,
+        Passes(one, one, nothing),
+        none,
+        none,
+        _zero(job, columns, machine, places, elements, nothing, compute, nothing),
+    )
+
+
+def _full(passes: Passes, like: Array) -> Passes:
+    """Arrays of the table's length, whatever they were computed from."""
+    return Passes(passes.forward + like, passes.input_grad + like, passes.weight_grad + like)
+
+
+def _zero(
+    job: Job,
+    columns: Columns,
+    machine: Machine,
+    places: Mesh,
+    elements: Array,
+    experts: Array,
+    compute: LayerTime,
+    repeated: Array,
+) -> Passes:
+    """Exposed gathers and scatters of one piece in one micro-batch; the window is the piece's own work (its neighbour's)."""
+    moved = zero.traffic(job, columns, places, machine, elements, experts)
+    gathers = columns.zero == 3
+    again = gathers & (columns.keep_gathered == 0)
+    work = compute.total
+    forward = exposed(np.where(gathers, moved.gather_s, 0.0), work.forward, machine.efficiency)
+    transfers = np.where(again, moved.gather_s, 0.0) + np.where(columns.zero >= 2, moved.scatter_s, 0.0)
+    backward = exposed(transfers, work.input_grad + work.weight_grad + repeated, machine.efficiency)
+    return Passes(forward, backward, np.zeros(len(columns)))

@@ -1,0 +1,35 @@
+"""Pipeline parallelism: the hop between stages, and the textbook's bubble beside the simulated one."""
+
+from __future__ import annotations
+
+from ultrascale.cost.activations import compute_bytes
+from ultrascale.cost.columns import Columns
+from ultrascale.cost.hardware import Machine
+from ultrascale.cost.mesh import Mesh
+from ultrascale.cost.overlap import Ratio, Transfer, transfer
+from ultrascale.specs.job import Job
+
+
+def hop(job: Job, columns: Columns, mesh: Mesh, machine: Machine) -> Transfer:
+    """Activations of one micro-batch to the next stage, or their gradients back; cut along the sequence when tp is."""
+    wide = compute_bytes(job) * columns.tokens(job.seq) * job.model.hidden / columns.sequence_cut
+    return transfer(machine, "pipeline", "send_recv", wide, mesh.pipeline)
+
+
+def textbook_bubble(pp: int, microbatches: int, virtual_stages: int = 1) -> float:
+    """Playbook: idle over busy time, (p−1)/(v·m); AFAB and 1F1B share it with v = 1."""
+    return (pp - 1) / (virtual_stages * microbatches)
+
+
+def ratio(
+    pp: int, hidden: int, layers: int, layer_parameters: float, peak_flops: float, bandwidth: float
+) -> Ratio:
+    """One hop of 2·s·mbs·h bytes against the stage's 2·parameters FLOPs per token."""
+    return Ratio(
+        "pipeline",
+        "PP·peak_flops / (32·h·num_layers·peak_bw)",
+        pp * peak_flops / (32 * hidden * layers * bandwidth),
+        "PP·h·peak_flops / (num_layers·layer_parameters·peak_bw)",
+        pp * hidden * peak_flops / (layers * layer_parameters * bandwidth),
+        "the printed form counts one byte an element and 16h² parameters a layer, which holds for one shape only",
+    )

@@ -1,0 +1,94 @@
+"""Which layers sit on which pipeline rank: balanced, with the head counted as the layers it weighs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from ultrascale.cost import flops
+from ultrascale.cost.columns import CHOICES, Array, Columns
+from ultrascale.specs.model import Model
+
+V_SHAPED = ("zb-v", "dualpipe-v")
+
+
+@lru_cache(maxsize=4096)
+def split_layers(layers: int, chunks: int, head_layers: float) -> tuple[int, ...]:
+    """Layers per chunk with the smallest slowest chunk; at least one each.
+
+    The last chunk also computes the head, worth `head_layers` layers. Surplus layers go to the chunks after the first,
+    because the first holds the most micro-batches in flight and the embedding.
+    """
+    if chunks == 1:
+        return (layers,)
+    best = (float("inf"), 1)
+    for last in range(1, layers - chunks + 2):
+        slowest = max(-(-(layers - last) // (chunks - 1)), last + head_layers)
+        if slowest < best[0] or (slowest == best[0] and last + head_layers <= slowest):
+            best = (slowest, last)
+    last = best[1]
+    even, surplus = divmod(layers - last, chunks - 1)
+    return (even, *(even + (1 <= index <= surplus) for index in range(1, chunks - 1)), last)
+
+
+def chunk_layers(model: Model, ranks: int, virtual_stages: int) -> tuple[int, ...]:
+    return split_layers(model.layers, ranks * virtual_stages, flops.head_in_layers(model))
+
+
+def chunks_of(rank: int, ranks: int, virtual_stages: int, v_shaped: bool) -> tuple[int, ...]:
+    """Global chunk indices of a rank: looped (r, r+P, …), or the V (r and its mirror image)."""
+    if v_shaped:
+        return (rank, 2 * ranks - 1 - rank)
+    return tuple(rank + turn * ranks for turn in range(virtual_stages))
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """What one pipeline rank holds, per row."""
+
+    rank: Array
+    dense_layers: Array
+    moe_layers: Array
+    embedding: Array
+    head: Array
+
+    @property
+    def layers(self) -> Array:
+        return np.asarray(self.dense_layers + self.moe_layers)
+
+
+@lru_cache(maxsize=4096)
+def rank_shares(model: Model, ranks: int, virtual_stages: int, v_shaped: bool) -> tuple[tuple[int, ...], ...]:
+    """(dense layers, MoE layers, embedding, head) of every rank."""
+    counts = chunk_layers(model, ranks, virtual_stages)
+    ends = np.cumsum((0, *counts))
+    dense_until = model.layers if model.moe is None else model.moe.dense_layers
+    shares = []
+    for rank in range(ranks):
+        chunks = chunks_of(rank, ranks, virtual_stages, v_shaped)
+        dense = sum(int(max(0, min(ends[c + 1], dense_until) - ends[c])) for c in chunks)
+        total = sum(counts[c] for c in chunks)
+        shares.append((dense, total - dense, int(0 in chunks), int(len(counts) - 1 in chunks)))
+    return tuple(shares)
+
+
+def share_of(model: Model, columns: Columns, rank: Array) -> RankShare:
+    """The share of `rank` (one per row); rows are grouped by their few distinct pipelines."""
+    pipelines, inverse = columns.distinct(("pp", "virtual_stages", "schedule"))
+    tables = [
+        rank_shares(model, int(pp), int(v), CHOICES["schedule"][schedule] in V_SHAPED)
+        for pp, v, schedule in zip(pipelines.pp, pipelines.virtual_stages, pipelines.schedule, strict=True)
+    ]
+    table = np.zeros((len(tables), max(map(len, tables)), 4), dtype=np.int64)
+    for row, shares in enumerate(tables):
+        table[row, : len(shares)] = shares
+    picked = table[inverse, rank]
+    return RankShare(rank, picked[:, 0], picked[:, 1], picked[:, 2], picked[:, 3])
+
+
+def representative_ranks(columns: Columns) -> list[Array]:
+    """First, second and last rank: the peak and the slowest are among them, since the others equal the second or less."""
+    last = columns.pp - 1
+    return [np.zeros_like(last), np.minimum(1, last), last]

@@ -1,0 +1,33 @@
+"""Pipeline schedules as lists of actions: the cost model simulates them, the engine runs them, figures draw them."""
+
+from ultrascale.schedules.actions import Action, Kind, Schedule
+from ultrascale.schedules.build import build
+from ultrascale.schedules.closed import in_flight, makespan
+from ultrascale.schedules.draw import draw
+from ultrascale.schedules.legal import SCHEDULES, legal, legal_mask
+from ultrascale.schedules.lint import lint
+from ultrascale.schedules.memory import Held, peak_held, timeline
+from ultrascale.schedules.simulate import DeadlockError, Event, StageTimes, Timeline, simulate, simulate_makespan
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "DeadlockError",
+    "Event",
+    "Held",
+    "Kind",
+    "Schedule",
+    "StageTimes",
+    "Timeline",
+    "build",
+    "draw",
+    "in_flight",
+    "legal",
+    "legal_mask",
+    "lint",
+    "makespan",
+    "peak_held",
+    "simulate",
+    "simulate_makespan",
+    "timeline",
+]

@@ -1,0 +1,65 @@
+"""The words of a pipeline schedule: an action, and a schedule as one list of actions per rank.
+
+A *stage* is a slice of the model's layers, numbered from 0 at the embedding; a rank holds `virtual_stages` of them.
+A schedule says only in which order a rank computes. When it may compute follows from the data: `simulate` finds the
+times, the engine waits for messages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Kind(StrEnum):
+    """What is computed for one micro-batch on one stage."""
+
+    F = "F"  # forward
+    B = "B"  # full backward: input and weight gradients in one go
+    I = "I"  # noqa: E741 - gradient of the input only; the papers call it B. The stage before waits for it
+    W = "W"  # gradient of the weights only; nobody waits for it, so it can fill a bubble
+
+
+class Action(NamedTuple):
+    """One piece of work of one rank. `stage` is global: 0 … ranks × virtual_stages − 1."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+    paired: bool = False  # runs overlapped with the next action of the list (a forward with a backward, DualPipe)
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.microbatch} of stage {self.stage}"
+
+
+# Schedules that fold the pipeline back on itself: rank r holds stages r and 2·ranks − 1 − r, so that the first rank
+# has both the embedding and the loss, and the last rank hands over to itself.
+V_SHAPED = frozenset({"zb-v", "dualpipe-v"})
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every rank computes, in order."""
+
+    name: str
+    ranks: int
+    virtual_stages: int
+    microbatches: int
+    actions: tuple[tuple[Action, ...], ...]
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * self.virtual_stages
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that holds a global stage."""
+        if self.name in V_SHAPED:
+            return min(stage, 2 * self.ranks - 1 - stage)
+        return stage % self.ranks
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The global stages of a rank, in the order in which a micro-batch passes them."""
+        if self.name in V_SHAPED:
+            return (rank, 2 * self.ranks - 1 - rank)
+        return tuple(range(rank, self.stages, self.ranks))

@@ -1,0 +1,256 @@
+"""Hugging Face config.json -> Model, one short function per family.
+
+Only what changes the shape or the count of parameters is read; what a family hard-codes (Qwen2's biases, GPT-2's tying)
+stands here. A config that asks for something a Model cannot say is refused: a wrong count would be a silent guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ultrascale.specs.errors import SpecError, nearest
+from ultrascale.specs.model import Model
+from ultrascale.specs.validate import build, shown
+
+Fields = dict[str, Any]
+
+_GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_new": "geglu", "gelu_pytorch_tanh": "geglu"}
+_PLAIN = {"gelu": "gelu", "gelu_new": "gelu", "gelu_fast": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
+
+
+def model_from_hf(config: Mapping[str, Any], name: str | None = None) -> Model:
+    """The Model that `config` describes; `name` defaults to the repository it was saved from, or its family."""
+    if not isinstance(config, Mapping):
+        raise SpecError(f"config is of type {type(config).__name__} but must be the mapping that config.json holds")
+    family = config.get("model_type")
+    known = f"known: {', '.join(sorted(FAMILIES))}"
+    if family is None:
+        raise SpecError(f"config.model_type is missing, so the family of the model is not told; {known}")
+    if not isinstance(family, str) or family not in FAMILIES:
+        hint = nearest(family, FAMILIES) if isinstance(family, str) else known
+        advice = known if hint.startswith("known") else f"{hint} ({known})"
+        raise SpecError(f"config.model_type is {shown(family)}, which Ultrascale cannot read: {advice}")
+    origin = config.get("_name_or_path")
+    title = name or (origin if isinstance(origin, str) and origin else family)
+    fields = FAMILIES[family](config)
+    return build(Model, {"name": title, "source": f"HF config.json, model_type {family}", **fields}, "model")
+
+
+def _llama(config: Mapping[str, Any]) -> Fields:
+    biased = _flag(config, "attention_bias")
+    return {
+        **_common(config),
+        "ffn": _count(config, "intermediate_size"),
+        "qkv_bias": biased,
+        "attention_output_bias": biased,
+        "mlp_bias": _flag(config, "mlp_bias"),
+    }
+
+
+def _smollm3(config: Mapping[str, Any]) -> Fields:
+    # A window would bind only the layers without rotary positions, which a Model cannot say.
+    _only(config, "use_sliding_window", False)
+    # Its class ties by default, so a config.json may leave the key out.
+    return {**_llama(config), "tied_embeddings": _flag(config, "tie_word_embeddings", True)}
+
+
+def _mistral(config: Mapping[str, Any]) -> Fields:
+    window = _optional_count(config, "sliding_window")
+    return {**_common(config), "ffn": _count(config, "intermediate_size"), "sliding_window": window}
+
+
+def _mixtral(config: Mapping[str, Any]) -> Fields:
+    moe = {
+        "experts": _experts(config, "num_local_experts"),
+        "top_k": _count(config, "num_experts_per_tok"),
+        "expert_ffn": _count(config, "intermediate_size"),
+    }
+    return {**_common(config), "sliding_window": _optional_count(config, "sliding_window"), "moe": moe}
+
+
+def _qwen2(config: Mapping[str, Any]) -> Fields:
+    fields = {**_common(config), "ffn": _count(config, "intermediate_size"), "qkv_bias": True}
+    return {**fields, **_window(config)}
+
+
+def _qwen2_moe(config: Mapping[str, Any]) -> Fields:
+    # Older configs lack the key: the class then biases queries, keys and values.
+    fields = {**_common(config), **_window(config), "qkv_bias": _flag(config, "qkv_bias", True)}
+    shared = {
+        "shared_experts": 1,
+        "shared_expert_ffn": _count(config, "shared_expert_intermediate_size"),
+        "shared_gate": True,
+    }
+    return {**fields, **_sparse(config, shared)}
+
+
+def _qwen3(config: Mapping[str, Any]) -> Fields:
+    # 128 is the class's default, whatever hidden / heads is.
+    fields = {"head_dim": 128, **_qwen3_attention(config), **_window(config)}
+    return {**fields, "ffn": _count(config, "intermediate_size")}
+
+
+def _qwen3_moe(config: Mapping[str, Any]) -> Fields:
+    return {**_qwen3_attention(config), **_window(config, first=0), **_sparse(config, {})}
+
+
+def _qwen3_attention(config: Mapping[str, Any]) -> Fields:
+    biased = _flag(config, "attention_bias")
+    return {**_common(config), "qkv_bias": biased, "attention_output_bias": biased, "qk_norm": True}
+
+
+def _gpt2(config: Mapping[str, Any]) -> Fields:
+    hidden = _count(config, "n_embd")
+    return {
+        "layers": _count(config, "n_layer"),
+        "hidden": hidden,
+        "heads": _count(config, "n_head"),
+        "ffn": _optional_count(config, "n_inner") or 4 * hidden,
+        "vocab": _count(config, "vocab_size"),
+        "activation": _activation(config, "activation_function", _PLAIN, "gelu_new"),
+        "norm": "layernorm",
+        "positions": "learned",
+        "max_positions": _count(config, "n_positions"),
+        "tied_embeddings": _flag(config, "tie_word_embeddings", True),
+        "qkv_bias": True,
+        "attention_output_bias": True,
+        "mlp_bias": True,
+    }
+
+
+def _deepseek(config: Mapping[str, Any]) -> Fields:
+    if _flag(config, "attention_bias"):
+        raise SpecError("config.attention_bias is true but no DeepSeek model with biases is known: try false")
+    fields = {key: value for key, value in _common(config).items() if key not in ("kv_heads", "head_dim")}
+    fields["ffn"] = _count(config, "intermediate_size")
+    fields["mla"] = {
+        "q_lora_rank": _optional_count(config, "q_lora_rank"),
+        "kv_lora_rank": _count(config, "kv_lora_rank"),
+        "qk_nope_head_dim": _count(config, "qk_nope_head_dim"),
+        "qk_rope_head_dim": _count(config, "qk_rope_head_dim"),
+        "v_head_dim": _count(config, "v_head_dim"),
+    }
+    if config.get("n_routed_experts", config.get("num_local_experts")) is None:
+        return fields
+    _only(config, "moe_layer_freq", 1)
+    # V3 routes by sigmoid scores with a correction bias and names both only in its own code's configs.
+    v3 = config["model_type"] == "deepseek_v3"
+    fields["moe"] = {
+        "experts": _experts(config, "n_routed_experts"),
+        "top_k": _count(config, "num_experts_per_tok"),
+        "expert_ffn": _count(config, "moe_intermediate_size"),
+        "shared_experts": _optional_count(config, "n_shared_experts") or 0,
+        "dense_layers": _count(config, "first_k_dense_replace", least=0),
+        "router": config.get("scoring_func", "sigmoid" if v3 else "softmax"),
+        "router_bias": config.get("topk_method", "noaux_tc" if v3 else "greedy") == "noaux_tc",
+    }
+    return fields
+
+
+FAMILIES: dict[str, Callable[[Mapping[str, Any]], Fields]] = {
+    "deepseek_v2": _deepseek,
+    "deepseek_v3": _deepseek,
+    "gpt2": _gpt2,
+    "llama": _llama,
+    "mistral": _mistral,
+    "mixtral": _mixtral,
+    "qwen2": _qwen2,
+    "qwen2_moe": _qwen2_moe,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+    "smollm3": _smollm3,
+}
+
+
+def _common(config: Mapping[str, Any]) -> Fields:
+    """What every family but GPT-2 names alike."""
+    fields: Fields = {
+        "layers": _count(config, "num_hidden_layers"),
+        "hidden": _count(config, "hidden_size"),
+        "heads": _count(config, "num_attention_heads"),
+        "vocab": _count(config, "vocab_size"),
+        "activation": _activation(config, "hidden_act", _GATED, "silu"),
+        "max_positions": _optional_count(config, "max_position_embeddings"),
+        "tied_embeddings": _flag(config, "tie_word_embeddings"),
+    }
+    # Left out when absent or null: Model then derives them as transformers does.
+    for field, key in (("kv_heads", "num_key_value_heads"), ("head_dim", "head_dim")):
+        if value := _optional_count(config, key):
+            fields[field] = value
+    return fields
+
+
+def _sparse(config: Mapping[str, Any], shared: Fields) -> Fields:
+    """Qwen's MoE layers: every layer, or all after a run of dense ones at the start."""
+    _only(config, "decoder_sparse_step", 1)
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or dense != list(range(len(dense))):
+        given = f"{dense!r:.60}" if isinstance(dense, list) else shown(dense)
+        raise SpecError(f"config.mlp_only_layers is {given} but dense layers must come first: try [0, 1] or []")
+    moe = {
+        "experts": _experts(config, "num_experts"),
+        "top_k": _count(config, "num_experts_per_tok"),
+        "expert_ffn": _count(config, "moe_intermediate_size"),
+        "dense_layers": len(dense),
+        **shared,
+    }
+    # intermediate_size is the width of dense layers only; without any, no module reads it.
+    return {"moe": moe, "ffn": _count(config, "intermediate_size") if dense else 0}
+
+
+def _window(config: Mapping[str, Any], first: int = 28) -> Fields:
+    """Qwen's sliding window: when switched on it binds the layers from max_window_layers (28 by default) on."""
+    if not _flag(config, "use_sliding_window"):
+        return {}
+    first = _count(config, "max_window_layers", least=0, default=first)
+    if first >= _count(config, "num_hidden_layers"):
+        return {}
+    if first > 0:
+        raise SpecError(
+            f"config.max_window_layers is {first} but a window must bind every layer or none: try 0, "
+            f"or use_sliding_window: false"
+        )
+    return {"sliding_window": _count(config, "sliding_window")}
+
+
+def _count(config: Mapping[str, Any], key: str, least: int = 1, default: int | None = None) -> int:
+    value = config.get(key, default)
+    if value is None:
+        raise SpecError(f"config.{key} is missing: a config of model_type {config.get('model_type')} must give it")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise SpecError(f"config.{key} is {shown(value)} but must be a whole number of at least {least}: try 8")
+    return value
+
+
+def _experts(config: Mapping[str, Any], key: str) -> int:
+    """The family's own key, or the common one that newer releases of transformers write in its place."""
+    return _count(config, key if key in config else "num_local_experts" if "num_local_experts" in config else key)
+
+
+def _optional_count(config: Mapping[str, Any], key: str) -> int | None:
+    return None if config.get(key) is None else _count(config, key)
+
+
+def _flag(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    value = config.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise SpecError(f"config.{key} is {shown(value)} but must be true or false: try {str(default).lower()}")
+    return value
+
+
+def _only(config: Mapping[str, Any], key: str, allowed: int | bool) -> None:
+    if config.get(key, allowed) != allowed:
+        raise SpecError(
+            f"config.{key} is {shown(config[key])} but only {shown(allowed)} can be planned: try {shown(allowed)}"
+        )
+
+
+def _activation(config: Mapping[str, Any], key: str, known: Mapping[str, str], default: str) -> str:
+    value = config.get(key, default)
+    if not isinstance(value, str) or value not in known:
+        hint = nearest(value if isinstance(value, str) else "", known)
+        raise SpecError(f"config.{key} is {shown(value)}, which Ultrascale cannot read: {hint}")
+    return known[value]

@@ -1,0 +1,73 @@
+"""Job: what the user wants trained, on what, with which batch and numbers. How it is cut is the Layout's business."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.model import Model
+from ultrascale.specs.validate import build
+
+Precision = Literal["fp32", "fp16", "bf16", "fp8"]
+Optimizer = Literal["adamw", "adamw-bf16", "adamw-8bit", "muon", "sgd-momentum", "sgd"]
+
+# Bytes of optimizer state per parameter: two fp32 moments for AdamW (Kingma 2015; the playbook's `optimstates`), the same
+# in bf16 or in 8 bits (Dettmers 2022), one fp32 moment for Muon and momentum.
+OPTIMIZER_STATE_BYTES: dict[str, float] = {
+    "adamw": 8,
+    "adamw-bf16": 4,
+    "adamw-8bit": 2,
+    "muon": 4,
+    "sgd-momentum": 4,
+    "sgd": 0,
+}
+
+
+class Job(BaseModel):
+    """Model, cluster, sequence length, tokens per batch, precision, optimizer, total tokens."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: Model
+    cluster: Cluster
+    seq: int = Field(ge=1, le=2**30, strict=True, description="sequence length in tokens")
+    batch_tokens: int = Field(ge=1, le=2**62, strict=True, description="tokens in one optimizer step")
+    precision: Precision = Field("bf16", description="of the matrix products; weights have an fp32 master unless fp32")
+    gradients: Literal["fp32", "bf16"] = Field("fp32", description="in which gradients are accumulated and reduced")
+    optimizer: Optimizer = "adamw"
+    attention: Literal["flash", "plain"] = Field("flash", description="plain materialises the score matrix")
+    dropout: bool = Field(False, strict=True, description="keeps the masks of GPT-era dropout in memory")
+    total_tokens: int | None = Field(None, ge=1, le=2**62, strict=True, description="of the whole training, for days and cost")
+
+    @model_validator(mode="after")
+    def _the_gpu_has_the_precision(self) -> Self:
+        peaks = self.cluster.gpu.peak_tflops
+        if self.precision not in peaks:
+            raise ValueError(
+                f"job.precision is {self.precision} but {self.cluster.gpu.name} has none: try {' or '.join(sorted(peaks))}"
+            )
+        model = self.model
+        if model.positions == "learned" and model.max_positions is not None and self.seq > model.max_positions:
+            raise ValueError(
+                f"job.seq is {self.seq} but {model.name or 'the model'} has {model.max_positions} learned positions: "
+                f"try {model.max_positions}"
+            )
+        return self
+
+    @property
+    def sequences(self) -> int:
+        """Sequences in one global batch: the nearest whole number, at least one."""
+        return max(1, round(self.batch_tokens / self.seq))
+
+    @property
+    def peak_flops(self) -> float:
+        return self.cluster.gpu.peak_tflops[self.precision] * 1e12
+
+    def changed(self, **fields: object) -> Job:
+        unknown = set(fields) - set(Job.model_fields)
+        if unknown:
+            raise SpecError(f"job has no field '{min(unknown)}': known: {', '.join(Job.model_fields)}")
+        return build(Job, {**dict(self), **fields}, "job")

@@ -1,0 +1,113 @@
+"""Layout: how a job is cut over its GPUs. Field names are the playbook's and are a contract for scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ultrascale.specs.errors import SpecError, nearest
+from ultrascale.specs.validate import build
+
+Schedule = Literal["afab", "1f1b", "interleaved", "zero-bubble", "zb-v", "dualpipe-v"]
+DataParallel = Literal["naive", "hooks", "bucketed", "ddp"]
+ContextParallel = Literal["allgather", "ring", "zigzag", "ulysses"]
+Recompute = Literal["none", "selective", "full"]
+Offload = Literal["none", "optimizer", "parameters"]
+
+
+class Layout(BaseModel):
+    """dp × tp × pp × cp GPUs; ep lives inside dp × cp. Which layouts are legal for a job is said by cost/legality.py."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    dp: int = Field(1, ge=1, le=2**20, strict=True, description="data parallelism: replicas of the model")
+    tp: int = Field(1, ge=1, le=2**20, strict=True, description="tensor parallelism: every matrix cut in this many parts")
+    pp: int = Field(1, ge=1, le=2**20, strict=True, description="pipeline parallelism: layers in this many stages")
+    cp: int = Field(1, ge=1, le=2**20, strict=True, description="context parallelism: the sequence in this many parts")
+    ep: int = Field(1, ge=1, le=2**20, strict=True, description="expert parallelism: experts over this many data ranks")
+    zero: int = Field(0, ge=0, le=3, strict=True, description="1: optimizer states sharded, 2: + gradients, 3: + parameters")
+    zero_shards: int | None = Field(
+        None, ge=1, strict=True, description="data ranks that ZeRO shards over; fewer than dp·cp is HSDP; null: all"
+    )
+    keep_gathered: bool = Field(
+        False, strict=True, description="ZeRO-3: keep parameters gathered from forward to backward, not gather twice"
+    )
+    sequence_parallel: bool = Field(True, strict=True, description="norms and residuals cut over tp along the sequence")
+    data_parallel: DataParallel = Field("bucketed", description="how gradients meet: when, and in which pieces")
+    context_parallel: ContextParallel = Field("zigzag", description="how keys and values travel between cp ranks")
+    schedule: Schedule = Field("1f1b", description="order of forwards and backwards in the pipeline")
+    virtual_stages: int = Field(1, ge=1, le=1024, strict=True, description="model chunks per pipeline rank")
+    mbs: int = Field(1, ge=1, le=2**20, strict=True, description="micro-batch: sequences in one forward pass")
+    gas: int = Field(1, ge=1, le=2**30, strict=True, description="micro-batches accumulated (or pipelined) in one step")
+    recompute: Recompute = Field("none", description="activations computed again in backward")
+    offload: Offload = Field("none", description="optimizer: its states and step on the host; parameters: those too")
+
+    @property
+    def gpus(self) -> int:
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that hold the same weights and see other tokens: gradients are reduced over them."""
+        return self.dp * self.cp
+
+    @property
+    def shards(self) -> int:
+        return min(self.zero_shards or self.data_ranks, self.data_ranks)
+
+    def batch_tokens(self, seq: int) -> int:
+        """Playbook: global batch = mbs × dp × gas × sequence."""
+        return self.mbs * self.dp * self.gas * seq
+
+    def changed(self, **fields: Any) -> Layout:
+        return build(Layout, {**self.model_dump(), **fields}, "layout")
+
+    def __str__(self) -> str:
+        """The short form used in tables and sentences: only what differs from the defaults that matter."""
+        words = [f"{axis}{getattr(self, axis)}" for axis in ("dp", "tp", "pp", "cp", "ep") if getattr(self, axis) > 1]
+        words = words or ["dp1"]
+        words.append(f"zero{self.zero}" + (f"/{self.zero_shards}" if self.zero_shards else ""))
+        if self.pp > 1:
+            words.append(self.schedule + (f"·v{self.virtual_stages}" if self.virtual_stages > 1 else ""))
+        if self.cp > 1:
+            words.append(self.context_parallel)
+        words.append(f"mbs{self.mbs}·gas{self.gas}")
+        if self.recompute != "none":
+            words.append(f"{self.recompute} recompute")
+        if self.offload != "none":
+            words.append(f"{self.offload} offload")
+        if self.keep_gathered:
+            words.append("keep gathered")
+        return " ".join(words)
+
+
+def field_value(field: str, text: str, what: str = "layout") -> Any:
+    """The value of `field` written as text on a command line (`tp=8`, `sequence_parallel=false`), or SpecError."""
+    if field not in Layout.model_fields:
+        raise SpecError(f"{what} has no field '{field}': {nearest(field, Layout.model_fields)}")
+    text = text.strip()
+    annotation = Layout.model_fields[field].annotation
+    if annotation is bool:
+        truth = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+        if text.lower() not in truth:
+            raise SpecError(f"{what}.{field} is '{text}' but must be true or false")
+        return truth[text.lower()]
+    choices = get_args(annotation)
+    if choices and all(isinstance(choice, str) for choice in choices):
+        if text.lower() not in choices:
+            raise SpecError(f"{what}.{field} is '{text}' but must be one of {', '.join(choices)}; {nearest(text, choices)}")
+        return text.lower()
+    if field == "zero_shards" and text.lower() in ("none", "null", "all"):
+        return None
+    try:
+        value = int(text)
+    except ValueError:
+        raise SpecError(f"{what}.{field} is '{text}' but must be a whole number, such as {field}=2") from None
+    build(Layout, {field: value}, what)  # range errors speak with the field's own words
+    return value
+
+
+def from_mapping(data: Mapping[str, Any]) -> Layout:
+    return build(Layout, data, "layout")

@@ -1,0 +1,344 @@
+"""Model: the shape of a transformer and the exact number of parameters in each of its parts.
+
+Counts follow the module trees of `transformers`, so that a total equals the elements of the published checkpoint, tied
+matrices once. They are written here once; the cost model, the planner and the report read them from here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ultrascale.specs.errors import SpecError, nearest
+from ultrascale.specs.files import read_mapping
+from ultrascale.specs.validate import build
+
+# Strict: a count that arrives as 1.5, true or "32" is a mistake in the file, never something to round or parse.
+# The upper bound keeps every product of two counts inside 64 bits.
+Count = Annotated[int, Field(strict=True, gt=0, le=2**31)]
+CountOrZero = Annotated[int, Field(strict=True, ge=0, le=2**31)]
+Layers = Annotated[int, Field(strict=True, gt=0, le=2**16)]  # Schedules and stages walk the layers one by one.
+Flag = Annotated[bool, Field(strict=True)]
+Text = Annotated[str, Field(strict=True, min_length=1)]
+
+
+class MLA(BaseModel):
+    """Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values come from one small latent vector."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    q_lora_rank: Count | None = Field(default=None, description="None: queries come straight from the hidden state.")
+    kv_lora_rank: Count = Field(examples=[512])
+    qk_nope_head_dim: Count = Field(examples=[128])
+    qk_rope_head_dim: Count = Field(examples=[64])
+    v_head_dim: Count = Field(examples=[128])
+
+
+class MoE(BaseModel):
+    """Mixture of experts: routed experts chosen per token, and shared experts that every token visits."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    experts: Count = Field(examples=[8, 64])
+    top_k: Count = Field(examples=[2])
+    expert_ffn: Count = Field(examples=[1536])
+    shared_experts: CountOrZero = 0
+    shared_expert_ffn: CountOrZero = Field(
+        default_factory=lambda known: known.get("expert_ffn", 0) * known.get("shared_experts", 0),
+        description="Width of all shared experts together.",
+        examples=[1536],
+    )
+    dense_layers: CountOrZero = Field(default=0, description="The first layers that keep a dense MLP.")
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    router_bias: Flag = Field(default=False, description="DeepSeek-V3's e_score_correction_bias, one per expert.")
+    shared_gate: Flag = Field(default=False, description="Qwen2-MoE's learned gate on the shared expert.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.top_k > self.experts:
+            raise ValueError(
+                f"model.moe.top_k is {self.top_k} but there are only experts = {self.experts}: "
+                f"try {min(2, self.experts)}"
+            )
+        if (self.shared_experts > 0) != (self.shared_expert_ffn > 0):
+            raise ValueError(
+                f"model.moe.shared_expert_ffn is {self.shared_expert_ffn} but shared_experts is {self.shared_experts}: "
+                f"give both or neither, e.g. shared_experts: 1 and shared_expert_ffn: {self.expert_ffn}"
+            )
+        if self.shared_gate and not self.shared_experts:
+            raise ValueError("model.moe.shared_gate is true but shared_experts is 0: try shared_experts: 1")
+        return self
+
+
+class Model(BaseModel):
+    """The shape of a decoder-only transformer."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Text = Field(examples=["my-model"])
+    layers: Layers = Field(examples=[32])
+    hidden: Count = Field(examples=[4096])
+    heads: Count = Field(examples=[32])
+    mla: MLA | None = Field(
+        default=None,
+        examples=[{"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}],
+    )
+    kv_heads: Count = Field(default_factory=lambda known: known.get("heads", 1), examples=[1])
+    head_dim: Count = Field(default_factory=lambda known: _default_head_dim(known), examples=[128])
+    ffn: CountOrZero = Field(default=0, description="Dense MLP width; 0 when every layer is MoE.", examples=[14336])
+    vocab: Count = Field(examples=[128256])
+    activation: Literal["swiglu", "geglu", "gelu", "relu"] = "swiglu"
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    positions: Literal["rotary", "learned", "none"] = "rotary"
+    max_positions: Count | None = Field(default=None, examples=[8192])
+    tied_embeddings: Flag = False
+    qkv_bias: Flag = False
+    attention_output_bias: Flag = False
+    mlp_bias: Flag = False
+    qk_norm: Flag = Field(default=False, description="RMSNorm over head_dim for queries and keys, as in Qwen3.")
+    sliding_window: Count | None = Field(default=None, examples=[4096])
+    moe: MoE | None = Field(default=None, examples=[{"experts": 8, "top_k": 2, "expert_ffn": 14336}])
+    source: str = ""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        problem = next(_problems(self), None)
+        if problem:
+            raise ValueError(problem)
+        return self
+
+    @classmethod
+    def load(cls, ref: str | Path) -> Model:
+        """A preset's name, a .yaml model file, an HF config.json, or a folder that holds one."""
+        if isinstance(ref, str) and (preset := _preset_index().get(ref.strip().lower())):
+            return cls.presets()[preset]
+        path = Path(ref)
+        # os.path answers False where pathlib would raise: a name too long, a folder that may not be read.
+        if str(ref).strip() and os.path.isdir(path):
+            path = path / "config.json"
+            if not os.path.isfile(path):
+                raise SpecError(f"model folder {ref} has no config.json: give a folder of an HF model, or a .yaml file")
+        elif not os.path.isfile(path):
+            # 'meta-llama/Llama-3.1-8B' is close to a preset only in its last part.
+            hint = nearest(path.name.lower(), cls.preset_names())
+            raise SpecError(f"model '{ref}' is neither a preset nor a file (.yaml, config.json): {hint}")
+        data = read_mapping(path, "model")
+        if path.suffix.lower() == ".json":
+            return cls.from_hf(data, name=path.parent.resolve().name if path.name == "config.json" else path.stem)
+        return build(cls, {"name": path.stem, **data}, "model")
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], name: str | None = None) -> Model:
+        """The model that a Hugging Face config (the content of config.json) describes."""
+        from ultrascale.specs.hf import model_from_hf  # hf builds Models: importing it above would be a cycle.
+
+        return model_from_hf(config, name)
+
+    @classmethod
+    def presets(cls) -> dict[str, Model]:
+        """Every shipped model by its own name, aliases left out. A fresh dict: callers may change theirs."""
+        return dict(_presets())
+
+    @classmethod
+    def preset_names(cls) -> list[str]:
+        """Every name that `load` knows without a file, aliases included."""
+        return sorted(_preset_index())
+
+    @property
+    def gated(self) -> bool:
+        """Gated MLPs have three matrices (gate, up, down), plain ones two."""
+        return self.activation in ("swiglu", "geglu")
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim if self.mla else self.head_dim
+
+    @property
+    def v_head_dim(self) -> int:
+        return self.mla.v_head_dim if self.mla else self.head_dim
+
+    @property
+    def q_dim(self) -> int:
+        return self.heads * self.qk_head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        """Width of all keys (and, without MLA, of all values); for MLA the width after expansion from the latent."""
+        return self.kv_heads * self.qk_head_dim
+
+    @property
+    def moe_layers(self) -> int:
+        return self.layers - self.moe.dense_layers if self.moe else 0
+
+    @property
+    def dense_layers(self) -> int:
+        return self.layers - self.moe_layers
+
+    def is_moe_layer(self, index: int) -> bool:
+        if not 0 <= index < self.layers:
+            raise IndexError(f"layer {index} of a model with {self.layers} layers")
+        return self.moe is not None and index >= self.moe.dense_layers
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Token embeddings and, where positions are learned, theirs."""
+        learned = (self.max_positions or 0) if self.positions == "learned" else 0
+        return (self.vocab + learned) * self.hidden
+
+    @property
+    def head_parameters(self) -> int:
+        """The output projection; 0 when it shares the embedding's matrix."""
+        return 0 if self.tied_embeddings else self.vocab * self.hidden
+
+    @property
+    def final_norm_parameters(self) -> int:
+        return self.hidden * (2 if self.norm == "layernorm" else 1)  # LayerNorm has a weight and a bias.
+
+    @property
+    def norm_parameters(self) -> int:
+        """The two norms of one layer."""
+        return 2 * self.final_norm_parameters
+
+    @property
+    def attention_parameters(self) -> int:
+        """One layer's attention: matrices, biases, q/k norms and MLA's norms."""
+        output = self.heads * self.v_head_dim * self.hidden + (self.hidden if self.attention_output_bias else 0)
+        if self.mla:
+            return self._mla_input_parameters(self.mla) + output
+        qkv = (self.hidden + (1 if self.qkv_bias else 0)) * (self.q_dim + 2 * self.kv_dim)
+        return qkv + output + (2 * self.head_dim if self.qk_norm else 0)
+
+    def _mla_input_parameters(self, mla: MLA) -> int:
+        queries = self.hidden * self.q_dim
+        if mla.q_lora_rank:
+            queries = self.hidden * mla.q_lora_rank + mla.q_lora_rank + mla.q_lora_rank * self.q_dim
+        # One down-projection gives the latent (which is normed) and the rotary key that all heads share.
+        down = self.hidden * (mla.kv_lora_rank + mla.qk_rope_head_dim) + mla.kv_lora_rank
+        up = mla.kv_lora_rank * self.heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+        return queries + down + up
+
+    def _mlp_parameters(self, width: int) -> int:
+        inner = 2 if self.gated else 1
+        bias = inner * width + self.hidden if self.mlp_bias and width else 0
+        return (inner + 1) * self.hidden * width + bias
+
+    @property
+    def dense_mlp_parameters(self) -> int:
+        """One dense layer's MLP."""
+        return self._mlp_parameters(self.ffn)
+
+    @property
+    def expert_parameters(self) -> int:
+        """One routed expert."""
+        return self._mlp_parameters(self.moe.expert_ffn) if self.moe else 0
+
+    @property
+    def router_parameters(self) -> int:
+        """One MoE layer's router."""
+        return self.moe.experts * (self.hidden + (1 if self.moe.router_bias else 0)) if self.moe else 0
+
+    @property
+    def shared_expert_parameters(self) -> int:
+        """One MoE layer's shared experts together, with their gate."""
+        if not self.moe:
+            return 0
+        return self._mlp_parameters(self.moe.shared_expert_ffn) + (self.hidden if self.moe.shared_gate else 0)
+
+    @property
+    def moe_parameters(self) -> int:
+        """One MoE layer's MLP: router, every routed expert, shared experts."""
+        experts = self.moe.experts * self.expert_parameters if self.moe else 0
+        return self.router_parameters + experts + self.shared_expert_parameters
+
+    def layer_parameters(self, index: int) -> int:
+        """All of one transformer layer."""
+        mlp = self.moe_parameters if self.is_moe_layer(index) else self.dense_mlp_parameters
+        return self.attention_parameters + self.norm_parameters + mlp
+
+    @property
+    def parameters(self) -> int:
+        """All parameters, tied embeddings once."""
+        ends = self.embedding_parameters + self.head_parameters + self.final_norm_parameters
+        mlps = self.dense_layers * self.dense_mlp_parameters + self.moe_layers * self.moe_parameters
+        return ends + mlps + self.layers * (self.attention_parameters + self.norm_parameters)
+
+    @property
+    def active_parameters(self) -> int:
+        """What one token passes through: all but the routed experts it is not sent to."""
+        idle = self.moe.experts - self.moe.top_k if self.moe else 0
+        return self.parameters - self.moe_layers * idle * self.expert_parameters
+
+
+def _default_head_dim(known: dict[str, Any]) -> int:
+    """hidden / heads; for MLA the width of a query and key head, its rotary part included."""
+    if mla := known.get("mla"):
+        return int(mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+    # Fields that failed their own check are absent, and hidden < heads must reach the check that explains it.
+    return max(1, int(known.get("hidden", 1)) // int(known.get("heads", 1)))
+
+
+def _problems(model: Model) -> Iterator[str]:
+    """What fields that are each fine alone get wrong together, as sentences."""
+    if model.heads % model.kv_heads:
+        yield (
+            f"model.kv_heads is {model.kv_heads} but must divide heads = {model.heads}: "
+            f"try {_near_divisors(model.heads, model.kv_heads)}"
+        )
+    if model.mla:
+        if model.kv_heads != model.heads:
+            yield f"model.kv_heads is {model.kv_heads} but with mla every head has its own keys: try {model.heads}"
+        if model.head_dim != model.qk_head_dim:
+            yield (
+                f"model.head_dim is {model.head_dim} but with mla it is qk_nope_head_dim + qk_rope_head_dim: "
+                f"try {model.qk_head_dim}, or leave it out"
+            )
+        for field in ("qkv_bias", "qk_norm"):
+            if getattr(model, field):
+                yield f"model.{field} is true but mla has no such parameters: try false"
+    elif model.hidden % model.heads and "head_dim" not in model.model_fields_set:
+        yield (
+            f"model.head_dim is missing and hidden = {model.hidden} is not a multiple of heads = {model.heads}: "
+            f"give it, e.g. {model.head_dim}"
+        )
+    if model.positions == "learned" and model.max_positions is None:
+        yield "model.max_positions is missing but positions: learned needs a table of that length: try 2048"
+    if model.moe and model.moe.dense_layers > model.layers:
+        yield (
+            f"model.moe.dense_layers is {model.moe.dense_layers} but there are only layers = {model.layers}: "
+            f"try {min(1, model.layers)}"
+        )
+    if model.dense_layers and not model.ffn:
+        yield f"model.ffn is 0 but {model.dense_layers} layers have a dense MLP: try {4 * model.hidden}"
+
+
+def _near_divisors(whole: int, given: int) -> str:
+    """The divisors next below and next above, found without walking up to an absurd `given`."""
+    divisors = [d for d in range(1, min(whole, 65_536) + 1) if whole % d == 0]
+    below = [d for d in divisors if d < given][-1:]
+    above = [d for d in divisors if d > given][:1]
+    return " or ".join(str(d) for d in below + above)
+
+
+@cache
+def _presets() -> dict[str, Model]:
+    folder = files("ultrascale.specs") / "presets" / "models"
+    found: dict[str, Model] = {}
+    for file in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        if file.name.endswith(".yaml") and file.name != "aliases.yaml":
+            for name, fields in yaml.safe_load(file.read_text(encoding="utf-8")).items():
+                found[name] = build(Model, {"name": name, **fields}, f"preset {name}")
+    return found
+
+
+@cache
+def _preset_index() -> dict[str, str]:
+    """Every accepted lower-case name -> the preset's own name."""
+    aliases = (files("ultrascale.specs") / "presets" / "models" / "aliases.yaml").read_text(encoding="utf-8")
+    return {**{name: name for name in _presets()}, **yaml.safe_load(aliases)}

@@ -1,0 +1,59 @@
+"""Numbers as people write them: `4M` tokens, `8k` context, `15T` tokens of data; and back into words."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from ultrascale.specs.errors import SpecError
+
+GIB = 2**30
+
+# A batch of "4M tokens" is 512 sequences of 8,192 = 4,194,304 everywhere in this field (Llama 3's "16M" is 2,048 × 8,192),
+# and "8k" is 8,192. Totals ("15T tokens of data") are decimal.
+_BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+_DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+_NUMBER = re.compile(r"\s*([0-9][0-9_,]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]?)\s*\Z")
+
+
+def tokens(text: str | int, field: str) -> int:
+    """`4M` → 4,194,304 and `8k` → 8,192 (binary, as batches and contexts are cut); `4e6` and `4000000` mean themselves."""
+    return _parse(text, field, _BINARY, "4M or 4194304")
+
+
+def total_tokens(text: str | int, field: str) -> int:
+    """`15T` → 15,000,000,000,000 (decimal, as data sets are counted)."""
+    return _parse(text, field, _DECIMAL, "15T or 300B")
+
+
+def _parse(text: str | int, field: str, suffixes: dict[str, int], example: str) -> int:
+    if isinstance(text, bool) or not isinstance(text, (str, int)):
+        raise SpecError(f"{field} is {text!r} but must be a whole number such as {example}")
+    match = _NUMBER.match(str(text))
+    if not match or match[2].lower() not in suffixes:
+        raise SpecError(f"{field} is {text!r} but must be a whole number such as {example}")
+    value = float(match[1].replace("_", "").replace(",", "")) * suffixes[match[2].lower()]
+    if not math.isfinite(value) or not 1 <= value < 2**63:
+        raise SpecError(f"{field} is {text!r} but must be at least 1 and below 2^63, such as {example}")
+    if value != int(value):
+        raise SpecError(f"{field} is {text!r}, which is not a whole number: try {round(value)}")
+    return int(value)
+
+
+def gib(number_of_bytes: float) -> str:
+    return f"{number_of_bytes / GIB:,.2f} GiB"
+
+
+def seconds(value: float) -> str:
+    """A duration with the unit that keeps three digits before the point."""
+    if value >= 1 or value == 0:
+        return f"{value:,.2f} s"
+    return f"{value * 1e3:,.1f} ms" if value >= 1e-3 else f"{value * 1e6:,.1f} µs"
+
+
+def count(value: float) -> str:
+    """`8.03 B`, `405.9 B`, `1.01 T`: parameters and tokens for reading, never for arithmetic."""
+    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.3g} {unit}" if value / limit < 1000 else f"{value / limit:,.0f} {unit}"
+    return f"{value:g}"

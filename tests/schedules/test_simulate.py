@@ -1,0 +1,149 @@
+"""Times: the textbook's bubbles, sends, pairs, deadlocks, speed, and extrapolation to many micro-batches."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from ultrascale.schedules import (
+    Action,
+    DeadlockError,
+    Kind,
+    Schedule,
+    StageTimes,
+    build,
+    simulate,
+    simulate_makespan,
+)
+from ultrascale.specs.errors import SpecError
+
+
+def unit(schedule: Schedule, send_s: float = 0.0) -> StageTimes:
+    return StageTimes.uniform(schedule.stages, 1.0, 1.0, 1.0, send_s)
+
+
+@pytest.mark.parametrize("name", ["afab", "1f1b"])
+def test_bubble_of_the_plain_schedules(name: str) -> None:
+    # Narayanan 2021, section 2.2.1: (p − 1)/m of the ideal time, so (p − 1)/(m + p − 1) of the whole: 3/11.
+    timeline = simulate(build(name, 4, 8), StageTimes.uniform(4, 1.0, 1.0, 1.0))
+    assert timeline.makespan_s == (8 + 3) * 3
+    assert timeline.bubble_fraction == pytest.approx(3 / 11)
+    assert timeline.busy_s == (24.0,) * 4
+    assert timeline.bubble_s == (9.0,) * 4
+
+
+@pytest.mark.parametrize("virtual_stages", [2, 4])
+def test_interleaving_divides_the_bubble(virtual_stages: int) -> None:
+    # Narayanan 2021, section 2.2.2: (p − 1)/(v·m). A rank's whole work per micro-batch is kept at 3.
+    part = 1.0 / virtual_stages
+    schedule = build("interleaved", 4, 8, virtual_stages)
+    timeline = simulate(schedule, StageTimes.uniform(schedule.stages, part, part, part))
+    assert timeline.makespan_s == pytest.approx(8 * 3 + 3 * 3 / virtual_stages)
+
+
+def test_zero_bubble_h1() -> None:
+    # Qi 2023, table 1: (p − 1)(F + I − W).
+    timeline = simulate(build("zero-bubble", 4, 8), StageTimes.uniform(4, 1.0, 1.2, 0.8))
+    assert timeline.bubble_s == pytest.approx([3 * (1.0 + 1.2 - 0.8)] * 4)
+
+
+def test_v_schedules_leave_only_the_start_and_the_end() -> None:
+    schedule = build("zb-v", 4, 8, 2)
+    timeline = simulate(schedule, unit(schedule))
+    assert timeline.bubble_s == (3.0,) * 4
+    for rank in range(4):
+        events = [event for event in timeline.events if event.rank == rank]
+        # Zero bubble in the paper's sense: from its first to its last action no rank ever waits.
+        assert events[-1].end_s - events[0].start_s == timeline.busy_s[rank]
+
+
+def test_a_send_delays_the_receiver_and_not_the_sender() -> None:
+    timeline = simulate(build("afab", 2, 2), StageTimes.uniform(2, 1.0, 1.0, 1.0, send_s=0.25))
+    starts = {
+        (event.action.kind, event.action.stage, event.action.microbatch): event.start_s for event in timeline.events
+    }
+    assert starts[Kind.F, 0, 1] == 1.0
+    assert starts[Kind.F, 1, 0] == 1.25
+    assert starts[Kind.B, 1, 0] == 3.25
+    assert starts[Kind.B, 0, 0] == 5.5
+    assert timeline.makespan_s == 9.5
+
+
+def test_no_send_within_a_rank() -> None:
+    schedule = build("zb-v", 1, 3, 2)
+    assert simulate(schedule, unit(schedule, send_s=5.0)).makespan_s == 3 * 2 * 3
+
+
+def test_a_pair_is_one_interval_that_is_busy_once() -> None:
+    schedule = build("dualpipe-v", 2, 4, 2)
+    timeline = simulate(schedule, unit(schedule))
+    for event, after in zip(timeline.events, timeline.events[1:], strict=False):
+        if event.action.paired:
+            assert (event.start_s, event.end_s) == (after.start_s, after.end_s)
+            assert event.end_s - event.start_s == 3.0
+    assert timeline.busy_s == (4 * 2 * 3.0,) * 2
+
+
+def test_unequal_stages_wait_for_the_slowest() -> None:
+    timeline = simulate(build("afab", 2, 4), StageTimes((1.0, 2.0), (1.0, 1.0), (0.0, 0.0)))
+    assert timeline.makespan_s == 1 + 4 * 2 + 4 * 1 + 1
+
+
+def test_lists_that_wait_for_each_other_are_named() -> None:
+    F, B = Kind.F, Kind.B
+    crossed = Schedule(
+        "by hand", 2, 1, 2,
+        (
+            (Action(F, 0, 0), Action(B, 0, 0), Action(F, 0, 1), Action(B, 0, 1)),
+            (Action(F, 1, 0), Action(F, 1, 1), Action(B, 1, 0), Action(B, 1, 1)),
+        ),
+    )  # fmt: skip
+    with pytest.raises(DeadlockError, match=r"rank 0 at B0 of stage 0, rank 1 at F1 of stage 1"):
+        simulate(crossed, unit(crossed))
+
+
+def test_stage_times_must_cover_all_stages() -> None:
+    with pytest.raises(ValueError, match="forward_s has 2 entries, the schedule 4 stages"):
+        simulate(build("1f1b", 4, 8), StageTimes.uniform(2, 1.0, 1.0, 1.0))
+
+
+def test_a_large_schedule_is_simulated_in_half_a_second() -> None:
+    schedule = build("interleaved", 16, 128, 8)
+    start = time.process_time()
+    simulate(schedule, unit(schedule, 0.01))
+    assert time.process_time() - start < 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "virtual_stages"),
+    [
+        ("afab", 1),
+        ("1f1b", 1),
+        ("interleaved", 3),
+        ("zero-bubble", 1),
+        ("zero-bubble", 2),
+        ("zb-v", 2),
+        ("dualpipe-v", 2),
+    ],
+)
+@pytest.mark.parametrize("last", [1.0, 1.02, 1.15])
+@pytest.mark.parametrize("send_s", [0.0, 0.05])
+def test_extrapolation_to_many_microbatches(name: str, virtual_stages: int, last: float, send_s: float) -> None:
+    ranks, microbatches = 4, 512
+    factors = (1.0,) * (ranks * virtual_stages - 1) + (last,)
+    times = StageTimes(factors, tuple(1.2 * x for x in factors), tuple(0.8 * x for x in factors), send_s)
+    whole = simulate(build(name, ranks, microbatches, virtual_stages), times).makespan_s
+    assert simulate_makespan(name, ranks, microbatches, virtual_stages, times, cap=64) == pytest.approx(whole, rel=1e-3)
+
+
+def test_extrapolation_keeps_to_what_is_legal() -> None:
+    # 4 ranks and 10 micro-batches make two rounds of 5; no smaller number does the same, so it is simulated whole.
+    times = StageTimes.uniform(8, 1.0, 1.0, 1.0)
+    whole = simulate(build("interleaved", 4, 10, 2), times).makespan_s
+    assert simulate_makespan("interleaved", 4, 10, 2, times, cap=4) == whole
+
+
+def test_extrapolation_refuses_what_build_refuses() -> None:
+    with pytest.raises(SpecError, match="multiple of 4"):
+        simulate_makespan("interleaved", 4, 1001, 2, StageTimes.uniform(8, 1.0, 1.0, 1.0))

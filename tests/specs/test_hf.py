@@ -1,0 +1,211 @@
+"""HF configs: each family's published config.json gives the preset's exact count; what cannot be said is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.hf import FAMILIES
+from ultrascale.specs.model import Model
+
+Config = dict[str, Any]
+
+
+def config(family: str, layers: int, hidden: int, heads: int, kv: int, ffn: int, vocab: int, **more: Any) -> Config:
+    return {
+        "model_type": family,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "intermediate_size": ffn,
+        "vocab_size": vocab,
+        "hidden_act": "silu",
+        **more,
+    }
+
+
+QWEN3_MOE = {"head_dim": 128, "num_experts_per_tok": 8, "mlp_only_layers": [], "decoder_sparse_step": 1}
+MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "moe_layer_freq": 1}
+
+# The shape-giving values of the published files.
+CONFIGS: dict[str, Config] = {
+    "llama-2-7b": config("llama", 32, 4096, 32, 32, 11008, 32000, tie_word_embeddings=False),
+    "llama-3-8b": config("llama", 32, 4096, 32, 8, 14336, 128256, attention_bias=False),
+    "llama-3.2-1b": config(
+        "llama", 16, 2048, 32, 8, 8192, 128256, head_dim=64, tie_word_embeddings=True, mlp_bias=False
+    ),
+    "mistral-7b": config("mistral", 32, 4096, 32, 8, 14336, 32000, sliding_window=4096, head_dim=None),
+    "mixtral-8x7b": config("mixtral", 32, 4096, 32, 8, 14336, 32000, num_local_experts=8, num_experts_per_tok=2),
+    "qwen2.5-0.5b": config(
+        "qwen2", 24, 896, 14, 2, 4864, 151936, tie_word_embeddings=True, use_sliding_window=False, sliding_window=32768
+    ),
+    "qwen2.5-7b": config("qwen2", 28, 3584, 28, 4, 18944, 152064, max_window_layers=28, use_sliding_window=False),
+    "qwen3-0.6b": config("qwen3", 28, 1024, 16, 8, 3072, 151936, head_dim=128, tie_word_embeddings=True),
+    "qwen3-8b": config("qwen3", 36, 4096, 32, 8, 12288, 151936, head_dim=128, attention_bias=False),
+    "qwen3-30b-a3b": config(
+        "qwen3_moe", 48, 2048, 32, 4, 6144, 151936, **QWEN3_MOE, num_experts=128, moe_intermediate_size=768
+    ),
+    "gpt2": {
+        "model_type": "gpt2",
+        "activation_function": "gelu_new",
+        "n_embd": 768,
+        "n_head": 12,
+        "n_layer": 12,
+        "n_positions": 1024,
+        "vocab_size": 50257,
+    },
+    "deepseek-v2-lite": config(
+        "deepseek_v2",
+        27,
+        2048,
+        16,
+        16,
+        10944,
+        102400,
+        **MLA,
+        q_lora_rank=None,
+        n_routed_experts=64,
+        num_experts_per_tok=6,
+        n_shared_experts=2,
+        moe_intermediate_size=1408,
+        first_k_dense_replace=1,
+        scoring_func="softmax",
+        topk_method="greedy",
+    ),
+    "deepseek-v3": config(
+        "deepseek_v3",
+        61,
+        7168,
+        128,
+        128,
+        18432,
+        129280,
+        **MLA,
+        q_lora_rank=1536,
+        n_routed_experts=256,
+        num_experts_per_tok=8,
+        n_shared_experts=1,
+        moe_intermediate_size=2048,
+        first_k_dense_replace=3,
+        scoring_func="sigmoid",
+        topk_method="noaux_tc",
+        num_nextn_predict_layers=1,
+    ),
+    "smollm3-3b": config("smollm3", 36, 2048, 16, 4, 11008, 128256, use_sliding_window=False),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_published_config_gives_the_preset(name: str) -> None:
+    preset, imported = Model.load(name), Model.from_hf(CONFIGS[name], name)
+    assert imported.parameters == preset.parameters
+    told_elsewhere = {"source", "max_positions"}
+    assert imported.model_dump(exclude=told_elsewhere) == preset.model_dump(exclude=told_elsewhere)
+
+
+def test_every_family_is_tested() -> None:
+    assert {published["model_type"] for published in CONFIGS.values()} | {"qwen2_moe"} == set(FAMILIES)
+
+
+def test_qwen2_moe_by_hand() -> None:
+    # Qwen1.5-MoE-A2.7B, per layer: attention, biases on q, k and v; 60 experts; a shared one with its gate; a router.
+    published = config(
+        "qwen2_moe",
+        24,
+        2048,
+        16,
+        16,
+        5632,
+        151936,
+        num_experts=60,
+        num_experts_per_tok=4,
+        moe_intermediate_size=1408,
+        shared_expert_intermediate_size=5632,
+        decoder_sparse_step=1,
+    )
+    h = 2048
+    attention = 4 * h * h + 3 * h
+    moe = 60 * 3 * h * 1408 + 3 * h * 5632 + h + 60 * h
+    model = Model.from_hf(published)
+    assert model.parameters == 24 * (attention + moe + 2 * h) + 2 * 151936 * h + h
+    assert round(model.parameters / 1e9, 1) == 14.3  # The model card's total.
+    assert round(model.active_parameters / 1e9, 1) == 2.7  # And its activated parameters.
+
+
+def test_the_name_is_the_callers_or_the_configs_or_the_familys() -> None:
+    gpt2 = CONFIGS["gpt2"]
+    assert Model.from_hf(gpt2, "mine").name == "mine"
+    assert Model.from_hf({**gpt2, "_name_or_path": "me/small"}).name == "me/small"
+    assert Model.from_hf(gpt2).name == "gpt2"
+
+
+def test_keys_that_newer_releases_write() -> None:
+    moe = dict(CONFIGS["qwen3-30b-a3b"])
+    moe["num_local_experts"] = moe.pop("num_experts")
+    assert Model.from_hf(moe).parameters == Model.load("qwen3-30b-a3b").parameters
+    v3 = {**CONFIGS["deepseek-v3"], "head_dim": 64}  # transformers saves the rotary part as head_dim.
+    del v3["scoring_func"], v3["topk_method"]
+    assert Model.from_hf(v3).parameters == Model.load("deepseek-v3").parameters
+
+
+def test_what_a_config_leaves_out_is_the_classs_default() -> None:
+    bare = {key: value for key, value in CONFIGS["llama-2-7b"].items() if key != "num_key_value_heads"}
+    assert Model.from_hf(bare).kv_heads == 32
+    qwen3 = {key: value for key, value in CONFIGS["qwen3-0.6b"].items() if key != "head_dim"}
+    assert Model.from_hf(qwen3).head_dim == 128
+    assert Model.from_hf({**CONFIGS["gpt2"], "n_inner": 100}).ffn == 100
+    assert Model.from_hf({**CONFIGS["deepseek-v2-lite"], "n_routed_experts": None}).moe is None
+
+
+def test_biases_follow_the_config() -> None:
+    model = Model.from_hf({**CONFIGS["llama-2-7b"], "attention_bias": True, "mlp_bias": True})
+    assert (model.qkv_bias, model.attention_output_bias, model.mlp_bias) == (True, True, True)
+
+
+def test_first_layers_can_be_dense() -> None:
+    model = Model.from_hf({**CONFIGS["qwen3-30b-a3b"], "mlp_only_layers": [0, 1]})
+    assert (model.dense_layers, model.ffn) == (2, 6144)
+
+
+def test_sliding_windows() -> None:
+    qwen = CONFIGS["qwen2.5-7b"] | {"use_sliding_window": True, "sliding_window": 4096}
+    assert Model.from_hf(qwen).sliding_window is None  # max_window_layers = 28 leaves no layer to bind.
+    assert Model.from_hf({**qwen, "max_window_layers": 0}).sliding_window == 4096
+    with pytest.raises(SpecError, match=r"config\.max_window_layers is 14"):
+        Model.from_hf({**qwen, "max_window_layers": 14})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "sentence"),
+    [
+        ("gpt2", {"model_type": "bert"}, "config.model_type is 'bert', which Ultrascale cannot read"),
+        ("gpt2", {"model_type": "lama"}, "did you mean 'llama'"),
+        ("gpt2", {"model_type": "lama"}, "known: deepseek_v2, deepseek_v3, gpt2"),
+        ("gpt2", {"model_type": 3}, "config.model_type is 3"),
+        ("gpt2", {"n_layer": None}, "config.n_layer is missing"),
+        ("gpt2", {"n_layer": "12"}, "config.n_layer is '12' but must be a whole number of at least 1"),
+        ("gpt2", {"n_head": True}, "config.n_head is true"),
+        ("gpt2", {"activation_function": ["gelu"]}, "config.activation_function is a list"),
+        ("llama-2-7b", {"hidden_act": "tanh"}, "config.hidden_act is 'tanh'"),
+        ("llama-2-7b", {"mlp_bias": "no"}, "config.mlp_bias is 'no' but must be true or false"),
+        ("llama-2-7b", {"num_key_value_heads": 5}, "model.kv_heads is 5 but must divide heads = 32: try 4 or 8"),
+        ("qwen3-30b-a3b", {"decoder_sparse_step": 2}, "config.decoder_sparse_step is 2 but only 1"),
+        ("qwen3-30b-a3b", {"mlp_only_layers": [3]}, "config.mlp_only_layers is [3] but dense layers must come first"),
+        ("deepseek-v3", {"moe_layer_freq": 2}, "config.moe_layer_freq is 2 but only 1"),
+        ("deepseek-v3", {"attention_bias": True}, "config.attention_bias is true"),
+        ("deepseek-v3", {"scoring_func": "tanh"}, "model.moe.router is 'tanh' but must be 'softmax' or 'sigmoid'"),
+        ("smollm3-3b", {"use_sliding_window": True}, "config.use_sliding_window is true but only false"),
+    ],
+)
+def test_what_cannot_be_read_gets_a_sentence(name: str, change: Config, sentence: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        Model.from_hf({**CONFIGS[name], **change})
+    assert sentence in str(caught.value)
+
+
+def test_a_config_must_be_a_mapping() -> None:
+    with pytest.raises(SpecError, match="must be the mapping"):
+        Model.from_hf(["llama"])  # type: ignore[arg-type]

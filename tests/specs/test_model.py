@@ -1,0 +1,341 @@
+"""Model: exact parameter counts of every preset, the groups they are made of, loading, and errors that help."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.model import Model, _preset_index
+from ultrascale.specs.validate import build
+
+# Totals of the published checkpoints, tied matrices once.
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-3.3-70b": 70_553_706_496,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v2": 235_741_434_880,
+    # With the 58 x 256 elements of e_score_correction_bias: in the checkpoint, but a buffer in transformers.
+    "deepseek-v3": 671_026_419_200,
+    "smollm-135m": 134_515_008,
+    "smollm-360m": 361_821_120,
+    "smollm-1.7b": 1_711_376_384,
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "smollm2-1.7b": 1_711_376_384,
+    "smollm3-3b": 3_075_098_624,
+}
+
+
+def gpt(layers: int, h: int, vocab: int, positions: int) -> int:
+    """Attention 4h² + 4h, MLP 8h² + 5h, two LayerNorms 4h, per layer; embeddings, positions and a last LayerNorm."""
+    return layers * (12 * h * h + 13 * h) + (vocab + positions + 2) * h
+
+
+# No checkpoint was published: by hand from the papers' tables. GPT-3's paper (appendix D) says 174,600 million;
+# Korthikanti et al. round theirs to 22B, 530B and 1T.
+BY_HAND = {
+    "gpt3-175b": gpt(96, 12288, 50257, 2048),
+    "gpt-22b": gpt(48, 6144, 51200, 2048),
+    "mt-nlg-530b": gpt(105, 20480, 51200, 2048),
+    "gpt-1t": gpt(128, 25600, 51200, 2048),
+    # 8 layers of q and o 64·64, k and v 64·32, three 64·192 and two norms; two 256·64 tables and a norm.
+    "tiny": 8 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192 + 2 * 64) + 2 * 256 * 64 + 64,
+}
+
+FIELDS: dict[str, Any] = {"name": "x", "layers": 2, "hidden": 64, "heads": 8, "ffn": 128, "vocab": 100}
+MOE: dict[str, Any] = {"experts": 4, "top_k": 2, "expert_ffn": 8}
+
+
+@pytest.mark.parametrize(("name", "total"), (PUBLISHED | BY_HAND).items())
+def test_parameters_equal_the_published_total(name: str, total: int) -> None:
+    assert Model.load(name).parameters == total
+
+
+def test_every_preset_has_a_known_total_and_a_source() -> None:
+    assert set(Model.presets()) == set(PUBLISHED | BY_HAND)
+    assert all(model.source and model.name == name for name, model in Model.presets().items())
+
+
+def test_gpt3_matches_the_total_its_paper_prints() -> None:
+    assert round(Model.load("gpt3-175b").parameters, -8) == 174_600_000_000
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),  # As the model cards and reports print them.
+    [("mixtral-8x7b", 12.9), ("mixtral-8x22b", 39.2), ("qwen3-30b-a3b", 3.4), ("qwen3-235b-a22b", 22.2)],
+)
+def test_active_parameters(name: str, billions: float) -> None:
+    assert round(Model.load(name).active_parameters / 1e9, 1) == billions
+
+
+def test_active_parameters_of_deepseek_v3_by_hand() -> None:
+    # Idle per MoE layer: 248 of 256 experts of three 7168 x 2048 matrices. The report's 37B leaves out the embedding.
+    model = Model.load("deepseek-v3")
+    assert model.active_parameters == 671_026_419_200 - 58 * 248 * 3 * 7168 * 2048
+    assert round((model.active_parameters - model.embedding_parameters) / 1e9) == 37
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED | BY_HAND))
+def test_groups_add_up(name: str) -> None:
+    model = Model.load(name)
+    layers = sum(model.layer_parameters(index) for index in range(model.layers))
+    ends = model.embedding_parameters + model.head_parameters + model.final_norm_parameters
+    assert layers + ends == model.parameters
+    assert sum(model.is_moe_layer(index) for index in range(model.layers)) == model.moe_layers
+    assert model.moe_layers + model.dense_layers == model.layers
+
+
+def test_groups_of_deepseek_v3_by_hand() -> None:
+    model = Model.load("deepseek-v3")
+    assert (model.qk_head_dim, model.v_head_dim, model.q_dim, model.kv_dim) == (192, 128, 24576, 24576)
+    queries = 7168 * 1536 + 1536 + 1536 * 128 * 192
+    keys_values = 7168 * (512 + 64) + 512 + 512 * 128 * (128 + 128)
+    assert model.attention_parameters == queries + keys_values + 128 * 128 * 7168
+    assert model.router_parameters == 256 * 7168 + 256
+    assert model.expert_parameters == model.shared_expert_parameters == 3 * 7168 * 2048
+    assert model.moe_parameters == model.router_parameters + 257 * model.expert_parameters
+    assert (model.dense_layers, model.is_moe_layer(2), model.is_moe_layer(3)) == (3, False, True)
+
+
+def test_groups_of_qwen_by_hand() -> None:
+    qwen2, qwen3 = Model.load("qwen2.5-7b"), Model.load("qwen3-0.6b")
+    assert qwen2.attention_parameters == 2 * 3584 * 3584 + 2 * 3584 * 512 + (3584 + 2 * 512)
+    assert (qwen3.q_dim, qwen3.kv_dim) == (2048, 1024)  # head_dim 128 makes queries wider than hidden = 1024.
+    assert qwen3.attention_parameters == 2 * 1024 * 2048 + 2 * 1024 * 1024 + 2 * 128
+    assert qwen3.head_parameters == 0
+
+
+def test_biases_and_learned_positions_of_gpt2_by_hand() -> None:
+    model = Model.load("gpt2")
+    assert not model.gated
+    assert model.attention_parameters == 4 * 768 * 768 + 4 * 768
+    assert model.dense_mlp_parameters == 2 * 768 * 3072 + 3072 + 768
+    assert (model.norm_parameters, model.final_norm_parameters) == (4 * 768, 2 * 768)
+    assert model.embedding_parameters == (50257 + 1024) * 768
+
+
+def test_layer_index_is_checked() -> None:
+    with pytest.raises(IndexError, match="layer 8 of a model with 8 layers"):
+        Model.load("tiny").layer_parameters(8)
+
+
+def test_defaults_are_derived() -> None:
+    model = build(Model, FIELDS, "model")
+    assert (model.kv_heads, model.head_dim, model.gated) == (8, 8, True)
+    moe = build(Model, {**FIELDS, "ffn": 0, "moe": {**MOE, "shared_experts": 3}}, "model").moe
+    assert moe is not None
+    assert moe.shared_expert_ffn == 24
+
+
+def test_a_model_is_frozen_hashable_and_survives_a_round_trip() -> None:
+    for model in Model.presets().values():
+        assert build(Model, model.model_dump(), "model") == model
+        assert isinstance(hash(model), int)
+    with pytest.raises(ValidationError):
+        Model.load("tiny").layers = 3
+
+
+@pytest.mark.parametrize(("alias", "name"), [("llama-3-405b", "llama-3.1-405b"), ("LLaMA-3-1B", "llama-3.2-1b")])
+def test_names_are_found_by_alias_and_in_any_case(alias: str, name: str) -> None:
+    assert Model.load(alias) is Model.load(name)
+    assert alias.lower() in Model.preset_names()
+
+
+def test_aliases_lead_to_presets_and_hide_none() -> None:
+    index = _preset_index()
+    assert set(index.values()) == set(Model.presets())
+    assert all(index[name] == name == name.lower() for name in Model.presets())
+
+
+def test_load_reads_yaml_and_hf_files(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("layers: 2\nhidden: 64\nheads: 8\nffn: 128\nvocab: 100\n")
+    assert Model.load(file) == Model.load(str(file)) == build(Model, {**FIELDS, "name": "mine"}, "model")
+    folder = tmp_path / "my-gpt"
+    folder.mkdir()
+    config = {
+        "model_type": "gpt2",
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "n_positions": 1024,
+        "vocab_size": 50257,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    loaded = Model.load(folder)
+    assert loaded.parameters == PUBLISHED["gpt2"]
+    assert loaded.name == Model.load(folder / "config.json").name == "my-gpt"
+
+
+@pytest.mark.parametrize(
+    ("ref", "says"),
+    [
+        ("llama-3-8bb", "did you mean 'llama-3-8b'"),
+        ("meta-llama/Llama-3.1-8B", "did you mean 'llama-3.1-8b'"),
+        ("", "neither a preset nor a file"),
+        ("no-such.yaml", "neither a preset nor a file"),
+        ("x" * 5000, "neither a preset nor a file"),
+    ],
+)
+def test_an_unknown_name_is_told_the_nearest(ref: str, says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        Model.load(ref)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.yaml", "layers: 2\n  hidden: [", "line 2"),
+        ("a.json", '{"model_type":\n oops}', "line 2"),
+        ("a.yaml", "- 1\n- 2\n", "mapping"),
+        ("a.yaml", "", "mapping"),
+        ("a.yaml", "!!python/object/apply:os.system ['true']\n", "a.yaml"),
+        ("a.json", "[" * 100_000, "a.json"),
+        ("config.json", "{}", "config.model_type is missing"),
+    ],
+)
+def test_a_broken_file_is_named_with_its_line(tmp_path: Path, name: str, text: str, says: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(SpecError, match=says):
+        Model.load(tmp_path / name)
+
+
+def test_a_folder_without_config_says_so(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"has no config\.json"):
+        Model.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"kv_heads": 5, "heads": 32}, "model.kv_heads is 5 but must divide heads = 32: try 4 or 8"),
+        ({"layers": 0}, "model.layers is 0 but must be greater than 0: try 32"),
+        ({"layers": -3}, "model.layers is -3 but must be greater than 0: try 32"),
+        ({"layers": 1.5}, "model.layers is 1.5 but must be a whole number greater than 0: try 32"),
+        ({"layers": 2.0}, "model.layers is 2.0 but must be a whole number greater than 0: try 32"),
+        ({"layers": True}, "model.layers is true but must be a whole number greater than 0: try 32"),
+        ({"layers": "32"}, "model.layers is '32' but must be a whole number greater than 0: try 32"),
+        ({"layers": 10**6}, "model.layers is 1000000 but must be at most 65536: try 32"),
+        ({"tied_embeddings": "no"}, "model.tied_embeddings is 'no' but must be true or false: try false"),
+        ({"kvheads": 4}, "model.kvheads is not a field of model: did you mean 'kv_heads' or 'heads'?"),
+        ({"hidden": 65}, "hidden = 65 is not a multiple of heads = 8: give it, e.g. 8"),
+        ({"positions": "learned"}, "model.max_positions is missing but positions: learned needs"),
+        ({"ffn": 0}, "model.ffn is 0 but 2 layers have a dense MLP: try 256"),
+        (
+            {"activation": "swigl"},
+            "model.activation is 'swigl' but must be 'swiglu', 'geglu', 'gelu' or 'relu': did you",
+        ),
+        ({"moe": 5}, "model.moe is 5 but must be a mapping of fields to values: try {experts: 8, top_k: 2"),
+        ({"moe": {**MOE, "top_k": 8}}, "model.moe.top_k is 8 but there are only experts = 4: try 2"),
+        ({"moe": {**MOE, "topk": 1}}, "model.moe.topk is not a field of model.moe: did you mean 'top_k'?"),
+        ({"moe": {**MOE, "dense_layers": 9}}, "model.moe.dense_layers is 9 but there are only layers = 2: try 1"),
+        ({"moe": {**MOE, "shared_gate": True}}, "model.moe.shared_gate is true but shared_experts is 0"),
+        ({"moe": {**MOE, "shared_expert_ffn": 8}}, "model.moe.shared_expert_ffn is 8 but shared_experts is 0"),
+        ({"mla": {}}, "model.mla.kv_lora_rank is missing: give it, e.g. 512; model.mla.qk_nope_head_dim is missing"),
+    ],
+)
+def test_each_mistake_gets_a_sentence(change: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        build(Model, {**FIELDS, **change}, "model")
+    assert sentence in str(caught.value)
+
+
+MLA = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"kv_heads": 4}, "model.kv_heads is 4 but with mla every head has its own keys: try 8"),
+        ({"head_dim": 8}, "model.head_dim is 8 but with mla it is qk_nope_head_dim + qk_rope_head_dim: try 12"),
+        ({"qkv_bias": True}, "model.qkv_bias is true but mla has no such parameters: try false"),
+    ],
+)
+def test_latent_attention_refuses_what_it_has_not(change: dict[str, Any], sentence: str) -> None:
+    assert build(Model, {**FIELDS, "mla": MLA}, "model").head_dim == 12
+    with pytest.raises(SpecError) as caught:
+        build(Model, {**FIELDS, "mla": MLA, **change}, "model")
+    assert sentence in str(caught.value)
+
+
+class Leaf(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    size: int
+
+
+class Tree(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    leaves: list[Leaf] = []
+    named: dict[str, Leaf] = {}
+    either: Leaf | str = "none"
+    limit: float | None = None
+
+    @model_validator(mode="after")
+    def _small(self) -> Tree:
+        if len(self.leaves) > 1:
+            raise ValueError("tree.leaves has 2 entries: try 1")
+        return self
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        ({"leaves": [{"size": "q"}]}, "tree.leaves.0.size is 'q' but must be a whole number"),
+        (
+            {"named": {"oak": {"size": 1, "siz": 1}}},
+            "tree.named.oak.siz is not a field of tree.named.oak: did you mean 'size'?",
+        ),
+        ({"either": {"size": None}}, "tree.either.size is null but must be a whole number; tree.either is a mapping"),
+        ({"limit": "much"}, "tree.limit is 'much' but must be a number"),
+        ({"leaves": 3}, "tree.leaves is 3 but must be a list"),
+        ({1: 2}, "tree has the key 1 but fields are named by text"),
+        ([1], "tree is a list but must be a mapping of fields to values"),
+        (None, "tree is empty but must be a mapping of fields to values"),
+    ],
+)
+def test_build_names_nested_fields(data: Any, sentence: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        build(Tree, data, "tree")
+    assert str(caught.value).startswith(sentence)
+
+
+def test_build_passes_a_validators_own_sentence_on_unchanged() -> None:
+    with pytest.raises(SpecError) as caught:
+        build(Tree, {"leaves": [{"size": 1}, {"size": 2}]}, "tree")
+    assert str(caught.value) == "tree.leaves has 2 entries: try 1"
