@@ -1,0 +1,79 @@
+"""Ultrascale: the Ultra-Scale Playbook as software. Plan a training run; know its memory, its time and the reasons.
+
+    from ultrascale import Cluster, Job, Model, plan
+
+    job = Job(model=Model.load("llama-3-8b"), cluster=Cluster.load("8xh100"), seq=8192, batch_tokens=2**20)
+    best = plan(job).plans[0]
+    print(best.layout, best.estimate.step_time_s, best.estimate.peak_gib)
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ultrascale.cost.estimate import estimate
+    from ultrascale.plan import Result, plan
+    from ultrascale.specs.cluster import Cluster
+    from ultrascale.specs.errors import SpecError
+    from ultrascale.specs.estimate import Estimate
+    from ultrascale.specs.gpu import GPU
+    from ultrascale.specs.job import Job
+    from ultrascale.specs.layout import Layout
+    from ultrascale.specs.model import Model
+    from ultrascale.specs.plan import Plan
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Model": "ultrascale.specs.model",
+    "GPU": "ultrascale.specs.gpu",
+    "Cluster": "ultrascale.specs.cluster",
+    "Job": "ultrascale.specs.job",
+    "Layout": "ultrascale.specs.layout",
+    "Estimate": "ultrascale.specs.estimate",
+    "Plan": "ultrascale.specs.plan",
+    "SpecError": "ultrascale.specs.errors",
+    "estimate": "ultrascale.cost.estimate",
+    "Result": "ultrascale.plan",
+}
+
+__all__ = [
+    "GPU",
+    "Cluster",
+    "Estimate",
+    "Job",
+    "Layout",
+    "Model",
+    "Plan",
+    "Result",
+    "SpecError",
+    "__version__",
+    "estimate",
+    "plan",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Names are imported when first asked for, so that `ultrascale --help` does not wait for numpy and pydantic."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'ultrascale' has no attribute '{name}'")
+    return getattr(import_module(_HOME[name]), name)
+
+
+class _Package(ModuleType):
+    """`plan` is a folder and a function. Who asks the package gets the function; `from ultrascale.plan import …` the folder."""
+
+    @property
+    def plan(self) -> Any:
+        return import_module("ultrascale.plan.search").plan
+
+    @plan.setter
+    def plan(self, _: ModuleType) -> None:
+        """The import system announces the folder here once it is loaded."""
+
+
+sys.modules[__name__].__class__ = _Package

@@ -48,7 +48,7 @@ def test_in_flight_of_the_textbook() -> None:
     assert in_flight("interleaved", 4, rank, 8, 2).tolist() == [11, 9, 7, 5]
     # Qi 2024: ZB-V holds what 1F1B's first rank holds, P stages of a P-th = 2P chunks of half the size.
     assert in_flight("zb-v", 4, rank, 8, 2).tolist() == [8, 8, 8, 8]
-    # DeepSeek-V3, table 2: PP + 1 stages; a chunk of the V is half a stage of DualPipe's two model copies.
+    # Counted on the list: 2P in flight as in ZB-V, and the forward of a pair, which starts before its backward ends.
     assert in_flight("dualpipe-v", 4, rank, 8, 2).tolist() == [9, 9, 9, 9]
 
 

@@ -107,3 +107,10 @@ def test_bad_pair() -> None:
 
     problems = changed(build("1f1b", 4, 8), 0, pair_last)
     assert problems[0].startswith("rank 0: bad pair: B7 of stage 0 with None")
+
+
+def test_zero_bubble_crosses_on_two_ranks_when_receives_are_late() -> None:
+    # Forwards of one stage and gradients of another share the only link; torch's own lowering crosses there too.
+    assert lint(build("zero-bubble", 2, 8, 2)) == []
+    assert lint(build("zero-bubble", 2, 8, 2), late_receives=True) != []
+    assert lint(build("zero-bubble", 4, 8, 2), late_receives=True) == []

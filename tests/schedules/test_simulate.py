@@ -43,7 +43,7 @@ def test_interleaving_divides_the_bubble(virtual_stages: int) -> None:
 
 
 def test_zero_bubble_h1() -> None:
-    # Qi 2023, table 1: (p − 1)(F + I − W).
+    # Qi 2023, section 2: (p − 1)(F + I − W).
     timeline = simulate(build("zero-bubble", 4, 8), StageTimes.uniform(4, 1.0, 1.2, 0.8))
     assert timeline.bubble_s == pytest.approx([3 * (1.0 + 1.2 - 0.8)] * 4)
 

@@ -22,6 +22,10 @@ def compute_bytes(job: Job) -> int:
     return 4 if job.precision == "fp32" else 2
 
 
+def gradient_bytes(job: Job) -> int:
+    return FP32 if job.gradients == "fp32" or job.precision == "fp32" else 2
+
+
 @dataclass(frozen=True)
 class LayerActivations:
     """Bytes of one layer and one micro-batch on one rank, by module; `kept` after the policy, `whole` without any."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from ultrascale.cost.columns import Array, Columns
 from ultrascale.cost.hardware import Machine
-from ultrascale.cost.memory import gradient_bytes
+from ultrascale.cost.activations import gradient_bytes
 from ultrascale.cost.mesh import Mesh
 from ultrascale.cost.overlap import Ratio, Transfer, exposed, transfer
 from ultrascale.specs.job import Job

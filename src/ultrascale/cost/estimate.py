@@ -15,7 +15,7 @@ from ultrascale.cost.mesh import mesh
 from ultrascale.cost.operators import layer_matmuls
 from ultrascale.cost.passes import Passes
 from ultrascale.cost.pieces import Piece, Pieces, pieces
-from ultrascale.schedules import StageTimes, build, peak_held, simulate, simulate_makespan
+from ultrascale.schedules import StageTimes, build, closed, makespan, peak_held, simulate, simulate_makespan
 from ultrascale.schedules.simulate import Timeline
 from ultrascale.specs.estimate import OWNERS, ActivationItem, Estimate, Memory, StageMemory, Time
 from ultrascale.specs.job import Job
@@ -103,9 +103,12 @@ class View:
 
     def chunk_share(self) -> stages.RankShare:
         """Every chunk as if it were a rank of its own."""
-        chunks = self.layout.pp * self.layout.virtual_stages
-        shares = np.asarray(stages.rank_shares(self.job.model, chunks, 1, False))
-        return stages.RankShare(np.arange(chunks), shares[:, 0], shares[:, 1], shares[:, 2], shares[:, 3])
+        model, counts = self.job.model, np.asarray(stages.chunk_layers(self.job.model, self.layout.pp, self.layout.virtual_stages))
+        dense_until = model.layers if model.moe is None else model.moe.dense_layers
+        ends = np.cumsum(counts)
+        dense = np.clip(np.minimum(ends, dense_until) - (ends - counts), 0, None)
+        position = np.arange(len(counts))
+        return stages.RankShare(position, dense, counts - dense, 1 * (position == 0), 1 * (position == len(counts) - 1))
 
     def stage_times(self, send_s: float) -> StageTimes:
         times = self.pieces.totals().on(self.chunk_share())
@@ -130,17 +133,20 @@ def _send_s(view: View) -> float:
     return float(pipeline.hop(view.job, view.row, places, view.machine).time_s[0])
 
 
-def _in_flight(view: View) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def _waiting(view: View) -> memory.Waiting:
     """Micro-batches' worth of activations that each rank holds at its peak, counted on the action list."""
     layout = view.layout
+    none = np.zeros(layout.pp)
     if layout.pp == 1:
-        return np.ones(1)
+        return memory.Waiting(np.ones(1), none, none)
     per_layer = np.maximum(np.asarray(stages.chunk_layers(view.job.model, layout.pp, layout.virtual_stages)), 1e-9)
     # Beyond four rounds the list only repeats itself, and what it holds no longer grows (AFAB holds everything).
     enough = layout.gas if layout.schedule == "afab" else min(layout.gas, _settled(layout))
     schedule = build(layout.schedule, layout.pp, enough, layout.virtual_stages)
-    held = [peak_held(schedule, rank, list(per_layer)).peak_bytes for rank in range(layout.pp)]
-    return np.asarray(held) / view.share.layers
+    held = np.asarray([peak_held(schedule, rank, list(per_layer)).peak_bytes for rank in range(layout.pp)]) / view.share.layers
+    put_off = closed.deferred(layout.schedule, layout.pp, np.arange(layout.pp), layout.gas, layout.virtual_stages)
+    losses = held - 1 if layout.schedule == "afab" else none
+    return memory.Waiting(held, np.minimum(put_off / layout.virtual_stages, held), losses)
 
 
 def _settled(layout: Layout) -> int:
@@ -150,8 +156,9 @@ def _settled(layout: Layout) -> int:
 
 
 def _memory(view: View) -> list[StageMemory]:
-    job, in_flight = view.job, _in_flight(view)
-    owners = memory.at_peak(job, view.ranks, view.share, in_flight)
+    waiting = _waiting(view)
+    in_flight = waiting.in_flight
+    owners = memory.at_peak(view.job, view.ranks, view.share, waiting)
     result = []
     for rank in range(view.layout.pp):
         bytes_ = Memory(**{owner: float(np.broadcast_to(getattr(owners, owner), view.layout.pp)[rank]) for owner in OWNERS})
@@ -187,10 +194,12 @@ def _time(view: View) -> tuple[Time, float]:
     busy = float(totals[slowest]) * gas
     send = bubble = 0.0
     if layout.pp > 1:
-        arguments = (layout.schedule, layout.pp, gas, layout.virtual_stages)
-        without = simulate_makespan(*arguments, view.stage_times(0.0), SIMULATED)
-        send = max(0.0, simulate_makespan(*arguments, view.stage_times(_send_s(view)), SIMULATED) - without)
-        bubble = max(0.0, without - busy)
+        pipeline_s = simulate_makespan(
+            layout.schedule, layout.pp, gas, layout.virtual_stages, view.stage_times(_send_s(view)), SIMULATED
+        )
+        idle = max(0.0, pipeline_s - busy)
+        send = min(idle, _send_share(view, by_rank.total, slowest))
+        bubble = idle - send
     first = view.pieces.totals().on(stages.share_of(job.model, view.row, np.zeros(1, dtype=np.int64)))
     places = mesh(view.row, machine.cluster.fast_domain)
     share_0 = stages.share_of(job.model, view.row, np.zeros(1, dtype=np.int64))
@@ -208,6 +217,15 @@ def _time(view: View) -> tuple[Time, float]:
     mean_busy = float(np.mean(totals)) * gas
     in_pipeline = busy + bubble + send
     return time, max(0.0, 1 - mean_busy / in_pipeline) if layout.pp > 1 else 0.0
+
+
+def _send_share(view: View, by_rank: Passes, slowest: int) -> float:
+    """How much of the pipeline's time the hops between stages cost: the closed form with them less that without."""
+    layout = view.layout
+    total = [float(np.sum(part)) for part in (by_rank.forward, by_rank.input_grad, by_rank.weight_grad)]
+    slow = [float(part[slowest]) for part in (by_rank.forward, by_rank.input_grad, by_rank.weight_grad)]
+    shape = (layout.schedule, layout.pp, layout.gas, layout.virtual_stages, *total, *slow)
+    return max(0.0, float(makespan(*shape, _send_s(view))) - float(makespan(*shape, 0.0)))
 
 
 def _row(piece: Piece, index: int) -> Piece:

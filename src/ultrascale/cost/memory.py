@@ -16,9 +16,6 @@ from ultrascale.cost.stages import RankShare
 from ultrascale.specs.job import OPTIMIZER_STATE_BYTES, Job
 from ultrascale.specs.units import GIB
 
-FP32 = 4
-
-
 @dataclass(frozen=True)
 class OwnerBytes:
     parameters: Array
@@ -50,10 +47,6 @@ class StateBytes:
     optimizer: Array
 
 
-def gradient_bytes(job: Job) -> int:
-    return FP32 if job.gradients == "fp32" or job.precision == "fp32" else 2
-
-
 def states(job: Job, columns: Columns, held: params.RankParameters) -> StateBytes:
     """The playbook's four persistent owners; experts are sharded over the data ranks that ep left them."""
     shards = columns.shards
@@ -72,8 +65,8 @@ def states(job: Job, columns: Columns, held: params.RankParameters) -> StateByte
     parameters = np.where(zero >= stage_of_parameters, sharded(compute, 3), sharded(compute, 4))
     return StateBytes(
         parameters=np.where(columns.is_("offload", "parameters"), 0.0, parameters),
-        master=np.where(on_gpu, sharded(FP32 if job.precision != "fp32" else 0, 1), 0.0),
-        gradients=sharded(gradient_bytes(job), 2),
+        master=np.where(on_gpu, sharded(activations.FP32 if job.precision != "fp32" else 0, 1), 0.0),
+        gradients=sharded(activations.gradient_bytes(job), 2),
         optimizer=np.where(on_gpu, sharded(OPTIMIZER_STATE_BYTES[job.optimizer], 1), 0.0),
     )
 
@@ -93,8 +86,8 @@ def transfer_buffers(job: Job, columns: Columns, held: params.RankParameters) ->
     )
     gathered = np.where(columns.is_("offload", "parameters"), b * (2 * held.layer + held.ends), gathered)
     # One layer's gradients as autograd makes them, and from ZeRO-2 on the same layer's on its way into the reduce-scatter.
-    fresh_gradients = b * held.layer if gradient_bytes(job) != b else 0.0
-    reduced = np.where(columns.zero >= 2, gradient_bytes(job) * np.minimum(held.layer, beyond_own_shard), 0.0)
+    fresh_gradients = b * held.layer if activations.gradient_bytes(job) != b else 0.0
+    reduced = np.where(columns.zero >= 2, activations.gradient_bytes(job) * np.minimum(held.layer, beyond_own_shard), 0.0)
     gathered_sequence = np.where((columns.tp > 1) & (columns.sequence_parallel == 1), wide, 0.0)
     received = np.where(columns.pp > 1, 2 * wide / columns.sequence_cut, 0.0)
     buffers = gathered + fresh_gradients + reduced + gathered_sequence + received + _context_buffers(job, columns)
@@ -119,32 +112,88 @@ def _context_buffers(job: Job, columns: Columns) -> Array:
     return np.where(columns.cp > 1, each, 0.0)
 
 
-def at_peak(job: Job, columns: Columns, share: RankShare, in_flight: Array) -> OwnerBytes:
-    """Every owner at the rank's peak; `in_flight` is the micro-batches whose activations the rank then holds."""
+@dataclass(frozen=True)
+class Waiting:
+    """Micro-batches' worth of activations on a rank at its peak."""
+
+    in_flight: Array
+    """forward done, backward not finished"""
+    deferred: Array
+    """of these, those whose weight gradients a split backward put off: whatever was recomputed for them stays"""
+    losses: Array
+    """finished losses that wait for their backward: AFAB's only"""
+
+
+@dataclass(frozen=True)
+class PeakParts:
+    """A rank's peak as a function of what waits on it: everything but those numbers."""
+
+    state: StateBytes
+    buffers: Array
+    kept: Array
+    """activations of one micro-batch in flight"""
+    dropped: Array
+    """what recomputation left out of them and a deferred weight gradient brings back"""
+    working: Array
+    """the layer in backward: what it dropped, and gradients of its activations"""
+    gradients: Array
+    at_loss: Array
+    kept_loss: Array
+
+    def activations(self, waiting: Waiting) -> Array:
+        split = waiting.deferred > 0
+        layer = np.where(split, self.gradients, self.working)
+        live = waiting.in_flight * self.kept + waiting.deferred * self.dropped + waiting.losses * self.kept_loss
+        return np.asarray(live + np.maximum(layer, self.at_loss))
+
+    def total(self, job: Job, waiting: Waiting) -> Array:
+        state = self.state.parameters + self.state.master + self.state.gradients + self.state.optimizer
+        moving = self.activations(waiting) + self.buffers
+        return np.asarray(state + moving + runtime(job, moving))
+
+
+def runtime(job: Job, moving: Array) -> Array:
+    """The context, and the allocator's rounding and holes in what comes and goes."""
+    constants = job.cluster.efficiency
+    return np.asarray(constants.context_gib * GIB + constants.allocator_slack * moving)
+
+
+def peak_parts(job: Job, columns: Columns, share: RankShare) -> PeakParts:
     model = job.model
     held = params.on_rank(model, columns, share)
-    state = states(job, columns, held)
-    dense = activations.layer(job, columns, moe=False)
-    kept = share.dense_layers * dense.total
-    working = np.where(share.dense_layers > 0, dense.working, 0.0)
-    if model.moe_layers:
-        moe = activations.layer(job, columns, moe=True)
-        kept = kept + share.moe_layers * moe.total
-        working = np.maximum(working, np.where(share.moe_layers > 0, moe.working, 0.0))
+    nothing = np.zeros(len(columns))
+    kept = dropped = working = gradients = nothing
+    for count, moe in ((share.dense_layers, False), (share.moe_layers, True)):
+        if not np.any(count):
+            continue
+        layer = activations.layer(job, columns, moe)
+        kept, dropped = kept + count * layer.total, dropped + count * (layer.whole - layer.total)
+        working = np.maximum(working, np.where(count > 0, layer.working, 0.0))
+        gradients = np.maximum(gradients, np.where(count > 0, layer.gradients, 0.0))
     head = activations.head(job, columns)
-    # The loss follows its forward at once, so one micro-batch's logits live at a time; AFAB alone keeps them all.
-    kept_losses = np.where(columns.is_("schedule", "afab") & (columns.pp > 1), np.maximum(in_flight - 1, 0), 0)
-    at_loss = share.head * head.peak
-    live = in_flight * kept + share.head * kept_losses * head.saved + np.maximum(working, at_loss)
-    buffers = transfer_buffers(job, columns, held)
-    constants = job.cluster.efficiency
+    return PeakParts(
+        states(job, columns, held),
+        transfer_buffers(job, columns, held),
+        kept,
+        dropped,
+        working,
+        gradients,
+        np.asarray(share.head * head.peak),
+        np.asarray(share.head * head.saved),
+    )
+
+
+def at_peak(job: Job, columns: Columns, share: RankShare, waiting: Waiting) -> OwnerBytes:
+    """Every owner at the rank's peak."""
+    parts = peak_parts(job, columns, share)
+    live = parts.activations(waiting)
     return OwnerBytes(
-        state.parameters,
-        state.master,
-        state.gradients,
-        state.optimizer,
-        np.asarray(live),
-        buffers,
-        constants.context_gib * GIB + constants.allocator_slack * (live + buffers),
-        at_loss > working,
+        parts.state.parameters,
+        parts.state.master,
+        parts.state.gradients,
+        parts.state.optimizer,
+        live,
+        parts.buffers,
+        runtime(job, live + parts.buffers),
+        np.asarray(parts.at_loss > np.where(waiting.deferred > 0, parts.gradients, parts.working)),
     )

@@ -137,10 +137,11 @@ def _layer(job: Job, columns: Columns, machine: Machine, places: Mesh, moe: bool
     layer = params.per_layer(job.model, columns)
     elements, experts = (layer.moe, layer.experts) if moe else (layer.dense, nothing)
     sharded = _zero(job, columns, machine, places, elements, experts, compute, repeated)
+    accumulated = Passes(nothing, nothing, operators.accumulate_s(job, machine, elements + experts))
     return Piece(
         _full(compute.matmul, nothing),
         _full(compute.attention, nothing),
-        _full(compute.memory_bound, nothing),
+        compute.memory_bound + accumulated,
         Passes(nothing, repeated, nothing),
         _full(compute.launch, nothing),
         tensor_passes,
@@ -165,7 +166,7 @@ def _end(
     return Piece(
         _full(compute.matmul, nothing),
         none,
-        _full(compute.memory_bound, nothing),
+        compute.memory_bound + Passes(nothing, nothing, operators.accumulate_s(job, machine, elements)),
         none,
         none,
         Passes(one, one, nothing),

@@ -15,26 +15,31 @@ V_SHAPED = ("zb-v", "dualpipe-v")
 
 
 @lru_cache(maxsize=4096)
-def split_layers(layers: int, chunks: int, head_layers: float) -> tuple[int, ...]:
-    """Layers per chunk with the smallest slowest chunk; at least one each.
+def split_layers(layers: int, ranks: int, virtual_stages: int, head_layers: float) -> tuple[int, ...]:
+    """Layers per chunk, in the order of the model, with the smallest slowest chunk; at least one each.
 
-    The last chunk also computes the head, worth `head_layers` layers. Surplus layers go to the chunks after the first,
-    because the first holds the most micro-batches in flight and the embedding.
+    The last chunk also computes the head, worth `head_layers` layers. Surplus layers go to the last loop first, so that the
+    chunks that fill and drain the pipeline are the small ones, and there to the ranks after the first, because the first
+    holds the most micro-batches in flight and the embedding.
     """
+    chunks = ranks * virtual_stages
     if chunks == 1:
         return (layers,)
     best = (float("inf"), 1)
     for last in range(1, layers - chunks + 2):
         slowest = max(-(-(layers - last) // (chunks - 1)), last + head_layers)
-        if slowest < best[0] or (slowest == best[0] and last + head_layers <= slowest):
+        if slowest <= best[0]:
             best = (slowest, last)
-    last = best[1]
-    even, surplus = divmod(layers - last, chunks - 1)
-    return (even, *(even + (1 <= index <= surplus) for index in range(1, chunks - 1)), last)
+    even, surplus = divmod(layers - best[1], chunks - 1)
+    counts = [even] * (chunks - 1) + [best[1]]
+    order = [loop * ranks + rank for loop in reversed(range(virtual_stages)) for rank in (*range(1, ranks), 0)]
+    for chunk in [chunk for chunk in order if chunk != chunks - 1][:surplus]:
+        counts[chunk] += 1
+    return tuple(counts)
 
 
 def chunk_layers(model: Model, ranks: int, virtual_stages: int) -> tuple[int, ...]:
-    return split_layers(model.layers, ranks * virtual_stages, flops.head_in_layers(model))
+    return split_layers(model.layers, ranks, virtual_stages, flops.head_in_layers(model))
 
 
 def chunks_of(rank: int, ranks: int, virtual_stages: int, v_shaped: bool) -> tuple[int, ...]:
@@ -88,7 +93,16 @@ def share_of(model: Model, columns: Columns, rank: Array) -> RankShare:
     return RankShare(rank, picked[:, 0], picked[:, 1], picked[:, 2], picked[:, 3])
 
 
-def representative_ranks(columns: Columns) -> list[Array]:
-    """First, second and last rank: the peak and the slowest are among them, since the others equal the second or less."""
-    last = columns.pp - 1
-    return [np.zeros_like(last), np.minimum(1, last), last]
+def representative_ranks(ranks: int) -> tuple[int, ...]:
+    """First, second, last but one and last: the peak and the slowest are among them.
+
+    Activations in flight fall with the rank, deferred weight gradients grow with it, and between the ends all hold the same
+    layers but for one.
+    """
+    return tuple(sorted({0, min(1, ranks - 1), max(0, ranks - 2), ranks - 1}))
+
+
+def constant_share(share: tuple[int, ...], rows: int) -> RankShare:
+    """One rank's share repeated for a table of rows."""
+    dense, moe, embedding, head = (np.full(rows, value) for value in share)
+    return RankShare(np.zeros(rows, dtype=np.int64), dense, moe, embedding, head)

@@ -1,4 +1,4 @@
-"""The time of a step for every row of a table of layouts, in closed form; the search ranks with it, the simulator confirms."""
+"""What follows the last backward of a step: gradients meet, the optimizer steps, parameters spread."""
 
 from __future__ import annotations
 
@@ -6,24 +6,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ultrascale.cost import data, params, pipeline, zero
-from ultrascale.cost.activations import compute_bytes
-from ultrascale.cost.columns import CHOICES, Array, Columns
+from ultrascale.cost import data, params, zero
+from ultrascale.cost.activations import compute_bytes, gradient_bytes
+from ultrascale.cost.columns import Array, Columns
 from ultrascale.cost.hardware import Machine
-from ultrascale.cost.memory import gradient_bytes
-from ultrascale.cost.mesh import Mesh, mesh
+from ultrascale.cost.mesh import Mesh
 from ultrascale.cost.overlap import exposed, transfer
 from ultrascale.cost.passes import Passes
-from ultrascale.cost.pieces import DEPENDS_ON, pieces
-from ultrascale.cost.stages import RankShare, representative_ranks, share_of
-from ultrascale.schedules import closed
+from ultrascale.cost.stages import RankShare
 from ultrascale.specs.job import OPTIMIZER_STATE_BYTES, Job
 
 
 @dataclass(frozen=True)
 class EndOfStep:
-    """What follows the pipeline: gradients meet, parameters are stepped and spread."""
-
     data_s: Array
     """exposed reduction of gradients (ZeRO-0), or scatter, gather and HSDP's reduction (ZeRO-1 to 3)"""
     optimizer_s: Array
@@ -32,58 +27,6 @@ class EndOfStep:
     @property
     def total(self) -> Array:
         return np.asarray(self.data_s + self.optimizer_s + self.offload_s)
-
-
-def step_time_s(job: Job, columns: Columns, machine: Machine) -> Array:
-    """Seconds of one optimizer step per row."""
-    distinct, inverse = columns.distinct(DEPENDS_ON)
-    totals = pieces(job, distinct, machine).totals().take(inverse)
-    ranks = [totals.on(share_of(job.model, columns, rank)) for rank in representative_ranks(columns)]
-    slowest = _slowest(ranks)
-    first = ranks[0]
-    places = mesh(columns, machine.cluster.fast_domain)
-    send = pipeline.hop(job, columns, places, machine).time_s
-    in_pipeline = _makespan(job, columns, totals.on(_whole(job, columns)), slowest, send)
-    after = end_of_step(job, columns, machine, places, share_of(job.model, columns, np.zeros_like(columns.pp)), first)
-    return np.asarray(in_pipeline + after.total + machine.efficiency.step_overhead_s)
-
-
-def _slowest(ranks: list[Passes]) -> Passes:
-    best = ranks[0]
-    for other in ranks[1:]:
-        slower = other.total > best.total
-        best = Passes(
-            np.where(slower, other.forward, best.forward),
-            np.where(slower, other.input_grad, best.input_grad),
-            np.where(slower, other.weight_grad, best.weight_grad),
-        )
-    return best
-
-
-def _whole(job: Job, columns: Columns) -> RankShare:
-    one = np.ones_like(columns.pp)
-    return RankShare(0 * one, job.model.dense_layers * one, job.model.moe_layers * one, one, one)
-
-
-def _makespan(job: Job, columns: Columns, whole: Passes, slowest: Passes, send: Array) -> Array:
-    result = np.asarray(columns.gas * slowest.total)
-    for code in np.unique(columns.schedule):
-        rows = np.flatnonzero((columns.schedule == code) & (columns.pp > 1))
-        if len(rows):
-            result[rows] = closed.makespan(
-                CHOICES["schedule"][code],
-                columns.pp[rows],
-                columns.gas[rows],
-                columns.virtual_stages[rows],
-                whole.forward[rows],
-                whole.input_grad[rows],
-                whole.weight_grad[rows],
-                slowest.forward[rows],
-                slowest.input_grad[rows],
-                slowest.weight_grad[rows],
-                send[rows],
-            )
-    return result
 
 
 def end_of_step(

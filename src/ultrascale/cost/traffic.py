@@ -9,7 +9,7 @@ import numpy as np
 from ultrascale.cost import context, data, expert, operators, params, pipeline, stages, tensor, zero
 from ultrascale.cost.columns import Columns
 from ultrascale.cost.hardware import Machine
-from ultrascale.cost.memory import gradient_bytes
+from ultrascale.cost.activations import gradient_bytes
 from ultrascale.cost.mesh import mesh
 from ultrascale.cost.overlap import Transfer, transfer
 from ultrascale.specs.estimate import Time, Traffic

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ultrascale.cost.activations import compute_bytes
+from ultrascale.cost.activations import compute_bytes, gradient_bytes
 from ultrascale.cost.columns import Array, Columns
 from ultrascale.cost.hardware import Machine
-from ultrascale.cost.memory import gradient_bytes
 from ultrascale.cost.mesh import Mesh, group
 from ultrascale.cost.overlap import Ratio, Transfer, transfer
 from ultrascale.specs.job import Job

@@ -2,7 +2,7 @@
 
 from ultrascale.schedules.actions import Action, Kind, Schedule
 from ultrascale.schedules.build import build
-from ultrascale.schedules.closed import in_flight, makespan
+from ultrascale.schedules.closed import deferred, in_flight, makespan
 from ultrascale.schedules.draw import draw
 from ultrascale.schedules.legal import SCHEDULES, legal, legal_mask
 from ultrascale.schedules.lint import lint
@@ -20,6 +20,7 @@ __all__ = [
     "StageTimes",
     "Timeline",
     "build",
+    "deferred",
     "draw",
     "in_flight",
     "legal",

@@ -5,7 +5,7 @@ the lists: `in_flight` equals `peak_held` exactly; `makespan` is the longest pat
 for equal stages is a maximum over a handful of linear forms in F, I, W and the send time.
 
 Largest error of `makespan` against the simulator, in percent, over 2 to 16 ranks, 1 to 4 stages per rank, F : I : W =
-1 : 1 : 1 and 1 : 1.2 : 0.8, the last stage 1, 1.05 and 1.15 times as slow as the others, and sends of 0, 1 and 5 % of F:
+1 : 1 : 1 and 1 : 1.2 : 0.8, the last stage 1, 1.05 and 1.15 times as slow as the others, sends of 0, 1 and 5 % of F:
 
     schedule      P ≤ m < 2P    m ≥ 2P
     afab              0.0         0.0
@@ -37,8 +37,8 @@ def in_flight(
 ) -> Ints:
     """Chunk activations (one stage's share of one micro-batch) that `rank` holds at its peak, all chunks alike.
 
-    Exact for every legal schedule. Sources: Huang 2019 (AFAB), Narayanan 2021 section 2.2 (1F1B, interleaved),
-    Qi 2023 section 3 and Qi 2024 (zero bubble, ZB-V), DeepSeek-V3 2024 table 2 (DualPipe: 2·P + 1 half-size chunks).
+    Exact for every legal schedule. Sources: Huang 2019 (AFAB), Narayanan 2021 section 2.2 (1F1B, interleaved), Qi 2023
+    and 2024 (zero bubble, ZB-V); DualPipe-V as counted on the list.
     """
     p, r, m, v = (np.asarray(x, dtype=np.int64) for x in (ranks, rank, microbatches, virtual_stages))
     per_round = m // np.maximum(1, m // p)
@@ -52,7 +52,7 @@ def in_flight(
             held = np.minimum((v - 1) * per_round + 2 * (p - 1 - r) + 1, m * v)
         case "zero-bubble":
             # P − 1 − r forwards ahead, then r more whose weight gradients are put off: the same on every rank.
-            held = np.minimum(np.minimum((v - 1) * per_round + p - 1 - r, m * v) + r + 1, m * v)
+            held = np.minimum((v - 1) * per_round + p, m * v) + 0 * r
         case "zb-v":
             held = np.minimum(np.minimum(2 * m, m + 1 + r), 2 * p)
         case "dualpipe-v":
@@ -60,6 +60,25 @@ def in_flight(
         case _:
             raise SpecError(f"schedule: there is no '{name}'; {nearest(name, SCHEDULES)}")
     return held
+
+
+def deferred(
+    name: str, ranks: ArrayLike, rank: ArrayLike, microbatches: ArrayLike, virtual_stages: ArrayLike = 1
+) -> Ints:
+    """The most chunks of `rank` whose input gradient is done and whose weight gradient still waits; 0 without a split.
+
+    A waiting chunk keeps what its weight gradients need: with recomputation that is more than what it kept before.
+    """
+    p, r, m, v = (np.asarray(x, dtype=np.int64) for x in (ranks, rank, microbatches, virtual_stages))
+    waiting: Ints
+    match name:
+        case "zero-bubble" | "dualpipe-v":
+            waiting = np.minimum(r + 1, m * v)
+        case "zb-v":
+            waiting = np.minimum(2 * r + 1, m * v)
+        case _:
+            waiting = 0 * (p + r + m)
+    return waiting
 
 
 class _Shape(NamedTuple):
@@ -183,7 +202,7 @@ def _loop_wait(x: _Shape, chunk: Floats) -> Floats:
 
 
 def _zero_bubble(x: _Shape) -> Floats:
-    """(P − 1)(F + I − W) of Qi 2023 table 1, but never less than (P − 1)·max(F, I): the fill cannot be undone."""
+    """(P − 1)(F + I − W) of Qi 2023 section 2, but never less than (P − 1)·max(F, I): the fill cannot be undone."""
     loops = (x.v - 1) * _loop_wait(x, x.f)
     # A rank has (2·v − 1)·P chunks to do between a micro-batch's departure and its return, which no W delays.
     stages = x.p * x.v

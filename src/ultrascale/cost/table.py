@@ -1,0 +1,158 @@
+"""Peak memory and step time of whole tables of layouts, in closed form: what the search evaluates a million times.
+
+A table is cores × variants: a core is a row of everything but the schedule, a variant is a schedule with its virtual stages.
+States, activations and layer times depend on the core alone; a variant only repeats and orders them. The closed forms are
+those of schedules/closed.py, held to the simulator by tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ultrascale.cost import memory, pipeline, stages
+from ultrascale.cost.columns import Array, Columns, encode
+from ultrascale.cost.hardware import Machine
+from ultrascale.cost.mesh import mesh
+from ultrascale.cost.passes import Passes
+from ultrascale.cost.pieces import DEPENDS_ON, pieces
+from ultrascale.cost.step import end_of_step
+from ultrascale.schedules import closed, legal_mask
+from ultrascale.specs.job import Job
+
+Variant = tuple[str, int]
+BLOCK = 16_384  # cores at a time: the working arrays of a block stay in the cache
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cores of one pipeline degree under every variant; step time is infinite where a layout is illegal or does not fit."""
+
+    cores: Columns
+    variants: tuple[Variant, ...]
+    legal: Array
+    peak_bytes: Array
+    step_s: Array
+
+    def layouts(self, core: Array, variant: Array) -> Columns:
+        """The chosen cells as rows."""
+        rows = {name: getattr(self.cores, name)[core] for name in self.cores.__dataclass_fields__}
+        rows["schedule"] = np.asarray([encode("schedule", name) for name, _ in self.variants])[variant]
+        rows["virtual_stages"] = np.asarray([loops for _, loops in self.variants])[variant]
+        return Columns.from_mapping(rows)
+
+
+def evaluate(job: Job, cores: Columns, variants: Sequence[Variant], machine: Machine, capacity_bytes: float) -> Table:
+    """All cores must share one pp. Time is computed only where memory fits."""
+    blocks = [
+        _evaluate_block(job, cores.take(slice(start, start + BLOCK)), variants, machine, capacity_bytes)
+        for start in range(0, len(cores), BLOCK)
+    ]
+    legal, peak, step = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
+    return Table(cores, tuple(variants), legal, peak, step)
+
+
+def _evaluate_block(
+    job: Job, cores: Columns, variants: Sequence[Variant], machine: Machine, capacity_bytes: float
+) -> tuple[Array, Array, Array]:
+    pp = int(cores.pp[0])
+    shape = (len(cores), len(variants))
+    legal = np.ones(shape, dtype=bool)
+    if pp > 1:
+        legal = np.stack([legal_mask(name, pp, cores.gas, loops) for name, loops in variants], axis=1)
+    peak = _peaks(job, cores, variants, pp)
+    step = np.full(shape, np.inf)
+    fits = legal & (peak <= capacity_bytes)
+    rows = np.flatnonzero(fits.any(axis=1))
+    if len(rows):
+        times = _steps(job, cores.take(rows), variants, machine, pp)
+        step[rows] = np.where(fits[rows], times, np.inf)
+    return legal, peak, step
+
+
+def _shares(job: Job, pp: int, variant: Variant) -> list[tuple[int, tuple[int, ...]]]:
+    """(rank, its share) of the ranks that can hold the peak or set the pace."""
+    name, loops = variant
+    shares = stages.rank_shares(job.model, pp, loops, name in stages.V_SHAPED)
+    return [(rank, shares[rank]) for rank in stages.representative_ranks(pp)]
+
+
+def _peaks(job: Job, cores: Columns, variants: Sequence[Variant], pp: int) -> Array:
+    parts: dict[tuple[int, ...], memory.PeakParts] = {}
+    columns = []
+    for variant in variants:
+        name, loops = variant
+        peak = np.zeros(len(cores))
+        for rank, share in _shares(job, pp, variant):
+            if share not in parts:
+                parts[share] = memory.peak_parts(job, cores, stages.constant_share(share, len(cores)))
+            peak = np.maximum(peak, parts[share].total(job, waiting(name, pp, rank, cores.gas, loops)))
+        columns.append(peak)
+    return np.stack(columns, axis=1)
+
+
+def waiting(name: str, pp: int, rank: int, gas: Array, loops: int) -> memory.Waiting:
+    """The closed forms of schedules/closed.py in micro-batches' worth: chunks over chunks per rank."""
+    one, none = np.ones(len(gas)), np.zeros(len(gas))
+    if pp == 1:
+        return memory.Waiting(one, none, none)
+    held = closed.in_flight(name, pp, rank, gas, loops) / loops
+    put_off = closed.deferred(name, pp, rank, gas, loops) / loops
+    return memory.Waiting(held, np.asarray(put_off), np.asarray(held - 1 if name == "afab" else none))
+
+
+def _steps(job: Job, cores: Columns, variants: Sequence[Variant], machine: Machine, pp: int) -> Array:
+    distinct, inverse = cores.distinct(DEPENDS_ON)
+    totals = pieces(job, distinct, machine).totals().take(inverse)
+    places = mesh(cores, machine.cluster.fast_domain)
+    send = pipeline.hop(job, cores, places, machine).time_s
+    model, rows = job.model, len(cores)
+    whole = totals.on(stages.constant_share((model.dense_layers, model.moe_layers, 1, 1), rows))
+    by_share: dict[tuple[int, ...], Passes] = {}
+    after: dict[tuple[int, ...], Array] = {}
+    columns = []
+    for variant in variants:
+        shares = [share for _, share in _shares(job, pp, variant)]
+        for share in shares:
+            if share not in by_share:
+                by_share[share] = totals.on(stages.constant_share(share, rows))
+        first = shares[0]
+        if first not in after:
+            share_of_first = stages.constant_share(first, rows)
+            after[first] = end_of_step(job, cores, machine, places, share_of_first, by_share[first]).total
+        slowest = _slowest([by_share[share] for share in shares])
+        columns.append(_makespan(variant, pp, cores, whole, slowest, send) + after[first])
+    return np.stack(columns, axis=1) + machine.efficiency.step_overhead_s
+
+
+def _slowest(ranks: list[Passes]) -> Passes:
+    best = ranks[0]
+    for other in ranks[1:]:
+        slower = other.total > best.total
+        best = Passes(
+            np.where(slower, other.forward, best.forward),
+            np.where(slower, other.input_grad, best.input_grad),
+            np.where(slower, other.weight_grad, best.weight_grad),
+        )
+    return best
+
+
+def _makespan(variant: Variant, pp: int, cores: Columns, whole: Passes, slowest: Passes, send: Array) -> Array:
+    if pp == 1:
+        return np.asarray(cores.gas * slowest.total)
+    name, loops = variant
+    return closed.makespan(
+        name,
+        pp,
+        cores.gas,
+        loops,
+        whole.forward,
+        whole.input_grad,
+        whole.weight_grad,
+        slowest.forward,
+        slowest.input_grad,
+        slowest.weight_grad,
+        send,
+    )

@@ -1,0 +1,208 @@
+"""What to do when the wish cannot be met as it stands: the nearest batch, the smallest change that makes a job fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ultrascale.cost import table
+from ultrascale.cost.estimate import estimate
+from ultrascale.cost.hardware import Machine
+from ultrascale.cost.legality import divisors
+from ultrascale.plan.candidates import Wishes, cores
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.estimate import Estimate
+from ultrascale.specs.gpu import GPU
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.units import GIB
+
+MOST_GPUS = 2**17
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change that makes the job fit, with what it then does."""
+
+    text: str
+    job: Job
+    layout: Layout
+    estimate: Estimate
+
+
+@dataclass(frozen=True)
+class NoFit:
+    layout: Layout
+    """the layout that comes closest"""
+    peak_gib: float
+    capacity_gib: float
+    changes: tuple[Change, ...]
+    """cheapest first: those that need no other hardware, then the fewest GPUs"""
+
+    @property
+    def short_gib(self) -> float:
+        return self.peak_gib - self.capacity_gib
+
+    def __str__(self) -> str:
+        words = (
+            f"nothing fits: the closest layout ({self.layout}) needs {self.peak_gib:,.1f} GiB per GPU "
+            f"and there are {self.capacity_gib:,.1f} ({self.short_gib:,.1f} GiB too much)"
+        )
+        return f"{words}; cheapest change: {self.changes[0].text}" if self.changes else words
+
+
+def reachable_batch(job: Job, wishes: Wishes) -> tuple[Job, list[str]]:
+    """The job with the nearest batch that some layout can cut, and what was changed in words."""
+    notes: list[str] = []
+    asked, sequences = job.batch_tokens, job.sequences
+    exact = sequences * job.seq
+    if exact != asked:
+        notes.append(
+            f"a batch of {asked:,} tokens is not a whole number of {job.seq:,}-token sequences: "
+            f"the nearest is {sequences:,} sequences = {exact:,} tokens"
+        )
+        job = job.changed(batch_tokens=exact)
+    units = _batch_units(job, wishes)
+    if not units or any(sequences % unit == 0 for unit in units):
+        return job, notes
+    nearest = min((max(1, round(sequences / unit)) * unit for unit in units), key=lambda n: (abs(n - sequences), n))
+    notes.append(
+        f"{sequences:,} sequences cannot be cut over {job.cluster.gpus} GPUs (dp·mbs·gas must equal them): "
+        f"the nearest batch that can is {nearest:,} sequences = {nearest * job.seq:,} tokens"
+    )
+    return job.changed(batch_tokens=nearest * job.seq), notes
+
+
+def _batch_units(job: Job, wishes: Wishes) -> set[int]:
+    """dp·mbs (with what is pinned) of every way to fill the cluster: a batch must be a multiple of one of them."""
+    model, world = job.model, job.cluster.gpus
+    units = set()
+    for tp in wishes.among("tp", [d for d in divisors(world) if d <= model.heads and model.heads % d == 0]):
+        for cp in wishes.among("cp", [d for d in divisors(world // tp) if job.seq % d == 0] if world % tp == 0 else []):
+            for pp in wishes.among("pp", [d for d in divisors(max(1, world // (tp * cp))) if d <= model.layers]):
+                dp, over = divmod(world, tp * cp * pp)
+                if not over and dp and wishes.allows("dp", dp):
+                    units.add(dp * wishes.fixed.get("mbs", 1) * wishes.fixed.get("gas", 1))
+    return units
+
+
+def batch_notes(job: Job, layout: Layout) -> list[str]:
+    """Says when the batch's own divisors kept data parallelism small, and which batch nearby would open it."""
+    world, sequences = job.cluster.gpus, job.sequences
+    possible = [d for d in divisors(world) if sequences % d == 0]
+    if not possible or max(possible) * 2 > world or layout.dp < max(possible):
+        return []
+    unit = max(possible) * 2
+    nearest = max(1, round(sequences / unit)) * unit
+    return [
+        f"{sequences:,} sequences divide over at most dp = {max(possible)}; with {nearest:,} sequences "
+        f"({nearest * job.seq:,} tokens, {nearest / sequences - 1:+.1%}) dp = {unit} is possible too"
+    ]
+
+
+def smaller_clusters(job: Job) -> list[Job]:
+    """The cluster and its halves, down to one GPU: fewer GPUs often cost less per token, and always take longer."""
+    jobs, gpus = [], job.cluster.gpus
+    while gpus >= 1:
+        jobs.append(job.changed(cluster=job.cluster if gpus == job.cluster.gpus else job.cluster.resized(gpus)))
+        per_node = job.cluster.gpus_per_node
+        if gpus == 1 or gpus % 2 or (gpus > per_node and (gpus // 2) % per_node):
+            break
+        gpus //= 2
+    return jobs
+
+
+def no_fit(job: Job, wishes: Wishes, peak_bytes: float, layout: Layout) -> NoFit:
+    """Tries, in the order of what they cost: the host's memory, narrower states, more GPUs, larger GPUs, shorter sequences."""
+    changes = [
+        *_with_offload(job, wishes),
+        *_with_narrower_states(job, wishes),
+        *_with_more_gpus(job, wishes),
+        *_with_larger_gpu(job, wishes),
+        *_with_shorter_sequence(job, wishes),
+    ]
+    return NoFit(layout, peak_bytes / GIB, job.cluster.gpu.memory_gib, tuple(changes))
+
+
+def _with_offload(job: Job, wishes: Wishes) -> list[Change]:
+    if "offload" in wishes.fixed:
+        return []
+    for where in ("optimizer", "parameters"):
+        fixed = {**wishes.fixed, "offload": where}
+        found = fastest(job, Wishes(fixed, wishes.forbidden))
+        if found is not None:
+            return [_change(f"keep the {where} on the host (--fix offload={where})", job, found)]
+    return []
+
+
+def _with_narrower_states(job: Job, wishes: Wishes) -> list[Change]:
+    for fields, flags in (
+        ({"gradients": "bf16"}, "--gradients bf16"),
+        ({"optimizer": "adamw-8bit"}, "--optimizer adamw-8bit"),
+        ({"gradients": "bf16", "optimizer": "adamw-8bit"}, "--gradients bf16 --optimizer adamw-8bit"),
+    ):
+        if all(getattr(job, name) == value for name, value in fields.items()) or job.precision == "fp32":
+            continue
+        changed = job.changed(**fields)
+        found = fastest(changed, wishes)
+        if found is not None:
+            return [_change(f"store states in fewer bytes ({flags})", changed, found)]
+    return []
+
+
+def _with_more_gpus(job: Job, wishes: Wishes) -> list[Change]:
+    gpus = job.cluster.gpus
+    while gpus < MOST_GPUS:
+        gpus *= 2
+        try:
+            larger = job.changed(cluster=job.cluster.resized(gpus))
+        except SpecError:
+            continue
+        found = fastest(larger, wishes)
+        if found is not None:
+            return [_change(f"use {gpus} GPUs of the same kind (--cluster {gpus}x{job.cluster.gpu.name})", larger, found)]
+    return []
+
+
+def _with_larger_gpu(job: Job, wishes: Wishes) -> list[Change]:
+    here = job.cluster.gpu
+    larger = [g for g in GPU.presets().values() if g.memory_gib > here.memory_gib and g.vendor == here.vendor]
+    for kind in sorted(larger, key=lambda g: g.memory_gib):
+        if job.precision not in kind.peak_tflops or job.cluster.gpus % kind.gpus_per_node:
+            continue
+        changed = job.changed(cluster=type(job.cluster).load(f"{job.cluster.gpus}x{kind.name}"))
+        found = fastest(changed, wishes)
+        if found is not None:
+            return [_change(f"use GPUs with {kind.memory_gib:.0f} GiB (--cluster {changed.cluster.label})", changed, found)]
+    return []
+
+
+def _with_shorter_sequence(job: Job, wishes: Wishes) -> list[Change]:
+    seq = job.seq
+    while seq % 2 == 0 and seq > 512:
+        seq //= 2
+        changed = job.changed(seq=seq)
+        found = fastest(changed, wishes)
+        if found is not None:
+            return [_change(f"train on sequences of {seq:,} tokens (--seq {seq})", changed, found)]
+    return []
+
+
+def _change(text: str, job: Job, layout: Layout) -> Change:
+    predicted = estimate(job, layout)
+    words = f"{text}: {predicted.peak_gib:,.1f} GiB, {predicted.tokens_per_s_per_gpu:,.0f} tokens/s/GPU with {layout}"
+    return Change(words, job, layout, predicted)
+
+
+def fastest(job: Job, wishes: Wishes) -> Layout | None:
+    """The fastest layout that fits, in closed form; None when none does."""
+    machine, capacity = Machine(job), job.cluster.gpu.memory_gib * GIB
+    best: tuple[float, Layout] | None = None
+    for group in cores(job, wishes):
+        cells = table.evaluate(job, group.columns, group.variants, machine, capacity)
+        least = float(cells.step_s.min())
+        if np.isfinite(least) and (best is None or least < best[0]):
+            core, variant = np.unravel_index(int(np.argmin(cells.step_s)), cells.step_s.shape)
+            best = (least, cells.layouts(np.asarray([core]), np.asarray([variant])).layout(0))
+    return best[1] if best else None

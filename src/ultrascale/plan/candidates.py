@@ -1,0 +1,213 @@
+"""Every layout worth asking about: all legal combinations, less those that another one beats by construction.
+
+Left out unless the user fixes them: no sequence parallelism (same bytes, more memory), the contiguous ring (zig-zag has the
+same bytes and no imbalance), data parallelism other than bucketed (same bytes, less hidden), offload (only slower; tried when
+nothing fits without). tests/plan holds each of these claims to the cost model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ultrascale.cost.columns import CHOICES, NAMES, Array, Columns, encode
+from ultrascale.cost.legality import RULES, divisors, legal_rows
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout, field_value
+
+DEGREES = ("dp", "tp", "pp", "cp", "ep")
+# What `--forbid cp` leaves: the value at which the technique is off.
+OFF: dict[str, Any] = {
+    **dict.fromkeys((*DEGREES, "virtual_stages", "mbs", "gas"), 1),
+    "zero": 0,
+    "zero_shards": None,
+    "keep_gathered": False,
+    "sequence_parallel": False,
+    "recompute": "none",
+    "offload": "none",
+    "schedule": "1f1b",
+}
+MAX_LOOPS = 8  # virtual stages tried beyond those that divide the layers evenly
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user pinned and what was ruled out, by field of the layout."""
+
+    fixed: dict[str, Any] = field(default_factory=dict)
+    forbidden: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, fix: Sequence[str] = (), forbid: Sequence[str] = ()) -> Wishes:
+        """`tp=8` (several separated by commas) and `cp`, `zero=3`, `recompute=full`."""
+        fixed: dict[str, Any] = {}
+        for text in _words(fix):
+            name, value = _pair(text, "--fix")
+            fixed[name] = field_value(name, value)
+        forbidden: dict[str, tuple[Any, ...]] = {}
+        for text in _words(forbid):
+            if "=" in text:
+                name, value = _pair(text, "--forbid")
+                forbidden[name] = (*forbidden.get(name, ()), field_value(name, value))
+                continue
+            if text not in OFF:
+                field_value(text, "")  # an unknown name has its own sentence
+                raise SpecError(f"--forbid {text} needs a value to rule out, such as --forbid {text}={CHOICES[text][0]}")
+            if text in fixed and fixed[text] != OFF[text]:
+                raise SpecError(f"--fix {text}={fixed[text]} and --forbid {text} contradict each other: drop one")
+            fixed[text] = OFF[text]
+        for name, values in forbidden.items():
+            if fixed.get(name) in values and name in fixed:
+                raise SpecError(f"--fix {name}={fixed[name]} and --forbid {name}={fixed[name]} contradict each other: drop one")
+        return cls(fixed, forbidden)
+
+    def allows(self, name: str, value: Any) -> bool:
+        return (name not in self.fixed or self.fixed[name] == value) and value not in self.forbidden.get(name, ())
+
+    def among(self, name: str, values: Sequence[Any]) -> list[Any]:
+        """The values of a field to try: the fixed one, though the search alone would not have tried it, or the allowed."""
+        if name in self.fixed:
+            return [self.fixed[name]]
+        return [value for value in values if self.allows(name, value)]
+
+
+def _words(texts: Sequence[str]) -> list[str]:
+    return [word.strip() for text in texts for word in text.split(",") if word.strip()]
+
+
+def _pair(text: str, flag: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not value.strip():
+        raise SpecError(f"{flag} {text!r} must be a field and a value, such as {flag} tp=8")
+    return name.strip(), value
+
+
+@dataclass(frozen=True)
+class Cores:
+    """Every legal layout of one pipeline degree but for its schedule, and the schedules to try with each."""
+
+    columns: Columns
+    variants: tuple[tuple[str, int], ...]
+
+
+_CORE_RULES = tuple(rule for rule in RULES if "schedule" not in rule.fields and "virtual_stages" not in rule.fields)
+
+
+def cores(job: Job, wishes: Wishes) -> Iterator[Cores]:
+    """All cores, grouped by pp; nothing when nothing is legal."""
+    by_pp: dict[int, list[dict[str, Array]]] = {}
+    for base in _degrees(job, wishes):
+        part = _variants(job, wishes, base)
+        if part is not None:
+            by_pp.setdefault(base["pp"], []).append(part)
+    for pp in sorted(by_pp):
+        variants = _schedules(job, wishes, pp)
+        table = Columns.from_mapping({name: np.concatenate([part[name] for part in by_pp[pp]]) for name in NAMES})
+        table = table.take(legal_rows(job, table, _CORE_RULES))
+        if variants and len(table):
+            yield Cores(table, tuple(variants))
+
+
+def _degrees(job: Job, wishes: Wishes) -> Iterator[dict[str, int]]:
+    """Every dp·tp·pp·cp that fills the cluster, with every ep inside it."""
+    model, world = job.model, job.cluster.gpus
+    experts = divisors(model.moe.experts) if model.moe is not None else [1]
+    for tp in wishes.among("tp", [d for d in divisors(world) if d <= model.heads]):
+        for cp in wishes.among("cp", divisors(world // tp) if world % tp == 0 else []):
+            rest = world // (tp * cp)
+            if tp * cp * rest != world:
+                continue
+            for pp in wishes.among("pp", [d for d in divisors(rest) if d <= model.layers]):
+                dp, over = divmod(rest, pp)
+                if over or not wishes.allows("dp", dp) or job.sequences % dp:
+                    continue
+                for ep in wishes.among("ep", [e for e in experts if (dp * cp) % e == 0]):
+                    yield {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "ep": ep}
+
+
+def _variants(job: Job, wishes: Wishes, base: dict[str, int]) -> dict[str, Array] | None:
+    """One set of degrees with every micro-batch, sharding, policy and exchange; the schedule is filled in by its variants."""
+    passes = job.sequences // base["dp"]
+    batches = [(mbs, passes // mbs) for mbs in wishes.among("mbs", divisors(passes)) if passes % mbs == 0]
+    batches = [pair for pair in batches if wishes.allows("gas", pair[1])]
+    axes: list[tuple[tuple[str, ...], list[tuple[Any, ...]]]] = [
+        (("mbs", "gas"), batches),
+        (("zero", "zero_shards", "keep_gathered"), _shardings(job, wishes, base)),
+        (("recompute",), [(word,) for word in wishes.among("recompute", CHOICES["recompute"])]),
+        (("context_parallel",), [(word,) for word in _exchanges(job, wishes, base)]),
+        (("schedule", "virtual_stages"), [("1f1b", 1)]),
+        (("sequence_parallel",), [(word,) for word in wishes.among("sequence_parallel", _sequence(job, base))]),
+        (("data_parallel",), [(word,) for word in wishes.among("data_parallel", ["bucketed"])]),
+        (("offload",), [(word,) for word in wishes.among("offload", ["none"])]),
+    ]
+    if not all(values for _, values in axes):
+        return None
+    sizes = [len(values) for _, values in axes]
+    index = np.indices(sizes).reshape(len(sizes), -1)
+    columns = {name: np.full(index.shape[1], value) for name, value in base.items()}
+    for position, (names, values) in enumerate(axes):
+        for column, name in enumerate(names):
+            codes = np.asarray([encode(name, value[column]) for value in values])
+            columns[name] = codes[index[position]]
+    return columns
+
+
+def _shardings(job: Job, wishes: Wishes, base: dict[str, int]) -> list[tuple[Any, ...]]:
+    """ZeRO stages; ZeRO-3 also keeping its layers gathered, and over one fast domain only (HSDP)."""
+    data_ranks = base["dp"] * base["cp"]
+    levels = wishes.among("zero", range(4) if data_ranks > 1 else (0,))
+    local = max(1, job.cluster.fast_domain // base["tp"])
+    found = []
+    for level in levels:
+        hsdp = [local] if level == 3 and 1 < local < data_ranks and data_ranks % local == 0 else []
+        for shards in wishes.among("zero_shards", [None, *hsdp]):
+            for keep in wishes.among("keep_gathered", [False, True] if level == 3 else [False]):
+                found.append((level, shards, keep))
+    return found
+
+
+def _exchanges(job: Job, wishes: Wishes, base: dict[str, int]) -> list[str]:
+    if base["cp"] == 1:
+        return wishes.among("context_parallel", ["zigzag"])
+    return wishes.among("context_parallel", ["zigzag" if job.seq % (2 * base["cp"]) == 0 else "ring", "allgather", "ulysses"])
+
+
+def _sequence(job: Job, base: dict[str, int]) -> list[bool]:
+    return [job.seq // base["cp"] % base["tp"] == 0]
+
+
+def _schedules(job: Job, wishes: Wishes, pp: int) -> list[tuple[str, int]]:
+    if pp == 1:
+        pairs = [("1f1b", 1)]
+    else:
+        deepest = job.model.layers // pp
+        even = [v for v in divisors(job.model.layers) if job.model.layers % (pp * v) == 0]
+        loops = sorted({*range(2, min(deepest, MAX_LOOPS) + 1), *(v for v in even if 1 < v <= deepest)})
+        if "virtual_stages" in wishes.fixed:
+            loops = [v for v in [wishes.fixed["virtual_stages"]] if 1 < v <= deepest]
+        pairs = [("afab", 1), ("1f1b", 1), ("zero-bubble", 1)]
+        pairs += [(name, v) for v in loops for name in ("interleaved", "zero-bubble")]
+        pairs += [("zb-v", 2), ("dualpipe-v", 2)] if deepest >= 2 else []
+    allowed = [pair for pair in pairs if wishes.allows("schedule", pair[0]) and wishes.allows("virtual_stages", pair[1])]
+    # A schedule pinned for pipelines does not rule out layouts that have none.
+    return allowed or ([("1f1b", 1)] if pp == 1 and "pp" not in wishes.fixed else [])
+
+
+def why_empty(job: Job, wishes: Wishes) -> str:
+    """Why no layout is legal: the first rule that the pinned fields alone already break, or the batch."""
+    pinned = dict(wishes.fixed)
+    if pinned:
+        layout = Layout.model_construct(**{**Layout().model_dump(), **pinned})
+        row = Columns.of([layout])
+        for rule in RULES:
+            if set(rule.fields) <= set(pinned) and not rule.holds(job, row)[0]:
+                return rule.sentence(job, layout)
+    words = ", ".join(f"{name}={value}" for name, value in pinned.items()) or "no field"
+    return (
+        f"no legal layout cuts {job.sequences} sequences over {job.cluster.gpus} GPUs with {words} fixed: "
+        "try fewer --fix or --forbid, or another --batch-tokens"
+    )

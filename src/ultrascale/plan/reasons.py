@@ -1,0 +1,301 @@
+"""Why the winner wins: the playbook's three steps, each rule with the number that decided it, and the neighbours it beat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ultrascale.cost.estimate import estimate
+from ultrascale.cost.legality import divisors, problem
+from ultrascale.plan.candidates import Wishes
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.estimate import CAUSES, Estimate
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.plan import Neighbour
+from ultrascale.specs.units import GIB, count, seconds
+
+if TYPE_CHECKING:
+    from ultrascale.plan.search import Objective
+
+CAUSE_WORDS = {
+    "matmul_s": "matrix products",
+    "attention_s": "attention",
+    "memory_bound_s": "memory-bound operators",
+    "recompute_s": "recomputation",
+    "launch_s": "kernel launches",
+    "tensor_s": "tensor-parallel exchange",
+    "context_s": "context-parallel exchange",
+    "expert_s": "expert all-to-all",
+    "zero_s": "ZeRO gathers and scatters",
+    "data_s": "gradient reduction",
+    "send_s": "pipeline sends",
+    "bubble_s": "pipeline bubble",
+    "optimizer_s": "optimizer",
+    "offload_s": "offload",
+    "overhead_s": "host overhead",
+}
+
+
+def with_batch(job: Job, layout: Layout, **fields: Any) -> Layout | None:
+    """The layout with some fields changed, and dp, gas and the schedule following; None when that cannot be done."""
+    values = {**layout.model_dump(), **fields}
+    rest = values["tp"] * values["pp"] * values["cp"]
+    if "dp" not in fields:
+        if job.cluster.gpus % rest:
+            return None
+        values["dp"] = job.cluster.gpus // rest
+    if "gas" not in fields:
+        if job.sequences % (values["dp"] * values["mbs"]):
+            return None
+        values["gas"] = job.sequences // (values["dp"] * values["mbs"])
+    if values["pp"] == 1:
+        values.update(schedule="1f1b", virtual_stages=1)
+    elif values["pp"] * values["virtual_stages"] > job.model.layers:
+        values["virtual_stages"] = max(1, job.model.layers // values["pp"])
+    if values["pp"] > 1 and "schedule" not in fields and problem_in_schedule(job, values):
+        values.update(schedule="1f1b", virtual_stages=1)
+    if values["zero"] == 0:
+        values.update(zero_shards=None)
+    if values["zero"] != 3:
+        values.update(keep_gathered=False)
+    if values["zero_shards"] and (values["dp"] * values["cp"]) % values["zero_shards"]:
+        values.update(zero_shards=None)
+    try:
+        return layout.changed(**values)
+    except SpecError:
+        return None
+
+
+def problem_in_schedule(job: Job, values: dict[str, Any]) -> bool:
+    from ultrascale.schedules import legal
+
+    return legal(values["schedule"], values["pp"], values["gas"], values["virtual_stages"]) is not None
+
+
+def _steps(job: Job, layout: Layout) -> Iterator[dict[str, Any]]:
+    """One step in every field: twice and half of each degree, each stage, policy and schedule beside the chosen one."""
+    for axis, on in (("tp", True), ("pp", True), ("cp", True), ("ep", job.model.moe is not None), ("mbs", True)):
+        value = getattr(layout, axis)
+        if on:
+            yield {axis: value * 2}
+        if on and value % 2 == 0:
+            yield {axis: value // 2}
+    if layout.data_ranks > 1:
+        yield from ({"zero": level} for level in range(4) if level != layout.zero)
+        if layout.zero == 3:
+            yield {"keep_gathered": not layout.keep_gathered}
+            local = max(1, job.cluster.fast_domain // layout.tp)
+            if 1 < local < layout.data_ranks and layout.zero_shards is None:
+                yield {"zero_shards": local}
+    yield from ({"recompute": word} for word in ("none", "selective", "full") if word != layout.recompute)
+    if layout.tp > 1 and layout.sequence_parallel:
+        yield {"sequence_parallel": False}
+    if layout.cp > 1:
+        yield from (
+            {"context_parallel": word} for word in ("zigzag", "allgather", "ulysses") if word != layout.context_parallel
+        )
+    if layout.pp > 1:
+        pairs = [("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zero-bubble", 1), ("zero-bubble", 2)]
+        pairs += [("zb-v", 2), ("dualpipe-v", 2), (layout.schedule, layout.virtual_stages * 2)]
+        for name, loops in dict.fromkeys(pairs):
+            if (name, loops) != (layout.schedule, layout.virtual_stages):
+                yield {"schedule": name, "virtual_stages": loops}
+
+
+def neighbours(job: Job, layout: Layout, chosen: Estimate) -> tuple[Neighbour, ...]:
+    """Every legal layout one step away, with what it costs; fastest first among those that fit."""
+    found = []
+    seen = {layout}
+    for fields in _steps(job, layout):
+        other = with_batch(job, layout, **fields)
+        if other is None or other in seen or problem(job, other) is not None:
+            continue
+        seen.add(other)
+        predicted = estimate(job, other)
+        found.append(
+            Neighbour(
+                change=_change_words(layout, other, fields),
+                layout=other,
+                step_time_s=predicted.step_time_s,
+                peak_gib=predicted.peak_gib,
+                fits=predicted.fits,
+                verdict=_verdict(chosen, predicted),
+            )
+        )
+    return tuple(sorted(found, key=lambda n: (not n.fits, n.step_time_s)))
+
+
+def _change_words(layout: Layout, other: Layout, fields: dict[str, Any]) -> str:
+    asked = ", ".join(f"{name}={value}" for name, value in fields.items())
+    followed = [
+        f"{name}={getattr(other, name)}"
+        for name in Layout.model_fields
+        if name not in fields and getattr(other, name) != getattr(layout, name)
+    ]
+    return f"{asked} ({', '.join(followed)})" if followed else asked
+
+
+def _verdict(chosen: Estimate, other: Estimate) -> str:
+    slower = other.step_time_s / chosen.step_time_s - 1
+    if not other.fits:
+        return (
+            f"does not fit: {other.peak_gib:,.1f} GiB of {other.capacity_gib:,.1f} on stage {other.peak_stage} "
+            f"(would be {slower:+.1%} in time)"
+        )
+    cause, difference = largest_difference(chosen, other)
+    saved = other.peak_gib - chosen.peak_gib
+    if abs(slower) < 0.0005:
+        return f"same time, {saved:+,.1f} GiB"
+    return f"{slower:+.1%} per step (mostly {CAUSE_WORDS[cause]} {difference:+.2f} s), {saved:+,.1f} GiB"
+
+
+def largest_difference(chosen: Estimate, other: Estimate) -> tuple[str, float]:
+    """The cause that moved most in the direction in which the total moved."""
+    sign = 1 if other.step_time_s >= chosen.step_time_s else -1
+    differences = {cause: getattr(other.time, cause) - getattr(chosen.time, cause) for cause in CAUSES}
+    cause = max(differences, key=lambda name: sign * differences[name])
+    return cause, differences[cause]
+
+
+def against_winner(
+    winner: tuple[Job, Layout, Estimate], other: tuple[Job, Layout, Estimate], objective: Objective
+) -> tuple[str, ...]:
+    """One sentence: what the runner-up loses, and where."""
+    best, this = winner[2], other[2]
+    if objective == "memory":
+        return (f"{this.peak_gib - best.peak_gib:+,.2f} GiB against the best, {seconds(this.step_time_s)} per step",)
+    if objective == "cost":
+        ratio = (other[0].cluster.gpus / this.tokens_per_s) / (winner[0].cluster.gpus / best.tokens_per_s) - 1
+        return (f"{ratio:+.1%} GPU time per token against the best, on {other[0].cluster.gpus} GPUs",)
+    return (f"against the best: {_verdict(best, this)}",)
+
+
+def of_winner(
+    job: Job,
+    layout: Layout,
+    chosen: Estimate,
+    rejected: tuple[Neighbour, ...],
+    objective: Objective,
+    wishes: Wishes,
+) -> list[str]:
+    """The playbook's order: make it fit, reach the batch, go fast."""
+    by_change = {neighbour.change.split(" ")[0].rstrip(","): neighbour for neighbour in rejected}
+    return [
+        *(f"Step 1, fit: {text}" for text in _fit(job, layout, chosen, by_change)),
+        *(f"Step 2, batch: {text}" for text in _batch(job, layout)),
+        *(f"Step 3, speed: {text}" for text in _speed(job, layout, chosen, by_change, rejected, objective)),
+        *(f"Your wish: {name}={value} was fixed" for name, value in wishes.fixed.items()),
+    ]
+
+
+def _fit(job: Job, layout: Layout, chosen: Estimate, by_change: dict[str, Neighbour]) -> Iterator[str]:
+    size, world, capacity = job.model.parameters, job.cluster.gpus, chosen.capacity_gib
+    one = estimate_alone_gib(job)
+    yield (
+        f"{count(size)} parameters with their states need {one:,.0f} GiB on one GPU of {capacity:,.1f}: "
+        + ("one GPU could hold them" if one <= capacity else f"they must be cut over at least {-(-one // capacity):.0f}")
+    )
+    yield _playbook_rule(job, layout, world)
+    yield (
+        f"peak is {chosen.peak_gib:,.1f} of {capacity:,.1f} GiB on stage {chosen.peak_stage} "
+        f"({chosen.headroom_gib:,.1f} GiB free), at the {chosen.peak_moment}"
+    )
+    for change, label in (("zero=0", "without ZeRO"), ("recompute=none", "without recomputation")):
+        if (other := by_change.get(change)) and not other.fits:
+            yield f"{label} it would need {other.peak_gib:,.1f} GiB: {other.peak_gib - capacity:,.1f} GiB too much"
+    if layout.recompute == "none":
+        yield "no recomputation is needed: activations fit as they are"
+
+
+def estimate_alone_gib(job: Job) -> float:
+    """Parameters, master, gradients and optimizer states of the whole model (no activations), in GiB."""
+    from ultrascale.cost.activations import compute_bytes, gradient_bytes
+    from ultrascale.specs.job import OPTIMIZER_STATE_BYTES
+
+    master = 4 if job.precision != "fp32" else 0
+    each = compute_bytes(job) + master + gradient_bytes(job) + OPTIMIZER_STATE_BYTES[job.optimizer]
+    return job.model.parameters * each / GIB
+
+
+def _playbook_rule(job: Job, layout: Layout, world: int) -> str:
+    """The rule of the cheat-sheet that speaks for this size, and whether the search agrees."""
+    techniques = [f"{axis}={getattr(layout, axis)}" for axis in ("tp", "pp", "cp", "ep") if getattr(layout, axis) > 1]
+    if layout.zero:
+        techniques.append(f"ZeRO-{layout.zero}")
+    chosen = " + ".join(techniques) or "plain data parallelism"
+    if world == 1:
+        return f"rule for one GPU: recomputation and accumulation are all there is; the search took {chosen}"
+    if job.model.moe is not None:
+        rule = "mixture of experts: use expert parallelism"
+    elif job.seq > 32_768:
+        rule = "long context: use context parallelism"
+    elif world >= 1024:
+        rule = "1024+ GPUs: TP=8 with ZeRO-2 data parallelism and PP"
+    elif world >= 512:
+        rule = "512+ GPUs: no pure ZeRO-3, combine with TP or PP"
+    elif job.model.parameters < 10e9:
+        rule = "below 10B parameters: one technique, TP or ZeRO-3, on 8 GPUs"
+    else:
+        rule = "10B and more: TP=8 with PP, or TP=8 with ZeRO-3, or pure ZeRO-3"
+    return f"the playbook's rule here is «{rule}»; the search over all legal layouts found {chosen} fastest within memory"
+
+
+def _batch(job: Job, layout: Layout) -> Iterator[str]:
+    yield (
+        f"{job.batch_tokens:,} tokens = {job.sequences:,} sequences of {job.seq:,} = "
+        f"mbs {layout.mbs} × dp {layout.dp} × gas {layout.gas}"
+    )
+    if job.batch_tokens < 2**22 and job.cluster.gpus >= 64:
+        yield "the playbook's sweet spot is 4 to 60 million tokens: a larger batch would leave more to overlap and pipeline"
+    if layout.pp > 1:
+        fill = (layout.pp - 1) / (layout.gas * layout.virtual_stages)
+        yield f"{layout.gas} micro-batches fill {layout.pp} stages: textbook bubble (p−1)/(v·m) = {fill:.1%} of the work"
+
+
+def _speed(
+    job: Job,
+    layout: Layout,
+    chosen: Estimate,
+    by_change: dict[str, Neighbour],
+    rejected: tuple[Neighbour, ...],
+    objective: Objective,
+) -> Iterator[str]:
+    costs = sorted(((getattr(chosen.time, cause), cause) for cause in CAUSES), reverse=True)
+    top = ", ".join(f"{CAUSE_WORDS[cause]} {cost / chosen.step_time_s:.0%}" for cost, cause in costs[:4] if cost > 0)
+    yield f"a step takes {seconds(chosen.step_time_s)} (MFU {chosen.mfu:.1%}): {top}"
+    domain = job.cluster.fast_domain
+    doubled, halved = by_change.get(f"tp={layout.tp * 2}"), by_change.get(f"tp={layout.tp // 2}")
+    if doubled is not None:
+        leaves = "leaves the NVLink domain and " if layout.tp * 2 > domain >= layout.tp else ""
+        yield f"TP stays at {layout.tp}: at {layout.tp * 2} it {leaves}{_costs(doubled)}"
+    elif layout.tp * 2 <= job.cluster.gpus:
+        limit = max(d for d in divisors(job.model.heads) if d <= layout.tp)
+        yield f"TP stays at {layout.tp}: {layout.tp * 2} does not divide the model or the batch (nearest legal {limit})"
+    if halved is not None:
+        yield f"TP is not less: at {layout.tp // 2} it {_costs(halved)}"
+    for axis, label in (("pp", "PP"), ("cp", "CP"), ("ep", "EP"), ("mbs", "micro-batch")):
+        value = getattr(layout, axis)
+        if (up := by_change.get(f"{axis}={value * 2}")) is not None:
+            yield f"{label} stays at {value}: at {value * 2} it {_costs(up)}"
+        if value > 1 and (down := by_change.get(f"{axis}={value // 2}")) is not None:
+            yield f"{label} is not less: at {value // 2} it {_costs(down)}"
+    for level in range(4):
+        if (other := by_change.get(f"zero={level}")) is not None:
+            yield f"ZeRO-{layout.zero} rather than {level}: {level} {_costs(other)}"
+    if layout.pp > 1 and layout.schedule != "1f1b" and (plain := by_change.get("schedule=1f1b")) is not None:
+        yield f"schedule {layout.schedule} with {layout.virtual_stages} stages per rank: 1F1B {_costs(plain)}"
+    if objective == "throughput":
+        better = [n for n in rejected if not n.fits and n.step_time_s < chosen.step_time_s]
+        if better:
+            best = min(better, key=lambda n: n.step_time_s)
+            gain, over = 1 - best.step_time_s / chosen.step_time_s, best.peak_gib - chosen.capacity_gib
+            yield f"memory is what stops more: {best.change} would save {gain:.1%} but is {over:,.1f} GiB over"
+
+
+def _costs(other: Neighbour) -> str:
+    if not other.fits:
+        return f"does not fit ({other.peak_gib:,.1f} GiB)"
+    return "changes nothing in time, " + other.verdict.split(", ")[-1] if other.verdict.startswith("same") else (
+        "costs " + other.verdict if other.verdict.startswith("+") else "gives " + other.verdict
+    )

@@ -1,0 +1,105 @@
+"""Plan: a job, how it is cut, what is predicted, and why. `plan.yaml` is read and written here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.estimate import Estimate
+from ultrascale.specs.files import read_mapping, to_yaml, write_text
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.model import Model
+from ultrascale.specs.validate import build
+
+
+class Neighbour(BaseModel):
+    """A layout one step away from the chosen one, and why it was not taken."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    change: str
+    """`tp=16`, with what had to follow: `tp=16 (dp=1)`"""
+    layout: Layout
+    step_time_s: float
+    peak_gib: float
+    fits: bool
+    verdict: str
+
+
+class Plan(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    job: Job
+    layout: Layout
+    estimate: Estimate
+    reasons: tuple[str, ...] = ()
+    rejected: tuple[Neighbour, ...] = ()
+
+    def save(self, path: str | Path) -> Path:
+        """Write plan.yaml, whole or not at all."""
+        target = Path(path)
+        write_text(target, HEADER + to_yaml(self.to_mapping()))
+        return target
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Readable and complete: the cluster's numbers are in it, so that a plan means the same on another machine."""
+        job = self.job.model_dump(mode="json", exclude_none=True)
+        job["model"] = self.job.model.model_dump(mode="json", exclude_defaults=True)
+        cluster = self.job.cluster.model_dump(mode="json", exclude_none=True)
+        cluster["gpu"].pop("sources")
+        cluster["efficiency"] = self.job.cluster.efficiency.model_dump(mode="json", exclude_defaults=True)
+        job["cluster"] = cluster
+        return {
+            "job": job,
+            "layout": self.layout.model_dump(mode="json"),
+            "estimate": _rounded(self.estimate.model_dump(mode="json")),
+            "reasons": list(self.reasons),
+            "rejected": [_rounded(one.model_dump(mode="json")) for one in self.rejected],
+        }
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        return cls.from_mapping(read_mapping(Path(path), "plan"))
+
+    @classmethod
+    def from_mapping(cls, data: Mapping[str, Any]) -> Plan:
+        for part in ("job", "layout", "estimate"):
+            if not isinstance(data.get(part), Mapping):
+                raise SpecError(f"plan.{part} is missing or not a mapping: `ultrascale plan … -o plan.yaml` writes all of it")
+        job = dict(data["job"])
+        if isinstance(job.get("model"), str):
+            job["model"] = Model.load(job["model"])
+        if isinstance(job.get("cluster"), str):
+            job["cluster"] = Cluster.load(job["cluster"])
+        elif isinstance(job.get("cluster"), Mapping):
+            job["cluster"] = Cluster.from_mapping(job["cluster"])
+        if isinstance(job.get("model"), Mapping):
+            job["model"] = build(Model, job["model"], "plan.job.model")
+        return build(
+            cls,
+            {
+                **data,
+                "job": build(Job, job, "plan.job"),
+                "layout": build(Layout, data["layout"], "plan.layout"),
+                "estimate": build(Estimate, data["estimate"], "plan.estimate"),
+            },
+            "plan",
+        )
+
+
+HEADER = "# A plan of ultrascale. Read it with `ultrascale explain`; memory in bytes unless a name ends in gib, times in seconds.\n"
+
+
+def _rounded(value: Any) -> Any:
+    """Six significant digits: more would be noise in a file that people read. Whole bytes stay whole."""
+    if isinstance(value, float):
+        return int(value) if value.is_integer() and abs(value) < 2**53 else float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, (list, tuple)) else value
