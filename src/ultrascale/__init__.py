@@ -1,10 +1,10 @@
 """Ultrascale: the Ultra-Scale Playbook as software. Plan a training run; know its memory, its time and the reasons.
 
-    from ultrascale import Cluster, Job, Model, plan
+from ultrascale import Cluster, Job, Model, plan
 
-    job = Job(model=Model.load("llama-3-8b"), cluster=Cluster.load("8xh100"), seq=8192, batch_tokens=2**20)
-    best = plan(job).plans[0]
-    print(best.layout, best.estimate.step_time_s, best.estimate.peak_gib)
+job = Job(model=Model.load("llama-3-8b"), cluster=Cluster.load("8xh100"), seq=8192, batch_tokens=2**20)
+best = plan(job).plans[0]
+print(best.layout, best.estimate.step_time_s, best.estimate.peak_gib)
 """
 
 from __future__ import annotations

@@ -50,7 +50,9 @@ class LayerActivations:
 def layer(job: Job, columns: Columns, moe: bool) -> LayerActivations:
     model, b = job.model, compute_bytes(job)
     tokens = columns.tokens(job.seq)
-    residual = b * tokens * model.hidden / columns.sequence_cut  # one residual-wide tensor, cut only by sequence parallelism
+    residual = (
+        b * tokens * model.hidden / columns.sequence_cut
+    )  # one residual-wide tensor, cut only by sequence parallelism
     modules = {
         "attention norm": residual,
         "qkv input": residual,
@@ -89,7 +91,11 @@ def _attention(job: Job, columns: Columns, tokens: Array, b: int) -> dict[str, A
     # Softmax output; with dropout also the mask (1 byte) and the dropped output: 5·a·s² of Korthikanti 2022 at two bytes.
     per_score = b + (1 + b if job.dropout else 0)
     seen = min(job.seq, model.sliding_window or job.seq)
-    return {"q, k, v": qkv, "attention output": output, "attention scores": per_score * tokens * seen * model.heads / tp}
+    return {
+        "q, k, v": qkv,
+        "attention output": output,
+        "attention scores": per_score * tokens * seen * model.heads / tp,
+    }
 
 
 def _mlp(model: Model, columns: Columns, tokens: Array, b: int, residual: Array) -> dict[str, Array]:
@@ -149,7 +155,9 @@ def head(job: Job, columns: Columns) -> HeadActivations:
     return HeadActivations(np.asarray(norm + (b + FP32) * logits), np.asarray(norm + (b + 2 * FP32) * logits))
 
 
-def korthikanti(sequence: int, mbs: int, hidden: int, heads: int, tp: int, sequence_parallel: bool, recompute: str) -> float:
+def korthikanti(
+    sequence: int, mbs: int, hidden: int, heads: int, tp: int, sequence_parallel: bool, recompute: str
+) -> float:
     """Bytes of one GPT layer by the closed forms of Korthikanti 2022, table 2; for comparison, never for planning."""
     sbh, scores = sequence * mbs * hidden, 5 * heads * sequence / hidden
     if recompute == "full":

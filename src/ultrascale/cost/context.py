@@ -56,9 +56,7 @@ def traffic(job: Job, columns: Columns, mesh: Mesh, machine: Machine, attention:
     forward = np.where(gathers, gather.time_s, np.where(ulysses, switch.time_s, ring_forward))
     backward = np.where(gathers, gather.time_s + scatter.time_s, np.where(ulysses, switch.time_s, ring_backward))
     alone = cp == 1
-    return ContextTraffic(
-        block, gather, scatter, switch, np.where(alone, 0.0, forward), np.where(alone, 0.0, backward)
-    )
+    return ContextTraffic(block, gather, scatter, switch, np.where(alone, 0.0, forward), np.where(alone, 0.0, backward))
 
 
 def printed_volume(cp: int, mbs: int, seq: int, kv_dim: int) -> float:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import lru_cache
 
 import numpy as np
 
-from ultrascale.cost import activations, flops, gemm, memory, params, pipeline, stages, step, traffic
+from ultrascale.cost import activations, flops, gemm, memory, pipeline, stages, step, traffic
 from ultrascale.cost.columns import Columns
 from ultrascale.cost.hardware import Machine
 from ultrascale.cost.legality import check
@@ -15,8 +14,7 @@ from ultrascale.cost.mesh import mesh
 from ultrascale.cost.operators import layer_matmuls
 from ultrascale.cost.passes import Passes
 from ultrascale.cost.pieces import Piece, Pieces, pieces
-from ultrascale.schedules import StageTimes, build, closed, makespan, peak_held, simulate, simulate_makespan
-from ultrascale.schedules.simulate import Timeline
+from ultrascale.schedules import StageTimes, build, closed, makespan, peak_held, simulate_makespan
 from ultrascale.specs.estimate import OWNERS, ActivationItem, Estimate, Memory, StageMemory, Time
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -103,7 +101,10 @@ class View:
 
     def chunk_share(self) -> stages.RankShare:
         """Every chunk as if it were a rank of its own."""
-        model, counts = self.job.model, np.asarray(stages.chunk_layers(self.job.model, self.layout.pp, self.layout.virtual_stages))
+        model, counts = (
+            self.job.model,
+            np.asarray(stages.chunk_layers(self.job.model, self.layout.pp, self.layout.virtual_stages)),
+        )
         dense_until = model.layers if model.moe is None else model.moe.dense_layers
         ends = np.cumsum(counts)
         dense = np.clip(np.minimum(ends, dense_until) - (ends - counts), 0, None)
@@ -120,15 +121,7 @@ class View:
         )
 
 
-def simulated(job: Job, layout: Layout) -> Timeline:
-    """The whole pipeline of one step, action by action: what explain draws and the figures show."""
-    check(job, layout)
-    view = View.of(job, layout)
-    schedule = build(layout.schedule, layout.pp, layout.gas, layout.virtual_stages)
-    return simulate(schedule, view.stage_times(_send_s(view)))
-
-
-def _send_s(view: View) -> float:
+def send_s(view: View) -> float:
     places = mesh(view.row, view.machine.cluster.fast_domain)
     return float(pipeline.hop(view.job, view.row, places, view.machine).time_s[0])
 
@@ -143,7 +136,10 @@ def _waiting(view: View) -> memory.Waiting:
     # Beyond four rounds the list only repeats itself, and what it holds no longer grows (AFAB holds everything).
     enough = layout.gas if layout.schedule == "afab" else min(layout.gas, _settled(layout))
     schedule = build(layout.schedule, layout.pp, enough, layout.virtual_stages)
-    held = np.asarray([peak_held(schedule, rank, list(per_layer)).peak_bytes for rank in range(layout.pp)]) / view.share.layers
+    held = (
+        np.asarray([peak_held(schedule, rank, list(per_layer)).peak_bytes for rank in range(layout.pp)])
+        / view.share.layers
+    )
     put_off = closed.deferred(layout.schedule, layout.pp, np.arange(layout.pp), layout.gas, layout.virtual_stages)
     losses = held - 1 if layout.schedule == "afab" else none
     return memory.Waiting(held, np.minimum(put_off / layout.virtual_stages, held), losses)
@@ -161,7 +157,9 @@ def _memory(view: View) -> list[StageMemory]:
     owners = memory.at_peak(view.job, view.ranks, view.share, waiting)
     result = []
     for rank in range(view.layout.pp):
-        bytes_ = Memory(**{owner: float(np.broadcast_to(getattr(owners, owner), view.layout.pp)[rank]) for owner in OWNERS})
+        bytes_ = Memory(
+            **{owner: float(np.broadcast_to(getattr(owners, owner), view.layout.pp)[rank]) for owner in OWNERS}
+        )
         moment = "loss of a micro-batch" if owners.loss_is_peak[rank] else "backward of a layer"
         if view.layout.pp > 1:
             moment += f", {in_flight[rank]:.3g} micro-batches in flight"
@@ -195,7 +193,7 @@ def _time(view: View) -> tuple[Time, float]:
     send = bubble = 0.0
     if layout.pp > 1:
         pipeline_s = simulate_makespan(
-            layout.schedule, layout.pp, gas, layout.virtual_stages, view.stage_times(_send_s(view)), SIMULATED
+            layout.schedule, layout.pp, gas, layout.virtual_stages, view.stage_times(send_s(view)), SIMULATED
         )
         idle = max(0.0, pipeline_s - busy)
         send = min(idle, _send_share(view, by_rank.total, slowest))
@@ -225,7 +223,7 @@ def _send_share(view: View, by_rank: Passes, slowest: int) -> float:
     total = [float(np.sum(part)) for part in (by_rank.forward, by_rank.input_grad, by_rank.weight_grad)]
     slow = [float(part[slowest]) for part in (by_rank.forward, by_rank.input_grad, by_rank.weight_grad)]
     shape = (layout.schedule, layout.pp, layout.gas, layout.virtual_stages, *total, *slow)
-    return max(0.0, float(makespan(*shape, _send_s(view))) - float(makespan(*shape, 0.0)))
+    return max(0.0, float(makespan(*shape, send_s(view))) - float(makespan(*shape, 0.0)))
 
 
 def _row(piece: Piece, index: int) -> Piece:
@@ -262,10 +260,3 @@ def _range_notes(view: View) -> list[str]:
         if sentence := gemm.outside_range(surface, *shape):
             outside.setdefault(sentence, []).append(product.name)
     return [f"product {', '.join(names)}: {sentence}, extrapolated" for sentence, names in outside.items()]
-
-
-@lru_cache(maxsize=64)
-def stage_parameters(job: Job, layout: Layout) -> tuple[float, ...]:
-    """Parameters on one GPU of each pipeline rank."""
-    view = View.of(job, layout)
-    return tuple(map(float, params.on_rank(job.model, view.ranks, view.share).total))

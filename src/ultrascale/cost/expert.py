@@ -45,9 +45,7 @@ def traffic(job: Job, columns: Columns, mesh: Mesh, machine: Machine) -> ExpertT
     )
 
 
-def ratio(
-    ep: int, experts: int, hidden: int, expert_parameters: float, peak_flops: float, bandwidth: float
-) -> Ratio:
+def ratio(ep: int, experts: int, hidden: int, expert_parameters: float, peak_flops: float, bandwidth: float) -> Ratio:
     """Dispatch and combine of a routed token (2·2·h bytes, (EP−1)/EP of them leave) against its expert's 2·parameters FLOPs."""
     return Ratio(
         "expert",

@@ -151,9 +151,7 @@ def _layer(job: Job, columns: Columns, machine: Machine, places: Mesh, moe: bool
     )
 
 
-def _end(
-    job: Job, columns: Columns, machine: Machine, places: Mesh, compute: LayerTime, is_head: bool
-) -> Piece:
+def _end(job: Job, columns: Columns, machine: Machine, places: Mesh, compute: LayerTime, is_head: bool) -> Piece:
     """Embedding or head: one exchange of the residual stream each way when tp cuts the vocabulary."""
     nothing = np.zeros(len(columns))
     inside = tensor.traffic(job, columns, places, machine)

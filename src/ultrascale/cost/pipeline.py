@@ -21,9 +21,7 @@ def textbook_bubble(pp: int, microbatches: int, virtual_stages: int = 1) -> floa
     return (pp - 1) / (virtual_stages * microbatches)
 
 
-def ratio(
-    pp: int, hidden: int, layers: int, layer_parameters: float, peak_flops: float, bandwidth: float
-) -> Ratio:
+def ratio(pp: int, hidden: int, layers: int, layer_parameters: float, peak_flops: float, bandwidth: float) -> Ratio:
     """One hop of 2·s·mbs·h bytes against the stage's 2·parameters FLOPs per token."""
     return Ratio(
         "pipeline",

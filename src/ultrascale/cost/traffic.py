@@ -40,7 +40,9 @@ def by_technique(job: Job, layout: Layout, machine: Machine, time: Time) -> list
             bytes=calls * float(moved.wire_bytes[0]),
             calls=calls,
             time_s=calls * float(moved.time_s[0]),
-            exposed_s=exposed[technique] * calls * float(moved.time_s[0]) / spent[technique] if spent[technique] else 0.0,
+            exposed_s=exposed[technique] * calls * float(moved.time_s[0]) / spent[technique]
+            if spent[technique]
+            else 0.0,
         )
         for technique, moved, calls in rows
     ]

@@ -194,7 +194,11 @@ def _fit(job: Job, layout: Layout, chosen: Estimate, by_change: dict[str, Neighb
     one = estimate_alone_gib(job)
     yield (
         f"{count(size)} parameters with their states need {one:,.0f} GiB on one GPU of {capacity:,.1f}: "
-        + ("one GPU could hold them" if one <= capacity else f"they must be cut over at least {-(-one // capacity):.0f}")
+        + (
+            "one GPU could hold them"
+            if one <= capacity
+            else f"they must be cut over at least {-(-one // capacity):.0f}"
+        )
     )
     yield _playbook_rule(job, layout, world)
     yield (
@@ -238,7 +242,9 @@ def _playbook_rule(job: Job, layout: Layout, world: int) -> str:
         rule = "below 10B parameters: one technique, TP or ZeRO-3, on 8 GPUs"
     else:
         rule = "10B and more: TP=8 with PP, or TP=8 with ZeRO-3, or pure ZeRO-3"
-    return f"the playbook's rule here is «{rule}»; the search over all legal layouts found {chosen} fastest within memory"
+    return (
+        f"the playbook's rule here is «{rule}»; the search over all legal layouts found {chosen} fastest within memory"
+    )
 
 
 def _batch(job: Job, layout: Layout) -> Iterator[str]:
@@ -296,6 +302,8 @@ def _speed(
 def _costs(other: Neighbour) -> str:
     if not other.fits:
         return f"does not fit ({other.peak_gib:,.1f} GiB)"
-    return "changes nothing in time, " + other.verdict.split(", ")[-1] if other.verdict.startswith("same") else (
-        "costs " + other.verdict if other.verdict.startswith("+") else "gives " + other.verdict
+    return (
+        "changes nothing in time, " + other.verdict.split(", ")[-1]
+        if other.verdict.startswith("same")
+        else ("costs " + other.verdict if other.verdict.startswith("+") else "gives " + other.verdict)
     )

@@ -1,0 +1,1 @@
+"""The nouns: typed, validated once, read and written as YAML. No torch."""

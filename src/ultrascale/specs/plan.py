@@ -71,7 +71,9 @@ class Plan(BaseModel):
     def from_mapping(cls, data: Mapping[str, Any]) -> Plan:
         for part in ("job", "layout", "estimate"):
             if not isinstance(data.get(part), Mapping):
-                raise SpecError(f"plan.{part} is missing or not a mapping: `ultrascale plan … -o plan.yaml` writes all of it")
+                raise SpecError(
+                    f"plan.{part} is missing or not a mapping: `ultrascale plan … -o plan.yaml` writes all of it"
+                )
         job = dict(data["job"])
         if isinstance(job.get("model"), str):
             job["model"] = Model.load(job["model"])

@@ -1,0 +1,290 @@
+"""The verbs. Each is one thin function over the Python API; heavy imports wait until a verb runs.
+
+Exit codes: 0 done, 1 the answer is no (nothing fits), 2 the input cannot be used as given.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ultrascale.specs.job import Job
+
+app = typer.Typer(
+    name="ultrascale",
+    help="The Ultra-Scale Playbook as software: plan a training run, with memory, time and reasons.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+NO, BAD_INPUT = 1, 2
+PLAN, RUN = "Plan", "Run"
+
+ModelArgument = Annotated[
+    str, typer.Argument(help="A preset ([cyan]llama-3-70b[/]), a model file, or a Hugging Face [cyan]config.json[/].")
+]
+ClusterOption = Annotated[
+    str,
+    typer.Option("--cluster", "-c", help="[cyan]64xh100[/], [cyan]'8x8 h100'[/] (nodes x GPUs), or a cluster file."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")]
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        from ultrascale import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command(rich_help_panel=PLAN)
+def plan(
+    model: ModelArgument,
+    cluster: ClusterOption,
+    batch_tokens: Annotated[
+        str,
+        typer.Option(
+            "--batch-tokens",
+            "-b",
+            help="Tokens in one optimizer step: [cyan]4M[/] is 4 x 2^20, [cyan]4e6[/] four million.",
+        ),
+    ],
+    seq: Annotated[str, typer.Option("--seq", "-s", help="Sequence length in tokens: [cyan]8192[/] or [cyan]8k[/].")],
+    top: Annotated[int, typer.Option("--top", help="How many layouts to show.")] = 10,
+    objective: Annotated[
+        str,
+        typer.Option(
+            "--objective",
+            help="[cyan]throughput[/], [cyan]memory[/] (least peak) or [cyan]cost[/] (least GPU time per token, also on fewer GPUs).",
+        ),
+    ] = "throughput",
+    fix: Annotated[
+        list[str] | None, typer.Option("--fix", help="Pin a field of the layout: [cyan]--fix tp=8 --fix zero=1[/].")
+    ] = None,
+    forbid: Annotated[
+        list[str] | None,
+        typer.Option("--forbid", help="Rule out a technique or a value: [cyan]--forbid cp --forbid recompute=full[/]."),
+    ] = None,
+    precision: Annotated[str, typer.Option(help="bf16, fp8, fp16 or fp32.")] = "bf16",
+    gradients: Annotated[
+        str, typer.Option(help="In which gradients are accumulated and reduced: fp32 or bf16.")
+    ] = "fp32",
+    optimizer: Annotated[str, typer.Option(help="adamw, adamw-bf16, adamw-8bit, muon, sgd-momentum or sgd.")] = "adamw",
+    attention: Annotated[str, typer.Option(help="flash, or plain (whole score matrices).")] = "flash",
+    total_tokens: Annotated[
+        str | None, typer.Option("--total-tokens", help="Of the whole training, for days and cost: [cyan]15T[/].")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the best plan to this file.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Find the best layouts for a model on a cluster: memory, time and reasons, in seconds, without a GPU.
+
+    [dim]ultrascale plan llama-3-70b --cluster 64xh100 --batch-tokens 4M --seq 8192 -o plan.yaml[/]
+    """
+    from ultrascale.plan.search import plan as search
+    from ultrascale.show import plan as show
+
+    job = _job(model, cluster, batch_tokens, seq, precision, gradients, optimizer, attention, total_tokens)
+    with _progress() as say:
+        result = search(
+            job,
+            top=top,
+            objective=objective,  # type: ignore[arg-type]  # checked there, with a sentence
+            fix=fix or (),
+            forbid=forbid or (),
+            progress=say,
+        )
+    if output is not None and result.plans:
+        result.plans[0].save(output)
+    if as_json:
+        _print_json(show.as_json(result))
+    else:
+        console = _console()
+        show.show_result(console, result)
+        if output is not None and result.plans:
+            console.print(f"Wrote {output}; next: ultrascale explain {output}", highlight=False)
+    if not result.plans:
+        raise typer.Exit(NO)
+
+
+@app.command(rich_help_panel=PLAN)
+def explain(
+    file: Annotated[Path, typer.Argument(help="A plan written by [cyan]ultrascale plan -o[/].", metavar="PLAN.YAML")],
+    cheatsheet: Annotated[
+        bool, typer.Option("--cheatsheet", help="The playbook's cheat-sheet with this plan's numbers in every cell.")
+    ] = False,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--what-if",
+            help="A change beside today: [cyan]zero=3[/], [cyan]recompute=selective,mbs=4[/], [cyan]gradients=bf16[/], "
+            "[cyan]offload=optimizer[/], [cyan]zero_shards=8[/] (HSDP), [cyan]keep_gathered=true[/], [cyan]gpus=128[/].",
+        ),
+    ] = None,
+    largest: Annotated[
+        str | None,
+        typer.Option("--largest", help="How far the layout goes before it no longer fits: mbs, seq or model."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a plan holds and does: memory by owner and stage, time by cause, traffic, reasons, rejected neighbours.
+
+    [dim]ultrascale explain plan.yaml --what-if zero=3 --what-if recompute=selective,mbs=4[/]
+    """
+    from ultrascale.plan import what_if as changes
+    from ultrascale.show import explain as show
+    from ultrascale.specs.plan import Plan
+
+    loaded = Plan.load(file)
+    console = _console()
+    if sum((cheatsheet, bool(what_if), largest is not None)) > 1:
+        _fail("--cheatsheet, --what-if and --largest answer different questions: ask one at a time")
+    if cheatsheet:
+        _print_json(show.cheatsheet_json(loaded)) if as_json else show.show_cheatsheet(console, loaded)
+    elif what_if:
+        answers = [changes.what_if(loaded, change) for change in what_if]
+        _print_json(show.what_if_json(answers)) if as_json else show.show_what_if(console, loaded, answers)
+    elif largest is not None:
+        answer = changes.largest(loaded, largest)
+        if as_json:
+            _print_json({**vars(answer), "estimate": answer.estimate.model_dump(mode="json")})
+        else:
+            show.show_largest(console, loaded, answer)
+    elif as_json:
+        _print_json(loaded.to_mapping())
+    else:
+        show.show_plan(console, loaded)
+
+
+@app.command(rich_help_panel=PLAN)
+def presets(
+    name: Annotated[
+        str | None, typer.Argument(help="A model or GPU kind: every field, with the source of its number.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the models, GPU kinds and ways to name a cluster, with their sources."""
+    from ultrascale.show import presets as show
+
+    if as_json:
+        _print_json(show.presets_json(name))
+    else:
+        show.show_presets(_console(), name)
+
+
+@app.command(rich_help_panel=RUN)
+def quickstart(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the plan is written.")] = Path("plan.yaml"),
+) -> None:
+    """See the main job in ten seconds: plan Llama-3-8B on 8 H100s, write plan.yaml, ask three questions of it."""
+    from ultrascale.plan import what_if as changes
+    from ultrascale.plan.search import plan as search
+    from ultrascale.show import explain, plan as show
+
+    console = _console()
+    command = "ultrascale plan llama-3-8b --cluster 8xh100 --batch-tokens 1M --seq 8192"
+    console.print(f"[bold]$ {command} -o {output}[/]", highlight=False)
+    with _progress() as say:
+        result = search(_job("llama-3-8b", "8xh100", "1M", "8192"), top=5, progress=say)
+    best = result.plans[0]
+    best.save(output)
+    show.show_result(console, result)
+    console.print(
+        f"\n[bold]$ ultrascale explain {output} --what-if zero=3 --what-if recompute=full[/]", highlight=False
+    )
+    explain.show_what_if(console, best, [changes.what_if(best, change) for change in ("zero=3", "recompute=full")])
+    console.print(f"\n[bold]$ ultrascale explain {output} --largest seq[/]", highlight=False)
+    explain.show_largest(console, best, changes.largest(best, "seq"))
+    console.print(f"\nThe plan is in {output}. All of it: ultrascale explain {output}", highlight=False)
+
+
+def _job(
+    model: str,
+    cluster: str,
+    batch_tokens: str,
+    seq: str,
+    precision: str = "bf16",
+    gradients: str = "fp32",
+    optimizer: str = "adamw",
+    attention: str = "flash",
+    total_tokens: str | None = None,
+) -> Job:
+    from ultrascale.specs import units
+    from ultrascale.specs.cluster import Cluster
+    from ultrascale.specs.job import Job
+    from ultrascale.specs.model import Model
+    from ultrascale.specs.validate import build
+
+    return build(
+        Job,
+        {
+            "model": Model.load(model),
+            "cluster": Cluster.load(cluster),
+            "seq": units.tokens(seq, "--seq"),
+            "batch_tokens": units.tokens(batch_tokens, "--batch-tokens"),
+            "precision": precision,
+            "gradients": gradients,
+            "optimizer": optimizer,
+            "attention": attention,
+            "total_tokens": None if total_tokens is None else units.total_tokens(total_tokens, "--total-tokens"),
+        },
+        "job",
+    )
+
+
+def _console() -> Console:
+    """Tables as wide as the terminal; 150 columns where there is none, so that a pipe does not fold them."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=150)
+
+
+class _progress:
+    """A line on the error stream that says what is being done, gone when it is done; silent where nobody watches."""
+
+    def __enter__(self) -> Any:
+        from rich.console import Console
+
+        self.status = Console(stderr=True).status("starting")
+        self.status.start()
+        return lambda text: self.status.update(text)
+
+    def __exit__(self, *_: object) -> None:
+        self.status.stop()
+
+
+def _print_json(data: Any) -> None:
+    sys.stdout.write(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def _fail(sentence: str) -> None:
+    typer.echo(f"error: {sentence}", err=True)
+    raise typer.Exit(BAD_INPUT)
+
+
+def main() -> None:
+    """Run the command line; a SpecError is one sentence and exit code 2, never a traceback."""
+    from ultrascale.specs.errors import SpecError
+
+    try:
+        app()
+    except SpecError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(BAD_INPUT)
+    except BrokenPipeError:
+        sys.exit(0)

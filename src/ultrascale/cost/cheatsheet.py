@@ -1,0 +1,197 @@
+"""The playbook's cheat-sheet with one plan's numbers in every cell: printed and corrected forms side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ultrascale.cost import context, data, expert, flops, params, pipeline, stages, tensor, zero
+from ultrascale.cost.activations import compute_bytes, gradient_bytes
+from ultrascale.cost.columns import Columns
+from ultrascale.cost.hardware import Machine
+from ultrascale.cost.mesh import Group, mesh
+from ultrascale.cost.overlap import Ratio
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.plan import Plan
+from ultrascale.specs.units import count, gib
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One row of the cheat-sheet for this plan."""
+
+    name: str
+    degree: str
+    batch: str
+    memory: str
+    compute: str
+    communication: str
+    overlap: Ratio
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Formula:
+    name: str
+    form: str
+    value: str
+
+
+def bandwidth(machine: Machine, group: Group) -> float:
+    """Bytes a second that one member sends: the cheat-sheet's peak_bw, for where the group really sits."""
+    inside = machine.intra("all_gather").bytes_per_s
+    if not group.leaves_domain[0]:
+        return inside
+    return float(min(inside, group.per_domain[0] * machine.inter.bytes_per_s))
+
+
+def strategies(plan: Plan) -> list[Strategy]:
+    job, x, model = plan.job, plan.layout, plan.job.model
+    machine, row = Machine(plan.job), Columns.of([plan.layout])
+    places = mesh(row, machine.cluster.fast_domain)
+    tokens = x.mbs * job.seq / x.cp
+    peak = job.peak_flops
+    stage_share = stages.share_of(model, row, np.zeros(1, dtype=np.int64))
+    own = params.on_rank(model, row, stage_share)
+    rank_parameters = float(own.total[0])
+    layer = float(own.layer[0]) * x.tp
+    traffic: dict[str, tuple[float, float, float]] = {}
+    for one in plan.estimate.traffic:
+        moved, took, seen = traffic.get(one.technique, (0.0, 0.0, 0.0))
+        traffic[one.technique] = (moved + one.bytes, took + one.time_s, seen + one.exposed_s)
+
+    def talk(technique: str, pattern: str) -> str:
+        moved, took, seen = traffic.get(technique, (0.0, 0.0, 0.0))
+        return f"{pattern}: {gib(moved)} in {took:.3g} s, {seen:.3g} s exposed" if moved else f"{pattern}: none here"
+
+    b, g = compute_bytes(job), gradient_bytes(job)
+    data_bw, shard_bw = bandwidth(machine, places.data), bandwidth(machine, places.shard)
+    state = (b, 4 if job.precision != "fp32" else 0, g)
+    full = f"{gib(rank_parameters * state[0])} bf16 + {gib(rank_parameters * state[1])} fp32 parameters"
+    gbs = f"gbs = {x.mbs}·{x.dp}·{x.gas}·{job.seq} = {count(x.batch_tokens(job.seq))} tokens"
+    split_batch = f"1/dp of the batch: {x.mbs * x.gas} sequences a rank"
+    rows = [
+        (
+            "Data parallelism",
+            f"dp={x.dp}",
+            gbs,
+            f"activations only, through mbs={x.mbs}",
+            split_batch,
+            talk("data", "backward: all-reduce of gradients"),
+            data.ratio(x.data_ranks, rank_parameters, tokens, peak, data_bw),
+        ),
+        (
+            "DP + ZeRO-1",
+            f"zero={x.zero}",
+            gbs,
+            f"fp32 parameters and optimizer states / {x.shards} (of {full})",
+            split_batch,
+            talk("zero", "step end: all-gather of parameters"),
+            data.ratio(x.shards, rank_parameters, tokens, peak, shard_bw),
+        ),
+        (
+            "DP + ZeRO-2",
+            f"zero={x.zero}",
+            gbs,
+            f"those and gradients ({gib(rank_parameters * g)}) / {x.shards}",
+            split_batch,
+            talk("zero", "backward: reduce-scatter of gradients"),
+            zero.ratio_2(x.shards, rank_parameters, tokens, peak, shard_bw),
+        ),
+        (
+            "DP + ZeRO-3",
+            f"zero={x.zero}",
+            gbs,
+            f"those and bf16 parameters ({gib(rank_parameters * b)}) / {x.shards}",
+            split_batch,
+            talk("zero", "per layer: all-gather forward and backward, reduce-scatter backward"),
+            zero.ratio_3(x.shards, tokens, peak, shard_bw),
+        ),
+        (
+            "Tensor parallelism",
+            f"tp={x.tp}" + (" + SP" if x.sequence_parallel and x.tp > 1 else ""),
+            "no effect",
+            f"parameters, states and activations / {x.tp}",
+            f"products / {x.tp}",
+            talk("tensor", "4 per layer and direction: all-gather, reduce-scatter of activations"),
+            tensor.ratio(x.tp, model.hidden, layer, peak, bandwidth(machine, places.tensor)),
+        ),
+        (
+            "Pipeline parallelism",
+            f"pp={x.pp} {x.schedule}" + (f" v={x.virtual_stages}" if x.virtual_stages > 1 else ""),
+            f"prefers large gas ({x.gas}) to shrink the bubble ({plan.estimate.bubble_fraction:.1%})",
+            f"parameters and states / {x.pp}",
+            f"layers / {x.pp}",
+            talk("pipeline", "per micro-batch: send and receive activations and gradients"),
+            pipeline.ratio(x.pp, model.hidden, model.layers, layer, peak, bandwidth(machine, places.pipeline)),
+        ),
+        (
+            "Context parallelism",
+            f"cp={x.cp} {x.context_parallel}" if x.cp > 1 else "cp=1",
+            "prefers long sequences",
+            f"activations / {x.cp}",
+            f"sequence / {x.cp} = {job.seq // x.cp:,} tokens",
+            talk("context", "per layer, cp−1 times: keys and values forward, and their gradients backward"),
+            context.ratio(
+                x.cp,
+                job.seq,
+                x.mbs,
+                model.kv_heads * model.qk_head_dim,
+                model.heads * model.qk_head_dim,
+                peak,
+                bandwidth(machine, places.context),
+            ),
+        ),
+    ]
+    if model.moe is not None:
+        rows.append(
+            ("Expert parallelism", f"ep={x.ep}", "data parallel for the rest of the model",
+             f"experts / {x.ep}", f"{model.moe.experts // x.ep} of {model.moe.experts} experts a rank",
+             talk("expert", "per MoE layer: all-to-all, twice forward and twice backward"),
+             expert.ratio(x.ep, model.moe.experts, model.hidden, model.expert_parameters, peak,
+                          bandwidth(machine, places.expert)))
+        )  # fmt: skip
+    return [Strategy(*entries, _verdict(entries[-1], x)) for entries in rows]
+
+
+def _verdict(ratio: Ratio, layout: Layout) -> str:
+    if not ratio.corrected:
+        return "not used"
+    words = "could hide" if ratio.corrected <= 1 else "cannot hide whole"
+    return f"{ratio.corrected:.3g}: {words}"
+
+
+def formulas(plan: Plan) -> list[Formula]:
+    """The cheat-sheet's useful formulas with this plan's numbers, beside the exact ones."""
+    job, x, model = plan.job, plan.layout, plan.job.model
+    approximate = flops.parameters_approximate(model.hidden, model.layers, model.vocab)
+    printed = 2 * model.layers * 16 * model.hidden**2
+    peak = plan.estimate.memory[plan.estimate.peak_stage].memory
+    tokens = x.batch_tokens(job.seq)
+    per_gpu = tokens / x.gpus
+    active = model.active_parameters
+    return [
+        Formula("global batch", "mbs·dp·gas·seq", f"{x.mbs}·{x.dp}·{x.gas}·{job.seq} = {tokens:,} tokens"),
+        Formula("parameters, approximate", "h·v + L·(12h² + 13h) + 2h", f"{approximate:,}"),
+        Formula("parameters, exact", "every tensor counted", f"{model.parameters:,}"),
+        Formula("model_bf16, printed", "2·L·16·h² (one shape only)", gib(printed)),
+        Formula("model_bf16", "2·N", gib(2 * model.parameters)),
+        Formula("model_bf16 on a GPU", "2·N over tp, pp (and dp with ZeRO-3)", gib(peak.parameters)),
+        Formula("model_fp32 on a GPU", "2·model_bf16 / dp_if_zero1", gib(peak.master)),
+        Formula("grads on a GPU", "2·model_bf16 / dp_if_zero2 (fp32)", gib(peak.gradients)),
+        Formula("optimstates on a GPU", "4·model_bf16 / dp_if_zero1 (AdamW)", gib(peak.optimizer)),
+        Formula("actives on a GPU", "by operator, see explain", gib(peak.activations)),
+        Formula("peak memory", "sum of these, + buffers and runtime", f"{plan.estimate.peak_gib:,.2f} GiB"),
+        Formula("compute, printed", "6·model_bf16·mbs·seq·gas (bytes for parameters)",
+                f"{6 * 2 * model.parameters * x.mbs * job.seq * x.gas:.3g}"),
+        Formula("compute, corrected", "6·N·tokens / GPUs", f"{flops.compute_approximate(active, per_gpu):.3g} FLOPs per GPU"),
+        Formula("compute, exact", "products + full attention", f"{flops.model_flops(model, job.seq) * per_gpu:.3g} FLOPs per GPU"),
+        Formula("compute, causal", "products + half attention",
+                f"{flops.model_flops(model, job.seq, causal=True) * per_gpu:.3g} FLOPs per GPU"),
+        Formula("MFU / HFU", "model / hardware FLOPs over peak", f"{plan.estimate.mfu:.1%} / {plan.estimate.hfu:.1%}"),
+        Formula("MFU / HFU, causal", "the same, masked half not counted",
+                f"{plan.estimate.mfu_causal:.1%} / {plan.estimate.hfu_causal:.1%}"),
+        Formula("bubble", "(p−1)/(v·m) of the work", f"{pipeline.textbook_bubble(x.pp, x.gas, x.virtual_stages):.2%}"),
+    ]  # fmt: skip

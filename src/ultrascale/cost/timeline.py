@@ -1,0 +1,87 @@
+"""Memory over one step on one pipeline stage: the action list with bytes attached."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ultrascale.cost import memory
+from ultrascale.cost.estimate import View, send_s
+from ultrascale.cost.legality import check
+from ultrascale.schedules import Kind, build, simulate
+from ultrascale.schedules.simulate import Timeline
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a stage holds while one action runs; `static` are parameters, master, gradients and optimizer states."""
+
+    start_s: float
+    end_s: float
+    action: str
+    static_bytes: float
+    activation_bytes: float
+    buffer_bytes: float
+
+    @property
+    def total_bytes(self) -> float:
+        return self.static_bytes + self.activation_bytes + self.buffer_bytes
+
+
+def simulated(job: Job, layout: Layout) -> Timeline:
+    """The whole pipeline of one step, action by action: what explain draws and the figures show."""
+    check(job, layout)
+    view = View.of(job, layout)
+    return _run(view)
+
+
+def _run(view: View) -> Timeline:
+    layout = view.layout
+    schedule = build(layout.schedule, layout.pp, layout.gas, layout.virtual_stages)
+    return simulate(schedule, view.stage_times(send_s(view) if layout.pp > 1 else 0.0))
+
+
+def memory_timeline(job: Job, layout: Layout, stage: int = 0, first_step: bool = False) -> tuple[Moment, ...]:
+    """Every action of `stage` with what it holds meanwhile, then the optimizer step.
+
+    In the first step the optimizer's states do not exist before the optimizer has run.
+    """
+    check(job, layout)
+    if not 0 <= stage < layout.pp:
+        raise SpecError(f"stage is {stage} but the layout has {layout.pp}: try 0 to {layout.pp - 1}")
+    view = View.of(job, layout)
+    row, chunks = view.row, view.chunk_share()
+    owners = memory.peak_parts(job, view.ranks, view.share)
+    state = owners.state
+    base = float((state.parameters + state.master + state.gradients)[stage])
+    optimizer = float(np.broadcast_to(state.optimizer, layout.pp)[stage])
+    static = base if first_step else base + optimizer
+    buffers = float(np.broadcast_to(owners.buffers, layout.pp)[stage])
+    parts = memory.peak_parts(job, row.take(np.zeros(len(chunks.layers), dtype=np.int64)), chunks)
+    held: dict[tuple[int, int], float] = {}
+    moments = []
+    events = [event for event in _run(view).events if event.rank == stage]
+    for event in events:
+        kind, chunk, microbatch, _ = event.action
+        key = (chunk, microbatch)
+        transient = 0.0
+        if kind is Kind.F:
+            held[key] = float(parts.kept[chunk])
+            transient = float(parts.at_loss[chunk])
+        elif kind is Kind.B:
+            transient = max(float(parts.working[chunk]), float(parts.at_loss[chunk]))
+        elif kind is Kind.I:
+            held[key] += float(parts.dropped[chunk])
+            transient = max(float(parts.gradients[chunk]), float(parts.at_loss[chunk]))
+        live = sum(held.values()) + transient
+        name = f"{kind.value}{microbatch}" + (f" of chunk {chunk}" if layout.virtual_stages > 1 else "")
+        moments.append(Moment(event.start_s, event.end_s, name, static, live, buffers))
+        if kind in (Kind.B, Kind.W):
+            held.pop(key)
+    end = moments[-1].end_s
+    moments.append(Moment(end, end, "optimizer step", base + optimizer, 0.0, 0.0))
+    return tuple(moments)

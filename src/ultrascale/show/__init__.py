@@ -1,0 +1,1 @@
+"""What the terminal shows: tables and sentences, one file per verb. Nothing is computed here."""

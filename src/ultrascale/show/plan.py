@@ -1,0 +1,154 @@
+"""`ultrascale plan` in the terminal: the ranked table, the winner's reasons, what to do when nothing fits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ultrascale.plan import Result
+from ultrascale.specs.job import Job
+from ultrascale.specs.plan import Plan
+from ultrascale.specs.units import count, seconds
+
+
+def job_line(job: Job) -> str:
+    model, cluster = job.model, job.cluster
+    days = f", {count(job.total_tokens)} tokens in all" if job.total_tokens else ""
+    return (
+        f"{model.name} ({count(model.parameters)} parameters) on {cluster.gpus} × {cluster.gpu.name} "
+        f"({cluster.nodes} nodes of {cluster.gpus_per_node}), {job.precision}, "
+        f"{job.batch_tokens:,} tokens a step = {job.sequences:,} sequences of {job.seq:,}{days}"
+    )
+
+
+def show_result(console: Console, result: Result) -> None:
+    console.print(job_line(result.job))
+    for note in result.notes:
+        console.print(f"[yellow]note:[/] {note}")
+    rate = result.evaluated / max(result.seconds, 1e-9)
+    console.print(
+        f"{result.evaluated:,} legal layouts evaluated in {result.seconds:.2f} s ({rate:,.0f} layouts/s), {result.fitting:,} fit"
+    )
+    if result.no_fit is not None:
+        show_no_fit(console, result)
+        return
+    console.print(ranking(result.plans))
+    best = result.plans[0]
+    console.print("[bold]Why the first one[/]")
+    for reason in best.reasons:
+        console.print(f"  • {reason}", highlight=False)
+    show_costs(console, best)
+
+
+def show_costs(console: Console, plan: Plan) -> None:
+    estimate = plan.estimate
+    if estimate.train_days is not None and estimate.gpu_hours is not None:
+        price = f", {estimate.cost_usd:,.0f} USD" if estimate.cost_usd is not None else ""
+        console.print(f"Whole training: {estimate.train_days:,.1f} days, {estimate.gpu_hours:,.0f} GPU-hours{price}")
+
+
+def ranking(plans: tuple[Plan, ...]) -> Table:
+    table = Table(title="Layouts, best first", title_justify="left", header_style="bold")
+    various = len({plan.job.cluster.gpus for plan in plans}) > 1
+    for name, justify in (
+        ("#", "right"),
+        *((("GPUs", "right"),) if various else ()),
+        ("dp", "right"),
+        ("tp", "right"),
+        ("pp", "right"),
+        ("cp", "right"),
+        ("ep", "right"),
+        ("zero", "right"),
+        ("mbs", "right"),
+        ("gas", "right"),
+        ("schedule", "left"),
+        ("recompute", "left"),
+        ("step", "right"),
+        ("tok/s/GPU", "right"),
+        ("MFU", "right"),
+        ("peak GiB", "right"),
+        ("free GiB", "right"),
+    ):
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    for position, plan in enumerate(plans, start=1):
+        x, e = plan.layout, plan.estimate
+        zero = f"{x.zero}" + (f"/{x.zero_shards}" if x.zero_shards else "") + ("k" if x.keep_gathered else "")
+        schedule = x.schedule + (f"·v{x.virtual_stages}" if x.virtual_stages > 1 else "") if x.pp > 1 else "–"
+        cp = f"{x.cp} {x.context_parallel}" if x.cp > 1 else "1"
+        cells = [
+            position,
+            *([plan.job.cluster.gpus] if various else []),
+            x.dp,
+            x.tp,
+            x.pp,
+            cp,
+            x.ep,
+            zero,
+            x.mbs,
+            x.gas,
+        ]
+        table.add_row(
+            *map(str, cells),
+            schedule,
+            x.recompute + (f", {x.offload} offload" if x.offload != "none" else ""),
+            seconds(e.step_time_s),
+            f"{e.tokens_per_s_per_gpu:,.0f}",
+            f"{e.mfu:.1%}",
+            f"{e.peak_gib:,.1f}",
+            f"{e.headroom_gib:,.1f}",
+        )
+    return table
+
+
+def show_no_fit(console: Console, result: Result) -> None:
+    no_fit = result.no_fit
+    assert no_fit is not None
+    console.print(
+        f"[red]Nothing fits.[/] The closest layout, {no_fit.layout}, needs {no_fit.peak_gib:,.1f} GiB per GPU and there are "
+        f"{no_fit.capacity_gib:,.1f}: {no_fit.short_gib:,.1f} GiB too much.",
+        highlight=False,
+    )
+    if no_fit.changes:
+        console.print("What makes it fit, cheapest first:")
+        for change in no_fit.changes:
+            console.print(f"  • {change.text}", highlight=False)
+    else:
+        console.print("No single change that was tried makes it fit: try more GPUs and a shorter sequence together.")
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """The contract of `plan --json`."""
+    no_fit = result.no_fit
+    return {
+        "evaluated": result.evaluated,
+        "fitting": result.fitting,
+        "seconds": result.seconds,
+        "notes": list(result.notes),
+        "plans": [
+            {
+                "gpus": plan.job.cluster.gpus,
+                "layout": plan.layout.model_dump(mode="json"),
+                "estimate": plan.estimate.model_dump(mode="json"),
+                "reasons": list(plan.reasons),
+                "rejected": [one.model_dump(mode="json") for one in plan.rejected],
+            }
+            for plan in result.plans
+        ],
+        "no_fit": None
+        if no_fit is None
+        else {
+            "layout": no_fit.layout.model_dump(mode="json"),
+            "peak_gib": no_fit.peak_gib,
+            "capacity_gib": no_fit.capacity_gib,
+            "changes": [
+                {
+                    "text": change.text,
+                    "layout": change.layout.model_dump(mode="json"),
+                    "peak_gib": change.estimate.peak_gib,
+                }
+                for change in no_fit.changes
+            ],
+        },
+    }
