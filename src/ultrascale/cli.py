@@ -69,7 +69,7 @@ def plan(
         str,
         typer.Option(
             "--objective",
-            help="[cyan]throughput[/], [cyan]memory[/] (least peak) or [cyan]cost[/] (least GPU time per token, also on fewer GPUs).",
+            help="[cyan]throughput[/], [cyan]memory[/] (least peak) or [cyan]cost[/] (least GPU time a token, fewer GPUs too).",
         ),
     ] = "throughput",
     fix: Annotated[
@@ -80,9 +80,7 @@ def plan(
         typer.Option("--forbid", help="Rule out a technique or a value: [cyan]--forbid cp --forbid recompute=full[/]."),
     ] = None,
     precision: Annotated[str, typer.Option(help="bf16, fp8, fp16 or fp32.")] = "bf16",
-    gradients: Annotated[
-        str, typer.Option(help="In which gradients are accumulated and reduced: fp32 or bf16.")
-    ] = "fp32",
+    gradients: Annotated[str, typer.Option(help="In which gradients are accumulated and reduced: fp32 or bf16.")] = "fp32",
     optimizer: Annotated[str, typer.Option(help="adamw, adamw-bf16, adamw-8bit, muon, sgd-momentum or sgd.")] = "adamw",
     attention: Annotated[str, typer.Option(help="flash, or plain (whole score matrices).")] = "flash",
     total_tokens: Annotated[
@@ -172,9 +170,7 @@ def explain(
 
 @app.command(rich_help_panel=PLAN)
 def presets(
-    name: Annotated[
-        str | None, typer.Argument(help="A model or GPU kind: every field, with the source of its number.")
-    ] = None,
+    name: Annotated[str | None, typer.Argument(help="A model or GPU kind: every field, with the source of its number.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the models, GPU kinds and ways to name a cluster, with their sources."""
@@ -193,7 +189,8 @@ def quickstart(
     """See the main job in ten seconds: plan Llama-3-8B on 8 H100s, write plan.yaml, ask three questions of it."""
     from ultrascale.plan import what_if as changes
     from ultrascale.plan.search import plan as search
-    from ultrascale.show import explain, plan as show
+    from ultrascale.show import explain
+    from ultrascale.show import plan as show
 
     console = _console()
     command = "ultrascale plan llama-3-8b --cluster 8xh100 --batch-tokens 1M --seq 8192"
@@ -203,9 +200,7 @@ def quickstart(
     best = result.plans[0]
     best.save(output)
     show.show_result(console, result)
-    console.print(
-        f"\n[bold]$ ultrascale explain {output} --what-if zero=3 --what-if recompute=full[/]", highlight=False
-    )
+    console.print(f"\n[bold]$ ultrascale explain {output} --what-if zero=3 --what-if recompute=full[/]", highlight=False)
     explain.show_what_if(console, best, [changes.what_if(best, change) for change in ("zero=3", "recompute=full")])
     console.print(f"\n[bold]$ ultrascale explain {output} --largest seq[/]", highlight=False)
     explain.show_largest(console, best, changes.largest(best, "seq"))

@@ -115,9 +115,7 @@ def test_all_reduce_is_reduce_scatter_and_all_gather_on_the_ring(size: float, n:
     per_node=st.integers(1, 72),
     nic=st.floats(1, 400),
 )
-def test_time_is_never_negative_and_grows_with_bytes(
-    op: Op, gpu: str, size: float, n: int, per_node: int, nic: float
-) -> None:
+def test_time_is_never_negative_and_grows_with_bytes(op: Op, gpu: str, size: float, n: int, per_node: int, nic: float) -> None:
     times = collective_time_s(
         op,
         np.array([size, size * 1.5 + 1.0]),

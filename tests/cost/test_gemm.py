@@ -132,9 +132,7 @@ def test_coefficients_are_physical(gpu: str, dtype: str) -> None:
 def test_efficiency_is_flops_over_time_and_peak() -> None:
     """An H100 reaches 65–80 % of 989.4 TFLOP/s on a large product, and whatever it reaches is 2·m·n·k over the time."""
     surface = load_surface("h100", "bf16")
-    efficiency = gemm_efficiency(
-        surface, 8192, 8192, 8192, peak_tflops=989.4, memory_bandwidth_gb_s=3352, multiprocessors=132
-    )
+    efficiency = gemm_efficiency(surface, 8192, 8192, 8192, peak_tflops=989.4, memory_bandwidth_gb_s=3352, multiprocessors=132)
     assert float(efficiency) == pytest.approx(2 * 8192**3 / float(own_time_s(surface, 8192, 8192, 8192)) / 989.4e12)
     assert 0.65 < float(efficiency) < 0.80
 
@@ -142,16 +140,14 @@ def test_efficiency_is_flops_over_time_and_peak() -> None:
 def test_a_relative_borrows_with_its_own_peak() -> None:
     """A V100 (125 TFLOP/s, 900 GB/s, 80 multiprocessors) on A100's surface: a large product scales with the peak."""
     surface = load_surface("a100", "bf16")
-    ratio = gemm_time_s(
-        surface, 8192, 8192, 8192, peak_tflops=125, memory_bandwidth_gb_s=900, multiprocessors=80
-    ) / own_time_s(surface, 8192, 8192, 8192)
+    ratio = gemm_time_s(surface, 8192, 8192, 8192, peak_tflops=125, memory_bandwidth_gb_s=900, multiprocessors=80) / own_time_s(
+        surface, 8192, 8192, 8192
+    )
     assert float(ratio) == pytest.approx(312 / 125, rel=0.05)
 
 
 def test_shapes_broadcast() -> None:
-    times = own_time_s(
-        load_surface("h100", "bf16"), np.array([[1024.0], [2048.0]]), np.array([4096.0, 8192.0, 1e4]), 512
-    )
+    times = own_time_s(load_surface("h100", "bf16"), np.array([[1024.0], [2048.0]]), np.array([4096.0, 8192.0, 1e4]), 512)
     assert times.shape == (2, 3)
 
 

@@ -67,9 +67,7 @@ def test_only_dualpipe_pairs_and_always_a_forward_with_a_backward() -> None:
         (("dualpipe-v", 4, 7, 2), "microbatches", "use 8"),
     ],
 )
-def test_refusals_name_the_field_and_a_value_that_works(
-    arguments: tuple[str, int, int, int], field: str, fix: str
-) -> None:
+def test_refusals_name_the_field_and_a_value_that_works(arguments: tuple[str, int, int, int], field: str, fix: str) -> None:
     with pytest.raises(SpecError) as refusal:
         build(*arguments)
     assert str(refusal.value).startswith(field + ":")

@@ -52,9 +52,7 @@ def test_in_flight_of_the_textbook() -> None:
     assert in_flight("dualpipe-v", 4, rank, 8, 2).tolist() == [9, 9, 9, 9]
 
 
-def closed_and_simulated(
-    schedule: Schedule, f: float, i: float, w: float, last: float, send_s: float
-) -> tuple[float, float]:
+def closed_and_simulated(schedule: Schedule, f: float, i: float, w: float, last: float, send_s: float) -> tuple[float, float]:
     factor = [1.0] * (schedule.stages - 1) + [last]
     times = StageTimes(tuple(f * x for x in factor), tuple(i * x for x in factor), tuple(w * x for x in factor), send_s)
     slow = max(sum(factor[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.ranks))

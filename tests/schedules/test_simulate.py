@@ -60,9 +60,7 @@ def test_v_schedules_leave_only_the_start_and_the_end() -> None:
 
 def test_a_send_delays_the_receiver_and_not_the_sender() -> None:
     timeline = simulate(build("afab", 2, 2), StageTimes.uniform(2, 1.0, 1.0, 1.0, send_s=0.25))
-    starts = {
-        (event.action.kind, event.action.stage, event.action.microbatch): event.start_s for event in timeline.events
-    }
+    starts = {(event.action.kind, event.action.stage, event.action.microbatch): event.start_s for event in timeline.events}
     assert starts[Kind.F, 0, 1] == 1.0
     assert starts[Kind.F, 1, 0] == 1.25
     assert starts[Kind.B, 1, 0] == 3.25

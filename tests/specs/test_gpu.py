@@ -97,9 +97,7 @@ def test_no_price_is_guessed() -> None:
     assert all(gpu.price_per_gpu_hour_usd is None for gpu in GPU.presets().values())
 
 
-@pytest.mark.parametrize(
-    ("alias", "name"), [("A100", "a100-80"), ("h100-80", "h100"), ("4090", "rtx4090"), (" H200 ", "h200")]
-)
+@pytest.mark.parametrize(("alias", "name"), [("A100", "a100-80"), ("h100-80", "h100"), ("4090", "rtx4090"), (" H200 ", "h200")])
 def test_aliases_and_case(alias: str, name: str) -> None:
     assert GPU.load(alias) is GPU.load(name)
     assert set(_index().values()) == set(GPU.presets())

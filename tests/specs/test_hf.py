@@ -34,9 +34,7 @@ MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_
 CONFIGS: dict[str, Config] = {
     "llama-2-7b": config("llama", 32, 4096, 32, 32, 11008, 32000, tie_word_embeddings=False),
     "llama-3-8b": config("llama", 32, 4096, 32, 8, 14336, 128256, attention_bias=False),
-    "llama-3.2-1b": config(
-        "llama", 16, 2048, 32, 8, 8192, 128256, head_dim=64, tie_word_embeddings=True, mlp_bias=False
-    ),
+    "llama-3.2-1b": config("llama", 16, 2048, 32, 8, 8192, 128256, head_dim=64, tie_word_embeddings=True, mlp_bias=False),
     "mistral-7b": config("mistral", 32, 4096, 32, 8, 14336, 32000, sliding_window=4096, head_dim=None),
     "mixtral-8x7b": config("mixtral", 32, 4096, 32, 8, 14336, 32000, num_local_experts=8, num_experts_per_tok=2),
     "qwen2.5-0.5b": config(

@@ -50,9 +50,7 @@ class LayerActivations:
 def layer(job: Job, columns: Columns, moe: bool) -> LayerActivations:
     model, b = job.model, compute_bytes(job)
     tokens = columns.tokens(job.seq)
-    residual = (
-        b * tokens * model.hidden / columns.sequence_cut
-    )  # one residual-wide tensor, cut only by sequence parallelism
+    residual = b * tokens * model.hidden / columns.sequence_cut  # one residual-wide tensor, cut only by sequence parallelism
     modules = {
         "attention norm": residual,
         "qkv input": residual,
@@ -126,9 +124,7 @@ def _moe(job: Job, columns: Columns, tokens: Array, b: int, residual: Array) -> 
 _CHEAP = ("qkv input", "mlp input", "mlp activation", "expert activation")
 
 
-def _apply_policy(
-    job: Job, columns: Columns, modules: dict[str, Array], residual: Array, moe: bool
-) -> dict[str, Array]:
+def _apply_policy(job: Job, columns: Columns, modules: dict[str, Array], residual: Array, moe: bool) -> dict[str, Array]:
     none, selective = columns.is_("recompute", "none"), columns.is_("recompute", "selective")
     # Korthikanti's selective policy: without flash attention only the score matrices are dropped.
     dropped = _CHEAP if job.attention == "flash" else ("attention scores",)
@@ -155,9 +151,7 @@ def head(job: Job, columns: Columns) -> HeadActivations:
     return HeadActivations(np.asarray(norm + (b + FP32) * logits), np.asarray(norm + (b + 2 * FP32) * logits))
 
 
-def korthikanti(
-    sequence: int, mbs: int, hidden: int, heads: int, tp: int, sequence_parallel: bool, recompute: str
-) -> float:
+def korthikanti(sequence: int, mbs: int, hidden: int, heads: int, tp: int, sequence_parallel: bool, recompute: str) -> float:
     """Bytes of one GPT layer by the closed forms of Korthikanti 2022, table 2; for comparison, never for planning."""
     sbh, scores = sequence * mbs * hidden, 5 * heads * sequence / hidden
     if recompute == "full":

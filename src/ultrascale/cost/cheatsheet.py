@@ -12,7 +12,6 @@ from ultrascale.cost.columns import Columns
 from ultrascale.cost.hardware import Machine
 from ultrascale.cost.mesh import Group, mesh
 from ultrascale.cost.overlap import Ratio
-from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import count, gib
@@ -187,7 +186,8 @@ def formulas(plan: Plan) -> list[Formula]:
         Formula("compute, printed", "6·model_bf16·mbs·seq·gas (bytes for parameters)",
                 f"{6 * 2 * model.parameters * x.mbs * job.seq * x.gas:.3g}"),
         Formula("compute, corrected", "6·N·tokens / GPUs", f"{flops.compute_approximate(active, per_gpu):.3g} FLOPs per GPU"),
-        Formula("compute, exact", "products + full attention", f"{flops.model_flops(model, job.seq) * per_gpu:.3g} FLOPs per GPU"),
+        Formula("compute, exact", "products + full attention",
+                f"{flops.model_flops(model, job.seq) * per_gpu:.3g} FLOPs per GPU"),
         Formula("compute, causal", "products + half attention",
                 f"{flops.model_flops(model, job.seq, causal=True) * per_gpu:.3g} FLOPs per GPU"),
         Formula("MFU / HFU", "model / hardware FLOPs over peak", f"{plan.estimate.mfu:.1%} / {plan.estimate.hfu:.1%}"),

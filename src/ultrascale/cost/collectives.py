@@ -116,9 +116,7 @@ def tree_all_reduce_time_s(bytes: ArrayLike, n: ArrayLike, *, per_node: ArrayLik
     return np.where(ranks > 1.0, base + latency + _pipelined(volume_s, max(intra.fill_s, inter.fill_s)), 0.0)
 
 
-def hierarchical_all_reduce_time_s(
-    bytes: ArrayLike, n: ArrayLike, *, per_node: ArrayLike, intra: Link, inter: Link
-) -> Floats:
+def hierarchical_all_reduce_time_s(bytes: ArrayLike, n: ArrayLike, *, per_node: ArrayLike, intra: Link, inter: Link) -> Floats:
     """Three collectives one after the other, as hybrid sharding does it: reduce_scatter inside the domain, all_reduce
     of each member's shard across the domains over its own NIC, all_gather inside."""
     size, ranks = np.asarray(bytes, dtype=np.float64), np.asarray(n, dtype=np.float64)
@@ -153,9 +151,7 @@ def _send_recv_time_s(size: Floats, ranks: Floats, per_node: Floats, intra: Link
     return np.where(ranks > per_node, over(inter) + intra.base_s, over(intra))
 
 
-def collective_time_s(
-    op: Op, bytes: ArrayLike, n: ArrayLike, *, per_node: ArrayLike, intra: Link, inter: Link
-) -> Floats:
+def collective_time_s(op: Op, bytes: ArrayLike, n: ArrayLike, *, per_node: ArrayLike, intra: Link, inter: Link) -> Floats:
     """Seconds of a collective of `bytes` on a group of `n`, of which `per_node` sit in one fast domain.
 
     n <= per_node never leaves the domain; n == 1 costs exactly nothing. For send_recv between two domains give
@@ -226,6 +222,4 @@ def load_fabric(gpu_table: str) -> FabricFit:
         if row["gpu"] == gpu:
             fields = {**row, "ops": {op: FabricOp(**fit) for op, fit in row["ops"].items()}}
             return FabricFit(**fields, source=tables["source"])
-    raise SpecError(
-        f"no measured collectives for {gpu_table}; {nearest(gpu, [row['gpu'] for row in tables['fabrics']])}"
-    )
+    raise SpecError(f"no measured collectives for {gpu_table}; {nearest(gpu, [row['gpu'] for row in tables['fabrics']])}")

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ultrascale.cost.activations import gradient_bytes
 from ultrascale.cost.columns import Array, Columns
 from ultrascale.cost.hardware import Machine
-from ultrascale.cost.activations import gradient_bytes
 from ultrascale.cost.mesh import Mesh
 from ultrascale.cost.overlap import Ratio, Transfer, exposed, transfer
 from ultrascale.specs.job import Job
@@ -30,9 +30,7 @@ class DataTraffic:
         return np.asarray(self.reduce.time_s + self.expert_reduce.time_s)
 
 
-def traffic(
-    job: Job, columns: Columns, mesh: Mesh, machine: Machine, elements: Array, expert_elements: Array
-) -> DataTraffic:
+def traffic(job: Job, columns: Columns, mesh: Mesh, machine: Machine, elements: Array, expert_elements: Array) -> DataTraffic:
     g = gradient_bytes(job)
     return DataTraffic(
         transfer(machine, "data", "all_reduce", g * elements, mesh.data),

@@ -136,10 +136,7 @@ def _waiting(view: View) -> memory.Waiting:
     # Beyond four rounds the list only repeats itself, and what it holds no longer grows (AFAB holds everything).
     enough = layout.gas if layout.schedule == "afab" else min(layout.gas, _settled(layout))
     schedule = build(layout.schedule, layout.pp, enough, layout.virtual_stages)
-    held = (
-        np.asarray([peak_held(schedule, rank, list(per_layer)).peak_bytes for rank in range(layout.pp)])
-        / view.share.layers
-    )
+    held = np.asarray([peak_held(schedule, rank, list(per_layer)).peak_bytes for rank in range(layout.pp)]) / view.share.layers
     put_off = closed.deferred(layout.schedule, layout.pp, np.arange(layout.pp), layout.gas, layout.virtual_stages)
     losses = held - 1 if layout.schedule == "afab" else none
     return memory.Waiting(held, np.minimum(put_off / layout.virtual_stages, held), losses)
@@ -157,9 +154,7 @@ def _memory(view: View) -> list[StageMemory]:
     owners = memory.at_peak(view.job, view.ranks, view.share, waiting)
     result = []
     for rank in range(view.layout.pp):
-        bytes_ = Memory(
-            **{owner: float(np.broadcast_to(getattr(owners, owner), view.layout.pp)[rank]) for owner in OWNERS}
-        )
+        bytes_ = Memory(**{owner: float(np.broadcast_to(getattr(owners, owner), view.layout.pp)[rank]) for owner in OWNERS})
         moment = "loss of a micro-batch" if owners.loss_is_peak[rank] else "backward of a layer"
         if view.layout.pp > 1:
             moment += f", {in_flight[rank]:.3g} micro-batches in flight"
@@ -222,8 +217,11 @@ def _send_share(view: View, by_rank: Passes, slowest: int) -> float:
     layout = view.layout
     total = [float(np.sum(part)) for part in (by_rank.forward, by_rank.input_grad, by_rank.weight_grad)]
     slow = [float(part[slowest]) for part in (by_rank.forward, by_rank.input_grad, by_rank.weight_grad)]
-    shape = (layout.schedule, layout.pp, layout.gas, layout.virtual_stages, *total, *slow)
-    return max(0.0, float(makespan(*shape, send_s(view))) - float(makespan(*shape, 0.0)))
+
+    def closed_form(hop_s: float) -> float:
+        return float(makespan(layout.schedule, layout.pp, layout.gas, layout.virtual_stages, *total, *slow, hop_s))
+
+    return max(0.0, closed_form(send_s(view)) - closed_form(0.0))
 
 
 def _row(piece: Piece, index: int) -> Piece:

@@ -38,7 +38,7 @@ def layer_matmul_flops(model: Model, moe: bool) -> float:
     if not moe:
         return attention_projection_flops(model) + mlp_flops(model, model.ffn)
     assert model.moe is not None
-    shared = model.moe.shared_experts and model.moe.shared_expert_ffn or 0
+    shared = (model.moe.shared_experts and model.moe.shared_expert_ffn) or 0
     experts = model.moe.top_k * mlp_flops(model, model.moe.expert_ffn) + mlp_flops(model, shared)
     return attention_projection_flops(model) + experts + 2.0 * model.hidden * model.moe.experts
 

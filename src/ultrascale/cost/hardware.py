@@ -139,9 +139,7 @@ class Machine:
         if self.wide_precision not in ("bf16", "fp16") and self.surface is not None:
             notes.append(f"{self.wide_precision} products take the bf16 surface's share of their own peak")
         if self.fabric is None and self.cluster.gpus > 1:
-            notes.append(
-                f"{gpu.name} has no measured collectives: {UNMEASURED_LINK:.0%} of its link's data sheet is assumed"
-            )
+            notes.append(f"{gpu.name} has no measured collectives: {UNMEASURED_LINK:.0%} of its link's data sheet is assumed")
         if gpu.architecture not in RATES:
             notes.append(f"attention on {gpu.architecture} is assumed to reach the share of ampere")
         else:

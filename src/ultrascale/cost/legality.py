@@ -70,7 +70,7 @@ def _widths(job: Job) -> dict[str, int]:
 
 
 def _tp_cuts_mlp(job: Job, c: Columns) -> Array:
-    return np.logical_and.reduce([width % c.tp == 0 for width in _widths(job).values()])
+    return np.asarray(np.logical_and.reduce([width % c.tp == 0 for width in _widths(job).values()]))
 
 
 def _mlp_sentence(job: Job, layout: Layout) -> str:
@@ -192,9 +192,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("zero", "zero_shards", "dp", "cp"),
-        lambda job, c: np.asarray(
-            (c.zero_shards == 0) | ((c.zero > 0) & (c.data_ranks % np.maximum(c.zero_shards, 1) == 0))
-        ),
+        lambda job, c: np.asarray((c.zero_shards == 0) | ((c.zero > 0) & (c.data_ranks % np.maximum(c.zero_shards, 1) == 0))),
         lambda job, x: (
             f"layout.zero_shards is {x.zero_shards} but needs zero of 1 to 3 and must divide dp·cp = {x.data_ranks}: "
             f"try {near(x.zero_shards or 1, divisors(x.data_ranks))}"
@@ -203,16 +201,12 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("zero", "keep_gathered"),
         lambda job, c: np.asarray((c.keep_gathered == 0) | (c.zero == 3)),
-        lambda job, x: (
-            f"layout.keep_gathered is a choice of ZeRO-3 but zero is {x.zero}: try keep_gathered=false or zero=3"
-        ),
+        lambda job, x: f"layout.keep_gathered is a choice of ZeRO-3 but zero is {x.zero}: try keep_gathered=false or zero=3",
     ),
     Rule(
         ("zero", "offload"),
         lambda job, c: np.asarray(~c.is_("offload", "parameters") | (c.zero == 3)),
-        lambda job, x: (
-            f"layout.offload = parameters needs zero = 3 but zero is {x.zero}: try zero=3 or offload=optimizer"
-        ),
+        lambda job, x: f"layout.offload = parameters needs zero = 3 but zero is {x.zero}: try zero=3 or offload=optimizer",
     ),
     Rule(
         ("data_parallel", "zero", "virtual_stages"),

@@ -88,9 +88,7 @@ def transfer_buffers(job: Job, columns: Columns, held: params.RankParameters) ->
     gathered = np.where(columns.is_("offload", "parameters"), b * (2 * held.layer + held.ends), gathered)
     # One layer's gradients as autograd makes them, and from ZeRO-2 on the same layer's on its way into the reduce-scatter.
     fresh_gradients = b * held.layer if activations.gradient_bytes(job) != b else 0.0
-    reduced = np.where(
-        columns.zero >= 2, activations.gradient_bytes(job) * np.minimum(held.layer, beyond_own_shard), 0.0
-    )
+    reduced = np.where(columns.zero >= 2, activations.gradient_bytes(job) * np.minimum(held.layer, beyond_own_shard), 0.0)
     gathered_sequence = np.where((columns.tp > 1) & (columns.sequence_parallel == 1), wide, 0.0)
     received = np.where(columns.pp > 1, 2 * wide / columns.sequence_cut, 0.0)
     buffers = gathered + fresh_gradients + reduced + gathered_sequence + received + _context_buffers(job, columns)
@@ -111,9 +109,7 @@ def _context_buffers(job: Job, columns: Columns) -> Array:
     gather = columns.is_("context_parallel", "allgather")
     # Ring: the block at work and the one arriving, of values and in backward of their gradients. All-gather: the whole
     # sequence's keys and values. All-to-all: a second copy of q, k and v in the other cut.
-    each = np.where(
-        ring, 2 * keys_and_values, np.where(gather, columns.cp * keys_and_values, queries + keys_and_values)
-    )
+    each = np.where(ring, 2 * keys_and_values, np.where(gather, columns.cp * keys_and_values, queries + keys_and_values))
     return np.where(columns.cp > 1, each, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""The operators of one layer on one rank, and their time: matrix products by shape, attention, memory-bound passes, launches."""
+"""The operators of one layer on one rank, and their time: products by shape, attention, memory-bound passes, launches."""
 
 from __future__ import annotations
 
@@ -86,9 +86,7 @@ def layer_matmuls(job: Job, columns: Columns, moe: bool) -> list[Matmul]:
     assert model.moe is not None
     local = model.moe.experts / columns.ep
     rows = tokens * model.moe.top_k * job.cluster.efficiency.expert_imbalance / local
-    router = Matmul(
-        "router", tokens, np.asarray(float(model.moe.experts)), np.asarray(float(model.hidden)), in_fp8=False
-    )
+    router = Matmul("router", tokens, np.asarray(float(model.moe.experts)), np.asarray(float(model.hidden)), in_fp8=False)
     products += [router, *mlp_matmuls(model, "expert", rows, model.moe.expert_ffn / columns.tp, local)]
     if model.moe.shared_experts:
         products += mlp_matmuls(model, "shared expert", tokens, (model.moe.shared_expert_ffn or 0) / columns.tp)
@@ -113,18 +111,13 @@ def memory_bound_bytes(job: Job, columns: Columns, moe: bool) -> Array:
     """
     model, tokens, b = job.model, columns.tokens(job.seq), compute_bytes(job)
     residual = b * tokens * model.hidden / columns.sequence_cut
-    rotary = (
-        2 * b * tokens * (model.heads + model.kv_heads) * model.qk_head_dim / columns.tp if model.mla is None else 0.0
-    )
-    if model.mla is not None:
-        rotary = 2 * b * tokens * 2 * model.heads * model.qk_head_dim / columns.tp
+    rotated_heads = model.heads + (model.kv_heads if model.mla is None else model.heads)
+    rotary = 2 * b * tokens * rotated_heads * model.qk_head_dim / columns.tp
     width = model.ffn / columns.tp
     routed = 0.0
     if moe and model.moe is not None:
         rows = model.moe.top_k * job.cluster.efficiency.expert_imbalance
-        width = (
-            rows * model.moe.expert_ffn + (model.moe.shared_expert_ffn or 0) * bool(model.moe.shared_experts)
-        ) / columns.tp
+        width = (rows * model.moe.expert_ffn + (model.moe.shared_expert_ffn or 0) * bool(model.moe.shared_experts)) / columns.tp
         routed = 4 * residual * rows
     activation = b * tokens * (3 if model.gated else 2) * width
     return np.asarray(8 * residual + rotary + activation + routed)

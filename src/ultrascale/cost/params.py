@@ -42,7 +42,7 @@ def attention(model: Model) -> Shardable:
         )
     mla = model.mla
     query = model.heads * model.qk_head_dim
-    down = h * (mla.kv_lora_rank + mla.qk_rope_head_dim) + mla.kv_lora_rank
+    down: float = h * (mla.kv_lora_rank + mla.qk_rope_head_dim) + mla.kv_lora_rank
     up = mla.kv_lora_rank * model.heads * (mla.qk_nope_head_dim + mla.v_head_dim)
     if mla.q_lora_rank is None:
         query_up = h * query
@@ -102,9 +102,7 @@ def per_layer(model: Model, columns: Columns) -> LayerParameters:
     router += model.hidden if moe.shared_gate else 0
     shared = mlp(model, moe.shared_expert_ffn or 0) if moe.shared_experts else Shardable()
     expert = mlp(model, moe.expert_ffn).on_rank(tp, model.kv_heads)
-    return LayerParameters(
-        dense, trunk + router + shared.on_rank(tp, model.kv_heads), expert * moe.experts / columns.ep
-    )
+    return LayerParameters(dense, trunk + router + shared.on_rank(tp, model.kv_heads), expert * moe.experts / columns.ep)
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,8 @@ class Piece:
 
     @property
     def total(self) -> Passes:
-        return reduce(Passes.__add__, (getattr(self, f.name) for f in fields(Piece)))
+        parts: list[Passes] = [getattr(self, f.name) for f in fields(Piece)]
+        return reduce(Passes.__add__, parts)
 
     def combined(self, other: Piece, join: Callable[[Passes, Passes], Passes]) -> Piece:
         return Piece(*(join(getattr(self, f.name), getattr(other, f.name)) for f in fields(Piece)))

@@ -36,9 +36,7 @@ def end_of_step(
     backward, forward = one_microbatch.input_grad + one_microbatch.weight_grad, one_microbatch.forward
     reduced = data.traffic(job, columns, places, machine, held.trunk, held.experts)
     sharded = zero.traffic(job, columns, places, machine, held.trunk, held.experts)
-    replicas = transfer(
-        machine, "data", "all_reduce", gradient_bytes(job) * held.total / columns.shards, places.replica
-    )
+    replicas = transfer(machine, "data", "all_reduce", gradient_bytes(job) * held.total / columns.shards, places.replica)
     level = columns.zero
     # ZeRO-2 and 3 scattered their gradients with each micro-batch; HSDP's replicas still have to meet once a step.
     reduction = np.where(level == 0, reduced.time_s, np.where(level == 1, sharded.scatter_s, 0.0))

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from ultrascale.cost import context, data, expert, operators, params, pipeline, stages, tensor, zero
+from ultrascale.cost.activations import gradient_bytes
 from ultrascale.cost.columns import Columns
 from ultrascale.cost.hardware import Machine
-from ultrascale.cost.activations import gradient_bytes
 from ultrascale.cost.mesh import mesh
 from ultrascale.cost.overlap import Transfer, transfer
 from ultrascale.specs.estimate import Time, Traffic
@@ -40,9 +40,7 @@ def by_technique(job: Job, layout: Layout, machine: Machine, time: Time) -> list
             bytes=calls * float(moved.wire_bytes[0]),
             calls=calls,
             time_s=calls * float(moved.time_s[0]),
-            exposed_s=exposed[technique] * calls * float(moved.time_s[0]) / spent[technique]
-            if spent[technique]
-            else 0.0,
+            exposed_s=exposed[technique] * calls * float(moved.time_s[0]) / spent[technique] if spent[technique] else 0.0,
         )
         for technique, moved, calls in rows
     ]

@@ -37,9 +37,7 @@ class ZeroTraffic:
         return np.asarray(self.scatter.time_s + self.expert_scatter.time_s)
 
 
-def traffic(
-    job: Job, columns: Columns, mesh: Mesh, machine: Machine, elements: Array, expert_elements: Array
-) -> ZeroTraffic:
+def traffic(job: Job, columns: Columns, mesh: Mesh, machine: Machine, elements: Array, expert_elements: Array) -> ZeroTraffic:
     b, g = compute_bytes(job), gradient_bytes(job)
     expert_shards = np.maximum(1, columns.shards // columns.ep)
     experts = group(expert_shards, columns.tp * columns.ep, machine.cluster.fast_domain)

@@ -161,9 +161,7 @@ def _with_more_gpus(job: Job, wishes: Wishes) -> list[Change]:
             continue
         found = fastest(larger, wishes)
         if found is not None:
-            return [
-                _change(f"use {gpus} GPUs of the same kind (--cluster {gpus}x{job.cluster.gpu.name})", larger, found)
-            ]
+            return [_change(f"use {gpus} GPUs of the same kind (--cluster {gpus}x{job.cluster.gpu.name})", larger, found)]
     return []
 
 
@@ -176,9 +174,7 @@ def _with_larger_gpu(job: Job, wishes: Wishes) -> list[Change]:
         changed = job.changed(cluster=type(job.cluster).load(f"{job.cluster.gpus}x{kind.name}"))
         found = fastest(changed, wishes)
         if found is not None:
-            return [
-                _change(f"use GPUs with {kind.memory_gib:.0f} GiB (--cluster {changed.cluster.label})", changed, found)
-            ]
+            return [_change(f"use GPUs with {kind.memory_gib:.0f} GiB (--cluster {changed.cluster.label})", changed, found)]
     return []
 
 

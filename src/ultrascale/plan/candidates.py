@@ -56,17 +56,13 @@ class Wishes:
                 continue
             if text not in OFF:
                 field_value(text, "")  # an unknown name has its own sentence
-                raise SpecError(
-                    f"--forbid {text} needs a value to rule out, such as --forbid {text}={CHOICES[text][0]}"
-                )
+                raise SpecError(f"--forbid {text} needs a value to rule out, such as --forbid {text}={CHOICES[text][0]}")
             if text in fixed and fixed[text] != OFF[text]:
                 raise SpecError(f"--fix {text}={fixed[text]} and --forbid {text} contradict each other: drop one")
             fixed[text] = OFF[text]
         for name, values in forbidden.items():
             if fixed.get(name) in values and name in fixed:
-                raise SpecError(
-                    f"--fix {name}={fixed[name]} and --forbid {name}={fixed[name]} contradict each other: drop one"
-                )
+                raise SpecError(f"--fix {name}={fixed[name]} and --forbid {name}={fixed[name]} contradict each other: drop one")
         return cls(fixed, forbidden)
 
     def allows(self, name: str, value: Any) -> bool:
@@ -169,17 +165,15 @@ def _shardings(job: Job, wishes: Wishes, base: dict[str, int]) -> list[tuple[Any
     for level in levels:
         hsdp = [local] if level == 3 and 1 < local < data_ranks and data_ranks % local == 0 else []
         for shards in wishes.among("zero_shards", [None, *hsdp]):
-            for keep in wishes.among("keep_gathered", [False, True] if level == 3 else [False]):
-                found.append((level, shards, keep))
+            keeps = wishes.among("keep_gathered", [False, True] if level == 3 else [False])
+            found += [(level, shards, keep) for keep in keeps]
     return found
 
 
 def _exchanges(job: Job, wishes: Wishes, base: dict[str, int]) -> list[str]:
     if base["cp"] == 1:
         return wishes.among("context_parallel", ["zigzag"])
-    return wishes.among(
-        "context_parallel", ["zigzag" if job.seq % (2 * base["cp"]) == 0 else "ring", "allgather", "ulysses"]
-    )
+    return wishes.among("context_parallel", ["zigzag" if job.seq % (2 * base["cp"]) == 0 else "ring", "allgather", "ulysses"])
 
 
 def _sequence(job: Job, base: dict[str, int]) -> list[bool]:
@@ -198,9 +192,7 @@ def _schedules(job: Job, wishes: Wishes, pp: int) -> list[tuple[str, int]]:
         pairs = [("afab", 1), ("1f1b", 1), ("zero-bubble", 1)]
         pairs += [(name, v) for v in loops for name in ("interleaved", "zero-bubble")]
         pairs += [("zb-v", 2), ("dualpipe-v", 2)] if deepest >= 2 else []
-    allowed = [
-        pair for pair in pairs if wishes.allows("schedule", pair[0]) and wishes.allows("virtual_stages", pair[1])
-    ]
+    allowed = [pair for pair in pairs if wishes.allows("schedule", pair[0]) and wishes.allows("virtual_stages", pair[1])]
     # A schedule pinned for pipelines does not rule out layouts that have none.
     return allowed or ([("1f1b", 1)] if pp == 1 and "pp" not in wishes.fixed else [])
 

@@ -178,15 +178,15 @@ def of_winner(
     rejected: tuple[Neighbour, ...],
     objective: Objective,
     wishes: Wishes,
-) -> list[str]:
+) -> tuple[str, ...]:
     """The playbook's order: make it fit, reach the batch, go fast."""
     by_change = {neighbour.change.split(" ")[0].rstrip(","): neighbour for neighbour in rejected}
-    return [
+    return (
         *(f"Step 1, fit: {text}" for text in _fit(job, layout, chosen, by_change)),
         *(f"Step 2, batch: {text}" for text in _batch(job, layout)),
         *(f"Step 3, speed: {text}" for text in _speed(job, layout, chosen, by_change, rejected, objective)),
         *(f"Your wish: {name}={value} was fixed" for name, value in wishes.fixed.items()),
-    ]
+    )
 
 
 def _fit(job: Job, layout: Layout, chosen: Estimate, by_change: dict[str, Neighbour]) -> Iterator[str]:
@@ -194,11 +194,7 @@ def _fit(job: Job, layout: Layout, chosen: Estimate, by_change: dict[str, Neighb
     one = estimate_alone_gib(job)
     yield (
         f"{count(size)} parameters with their states need {one:,.0f} GiB on one GPU of {capacity:,.1f}: "
-        + (
-            "one GPU could hold them"
-            if one <= capacity
-            else f"they must be cut over at least {-(-one // capacity):.0f}"
-        )
+        + ("one GPU could hold them" if one <= capacity else f"they must be cut over at least {-(-one // capacity):.0f}")
     )
     yield _playbook_rule(job, layout, world)
     yield (
@@ -242,9 +238,7 @@ def _playbook_rule(job: Job, layout: Layout, world: int) -> str:
         rule = "below 10B parameters: one technique, TP or ZeRO-3, on 8 GPUs"
     else:
         rule = "10B and more: TP=8 with PP, or TP=8 with ZeRO-3, or pure ZeRO-3"
-    return (
-        f"the playbook's rule here is «{rule}»; the search over all legal layouts found {chosen} fastest within memory"
-    )
+    return f"the playbook's rule here is «{rule}»; the search over all legal layouts found {chosen} fastest within memory"
 
 
 def _batch(job: Job, layout: Layout) -> Iterator[str]:

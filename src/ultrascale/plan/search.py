@@ -19,7 +19,7 @@ from ultrascale.specs.errors import SpecError
 from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.plan import Plan
+from ultrascale.specs.plan import Neighbour, Plan
 from ultrascale.specs.units import GIB
 
 Objective = Literal["throughput", "cost", "memory"]
@@ -95,17 +95,17 @@ def plan(
     simulated = _simulate(best, wanted)
     simulated.sort(key=lambda entry: _score(entry[0], entry[2], objective))
     simulated = simulated[:top]
-    plans = []
-    for position, (one_job, layout, predicted) in enumerate(simulated):
-        if position == 0 and explain:
-            say("explaining the winner")
-            rejected = reasons.neighbours(one_job, layout, predicted)
-            why = reasons.of_winner(one_job, layout, predicted, rejected, objective, wishes)
-        elif position == 0:
-            rejected, why = (), ()
-        else:
-            rejected, why = (), reasons.against_winner(simulated[0], (one_job, layout, predicted), objective)
-        plans.append(Plan(job=one_job, layout=layout, estimate=predicted, reasons=tuple(why), rejected=tuple(rejected)))
+    winner, *others = simulated
+    rejected: tuple[Neighbour, ...] = ()
+    why: tuple[str, ...] = ()
+    if explain:
+        say("explaining the winner")
+        rejected = reasons.neighbours(*winner)
+        why = reasons.of_winner(*winner, rejected, objective, wishes)
+    plans = [Plan(job=winner[0], layout=winner[1], estimate=winner[2], reasons=why, rejected=rejected)]
+    for one in others:
+        why = reasons.against_winner(winner, one, objective) if explain else ()
+        plans.append(Plan(job=one[0], layout=one[1], estimate=one[2], reasons=why))
     notes += advice.batch_notes(job, plans[0].layout)
     return Result(job, tuple(plans), evaluated, fitting, time.perf_counter() - started, tuple(notes))
 

@@ -105,11 +105,7 @@ def largest(plan: Plan, axis: str) -> Largest:
     best = _bisect(lambda steps: attempt(plan, steps * unit), max(1, start // unit))
     if best is None:
         smallest = attempt(plan, unit)
-        peak = (
-            "is not legal"
-            if smallest is None
-            else f"needs {smallest.peak_gib:,.1f} GiB of {smallest.capacity_gib:,.1f}"
-        )
+        peak = "is not legal" if smallest is None else f"needs {smallest.peak_gib:,.1f} GiB of {smallest.capacity_gib:,.1f}"
         raise SpecError(
             f"--largest {axis}: nothing fits, even {_name(plan, axis, unit)} {peak}; try more GPUs or recompute=full"
         )

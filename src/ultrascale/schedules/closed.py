@@ -32,9 +32,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-def in_flight(
-    name: str, ranks: ArrayLike, rank: ArrayLike, microbatches: ArrayLike, virtual_stages: ArrayLike = 1
-) -> Ints:
+def in_flight(name: str, ranks: ArrayLike, rank: ArrayLike, microbatches: ArrayLike, virtual_stages: ArrayLike = 1) -> Ints:
     """Chunk activations (one stage's share of one micro-batch) that `rank` holds at its peak, all chunks alike.
 
     Exact for every legal schedule. Sources: Huang 2019 (AFAB), Narayanan 2021 section 2.2 (1F1B, interleaved), Qi 2023
@@ -62,9 +60,7 @@ def in_flight(
     return held
 
 
-def deferred(
-    name: str, ranks: ArrayLike, rank: ArrayLike, microbatches: ArrayLike, virtual_stages: ArrayLike = 1
-) -> Ints:
+def deferred(name: str, ranks: ArrayLike, rank: ArrayLike, microbatches: ArrayLike, virtual_stages: ArrayLike = 1) -> Ints:
     """The most chunks of `rank` whose input gradient is done and whose weight gradient still waits; 0 without a split.
 
     A waiting chunk keeps what its weight gradients need: with recomputation that is more than what it kept before.

@@ -30,9 +30,7 @@ def legal(name: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> 
         if given < 1:
             return f"{field}: {name} needs at least 1, given {given}; use 1 or more"
     if name in ("afab", "1f1b") and virtual_stages != 1:
-        return (
-            f"virtual_stages: {name} has one stage per rank, given {virtual_stages}; use 1, or schedule 'interleaved'"
-        )
+        return f"virtual_stages: {name} has one stage per rank, given {virtual_stages}; use 1, or schedule 'interleaved'"
     if name == "interleaved" and virtual_stages < 2:
         return f"virtual_stages: interleaved needs 2 stages per rank or more, given {virtual_stages}; use 2, or '1f1b'"
     if name in V_SHAPED and virtual_stages != 2:
@@ -57,9 +55,7 @@ def least_microbatches(name: str, ranks: int) -> int:
     return {"1f1b": ranks, "dualpipe-v": 2 * ranks}.get(name, 1)
 
 
-def legal_mask(
-    name: str, ranks: ArrayLike, microbatches: ArrayLike, virtual_stages: ArrayLike = 1
-) -> NDArray[np.bool_]:
+def legal_mask(name: str, ranks: ArrayLike, microbatches: ArrayLike, virtual_stages: ArrayLike = 1) -> NDArray[np.bool_]:
     """`legal(...) is None` for whole arrays at once, broadcast against each other."""
     if name not in SCHEDULES:
         raise SpecError(f"schedule: there is no '{name}'; {nearest(name, SCHEDULES)}")

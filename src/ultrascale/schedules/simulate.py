@@ -158,9 +158,7 @@ def _units(actions: tuple[Action, ...]) -> Iterator[tuple[Action, ...]]:
         yield (action, next(rest)) if action.paired else (action,)
 
 
-def simulate_makespan(
-    name: str, ranks: int, microbatches: int, virtual_stages: int, times: StageTimes, cap: int = 64
-) -> float:
+def simulate_makespan(name: str, ranks: int, microbatches: int, virtual_stages: int, times: StageTimes, cap: int = 64) -> float:
     """Seconds from the first forward to the last backward, simulating at most about `cap` micro-batches.
 
     Beyond `cap` the makespan is extrapolated linearly from two smaller simulations that differ by whole rounds: once

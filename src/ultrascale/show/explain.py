@@ -41,9 +41,9 @@ def show_plan(console: Console, plan: Plan) -> None:
     console.print(job_line(plan.job))
     console.print(f"Layout: {plan.layout}", highlight=False)
     console.print(
-        f"Step {seconds(e.step_time_s)}, {e.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, MFU {e.mfu:.1%} (causal {e.mfu_causal:.1%}), "
-        f"HFU {e.hfu:.1%}; peak {e.peak_gib:,.1f} GiB of {e.capacity_gib:,.1f} on stage {e.peak_stage}, at the {e.peak_moment}; "
-        f"first step {e.first_step_peak_gib:,.1f} GiB (optimizer states appear after it)"
+        f"Step {seconds(e.step_time_s)}, {e.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, "
+        f"MFU {e.mfu:.1%} (causal {e.mfu_causal:.1%}), HFU {e.hfu:.1%}; peak {e.peak_gib:,.1f} GiB of {e.capacity_gib:,.1f} on stage {e.peak_stage}, "
+        f"at the {e.peak_moment}; first step {e.first_step_peak_gib:,.1f} GiB (optimizer states appear after it)"
     )
     if not e.fits:
         console.print(f"[red]Does not fit:[/] {-e.headroom_gib:,.1f} GiB too much")
@@ -122,9 +122,7 @@ def timeline_table(plan: Plan) -> Table:
 
 
 def time_table(e: Estimate) -> Table:
-    table = _table(
-        "Time of one step by cause (slowest stage)", ("cause", "left"), ("time", "right"), ("share", "right")
-    )
+    table = _table("Time of one step by cause (slowest stage)", ("cause", "left"), ("time", "right"), ("share", "right"))
     for cause in sorted(CAUSES, key=lambda name: -getattr(e.time, name)):
         value = getattr(e.time, cause)
         if value > 0:
@@ -241,9 +239,7 @@ def show_what_if(console: Console, plan: Plan, answers: list[WhatIf]) -> None:
 def show_largest(console: Console, plan: Plan, answer: Largest) -> None:
     console.print(job_line(plan.job))
     console.print(f"Layout: {plan.layout}", highlight=False)
-    console.print(
-        f"Today: {answer.today}. Largest that fits: [bold]{answer.largest}[/] ({answer.estimate.peak_gib:,.1f} GiB)"
-    )
+    console.print(f"Today: {answer.today}. Largest that fits: [bold]{answer.largest}[/] ({answer.estimate.peak_gib:,.1f} GiB)")
     console.print(f"What stops it: {answer.stopped_by}", highlight=False)
 
 

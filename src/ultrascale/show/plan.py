@@ -29,7 +29,7 @@ def show_result(console: Console, result: Result) -> None:
         console.print(f"[yellow]note:[/] {note}")
     rate = result.evaluated / max(result.seconds, 1e-9)
     console.print(
-        f"{result.evaluated:,} legal layouts evaluated in {result.seconds:.2f} s ({rate:,.0f} layouts/s), {result.fitting:,} fit"
+        f"{result.evaluated:,} legal layouts evaluated in {result.seconds:.2f} s ({rate:,.0f} a second), {result.fitting:,} fit"
     )
     if result.no_fit is not None:
         show_no_fit(console, result)
@@ -71,7 +71,7 @@ def ranking(plans: tuple[Plan, ...]) -> Table:
         ("peak GiB", "right"),
         ("free GiB", "right"),
     ):
-        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        table.add_column(name, justify=justify, no_wrap=True)
     for position, plan in enumerate(plans, start=1):
         x, e = plan.layout, plan.estimate
         zero = f"{x.zero}" + (f"/{x.zero_shards}" if x.zero_shards else "") + ("k" if x.keep_gathered else "")

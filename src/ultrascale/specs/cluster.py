@@ -62,8 +62,7 @@ class Cluster(BaseModel):
         if gpus < 1 or (gpus > self.gpus_per_node and gpus % self.gpus_per_node):
             lower = max(1, gpus // self.gpus_per_node) * self.gpus_per_node
             raise SpecError(
-                f"gpus is {gpus} but must fill whole nodes of {self.gpus_per_node}: "
-                f"try {lower} or {lower + self.gpus_per_node}"
+                f"gpus is {gpus} but must fill whole nodes of {self.gpus_per_node}: try {lower} or {lower + self.gpus_per_node}"
             )
         per_node = min(gpus, self.gpus_per_node)
         domain = self.link_domain if self.link_domain >= self.gpus_per_node else min(self.link_domain, per_node)

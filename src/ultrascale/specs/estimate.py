@@ -50,7 +50,7 @@ class Memory(_Frozen):
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, owner) for owner in OWNERS)
+        return float(sum(getattr(self, owner) for owner in OWNERS))
 
 
 class StageMemory(_Frozen):
@@ -96,7 +96,7 @@ class Time(_Frozen):
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, cause) for cause in CAUSES)
+        return float(sum(getattr(self, cause) for cause in CAUSES))
 
 
 class Traffic(_Frozen):

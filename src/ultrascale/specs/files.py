@@ -34,9 +34,7 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark else ""
-        raise SpecError(
-            f"{what} file {path} is not YAML: {getattr(error, 'problem', None) or 'unreadable'}{where}"
-        ) from None
+        raise SpecError(f"{what} file {path} is not YAML: {getattr(error, 'problem', None) or 'unreadable'}{where}") from None
     if not isinstance(data, Mapping):
         raise SpecError(f"{what} file {path} holds {type(data).__name__}, expected a mapping of fields to values")
     bad = next((key for key in data if not isinstance(key, str)), None)

@@ -41,9 +41,7 @@ class GPU(BaseModel):
     link_bandwidth_gb_s: Amount = Field(
         examples=[450], description="NVLink or xGMI per GPU and direction; the host link where there is none."
     )
-    link_domain: Count = Field(
-        examples=[8], description="GPUs that reach each other over that link in the usual box; 1: none."
-    )
+    link_domain: Count = Field(examples=[8], description="GPUs that reach each other over that link in the usual box; 1: none.")
     pcie_bandwidth_gb_s: Amount = Field(
         examples=[63], description="Between GPU and host, per direction; NVLink-C2C with Grace."
     )

@@ -243,9 +243,7 @@ def _flag(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
 
 def _only(config: Mapping[str, Any], key: str, allowed: int | bool) -> None:
     if config.get(key, allowed) != allowed:
-        raise SpecError(
-            f"config.{key} is {shown(config[key])} but only {shown(allowed)} can be planned: try {shown(allowed)}"
-        )
+        raise SpecError(f"config.{key} is {shown(config[key])} but only {shown(allowed)} can be planned: try {shown(allowed)}")
 
 
 def _activation(config: Mapping[str, Any], key: str, known: Mapping[str, str], default: str) -> str:

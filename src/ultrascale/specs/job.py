@@ -40,9 +40,7 @@ class Job(BaseModel):
     optimizer: Optimizer = "adamw"
     attention: Literal["flash", "plain"] = Field("flash", description="plain materialises the score matrix")
     dropout: bool = Field(False, strict=True, description="keeps the masks of GPT-era dropout in memory")
-    total_tokens: int | None = Field(
-        None, ge=1, le=2**62, strict=True, description="of the whole training, for days and cost"
-    )
+    total_tokens: int | None = Field(None, ge=1, le=2**62, strict=True, description="of the whole training, for days and cost")
 
     @model_validator(mode="after")
     def _the_gpu_has_the_precision(self) -> Self:

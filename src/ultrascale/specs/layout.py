@@ -23,15 +23,11 @@ class Layout(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     dp: int = Field(1, ge=1, le=2**20, strict=True, description="data parallelism: replicas of the model")
-    tp: int = Field(
-        1, ge=1, le=2**20, strict=True, description="tensor parallelism: every matrix cut in this many parts"
-    )
+    tp: int = Field(1, ge=1, le=2**20, strict=True, description="tensor parallelism: every matrix cut in this many parts")
     pp: int = Field(1, ge=1, le=2**20, strict=True, description="pipeline parallelism: layers in this many stages")
     cp: int = Field(1, ge=1, le=2**20, strict=True, description="context parallelism: the sequence in this many parts")
     ep: int = Field(1, ge=1, le=2**20, strict=True, description="expert parallelism: experts over this many data ranks")
-    zero: int = Field(
-        0, ge=0, le=3, strict=True, description="1: optimizer states sharded, 2: + gradients, 3: + parameters"
-    )
+    zero: int = Field(0, ge=0, le=3, strict=True, description="1: optimizer states sharded, 2: + gradients, 3: + parameters")
     zero_shards: int | None = Field(
         None, ge=1, strict=True, description="data ranks that ZeRO shards over; fewer than dp·cp is HSDP; null: all"
     )
@@ -110,9 +106,7 @@ def field_value(field: str, text: str, what: str = "layout") -> Any:
     choices = get_args(annotation)
     if choices and all(isinstance(choice, str) for choice in choices):
         if text.lower() not in choices:
-            raise SpecError(
-                f"{what}.{field} is '{text}' but must be one of {', '.join(choices)}; {nearest(text, choices)}"
-            )
+            raise SpecError(f"{what}.{field} is '{text}' but must be one of {', '.join(choices)}; {nearest(text, choices)}")
         return text.lower()
     if field == "zero_shards" and text.lower() in ("none", "null", "all"):
         return None

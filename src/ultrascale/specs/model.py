@@ -64,8 +64,7 @@ class MoE(BaseModel):
     def _consistent(self) -> Self:
         if self.top_k > self.experts:
             raise ValueError(
-                f"model.moe.top_k is {self.top_k} but there are only experts = {self.experts}: "
-                f"try {min(2, self.experts)}"
+                f"model.moe.top_k is {self.top_k} but there are only experts = {self.experts}: try {min(2, self.experts)}"
             )
         if (self.shared_experts > 0) != (self.shared_expert_ffn > 0):
             raise ValueError(

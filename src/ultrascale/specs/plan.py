@@ -71,9 +71,7 @@ class Plan(BaseModel):
     def from_mapping(cls, data: Mapping[str, Any]) -> Plan:
         for part in ("job", "layout", "estimate"):
             if not isinstance(data.get(part), Mapping):
-                raise SpecError(
-                    f"plan.{part} is missing or not a mapping: `ultrascale plan … -o plan.yaml` writes all of it"
-                )
+                raise SpecError(f"plan.{part} is missing or not a mapping: `ultrascale plan … -o plan.yaml` writes all of it")
         job = dict(data["job"])
         if isinstance(job.get("model"), str):
             job["model"] = Model.load(job["model"])
@@ -95,7 +93,7 @@ class Plan(BaseModel):
         )
 
 
-HEADER = "# A plan of ultrascale. Read it with `ultrascale explain`; memory in bytes unless a name ends in gib, times in seconds.\n"
+HEADER = "# A plan of ultrascale: `ultrascale explain` reads it. Memory in bytes unless a name ends in gib, times in seconds.\n"
 
 
 def _rounded(value: Any) -> Any:

@@ -115,9 +115,7 @@ def _members(annotation: Any) -> list[Any]:
     if typing.get_origin(annotation) is typing.Annotated:
         return _members(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return [
-            found for member in typing.get_args(annotation) if member is not type(None) for found in _members(member)
-        ]
+        return [found for member in typing.get_args(annotation) if member is not type(None) for found in _members(member)]
     return [annotation]
 
 
