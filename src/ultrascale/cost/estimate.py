@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 import numpy as np
 
@@ -132,14 +133,21 @@ def _waiting(view: View) -> memory.Waiting:
     none = np.zeros(layout.pp)
     if layout.pp == 1:
         return memory.Waiting(np.ones(1), none, none)
-    per_layer = np.maximum(np.asarray(stages.chunk_layers(view.job.model, layout.pp, layout.virtual_stages)), 1e-9)
+    counts = stages.chunk_layers(view.job.model, layout.pp, layout.virtual_stages)
     # Beyond four rounds the list only repeats itself, and what it holds no longer grows (AFAB holds everything).
     enough = layout.gas if layout.schedule == "afab" else min(layout.gas, _settled(layout))
-    schedule = build(layout.schedule, layout.pp, enough, layout.virtual_stages)
-    held = np.asarray([peak_held(schedule, rank, list(per_layer)).peak_bytes for rank in range(layout.pp)]) / view.share.layers
+    held_layers = _held_layers(layout.schedule, layout.pp, enough, layout.virtual_stages, counts)
+    held = np.asarray(held_layers) / view.share.layers
     put_off = closed.deferred(layout.schedule, layout.pp, np.arange(layout.pp), layout.gas, layout.virtual_stages)
     losses = held - 1 if layout.schedule == "afab" else none
     return memory.Waiting(held, np.minimum(put_off / layout.virtual_stages, held), losses)
+
+
+@lru_cache(maxsize=1024)
+def _held_layers(name: str, ranks: int, microbatches: int, virtual_stages: int, counts: tuple[int, ...]) -> tuple[float, ...]:
+    """Per rank: layers × micro-batches held at the peak. A search asks for few pipelines many times."""
+    schedule = build(name, ranks, microbatches, virtual_stages)
+    return tuple(peak_held(schedule, rank, counts).peak_bytes for rank in range(ranks))
 
 
 def _settled(layout: Layout) -> int:
@@ -215,11 +223,13 @@ def _time(view: View) -> tuple[Time, float]:
 def _send_share(view: View, by_rank: Passes, slowest: int) -> float:
     """How much of the pipeline's time the hops between stages cost: the closed form with them less that without."""
     layout = view.layout
-    total = [float(np.sum(part)) for part in (by_rank.forward, by_rank.input_grad, by_rank.weight_grad)]
-    slow = [float(part[slowest]) for part in (by_rank.forward, by_rank.input_grad, by_rank.weight_grad)]
+    parts = (by_rank.forward, by_rank.input_grad, by_rank.weight_grad)
+    total_f, total_i, total_w = (float(np.sum(part)) for part in parts)
+    slow_f, slow_i, slow_w = (float(part[slowest]) for part in parts)
 
     def closed_form(hop_s: float) -> float:
-        return float(makespan(layout.schedule, layout.pp, layout.gas, layout.virtual_stages, *total, *slow, hop_s))
+        shape = (layout.schedule, layout.pp, layout.gas, layout.virtual_stages)
+        return float(makespan(*shape, total_f, total_i, total_w, slow_f, slow_i, slow_w, hop_s))
 
     return max(0.0, closed_form(send_s(view)) - closed_form(0.0))
 

@@ -113,8 +113,8 @@ def memory_bound_bytes(job: Job, columns: Columns, moe: bool) -> Array:
     residual = b * tokens * model.hidden / columns.sequence_cut
     rotated_heads = model.heads + (model.kv_heads if model.mla is None else model.heads)
     rotary = 2 * b * tokens * rotated_heads * model.qk_head_dim / columns.tp
-    width = model.ffn / columns.tp
-    routed = 0.0
+    width: Array = model.ffn / columns.tp
+    routed: Array = 0.0 * residual
     if moe and model.moe is not None:
         rows = model.moe.top_k * job.cluster.efficiency.expert_imbalance
         width = (rows * model.moe.expert_ffn + (model.moe.shared_expert_ffn or 0) * bool(model.moe.shared_experts)) / columns.tp
@@ -161,8 +161,8 @@ def head(job: Job, columns: Columns, machine: Machine) -> LayerTime:
     products = [Matmul("head", tokens, model.vocab / columns.tp, np.asarray(float(model.hidden)), in_fp8=False)]
     logits = tokens * model.vocab / columns.tp
     b = compute_bytes(job)
-    # Forward: the product is read and written once as fp32; backward reads that and writes the gradient in the compute format.
-    forward, backward = machine.stream_s((b + 2 * 4) * logits), machine.stream_s((2 * 4 + b) * logits)
+    # Forward reads the product twice (maximum and sum, then the label's); backward reads it and writes its gradient.
+    forward = backward = machine.stream_s(2 * b * logits)
     zero = np.zeros_like(forward)
     none = Passes(zero, zero, zero)
     return LayerTime(matmul_passes(machine, products), none, Passes(forward, backward, zero), none, products)

@@ -76,7 +76,7 @@ def _shares(job: Job, pp: int, variant: Variant) -> list[tuple[int, tuple[int, .
     """(rank, its share) of the ranks that can hold the peak or set the pace."""
     name, loops = variant
     shares = stages.rank_shares(job.model, pp, loops, name in stages.V_SHAPED)
-    return [(rank, shares[rank]) for rank in stages.representative_ranks(pp)]
+    return [(rank, shares[rank]) for rank in stages.representative_ranks(shares)]
 
 
 def _peaks(job: Job, cores: Columns, variants: Sequence[Variant], pp: int) -> Array:
@@ -114,7 +114,7 @@ def _steps(job: Job, cores: Columns, variants: Sequence[Variant], machine: Machi
     after: dict[tuple[int, ...], Array] = {}
     columns = []
     for variant in variants:
-        shares = [share for _, share in _shares(job, pp, variant)]
+        shares = list(dict.fromkeys(share for _, share in _shares(job, pp, variant)))
         for share in shares:
             if share not in by_share:
                 by_share[share] = totals.on(stages.constant_share(share, rows))

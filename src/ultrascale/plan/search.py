@@ -103,9 +103,9 @@ def plan(
         rejected = reasons.neighbours(*winner)
         why = reasons.of_winner(*winner, rejected, objective, wishes)
     plans = [Plan(job=winner[0], layout=winner[1], estimate=winner[2], reasons=why, rejected=rejected)]
-    for one in others:
-        why = reasons.against_winner(winner, one, objective) if explain else ()
-        plans.append(Plan(job=one[0], layout=one[1], estimate=one[2], reasons=why))
+    for other in others:
+        why = reasons.against_winner(winner, other, objective) if explain else ()
+        plans.append(Plan(job=other[0], layout=other[1], estimate=other[2], reasons=why))
     notes += advice.batch_notes(job, plans[0].layout)
     return Result(job, tuple(plans), evaluated, fitting, time.perf_counter() - started, tuple(notes))
 

@@ -42,7 +42,8 @@ def show_plan(console: Console, plan: Plan) -> None:
     console.print(f"Layout: {plan.layout}", highlight=False)
     console.print(
         f"Step {seconds(e.step_time_s)}, {e.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, "
-        f"MFU {e.mfu:.1%} (causal {e.mfu_causal:.1%}), HFU {e.hfu:.1%}; peak {e.peak_gib:,.1f} GiB of {e.capacity_gib:,.1f} on stage {e.peak_stage}, "
+        f"MFU {e.mfu:.1%} (causal {e.mfu_causal:.1%}), HFU {e.hfu:.1%}; "
+        f"peak {e.peak_gib:,.1f} GiB of {e.capacity_gib:,.1f} on stage {e.peak_stage}, "
         f"at the {e.peak_moment}; first step {e.first_step_peak_gib:,.1f} GiB (optimizer states appear after it)"
     )
     if not e.fits:
