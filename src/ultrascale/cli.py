@@ -114,7 +114,9 @@ def plan(
         console = _console()
         show.show_result(console, result)
         if output is not None and result.plans:
-            console.print(f"Wrote {output}; next: ultrascale explain {output}", highlight=False)
+            console.print(f"Wrote {output}; next: ultrascale explain {output}")
+        elif output is not None:
+            console.print(f"{output} was not written: there is no plan to keep")
     if not result.plans:
         raise typer.Exit(NO)
 
@@ -143,14 +145,17 @@ def explain(
 
     [dim]ultrascale explain plan.yaml --what-if zero=3 --what-if recompute=selective,mbs=4[/]
     """
+    from ultrascale.cost.legality import check
     from ultrascale.plan import what_if as changes
     from ultrascale.show import explain as show
+    from ultrascale.specs.errors import SpecError
     from ultrascale.specs.plan import Plan
 
-    loaded = Plan.load(file)
-    console = _console()
     if sum((cheatsheet, bool(what_if), largest is not None)) > 1:
-        _fail("--cheatsheet, --what-if and --largest answer different questions: ask one at a time")
+        raise SpecError("--cheatsheet, --what-if and --largest answer different questions: ask one at a time")
+    loaded = Plan.load(file)
+    check(loaded.job, loaded.layout)  # a file can be edited
+    console = _console()
     if cheatsheet:
         _print_json(show.cheatsheet_json(loaded)) if as_json else show.show_cheatsheet(console, loaded)
     elif what_if:
@@ -191,20 +196,21 @@ def quickstart(
     from ultrascale.plan.search import plan as search
     from ultrascale.show import explain
     from ultrascale.show import plan as show
+    from ultrascale.show.lines import heading
 
     console = _console()
     command = "ultrascale plan llama-3-8b --cluster 8xh100 --batch-tokens 1M --seq 8192"
-    console.print(f"[bold]$ {command} -o {output}[/]", highlight=False)
+    heading(console, f"$ {command} -o {output}")
     with _progress() as say:
         result = search(_job("llama-3-8b", "8xh100", "1M", "8192"), top=5, progress=say)
     best = result.plans[0]
     best.save(output)
     show.show_result(console, result)
-    console.print(f"\n[bold]$ ultrascale explain {output} --what-if zero=3 --what-if recompute=full[/]", highlight=False)
+    heading(console, f"\n$ ultrascale explain {output} --what-if zero=3 --what-if recompute=full")
     explain.show_what_if(console, best, [changes.what_if(best, change) for change in ("zero=3", "recompute=full")])
-    console.print(f"\n[bold]$ ultrascale explain {output} --largest seq[/]", highlight=False)
+    heading(console, f"\n$ ultrascale explain {output} --largest seq")
     explain.show_largest(console, best, changes.largest(best, "seq"))
-    console.print(f"\nThe plan is in {output}. All of it: ultrascale explain {output}", highlight=False)
+    console.print(f"\nThe plan is in {output}. All of it: ultrascale explain {output}")
 
 
 def _job(
@@ -229,7 +235,7 @@ def _job(
         {
             "model": Model.load(model),
             "cluster": Cluster.load(cluster),
-            "seq": units.tokens(seq, "--seq"),
+            "seq": units.tokens(seq, "--seq", "8192 or 8k"),
             "batch_tokens": units.tokens(batch_tokens, "--batch-tokens"),
             "precision": precision,
             "gradients": gradients,
@@ -242,11 +248,9 @@ def _job(
 
 
 def _console() -> Console:
-    """Tables as wide as the terminal; 150 columns where there is none, so that a pipe does not fold them."""
-    from rich.console import Console
+    from ultrascale.show.lines import terminal
 
-    console = Console()
-    return console if console.is_terminal else Console(width=150)
+    return terminal()
 
 
 class _progress:
@@ -254,10 +258,11 @@ class _progress:
 
     def __enter__(self) -> Any:
         from rich.console import Console
+        from rich.text import Text
 
         self.status = Console(stderr=True).status("starting")
         self.status.start()
-        return lambda text: self.status.update(text)
+        return lambda text: self.status.update(Text(text))
 
     def __exit__(self, *_: object) -> None:
         self.status.stop()
@@ -267,15 +272,12 @@ def _print_json(data: Any) -> None:
     sys.stdout.write(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def _fail(sentence: str) -> None:
-    typer.echo(f"error: {sentence}", err=True)
-    raise typer.Exit(BAD_INPUT)
-
-
 def main() -> None:
     """Run the command line; a SpecError is one sentence and exit code 2, never a traceback."""
+    from ultrascale.show.lines import survive_any_terminal
     from ultrascale.specs.errors import SpecError
 
+    survive_any_terminal()
     try:
         app()
     except SpecError as error:

@@ -49,7 +49,7 @@ def bandwidth(machine: Machine, group: Group) -> float:
 def strategies(plan: Plan) -> list[Strategy]:
     job, x, model = plan.job, plan.layout, plan.job.model
     machine, row = Machine(plan.job), Columns.of([plan.layout])
-    places = mesh(row, machine.cluster.fast_domain)
+    places = mesh(row, machine.cluster)
     tokens = x.mbs * job.seq / x.cp
     peak = job.peak_flops
     stage_share = stages.share_of(model, row, np.zeros(1, dtype=np.int64))

@@ -123,7 +123,7 @@ class View:
 
 
 def send_s(view: View) -> float:
-    places = mesh(view.row, view.machine.cluster.fast_domain)
+    places = mesh(view.row, view.machine.cluster)
     return float(pipeline.hop(view.job, view.row, places, view.machine).time_s[0])
 
 
@@ -202,7 +202,7 @@ def _time(view: View) -> tuple[Time, float]:
         send = min(idle, _send_share(view, by_rank.total, slowest))
         bubble = idle - send
     first = view.pieces.totals().on(stages.share_of(job.model, view.row, np.zeros(1, dtype=np.int64)))
-    places = mesh(view.row, machine.cluster.fast_domain)
+    places = mesh(view.row, machine.cluster)
     share_0 = stages.share_of(job.model, view.row, np.zeros(1, dtype=np.int64))
     after = step.end_of_step(job, view.row, machine, places, share_0, first)
     causes = {f"{f.name}_s": gas * float(getattr(piece, f.name).total) for f in fields(Piece)}

@@ -60,6 +60,8 @@ class Machine:
         self.fp8_surface = self._surface("fp8") if self.is_fp8 else None
         self.fabric = collectives.load_fabric(gpu.surface) if gpu.surface else None
         self.inter = Link(cluster.network_gb_s * self.efficiency.network_bandwidth, self.efficiency.network_latency_s)
+        host_gb_s = gpu.pcie_bandwidth_gb_s * self.efficiency.host_link
+        self.host = Link(host_gb_s, self.efficiency.network_latency_s)
         self.attention = self._attention_rate()
 
     def _surface(self, dtype: str) -> gemm.Surface | None:
@@ -113,14 +115,20 @@ class Machine:
         )
 
     def collective_s(self, op: Op, bytes_: Array, group: Group) -> Array:
-        return collectives.collective_time_s(
-            op, bytes_, group.size, per_node=group.per_domain, intra=self.intra(op), inter=self.inter
-        )
+        def over(inter: Link) -> Array:
+            return collectives.collective_time_s(
+                op, bytes_, group.size, per_node=group.per_domain, intra=self.intra(op), inter=inter
+            )
+
+        if self.cluster.link_domain >= self.cluster.gpus_per_node:
+            return over(self.inter)
+        # Three tiers: bridged pairs or lone cards talk over PCIe inside the node before anything reaches the network.
+        return np.where(group.size <= group.per_node, over(self.host), over(self.inter))
 
     def send_s(self, bytes_: Array, group: Group) -> Array:
         """A hop between neighbours of the group: over the network when the group leaves its domain."""
         per_domain = np.where(group.leaves_domain, 1, 2)
-        pair = Group(np.minimum(group.size, 2), per_domain)
+        pair = Group(np.minimum(group.size, 2), per_domain, np.where(group.size > group.per_node, 1, 2))
         return self.collective_s("send_recv", bytes_, pair)
 
     def notes(self) -> list[str]:

@@ -11,24 +11,29 @@ from dataclasses import dataclass
 import numpy as np
 
 from ultrascale.cost.columns import Array, Columns
+from ultrascale.specs.cluster import Cluster
 
 
 @dataclass(frozen=True)
 class Group:
-    """A communication group per row: its size and how many of its members share one fast-link domain."""
+    """A communication group per row: its size, and how many of its members share one fast-link domain and one node."""
 
     size: Array
     per_domain: Array
+    per_node: Array
 
     @property
     def leaves_domain(self) -> Array:
         return np.asarray(self.size > self.per_domain)
 
 
-def group(size: Array, stride: Array, domain: int) -> Group:
-    """`stride` is the distance in ranks between neighbours of the group; a domain holds `domain` consecutive ranks."""
-    per_domain = np.clip(domain // np.maximum(stride, 1), 1, size)
-    return Group(size, per_domain)
+def group(size: Array, stride: Array, cluster: Cluster) -> Group:
+    """`stride` is the distance in ranks between neighbours of the group; domains and nodes hold consecutive ranks."""
+
+    def members(ranks: int) -> Array:
+        return np.asarray(np.clip(ranks // np.maximum(stride, 1), 1, size))
+
+    return Group(size, members(cluster.fast_domain), members(cluster.gpus_per_node))
 
 
 @dataclass(frozen=True)
@@ -47,15 +52,15 @@ class Mesh:
     pipeline: Group
 
 
-def mesh(columns: Columns, domain: int) -> Mesh:
+def mesh(columns: Columns, cluster: Cluster) -> Mesh:
     tp, cp, data = columns.tp, columns.cp, columns.data_ranks
     return Mesh(
-        tensor=group(tp, np.ones_like(tp), domain),
-        context=group(cp, tp, domain),
-        data=group(data, tp, domain),
-        shard=group(columns.shards, tp, domain),
-        replica=group(data // columns.shards, tp * columns.shards, domain),
-        expert=group(columns.ep, tp, domain),
-        expert_data=group(data // columns.ep, tp * columns.ep, domain),
-        pipeline=group(columns.pp, tp * data, domain),
+        tensor=group(tp, np.ones_like(tp), cluster),
+        context=group(cp, tp, cluster),
+        data=group(data, tp, cluster),
+        shard=group(columns.shards, tp, cluster),
+        replica=group(data // columns.shards, tp * columns.shards, cluster),
+        expert=group(columns.ep, tp, cluster),
+        expert_data=group(data // columns.ep, tp * columns.ep, cluster),
+        pipeline=group(columns.pp, tp * data, cluster),
     )

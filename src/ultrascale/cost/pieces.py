@@ -109,7 +109,7 @@ class PieceTotals:
 
 
 def pieces(job: Job, columns: Columns, machine: Machine) -> Pieces:
-    places = mesh(columns, machine.cluster.fast_domain)
+    places = mesh(columns, machine.cluster)
     moe = _layer(job, columns, machine, places, moe=True) if job.model.moe_layers else None
     return Pieces(
         _layer(job, columns, machine, places, moe=False),

@@ -106,7 +106,7 @@ def waiting(name: str, pp: int, rank: int, gas: Array, loops: int) -> memory.Wai
 def _steps(job: Job, cores: Columns, variants: Sequence[Variant], machine: Machine, pp: int) -> Array:
     distinct, inverse = cores.distinct(DEPENDS_ON)
     totals = pieces(job, distinct, machine).totals().take(inverse)
-    places = mesh(cores, machine.cluster.fast_domain)
+    places = mesh(cores, machine.cluster)
     send = pipeline.hop(job, cores, places, machine).time_s
     model, rows = job.model, len(cores)
     whole = totals.on(stages.constant_share((model.dense_layers, model.moe_layers, 1, 1), rows))

@@ -48,7 +48,7 @@ def by_technique(job: Job, layout: Layout, machine: Machine, time: Time) -> list
 
 def _calls(job: Job, layout: Layout, machine: Machine) -> Iterator[tuple[str, Transfer, float]]:
     row = Columns.of([layout])
-    places = mesh(row, machine.cluster.fast_domain)
+    places = mesh(row, machine.cluster)
     shares = stages.share_of(job.model, row.take(np.zeros(layout.pp, dtype=np.int64)), np.arange(layout.pp))
     busiest = int(np.argmax(shares.layers))
     layers, moe_layers, gas = int(shares.layers[busiest]), int(shares.moe_layers[busiest]), layout.gas
@@ -97,7 +97,7 @@ def _calls(job: Job, layout: Layout, machine: Machine) -> Iterator[tuple[str, Tr
 def _context_calls(
     job: Job, layout: Layout, machine: Machine, row: Columns, passes: int, forwards: int
 ) -> Iterator[tuple[str, Transfer, float]]:
-    places = mesh(row, machine.cluster.fast_domain)
+    places = mesh(row, machine.cluster)
     around = context.traffic(job, row, places, machine, operators.layer(job, row, machine, moe=False).attention)
     if layout.context_parallel == "allgather":
         yield "context", around.gather, passes * (forwards + 1)

@@ -19,6 +19,7 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.units import GIB
 
 MOST_GPUS = 2**17
+NEARBY = 0.10  # a batch this much larger or smaller is worth a word
 
 
 @dataclass(frozen=True)
@@ -89,16 +90,18 @@ def _batch_units(job: Job, wishes: Wishes) -> set[int]:
 
 def batch_notes(job: Job, layout: Layout) -> list[str]:
     """Says when the batch's own divisors kept data parallelism small, and which batch nearby would open it."""
-    world, sequences = job.cluster.gpus, job.sequences
-    possible = [d for d in divisors(world) if sequences % d == 0]
-    if not possible or max(possible) * 2 > world or layout.dp < max(possible):
+    sequences = job.sequences
+    possible = [d for d in divisors(job.cluster.gpus) if sequences % d == 0]
+    if layout.dp < max(possible):
         return []
-    unit = max(possible) * 2
-    nearest = max(1, round(sequences / unit)) * unit
-    return [
-        f"{sequences:,} sequences divide over at most dp = {max(possible)}; with {nearest:,} sequences "
-        f"({nearest * job.seq:,} tokens, {nearest / sequences - 1:+.1%}) dp = {unit} is possible too"
-    ]
+    for degree in reversed([d for d in divisors(job.cluster.gpus) if d > layout.dp]):
+        nearest = max(1, round(sequences / degree)) * degree
+        if abs(nearest / sequences - 1) <= NEARBY:
+            return [
+                f"{sequences:,} sequences divide over at most dp = {max(possible)}; with {nearest:,} sequences "
+                f"({nearest * job.seq:,} tokens, {nearest / sequences - 1:+.1%}) dp = {degree} is possible too"
+            ]
+    return []
 
 
 def smaller_clusters(job: Job) -> list[Job]:

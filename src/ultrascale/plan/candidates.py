@@ -45,24 +45,30 @@ class Wishes:
     def parse(cls, fix: Sequence[str] = (), forbid: Sequence[str] = ()) -> Wishes:
         """`tp=8` (several separated by commas) and `cp`, `zero=3`, `recompute=full`."""
         fixed: dict[str, Any] = {}
-        for text in _words(fix):
-            name, value = _pair(text, "--fix")
-            fixed[name] = field_value(name, value)
+        for text in _words(fix, "--fix"):
+            name, text = _pair(text, "--fix")
+            value = field_value(name, text)
+            if fixed.setdefault(name, value) != value:
+                raise SpecError(
+                    f"--fix {name}={_shown(fixed[name])} and --fix {name}={_shown(value)} contradict each other: drop one"
+                )
         forbidden: dict[str, tuple[Any, ...]] = {}
-        for text in _words(forbid):
+        for text in _words(forbid, "--forbid"):
             if "=" in text:
                 name, value = _pair(text, "--forbid")
                 forbidden[name] = (*forbidden.get(name, ()), field_value(name, value))
                 continue
+            if text not in OFF and text in CHOICES:
+                raise SpecError(f"--forbid {text} needs a value to rule out, such as --forbid {text}={CHOICES[text][0]}")
             if text not in OFF:
                 field_value(text, "")  # an unknown name has its own sentence
-                raise SpecError(f"--forbid {text} needs a value to rule out, such as --forbid {text}={CHOICES[text][0]}")
             if text in fixed and fixed[text] != OFF[text]:
-                raise SpecError(f"--fix {text}={fixed[text]} and --forbid {text} contradict each other: drop one")
+                raise SpecError(f"--fix {text}={_shown(fixed[text])} and --forbid {text} contradict each other: drop one")
             fixed[text] = OFF[text]
         for name, values in forbidden.items():
             if fixed.get(name) in values and name in fixed:
-                raise SpecError(f"--fix {name}={fixed[name]} and --forbid {name}={fixed[name]} contradict each other: drop one")
+                value = _shown(fixed[name])
+                raise SpecError(f"--fix {name}={value} and --forbid {name}={value} contradict each other: drop one")
         return cls(fixed, forbidden)
 
     def allows(self, name: str, value: Any) -> bool:
@@ -75,14 +81,21 @@ class Wishes:
         return [value for value in values if self.allows(name, value)]
 
 
-def _words(texts: Sequence[str]) -> list[str]:
+def _words(texts: Sequence[str], flag: str) -> list[str]:
+    if not all(text.strip(" ,") for text in texts):
+        raise SpecError(f"{flag} is empty: name a field and a value, such as {flag} tp=8")
     return [word.strip() for text in texts for word in text.split(",") if word.strip()]
+
+
+def _shown(value: Any) -> str:
+    """A value as it is written on the command line."""
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def _pair(text: str, flag: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not value.strip():
-        raise SpecError(f"{flag} {text!r} must be a field and a value, such as {flag} tp=8")
+        raise SpecError(f"{flag} '{text:.60}' must be a field and a value, such as {flag} tp=8")
     return name.strip(), value
 
 

@@ -41,7 +41,7 @@ def what_if(plan: Plan, change: str) -> WhatIf:
     for word in [part.strip() for part in change.split(",") if part.strip()]:
         name, equals, value = word.partition("=")
         if not equals or not value.strip():
-            raise SpecError(f"--what-if {word!r} must be a field and a value, such as --what-if zero=3")
+            raise SpecError(f"--what-if '{word:.60}' must be a field and a value, such as --what-if zero=3")
         name = name.strip()
         if name in Layout.model_fields:
             layout_fields[name] = field_value(name, value)
@@ -68,9 +68,7 @@ def _job_value(name: str, text: str) -> Any:
     if name in ("seq", "batch_tokens"):
         return tokens(text, name)
     if name == "gpus":
-        if not text.isdigit() or int(text) < 1:
-            raise SpecError(f"gpus is '{text}' but must be a whole number, such as gpus=128")
-        return int(text)
+        return tokens(text, name, "gpus=128")
     return {"true": True, "false": False}.get(text.lower(), text)
 
 

@@ -11,6 +11,7 @@ from ultrascale.cost import cheatsheet
 from ultrascale.cost.timeline import memory_timeline
 from ultrascale.plan.reasons import CAUSE_WORDS
 from ultrascale.plan.what_if import Largest, WhatIf
+from ultrascale.show.lines import bullets, heading, labelled
 from ultrascale.show.plan import job_line, show_costs
 from ultrascale.specs.estimate import CAUSES, OWNERS, Estimate
 from ultrascale.specs.plan import Plan
@@ -32,14 +33,14 @@ MODULES = 8
 def _table(title: str, *columns: tuple[str, str]) -> Table:
     table = Table(title=title, title_justify="left", header_style="bold")
     for name, justify in columns:
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
     return table
 
 
 def show_plan(console: Console, plan: Plan) -> None:
     e = plan.estimate
     console.print(job_line(plan.job))
-    console.print(f"Layout: {plan.layout}", highlight=False)
+    console.print(f"Layout: {plan.layout}")
     console.print(
         f"Step {seconds(e.step_time_s)}, {e.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, "
         f"MFU {e.mfu:.1%} (causal {e.mfu_causal:.1%}), HFU {e.hfu:.1%}; "
@@ -47,21 +48,19 @@ def show_plan(console: Console, plan: Plan) -> None:
         f"at the {e.peak_moment}; first step {e.first_step_peak_gib:,.1f} GiB (optimizer states appear after it)"
     )
     if not e.fits:
-        console.print(f"[red]Does not fit:[/] {-e.headroom_gib:,.1f} GiB too much")
+        labelled(console, "Does not fit:", "red", f"{-e.headroom_gib:,.1f} GiB too much")
     show_costs(console, plan)
     console.print(memory_table(e))
     console.print(activation_table(e))
     console.print(timeline_table(plan))
     console.print(time_table(e))
     console.print(traffic_table(e))
-    console.print("[bold]Reasons[/]")
-    for reason in plan.reasons:
-        console.print(f"  • {reason}", highlight=False)
+    heading(console, "Reasons")
+    bullets(console, plan.reasons)
     if plan.rejected:
         console.print(neighbour_table(plan))
-    console.print("[bold]What this rests on[/]")
-    for note in e.notes:
-        console.print(f"  • {note}", highlight=False)
+    heading(console, "What this rests on")
+    bullets(console, e.notes)
 
 
 def memory_table(e: Estimate) -> Table:
@@ -69,8 +68,8 @@ def memory_table(e: Estimate) -> Table:
         "Memory at the peak of each pipeline stage, GiB",
         ("stage", "right"),
         ("layers", "right"),
-        ("in flight", "right"),
-        *((OWNER_WORDS[owner], "right") for owner in OWNERS),
+        ("in\nflight", "right"),
+        *((OWNER_WORDS[owner].replace(" ", "\n"), "right") for owner in OWNERS),
         ("total", "right"),
         ("moment", "left"),
     )
@@ -90,7 +89,7 @@ def memory_table(e: Estimate) -> Table:
 
 
 def activation_table(e: Estimate) -> Table:
-    table = _table("Activations on the peak stage, by module", ("module", "left"), ("GiB", "right"), ("share", "right"))
+    table = _table("Activations on the peak stage", ("module", "left"), ("GiB", "right"), ("share", "right"))
     total = sum(item.bytes for item in e.activations) or 1.0
     for item in e.activations[:MODULES]:
         table.add_row(item.module, f"{item.bytes / GIB:,.2f}", f"{item.bytes / total:.0%}")
@@ -123,12 +122,12 @@ def timeline_table(plan: Plan) -> Table:
 
 
 def time_table(e: Estimate) -> Table:
-    table = _table("Time of one step by cause (slowest stage)", ("cause", "left"), ("time", "right"), ("share", "right"))
+    table = _table("Time of one step (slowest stage)", ("cause", "left"), ("time", "right"), ("share", "right"))
     for cause in sorted(CAUSES, key=lambda name: -getattr(e.time, name)):
         value = getattr(e.time, cause)
         if value > 0:
             table.add_row(CAUSE_WORDS[cause], seconds(value), f"{value / e.step_time_s:.1%}")
-    table.add_row("step", seconds(e.step_time_s), "100 %", style="bold")
+    table.add_row("step", seconds(e.step_time_s), "100.0%", style="bold")
     return table
 
 
@@ -175,7 +174,7 @@ def neighbour_table(plan: Plan) -> Table:
 
 def show_cheatsheet(console: Console, plan: Plan) -> None:
     console.print(job_line(plan.job))
-    console.print(f"Layout: {plan.layout}", highlight=False)
+    console.print(f"Layout: {plan.layout}")
     table = _table(
         "The cheat-sheet with this plan's numbers",
         ("strategy", "left"),
@@ -193,9 +192,9 @@ def show_cheatsheet(console: Console, plan: Plan) -> None:
         table.add_row(row.name, row.degree, row.batch, row.memory, row.compute, row.communication, overlap)
         table.add_section()
     console.print(table)
-    console.print("[bold]Where the printed ratio slips[/]")
-    for technique, slip in {row.overlap.technique: row.overlap.slip for row in cheatsheet.strategies(plan)}.items():
-        console.print(f"  • {technique}: {slip}", highlight=False)
+    heading(console, "Where the printed ratio slips")
+    slips = {row.overlap.technique: row.overlap.slip for row in cheatsheet.strategies(plan)}
+    bullets(console, [f"{technique}: {slip}" for technique, slip in slips.items()])
     formulas = _table("Formulas", ("quantity", "left"), ("form", "left"), ("value", "left"))
     for formula in cheatsheet.formulas(plan):
         formulas.add_row(formula.name, formula.form, formula.value)
@@ -204,13 +203,13 @@ def show_cheatsheet(console: Console, plan: Plan) -> None:
 
 def show_what_if(console: Console, plan: Plan, answers: list[WhatIf]) -> None:
     console.print(job_line(plan.job))
-    console.print(f"Today: {plan.layout}", highlight=False)
+    console.print(f"Today: {plan.layout}")
     legal = [answer for answer in answers if answer.estimate is not None]
     for answer in answers:
         if answer.estimate is None:
-            console.print(f"[yellow]{answer.change}:[/] cannot be done: {answer.problem}", highlight=False)
+            labelled(console, f"{answer.change}:", "yellow", f"cannot be done: {answer.problem}")
         else:
-            console.print(f"{answer.change}: {answer.layout}", highlight=False)
+            console.print(f"{answer.change}: {answer.layout}")
     table = _table(
         "Each change beside today", ("", "left"), ("today", "right"), *((answer.change, "right") for answer in legal)
     )
@@ -239,9 +238,10 @@ def show_what_if(console: Console, plan: Plan, answers: list[WhatIf]) -> None:
 
 def show_largest(console: Console, plan: Plan, answer: Largest) -> None:
     console.print(job_line(plan.job))
-    console.print(f"Layout: {plan.layout}", highlight=False)
-    console.print(f"Today: {answer.today}. Largest that fits: [bold]{answer.largest}[/] ({answer.estimate.peak_gib:,.1f} GiB)")
-    console.print(f"What stops it: {answer.stopped_by}", highlight=False)
+    console.print(f"Layout: {plan.layout}")
+    console.print(f"Today: {answer.today}")
+    heading(console, f"Largest that fits: {answer.largest} ({answer.estimate.peak_gib:,.1f} GiB)")
+    console.print(f"What stops it: {answer.stopped_by}")
 
 
 def cheatsheet_json(plan: Plan) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ultrascale.plan import Result
+from ultrascale.show.lines import bullets, count_of, heading, labelled
 from ultrascale.specs.job import Job
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import count, seconds
@@ -15,18 +16,18 @@ from ultrascale.specs.units import count, seconds
 
 def job_line(job: Job) -> str:
     model, cluster = job.model, job.cluster
-    days = f", {count(job.total_tokens)} tokens in all" if job.total_tokens else ""
+    total = f", {count(job.total_tokens)} tokens in all" if job.total_tokens else ""
     return (
         f"{model.name} ({count(model.parameters)} parameters) on {cluster.gpus} × {cluster.gpu.name} "
-        f"({cluster.nodes} nodes of {cluster.gpus_per_node}), {job.precision}, "
-        f"{job.batch_tokens:,} tokens a step = {job.sequences:,} sequences of {job.seq:,}{days}"
+        f"({count_of(cluster.nodes, 'node')} of {cluster.gpus_per_node}), {job.precision}, "
+        f"{job.batch_tokens:,} tokens a step = {count_of(job.sequences, 'sequence')} of {job.seq:,}{total}"
     )
 
 
 def show_result(console: Console, result: Result) -> None:
     console.print(job_line(result.job))
     for note in result.notes:
-        console.print(f"[yellow]note:[/] {note}")
+        labelled(console, "note:", "yellow", note)
     rate = result.evaluated / max(result.seconds, 1e-9)
     console.print(
         f"{result.evaluated:,} legal layouts evaluated in {result.seconds:.2f} s ({rate:,.0f} a second), {result.fitting:,} fit"
@@ -36,9 +37,8 @@ def show_result(console: Console, result: Result) -> None:
         return
     console.print(ranking(result.plans))
     best = result.plans[0]
-    console.print("[bold]Why the first one[/]")
-    for reason in best.reasons:
-        console.print(f"  • {reason}", highlight=False)
+    heading(console, "Why the first one")
+    bullets(console, best.reasons)
     show_costs(console, best)
 
 
@@ -105,15 +105,16 @@ def ranking(plans: tuple[Plan, ...]) -> Table:
 def show_no_fit(console: Console, result: Result) -> None:
     no_fit = result.no_fit
     assert no_fit is not None
-    console.print(
-        f"[red]Nothing fits.[/] The closest layout, {no_fit.layout}, needs {no_fit.peak_gib:,.1f} GiB per GPU and there are "
+    labelled(
+        console,
+        "Nothing fits.",
+        "red",
+        f"The closest layout, {no_fit.layout}, needs {no_fit.peak_gib:,.1f} GiB per GPU and there are "
         f"{no_fit.capacity_gib:,.1f}: {no_fit.short_gib:,.1f} GiB too much.",
-        highlight=False,
     )
     if no_fit.changes:
         console.print("What makes it fit, cheapest first:")
-        for change in no_fit.changes:
-            console.print(f"  • {change.text}", highlight=False)
+        bullets(console, [change.text for change in no_fit.changes])
     else:
         console.print("No single change that was tried makes it fit: try more GPUs and a shorter sequence together.")
 

@@ -69,7 +69,7 @@ def show_presets(console: Console, name: str | None) -> None:
         )
     console.print(gpus)
     console.print("Clusters: 64xh100 (GPUs × kind), '8x8 h100' (nodes × GPUs per node), or a file such as:")
-    console.print(CLUSTER_EXAMPLE, highlight=False)
+    console.print(CLUSTER_EXAMPLE)
     console.print("Sources of every number: ultrascale presets NAME, such as `ultrascale presets h100`.")
 
 

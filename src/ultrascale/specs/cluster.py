@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -13,10 +14,12 @@ from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import read_mapping
 from ultrascale.specs.gpu import GPU
-from ultrascale.specs.validate import build
+from ultrascale.specs.validate import build, shown
 
-_SHORT = re.compile(r"\s*(?:(\d+)\s*[x×]\s*)?(\d+)\s*[x×\s]\s*([a-zA-Z][\w.\-]*)\s*\Z")
+_SHORT = re.compile(r"\s*(?:([0-9]{1,9})\s*[x×]\s*)?([0-9]{1,9})\s*[x×\s]\s*([a-zA-Z][\w.\-]*)\s*\Z")
 EXAMPLES = "such as 64xh100, '8x8 h100' or cluster.yaml"
+# Strict, as in GPU: "25" between quotes is a mistake in the file. A megabyte a second is slower than any link there is.
+Bandwidth = Annotated[float, Field(strict=True, ge=1e-3, le=1e9, allow_inf_nan=False)]
 
 
 class Cluster(BaseModel):
@@ -24,15 +27,17 @@ class Cluster(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = ""
+    name: str = Field("", examples=["my-cluster"])
     gpu: GPU
-    nodes: int = Field(ge=1, le=1_000_000, strict=True)
-    gpus_per_node: int = Field(ge=1, le=1024, strict=True)
-    link_domain: int = Field(ge=1, strict=True, description="GPUs that share the fast link: a node, or an NVL72 rack")
-    link_bandwidth_gb_s: float = Field(gt=0, allow_inf_nan=False)
-    network_gb_s: float = Field(gt=0, allow_inf_nan=False)
-    price_per_gpu_hour_usd: float | None = Field(None, ge=0, allow_inf_nan=False)
-    efficiency: Efficiency = Efficiency()
+    nodes: int = Field(ge=1, le=2**20, strict=True, examples=[8])
+    gpus_per_node: int = Field(ge=1, le=1024, strict=True, examples=[8])
+    link_domain: int = Field(
+        ge=1, le=2**20, strict=True, examples=[8], description="GPUs that share the fast link: a node, or an NVL72 rack"
+    )
+    link_bandwidth_gb_s: Bandwidth = Field(examples=[450])
+    network_gb_s: Bandwidth = Field(examples=[50])
+    price_per_gpu_hour_usd: float | None = Field(None, ge=0, le=1e6, strict=True, allow_inf_nan=False, examples=[2.5])
+    efficiency: Efficiency = Field(Efficiency(), examples=[{"matmul": 0.95}])
 
     @model_validator(mode="after")
     def _domain_holds_whole_nodes(self) -> Self:
@@ -90,20 +95,21 @@ class Cluster(BaseModel):
                 return cls.of(kind, nodes=int(match[1]), gpus_per_node=int(match[2]))
             return cls._of_total(kind, int(match[2]))
         path = Path(text)
-        if path.suffix.lower() in (".yaml", ".yml", ".json") or path.exists():
+        # os.path answers False where pathlib would raise: a name too long, a folder that may not be read.
+        if path.suffix.lower() in (".yaml", ".yml", ".json") or (text.strip() and os.path.exists(path)):
             return cls.from_mapping(read_mapping(path, "cluster"))
-        raise SpecError(f"cluster is {text!r} but must name GPUs and their number, {EXAMPLES}")
+        raise SpecError(f"cluster is {shown(text)} but must name GPUs and their number, {EXAMPLES}")
 
     @classmethod
     def _of_total(cls, kind: GPU, gpus: int) -> Cluster:
         per_node = kind.gpus_per_node
-        if gpus < 1 or (gpus > per_node and gpus % per_node):
-            lower = max(1, gpus // per_node) * per_node
+        if gpus > per_node and gpus % per_node:
+            lower = gpus // per_node * per_node
             raise SpecError(
                 f"cluster is '{gpus}x{kind.name}' but {kind.name} comes in nodes of {per_node}: try {lower}x{kind.name}, "
-                f"{lower + per_node}x{kind.name}, or name the nodes, such as '{max(gpus, 1)}x1 {kind.name}'"
+                f"{lower + per_node}x{kind.name}, or name the nodes, such as '{gpus}x1 {kind.name}'"
             )
-        return cls.of(kind, nodes=-(-gpus // per_node), gpus_per_node=min(gpus, per_node))
+        return cls.of(kind, nodes=max(1, gpus // per_node), gpus_per_node=min(gpus, per_node))
 
     @classmethod
     def of(cls, kind: GPU, *, nodes: int, gpus_per_node: int, **overrides: Any) -> Cluster:
@@ -135,21 +141,25 @@ class Cluster(BaseModel):
             if "nodes" in fields:
                 raise SpecError("cluster.gpus and cluster.nodes were both given: keep nodes and gpus_per_node, or gpus")
             per_node = fields.setdefault("gpus_per_node", kind.gpus_per_node)
-            if not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in (gpus, per_node)):
-                raise SpecError(f"cluster.gpus is {gpus!r} but must be a whole number of GPUs, such as 64")
+            _whole(gpus, "gpus", 64)
+            _whole(per_node, "gpus_per_node", 8)
             if gpus < per_node:
                 fields["gpus_per_node"] = per_node = gpus
             if gpus % per_node:
+                lower = gpus // per_node * per_node
                 raise SpecError(
-                    f"cluster.gpus is {gpus} but must fill whole nodes of {per_node}: try {gpus // per_node * per_node}"
+                    f"cluster.gpus is {gpus} but must fill whole nodes of {per_node}: try {lower} or {lower + per_node}"
                 )
             fields["nodes"] = gpus // per_node
         nodes, per_node = fields.pop("nodes", 1), fields.pop("gpus_per_node", kind.gpus_per_node)
-        if not isinstance(per_node, int) or isinstance(per_node, bool) or per_node < 1:
-            raise SpecError(f"cluster.gpus_per_node is {per_node!r} but must be a whole number of GPUs, such as 8")
-        if not isinstance(nodes, int) or isinstance(nodes, bool) or nodes < 1:
-            raise SpecError(f"cluster.nodes is {nodes!r} but must be a whole number of nodes, such as 8")
+        _whole(nodes, "nodes", 8)
+        _whole(per_node, "gpus_per_node", 8)
         return cls.of(kind, nodes=nodes, gpus_per_node=per_node, **{k: v for k, v in fields.items() if k != "gpu"})
+
+
+def _whole(value: Any, field: str, example: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 2**30:
+        raise SpecError(f"cluster.{field} is {shown(value)} but must be a whole number from 1 to 2^30: try {example}")
 
 
 def _gpu(value: Any) -> GPU:
@@ -158,11 +168,22 @@ def _gpu(value: Any) -> GPU:
     if isinstance(value, str):
         return GPU.load(value)
     if not isinstance(value, Mapping):
-        raise SpecError(f"cluster.gpu is {value!r} but must be a GPU kind such as h100, or a mapping with `kind: h100`")
+        raise SpecError(f"cluster.gpu is {shown(value)} but must be a GPU kind such as h100, or a mapping with `kind: h100`")
     fields = dict(value)
+    if "kind" not in fields and "name" not in fields:
+        raise SpecError("cluster.gpu.kind is missing: name the GPU kind whose numbers hold but for those given, such as h100")
     if "kind" not in fields:
-        return build(GPU, fields, "cluster.gpu")
-    base = GPU.load(str(fields.pop("kind"))).model_dump()
+        return _or_preset(build(GPU, fields, "cluster.gpu"))
+    kind = fields.pop("kind")
+    if not isinstance(kind, str):
+        raise SpecError(f"cluster.gpu.kind is {shown(kind)} but must be the name of a GPU kind, such as h100")
+    base = GPU.load(kind).model_dump()
     if isinstance(fields.get("peak_tflops"), Mapping):
         fields["peak_tflops"] = {**base["peak_tflops"], **fields["peak_tflops"]}
     return build(GPU, {**base, **fields}, "cluster.gpu")
+
+
+def _or_preset(gpu: GPU) -> GPU:
+    """Plan files leave the sources out: a GPU with a preset's name and all its numbers is that preset, sources and all."""
+    preset = GPU.presets().get(gpu.name)
+    return preset if preset is not None and preset.model_copy(update={"sources": gpu.sources}) == gpu else gpu

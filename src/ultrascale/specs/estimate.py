@@ -5,7 +5,9 @@ Bytes are bytes, times are seconds of one optimizer step; names end in their uni
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ultrascale.specs.units import GIB
 
@@ -28,6 +30,12 @@ CAUSES = (
     "overhead_s",
 )
 
+# Strict, as in Model: an edited file with "3" between quotes is a mistake. A whole number is a fine float.
+Number = Annotated[float, Field(strict=True, examples=[1.0])]
+Positive = Annotated[float, Field(strict=True, gt=0, examples=[1.0])]
+Whole = Annotated[int, Field(strict=True, ge=0, examples=[1])]
+Flag = Annotated[bool, Field(strict=True, examples=[True])]
+
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -36,16 +44,16 @@ class _Frozen(BaseModel):
 class Memory(_Frozen):
     """Bytes on one GPU by owner."""
 
-    parameters: float
+    parameters: Number
     """the copy that computes: bf16, or fp32 when training in fp32"""
-    master: float
+    master: Number
     """the fp32 copy that the optimizer steps, in mixed precision"""
-    gradients: float
-    optimizer: float
-    activations: float
-    buffers: float
+    gradients: Number
+    optimizer: Number
+    activations: Number
+    buffers: Number
     """gathered ZeRO-3 layers, gradients in flight, gathered sequences, exchanged keys and values, received activations"""
-    runtime: float
+    runtime: Number
     """CUDA context, communicators, allocator slack"""
 
     @property
@@ -56,9 +64,9 @@ class Memory(_Frozen):
 class StageMemory(_Frozen):
     """The peak of one pipeline rank: every tp, cp and dp rank of that stage holds the same."""
 
-    stage: int
-    layers: int
-    in_flight: float
+    stage: Whole
+    layers: Whole
+    in_flight: Number
     """micro-batches whose activations the stage holds at its peak"""
     memory: Memory
     moment: str
@@ -72,27 +80,27 @@ class ActivationItem(_Frozen):
     """What one module keeps for backward on the peak stage, all layers and micro-batches in flight together."""
 
     module: str
-    bytes: float
+    bytes: Number
 
 
 class Time(_Frozen):
     """One step by cause, as the slowest pipeline rank lives it; communication counts only where nothing hides it."""
 
-    matmul_s: float
-    attention_s: float
-    memory_bound_s: float
-    recompute_s: float
-    launch_s: float
-    tensor_s: float
-    context_s: float
-    expert_s: float
-    zero_s: float
-    data_s: float
-    send_s: float
-    bubble_s: float
-    optimizer_s: float
-    offload_s: float
-    overhead_s: float
+    matmul_s: Number
+    attention_s: Number
+    memory_bound_s: Number
+    recompute_s: Number
+    launch_s: Number
+    tensor_s: Number
+    context_s: Number
+    expert_s: Number
+    zero_s: Number
+    data_s: Number
+    send_s: Number
+    bubble_s: Number
+    optimizer_s: Number
+    offload_s: Number
+    overhead_s: Number
 
     @property
     def total(self) -> float:
@@ -104,45 +112,54 @@ class Traffic(_Frozen):
 
     technique: str
     collective: str
-    group: int
-    per_domain: int
+    group: Whole
+    per_domain: Whole
     """members of the group inside one fast-link domain"""
-    bytes: float
+    bytes: Number
     """sent by one GPU over its links"""
-    calls: float
-    time_s: float
-    exposed_s: float
+    calls: Number
+    time_s: Number
+    exposed_s: Number
 
 
 class Estimate(_Frozen):
-    step_time_s: float
-    tokens_per_s: float
-    tokens_per_s_per_gpu: float
-    mfu: float
+    step_time_s: Positive
+    tokens_per_s: Positive
+    tokens_per_s_per_gpu: Number
+    mfu: Number
     """model FLOPs with full attention (Chowdhery 2022, the most printed convention) over the peak"""
-    hfu: float
+    hfu: Number
     """the same with recomputation counted"""
-    mfu_causal: float
-    hfu_causal: float
-    model_tflops_per_gpu: float
-    peak_gib: float
-    capacity_gib: float
-    fits: bool
-    peak_stage: int
+    mfu_causal: Number
+    hfu_causal: Number
+    model_tflops_per_gpu: Number
+    peak_gib: Number
+    capacity_gib: Positive
+    fits: Flag
+    peak_stage: Whole
     peak_moment: str
-    first_step_peak_gib: float
+    first_step_peak_gib: Number
     """before the first optimizer step its states do not exist"""
-    bubble_fraction: float
+    bubble_fraction: Number
     memory: tuple[StageMemory, ...]
     time: Time
     traffic: tuple[Traffic, ...]
     activations: tuple[ActivationItem, ...]
-    train_days: float | None
-    gpu_hours: float | None
-    cost_usd: float | None
-    cost_usd_per_billion_tokens: float | None
+    train_days: Number | None
+    gpu_hours: Number | None
+    cost_usd: Number | None
+    cost_usd_per_billion_tokens: Number | None
     notes: tuple[str, ...]
     """what was assumed, borrowed or extrapolated"""
+
+    @model_validator(mode="after")
+    def _peak_is_a_stage(self) -> Self:
+        if not 0 <= self.peak_stage < len(self.memory):
+            raise ValueError(
+                f"plan.estimate.peak_stage is {self.peak_stage} but memory lists {len(self.memory)} stages: try "
+                f"{max(0, len(self.memory) - 1)}"
+            )
+        return self
 
     @property
     def headroom_gib(self) -> float:

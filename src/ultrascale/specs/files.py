@@ -12,54 +12,95 @@ from typing import Any
 import yaml
 
 from ultrascale.specs.errors import SpecError
+from ultrascale.specs.validate import kind_of, shown
 
-MAX_BYTES = 16 * 2**20  # a plan is some tens of KiB; a checkpoint named by mistake should not be parsed
+MAX_BYTES = 2 * 2**20  # a plan is some tens of KiB; a checkpoint named by mistake should not be parsed
+MAX_MERGED = 10_000  # fields that `<<` may bring together: nested merges multiply, and a short file could fill the memory
 
 
 def read_mapping(path: Path, what: str) -> dict[str, Any]:
     """The mapping in a YAML or JSON file; SpecError, with the line, when it is not one."""
     try:
         if path.is_file() and path.stat().st_size > MAX_BYTES:
-            raise SpecError(f"{what} file {path} has {path.stat().st_size:,} bytes: too large to be a {what} file")
-        text = path.read_text(encoding="utf-8")
+            raise SpecError(
+                f"{what} file {path} has {path.stat().st_size:,} bytes, too many for a {what}: expected at most {MAX_BYTES:,}"
+            )
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise SpecError(f"{what} file {path} is not text: expected YAML or JSON") from None
     except OSError as error:
-        reason = "does not exist" if isinstance(error, FileNotFoundError) else (error.strerror or str(error)).lower()
-        raise SpecError(f"{what} file {path} {reason}") from None
+        raise SpecError(f"{what} file {path} {_reason(error)}: expected a YAML or JSON file") from None
+    form = "JSON" if path.suffix.lower() == ".json" else "YAML"
     try:
-        data = json.loads(text) if path.suffix.lower() == ".json" else yaml.safe_load(text)
+        data = json.loads(text, object_pairs_hook=_once) if form == "JSON" else yaml.load(text, _Loader)
     except json.JSONDecodeError as error:
         raise SpecError(f"{what} file {path} is not JSON: {error.msg} at line {error.lineno}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}" if mark else ""
-        raise SpecError(f"{what} file {path} is not YAML: {getattr(error, 'problem', None) or 'unreadable'}{where}") from None
+    except yaml.MarkedYAMLError as error:
+        where = f" at line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise SpecError(f"{what} file {path} is not YAML: {error.problem}{where}") from None
+    except (yaml.YAMLError, ValueError) as error:  # a character no text has, a date or number that is none
+        raise SpecError(f"{what} file {path} is not {form}: {str(error).splitlines()[0]}") from None
+    except RecursionError:
+        raise SpecError(f"{what} file {path} is nested too deeply: expected a mapping of fields to values") from None
     if not isinstance(data, Mapping):
-        raise SpecError(f"{what} file {path} holds {type(data).__name__}, expected a mapping of fields to values")
-    bad = next((key for key in data if not isinstance(key, str)), None)
-    if bad is not None:
-        raise SpecError(f"{what} file {path} has the key {bad!r}, expected field names as text")
+        raise SpecError(f"{what} file {path} is {kind_of(data)} but must be a mapping of fields to values")
+    bad = [key for key in data if not isinstance(key, str)]
+    if bad:
+        raise SpecError(f"{what} file {path} has the key {shown(bad[0])} but fields are named by text")
     return dict(data)
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML that refuses what YAML leaves open: a field given twice, and merges that multiply without end."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        given = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        super().flatten_mapping(node)
+        if len(node.value) > MAX_MERGED:
+            raise yaml.MarkedYAMLError(problem=f"more than {MAX_MERGED:,} merged fields", problem_mark=node.start_mark)
+        twice = next((key for position, key in enumerate(given) if key in given[:position]), None)
+        if twice is not None:
+            raise yaml.MarkedYAMLError(problem=f"the field '{twice}' is given twice", problem_mark=node.start_mark)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the field '{next(name for name in names if names.count(name) > 1)}' is given twice")
+    return found
+
+
+def _reason(error: OSError | ValueError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "does not exist"
+    if isinstance(error, IsADirectoryError):
+        return "is a folder"
+    return f"cannot be used ({(getattr(error, 'strerror', None) or str(error)).lower()})"
 
 
 def write_text(path: Path, text: str) -> None:
     """Write the whole file or leave what was there: a temporary file beside it, then a rename."""
-    if path.is_dir():
+    # os.path answers False where pathlib would raise: a name too long, a folder that may not be read.
+    if os.path.isdir(path):
         raise SpecError(f"{path} is a folder: name a file in it, such as {path / 'plan.yaml'}")
+    if os.path.exists(path) and not os.path.isfile(path):  # a rename would put a file in a device's place
+        raise SpecError(f"{path} is a device: name a file, such as plan.yaml")
+    target = Path(os.path.realpath(path))  # a link stays a link
+    temporary = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:
-        raise SpecError(f"{path} cannot be written: {(error.strerror or str(error)).lower()}") from None
-    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".", suffix=".tmp")
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
         os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except OSError as error:
-        os.unlink(temporary)
-        raise SpecError(f"{path} cannot be written: {(error.strerror or str(error)).lower()}") from None
+        os.replace(temporary, target)
+        temporary = None
+    except (OSError, ValueError) as error:
+        raise SpecError(f"{path} {_reason(error)}: name a file that can be written, such as plan.yaml") from None
+    finally:
+        if temporary is not None:
+            os.unlink(temporary)
 
 
 class _Dumper(yaml.SafeDumper):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -33,22 +33,25 @@ class Job(BaseModel):
 
     model: Model
     cluster: Cluster
-    seq: int = Field(ge=1, le=2**30, strict=True, description="sequence length in tokens")
-    batch_tokens: int = Field(ge=1, le=2**62, strict=True, description="tokens in one optimizer step")
+    seq: int = Field(ge=1, le=2**30, strict=True, examples=[8192], description="sequence length in tokens")
+    # Every divisor of the batch is tried as a micro-batch: 2^40 tokens, ten thousand times the largest published, stay quick.
+    batch_tokens: int = Field(ge=1, le=2**40, strict=True, examples=[4194304], description="tokens in one optimizer step")
     precision: Precision = Field("bf16", description="of the matrix products; weights have an fp32 master unless fp32")
     gradients: Literal["fp32", "bf16"] = Field("fp32", description="in which gradients are accumulated and reduced")
     optimizer: Optimizer = "adamw"
     attention: Literal["flash", "plain"] = Field("flash", description="plain materialises the score matrix")
     dropout: bool = Field(False, strict=True, description="keeps the masks of GPT-era dropout in memory")
-    total_tokens: int | None = Field(None, ge=1, le=2**62, strict=True, description="of the whole training, for days and cost")
+    total_tokens: int | None = Field(
+        None, ge=1, le=2**62, strict=True, examples=[15 * 10**12], description="of the whole training, for days and cost"
+    )
 
     @model_validator(mode="after")
     def _the_gpu_has_the_precision(self) -> Self:
-        peaks = self.cluster.gpu.peak_tflops
-        if self.precision not in peaks:
-            raise ValueError(
-                f"job.precision is {self.precision} but {self.cluster.gpu.name} has none: try {' or '.join(sorted(peaks))}"
-            )
+        gpu = self.cluster.gpu
+        if self.precision not in gpu.peak_tflops:
+            known = [name for name in get_args(Precision) if name in gpu.peak_tflops]
+            advice = f"try {' or '.join(known)}" if known else "give cluster.gpu.peak_tflops a bf16"
+            raise ValueError(f"job.precision is {self.precision} but {gpu.name} does not compute in it: {advice}")
         model = self.model
         if model.positions == "learned" and model.max_positions is not None and self.seq > model.max_positions:
             raise ValueError(

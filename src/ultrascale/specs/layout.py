@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field
 
 from ultrascale.specs.errors import SpecError, nearest
-from ultrascale.specs.validate import build
+from ultrascale.specs.validate import build, shown
 
 Schedule = Literal["afab", "1f1b", "interleaved", "zero-bubble", "zb-v", "dualpipe-v"]
 DataParallel = Literal["naive", "hooks", "bucketed", "ddp"]
@@ -29,7 +29,12 @@ class Layout(BaseModel):
     ep: int = Field(1, ge=1, le=2**20, strict=True, description="expert parallelism: experts over this many data ranks")
     zero: int = Field(0, ge=0, le=3, strict=True, description="1: optimizer states sharded, 2: + gradients, 3: + parameters")
     zero_shards: int | None = Field(
-        None, ge=1, strict=True, description="data ranks that ZeRO shards over; fewer than dp·cp is HSDP; null: all"
+        None,
+        ge=1,
+        le=2**20,
+        strict=True,
+        examples=[8],
+        description="data ranks that ZeRO shards over; fewer than dp·cp is HSDP; null: all",
     )
     keep_gathered: bool = Field(
         False, strict=True, description="ZeRO-3: keep parameters gathered from forward to backward, not gather twice"
@@ -83,37 +88,32 @@ class Layout(BaseModel):
         return " ".join(words)
 
 
+_TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
 def field_value(field: str, text: str, what: str = "layout") -> Any:
     """The value of `field` written as text on a command line (`tp=8`, `sequence_parallel=false`), or SpecError."""
     if field not in Layout.model_fields:
-        raise SpecError(f"{what} has no field '{field}': {nearest(field, Layout.model_fields)}")
+        raise SpecError(f"{what} has no field {shown(field)}: {nearest(field.lower(), Layout.model_fields)}")
     text = text.strip()
     annotation = Layout.model_fields[field].annotation
     if annotation is bool:
-        truth = {
-            "true": True,
-            "yes": True,
-            "on": True,
-            "1": True,
-            "false": False,
-            "no": False,
-            "off": False,
-            "0": False,
-        }
-        if text.lower() not in truth:
-            raise SpecError(f"{what}.{field} is '{text}' but must be true or false")
-        return truth[text.lower()]
+        if text.lower() not in _TRUTH:
+            raise SpecError(f"{what}.{field} is {shown(text)} but must be true or false, such as {field}=true")
+        return _TRUTH[text.lower()]
     choices = get_args(annotation)
     if choices and all(isinstance(choice, str) for choice in choices):
         if text.lower() not in choices:
-            raise SpecError(f"{what}.{field} is '{text}' but must be one of {', '.join(choices)}; {nearest(text, choices)}")
+            hint = nearest(text, choices)
+            advice = f": {hint}" if hint.startswith("did you mean") else ""
+            raise SpecError(f"{what}.{field} is {shown(text)} but must be one of {', '.join(choices)}{advice}")
         return text.lower()
     if field == "zero_shards" and text.lower() in ("none", "null", "all"):
         return None
     try:
         value = int(text)
     except ValueError:
-        raise SpecError(f"{what}.{field} is '{text}' but must be a whole number, such as {field}=2") from None
+        raise SpecError(f"{what}.{field} is {shown(text)} but must be a whole number, such as {field}=2") from None
     build(Layout, {field: value}, what)  # range errors speak with the field's own words
     return value
 

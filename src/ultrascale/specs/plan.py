@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
-from ultrascale.specs.estimate import Estimate
+from ultrascale.specs.estimate import Estimate, Flag, Number
 from ultrascale.specs.files import read_mapping, to_yaml, write_text
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
-from ultrascale.specs.validate import build
+from ultrascale.specs.validate import build, shown
 
 
 class Neighbour(BaseModel):
@@ -26,9 +26,9 @@ class Neighbour(BaseModel):
     change: str
     """`tp=16`, with what had to follow: `tp=16 (dp=1)`"""
     layout: Layout
-    step_time_s: float
-    peak_gib: float
-    fits: bool
+    step_time_s: Number
+    peak_gib: Number
+    fits: Flag
     verdict: str
 
 
@@ -40,6 +40,15 @@ class Plan(BaseModel):
     estimate: Estimate
     reasons: tuple[str, ...] = ()
     rejected: tuple[Neighbour, ...] = ()
+
+    @model_validator(mode="after")
+    def _estimate_is_of_the_layout(self) -> Self:
+        stages, pp = len(self.estimate.memory), self.layout.pp
+        if stages != pp:
+            raise ValueError(
+                f"plan.estimate.memory lists {stages} stages but layout.pp is {pp}: try pp: {stages}, or plan with --fix pp={pp}"
+            )
+        return self
 
     def save(self, path: str | Path) -> Path:
         """Write plan.yaml, whole or not at all."""
@@ -71,7 +80,8 @@ class Plan(BaseModel):
     def from_mapping(cls, data: Mapping[str, Any]) -> Plan:
         for part in ("job", "layout", "estimate"):
             if not isinstance(data.get(part), Mapping):
-                raise SpecError(f"plan.{part} is missing or not a mapping: `ultrascale plan … -o plan.yaml` writes all of it")
+                given = f"is {shown(data[part])} but must be a mapping" if part in data else "is missing"
+                raise SpecError(f"plan.{part} {given}: `ultrascale plan … -o plan.yaml` writes all of it")
         job = dict(data["job"])
         if isinstance(job.get("model"), str):
             job["model"] = Model.load(job["model"])

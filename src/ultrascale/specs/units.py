@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import re
+from fractions import Fraction
 
 from ultrascale.specs.errors import SpecError
+from ultrascale.specs.validate import shown
 
 GIB = 2**30
+_LONGEST = 64  # characters; 2^63 has 19 digits
 
 # A batch of "4M tokens" is 512 sequences of 8,192 = 4,194,304 everywhere in this field (Llama 3's "16M" is 2,048 × 8,192),
 # and "8k" is 8,192. Totals ("15T tokens of data") are decimal.
 _BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
-_NUMBER = re.compile(r"\s*([0-9][0-9_,]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]?)\s*\Z")
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+(?:_[0-9]+)*)"
+_NUMBER = re.compile(rf"\s*({_DIGITS}(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]?)\s*\Z")
 
 
-def tokens(text: str | int, field: str) -> int:
+def tokens(text: str | int, field: str, example: str = "4M or 4194304") -> int:
     """`4M` → 4,194,304 and `8k` → 8,192 (binary, as batches and contexts are cut); `4e6` and `4000000` mean themselves."""
-    return _parse(text, field, _BINARY, "4M or 4194304")
+    return _parse(text, field, _BINARY, example)
 
 
 def total_tokens(text: str | int, field: str) -> int:
@@ -27,17 +30,27 @@ def total_tokens(text: str | int, field: str) -> int:
 
 
 def _parse(text: str | int, field: str, suffixes: dict[str, int], example: str) -> int:
-    if isinstance(text, bool) or not isinstance(text, (str, int)):
-        raise SpecError(f"{field} is {text!r} but must be a whole number such as {example}")
-    match = _NUMBER.match(str(text))
-    if not match or match[2].lower() not in suffixes:
-        raise SpecError(f"{field} is {text!r} but must be a whole number such as {example}")
-    value = float(match[1].replace("_", "").replace(",", "")) * suffixes[match[2].lower()]
-    if not math.isfinite(value) or not 1 <= value < 2**63:
-        raise SpecError(f"{field} is {text!r} but must be at least 1 and below 2^63, such as {example}")
-    if value != int(value):
-        raise SpecError(f"{field} is {text!r}, which is not a whole number: try {round(value)}")
+    if isinstance(text, int) and not isinstance(text, bool):
+        value = Fraction(text)
+    else:
+        match = _NUMBER.match(text) if isinstance(text, str) and len(text) <= _LONGEST else None
+        if not match or match[2].lower() not in suffixes:
+            words = " or ".join(letter.upper() if letter != "k" else letter for letter in suffixes if letter)
+            raise SpecError(
+                f"{field} is {shown(text)} but must be a whole number, with {words} after it or nothing: try {example}"
+            )
+        value = _fraction(match[1]) * suffixes[match[2].lower()]
+    if not 1 <= value < 2**63:
+        raise SpecError(f"{field} is {shown(text)} but must be at least 1 and below 2^63: try {example}")
+    if value.denominator != 1:
+        raise SpecError(f"{field} is {shown(text)}, which is not a whole number: try {round(value)}")
     return int(value)
+
+
+def _fraction(digits: str) -> Fraction:
+    """Exact, so that no digit is lost; an exponent beyond any count of tokens is cut before it is multiplied out."""
+    number, _, exponent = digits.lower().replace("_", "").replace(",", "").partition("e")
+    return Fraction(number) * Fraction(10) ** max(-_LONGEST, min(_LONGEST, int(exponent or 0)))
 
 
 def gib(number_of_bytes: float) -> str:

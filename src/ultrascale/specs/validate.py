@@ -20,18 +20,21 @@ from ultrascale.specs.errors import SpecError, nearest
 T = TypeVar("T", bound=BaseModel)
 
 _KINDS = {dict: "a mapping", list: "a list", tuple: "a list", str: "text", type(None): "empty"}
+MOST_SENTENCES = 3  # more are a wall: the file was meant for something else
 
 
 def build(cls: type[T], data: Mapping[str, Any], what: str) -> T:
     """Validate `data` into `cls`, or raise a SpecError with one sentence per problem, fields named `what.field`."""
     if not isinstance(data, Mapping):
-        raise SpecError(f"{what} is {_kind(data)} but must be a mapping of fields to values{_first_field(cls)}")
+        raise SpecError(f"{what} is {kind_of(data)} but must be a mapping of fields to values{_first_field(cls)}")
     try:
         return cls.model_validate(dict(data))
     except ValidationError as failure:
         # Errors of a union's members can read alike: each sentence is told once.
         sentences = dict.fromkeys(_sentence(cls, error, what) for error in failure.errors(include_url=False))
-        raise SpecError("; ".join(sentence for sentence in sentences if sentence)) from None
+        told = [sentence for sentence in sentences if sentence]
+        more = [f"and {len(told) - MOST_SENTENCES} more"] if len(told) > MOST_SENTENCES else []
+        raise SpecError("; ".join(told[:MOST_SENTENCES] + more)) from None
 
 
 def _sentence(cls: type[BaseModel], error: ErrorDetails, what: str) -> str:
@@ -180,7 +183,7 @@ def shown(value: object) -> str:
     if value is None:
         return "null"
     if isinstance(value, (Mapping, list, tuple)) or not isinstance(value, (str, int, float)):
-        return _kind(value)
+        return kind_of(value)
     try:
         text = repr(value)
     except ValueError:  # An integer beyond Python's digit limit.
@@ -188,5 +191,5 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
     return _KINDS.get(type(value), f"of type {type(value).__name__}")

@@ -1,0 +1,44 @@
+# Two commands on a fresh machine: `make quickstart` and `make test`. Everything lives in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: quickstart test test-slow check format bench clean
+
+quickstart: $(VENV)/.base
+	$(BIN)/ultrascale quickstart
+
+test: check
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+# The long tail, and the comparison of our schedules with torch's.
+test-slow: $(VENV)/.dev
+	$(PIP) --editable '.[dev,train]'
+	$(BIN)/python -m pytest -n 2
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.base
+	$(BIN)/python benchmarks/planner.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
+
+$(VENV)/.base: pyproject.toml constraints.txt
+	@echo "Setting up $(VENV) (about half a minute the first time)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	@echo "Adding the tools of development"
+	$(PIP) --editable '.[dev]'
+	@touch $@

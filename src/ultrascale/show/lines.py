@@ -1,0 +1,48 @@
+"""How lines are printed, the same for every verb: no markup is read from text, since names and paths come from users."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+PIPE_WIDTH = 150  # where there is no terminal: wide enough that no table is cut
+
+
+def terminal() -> Console:
+    console = Console(markup=False, emoji=False, highlight=False)
+    return console if console.is_terminal else Console(markup=False, emoji=False, highlight=False, width=PIPE_WIDTH)
+
+
+def heading(console: Console, text: str) -> None:
+    console.print(text, style="bold")
+
+
+def labelled(console: Console, label: str, style: str, text: str) -> None:
+    """`note: …` with only the label in colour."""
+    console.print(Text.assemble((label, style), " ", text))
+
+
+def bullets(console: Console, lines: Iterable[str]) -> None:
+    """A list whose longer lines are indented under their first word."""
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(width=3, justify="right")
+    grid.add_column(overflow="fold")
+    for line in lines:
+        grid.add_row("•", line)
+    console.print(grid)
+
+
+def count_of(number: int, noun: str) -> str:
+    """`1 node`, `8 nodes`, `1,024 sequences`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def survive_any_terminal() -> None:
+    """Signs that a terminal's encoding lacks (×, ·, █) are printed as `?`; they do not end the program."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")

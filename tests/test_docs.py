@@ -1,0 +1,54 @@
+"""What the documents say works: their commands and their Python run."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from ultrascale import cli
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def commands(page: Path) -> list[str]:
+    lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
+    return [line for line in lines if line.startswith("ultrascale ")]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
+def test_commands_of_a_page_run_in_their_order(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for command in commands(page):
+        monkeypatch.setattr("sys.argv", shlex.split(command))
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code or 0
+        assert code == 0, f"{command}\n{capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+def test_python_of_a_page_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for block in blocks(page, "python"):
+        exec(compile(block, str(page), "exec"), {"__name__": "__main__"})
+
+
+def test_readme_starts_with_the_two_commands():
+    first, second, *_ = blocks(ROOT / "README.md", "sh")
+    assert first.strip() == "make quickstart"
+    assert second.strip() == "make test"
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_links_between_documents_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
