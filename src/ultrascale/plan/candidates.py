@@ -1,6 +1,6 @@
 """Every layout worth asking about: all legal combinations, less those that another one beats by construction.
 
-Left out unless the user fixes them: no sequence parallelism (same bytes, more memory; its all-reduce can be faster only where tp
+Left out unless the user fixes them: no sequence parallelism (same bytes, more memory; its all-reduce is faster only where tp
 leaves the fast domain, which loses anyway), the contiguous ring (zig-zag has the same bytes and no imbalance), data parallelism
 other than bucketed (same bytes, less hidden), offload (only slower; tried when nothing fits without). Tests hold these claims
 to the cost model.
