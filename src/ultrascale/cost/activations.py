@@ -23,7 +23,7 @@ def compute_bytes(job: Job) -> int:
 
 
 def gradient_bytes(job: Job) -> int:
-    return FP32 if job.gradients == "fp32" or job.precision == "fp32" else 2
+    return FP32 if (job.gradients == "fp32" and job.framework.states != "pure") or job.precision == "fp32" else 2
 
 
 @dataclass(frozen=True)
@@ -153,8 +153,9 @@ def head(job: Job, columns: Columns) -> HeadActivations:
     tokens, b = columns.tokens(job.seq), compute_bytes(job)
     norm = 2 * b * tokens * job.model.hidden / columns.sequence_cut
     statistics = 2 * FP32 * tokens
-    logits = b * tokens * job.model.vocab / columns.tp
-    return HeadActivations(np.asarray(norm + statistics + logits), np.asarray(norm + statistics + 2 * logits))
+    logits = tokens * job.model.vocab / columns.tp
+    saved, peak = (b + FP32, b + 2 * FP32) if job.framework.loss == "fp32" else (b, 2 * b)
+    return HeadActivations(np.asarray(norm + statistics + saved * logits), np.asarray(norm + statistics + peak * logits))
 
 
 def korthikanti(sequence: int, mbs: int, hidden: int, heads: int, tp: int, sequence_parallel: bool, recompute: str) -> float:

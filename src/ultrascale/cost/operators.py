@@ -128,24 +128,26 @@ def accumulate_s(job: Job, machine: Machine, elements: Array) -> Array:
 
     Small next to the products when a rank sees many tokens per parameter; a quarter of them for 2,048 tokens and no tp.
     """
-    return machine.stream_s(elements * (compute_bytes(job) + 2 * gradient_bytes(job)))
+    b, g = compute_bytes(job), gradient_bytes(job)
+    # Fused into the product, its own write of the gradient (counted with the product) becomes the read and write in fp32.
+    return machine.stream_s(elements * (2 * g - b if job.framework.fused_accumulation else b + 2 * g))
 
 
 def layer(job: Job, columns: Columns, machine: Machine, moe: bool) -> LayerTime:
     products = layer_matmuls(job, columns, moe)
     matmul = matmul_passes(machine, products)
     scores = attention.passes(job, columns, machine)
-    forward = machine.stream_s(memory_bound_bytes(job, columns, moe))
+    forward = machine.stream_s(memory_bound_bytes(job, columns, moe)) * job.framework.elementwise
     zero = np.zeros_like(forward)
     # Backward reads the gradient and the saved tensor and writes the gradient: twice the forward's bytes.
     memory_bound = Passes(forward, 2 * forward, zero)
     kernels = KERNELS_FORWARD + (KERNELS_ROUTING if moe else 0)
     busy = matmul + scores + memory_bound
-    launch = _launch(machine, busy, kernels)
+    launch = _launch(machine, busy, kernels * job.framework.kernels * job.framework.launch)
     return LayerTime(matmul, scores, memory_bound, launch, products)
 
 
-def _launch(machine: Machine, busy: Passes, kernels: int) -> Passes:
+def _launch(machine: Machine, busy: Passes, kernels: float) -> Passes:
     """The GPU idles where the host needs longer to launch the kernels than the GPU to run them."""
     host = machine.launch_s * kernels
     return Passes(
@@ -162,7 +164,10 @@ def head(job: Job, columns: Columns, machine: Machine) -> LayerTime:
     logits = tokens * model.vocab / columns.tp
     b = compute_bytes(job)
     # Forward reads the product twice (maximum and sum, then the label's); backward reads it and writes its gradient.
-    forward = backward = machine.stream_s(2 * b * logits)
+    fp32 = job.framework.loss == "fp32"
+    # Written out in fp32: cast, softmax and its logarithm forward; the gradient and its cast backward.
+    forward = machine.stream_s((b + 5 * 4 if fp32 else 2 * b) * logits)
+    backward = machine.stream_s((b + 4 * 4 if fp32 else 2 * b) * logits)
     zero = np.zeros_like(forward)
     none = Passes(zero, zero, zero)
     return LayerTime(matmul_passes(machine, products), none, Passes(forward, backward, zero), none, products)

@@ -14,7 +14,9 @@ class Efficiency(BaseModel):
     # Strict and finite: "0.9" between quotes is a mistake in the file, and a share of a thousandth is one too.
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    matmul: float = Field(1.0, ge=1e-3, le=2, description="multiplies the measured matrix-product rate of the surface")
+    matmul: float | None = Field(
+        None, ge=1e-3, le=2, examples=[0.95], description="of the measured product rate; None: what the kind sustains in training"
+    )
     attention_forward: float | None = Field(
         None, ge=1e-3, le=1, examples=[0.6], description="of peak; None: the architecture's own figure"
     )
