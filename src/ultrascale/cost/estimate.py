@@ -93,7 +93,7 @@ class View:
         machine = Machine(job)
         row = Columns.of([layout])
         ranks = row.take(np.zeros(layout.pp, dtype=np.int64))
-        share = stages.share_of(job.model, ranks, np.arange(layout.pp))
+        share = stages.share_of(job, ranks, np.arange(layout.pp))
         return cls(job, layout, machine, row, ranks, share, pieces(job, row, machine))
 
     @property
@@ -104,7 +104,7 @@ class View:
         """Every chunk as if it were a rank of its own."""
         model, counts = (
             self.job.model,
-            np.asarray(stages.chunk_layers(self.job.model, self.layout.pp, self.layout.virtual_stages)),
+            np.asarray(stages.chunk_layers(self.job, self.layout.pp, self.layout.virtual_stages)),
         )
         dense_until = model.layers if model.moe is None else model.moe.dense_layers
         ends = np.cumsum(counts)
@@ -133,7 +133,7 @@ def _waiting(view: View) -> memory.Waiting:
     none = np.zeros(layout.pp)
     if layout.pp == 1:
         return memory.Waiting(np.ones(1), none, none)
-    counts = stages.chunk_layers(view.job.model, layout.pp, layout.virtual_stages)
+    counts = stages.chunk_layers(view.job, layout.pp, layout.virtual_stages)
     # Beyond four rounds the list only repeats itself, and what it holds no longer grows (AFAB holds everything).
     enough = layout.gas if layout.schedule == "afab" else min(layout.gas, _settled(layout))
     held_layers = _held_layers(layout.schedule, layout.pp, enough, layout.virtual_stages, counts)
@@ -201,9 +201,9 @@ def _time(view: View) -> tuple[Time, float]:
         idle = max(0.0, pipeline_s - busy)
         send = min(idle, _send_share(view, by_rank.total, slowest))
         bubble = idle - send
-    first = view.pieces.totals().on(stages.share_of(job.model, view.row, np.zeros(1, dtype=np.int64)))
+    first = view.pieces.totals().on(stages.share_of(job, view.row, np.zeros(1, dtype=np.int64)))
     places = mesh(view.row, machine.cluster)
-    share_0 = stages.share_of(job.model, view.row, np.zeros(1, dtype=np.int64))
+    share_0 = stages.share_of(job, view.row, np.zeros(1, dtype=np.int64))
     after = step.end_of_step(job, view.row, machine, places, share_0, first)
     causes = {f"{f.name}_s": gas * float(getattr(piece, f.name).total) for f in fields(Piece)}
     time = Time(

@@ -75,7 +75,7 @@ def _evaluate_block(
 def _shares(job: Job, pp: int, variant: Variant) -> list[tuple[int, tuple[int, ...]]]:
     """(rank, its share) of the ranks that can hold the peak or set the pace."""
     name, loops = variant
-    shares = stages.rank_shares(job.model, pp, loops, name in stages.V_SHAPED)
+    shares = stages.rank_shares(job, pp, loops, name in stages.V_SHAPED)
     return [(rank, shares[rank]) for rank in stages.representative_ranks(shares)]
 
 

@@ -32,6 +32,7 @@ class Framework(BaseModel):
     selective: Literal["cheap", "half"] = Field(
         "cheap", description="what selective recomputation repeats: cheap operators, or (torchtitan's op policy) half the products too"
     )
+    balanced: bool = Field(True, description="pipeline stages are cut with the head counted; else layers alone are")
     rails: bool = Field(True, description="collectives across nodes use every NIC of a node, not one per ring")
     loss: Literal["fused", "fp32"] = Field("fused", description="fp32: softmax and its gradient are written out in fp32")
     states: Literal["master", "fp32", "pure"] = Field(
