@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 the answer is no (nothing fits), 2 the input cannot be use
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -156,6 +157,8 @@ def explain(
     loaded = Plan.load(file)
     check(loaded.job, loaded.layout)  # a file can be edited
     console = _console()
+    if not as_json:
+        show.show_staleness(console, loaded)
     if cheatsheet:
         _print_json(show.cheatsheet_json(loaded)) if as_json else show.show_cheatsheet(console, loaded)
     elif what_if:
@@ -274,10 +277,11 @@ def _print_json(data: Any) -> None:
 
 def main() -> None:
     """Run the command line; a SpecError is one sentence and exit code 2, never a traceback."""
-    from ultrascale.show.lines import survive_any_terminal
     from ultrascale.specs.errors import SpecError
 
-    survive_any_terminal()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # signs that a terminal's encoding lacks (×, ·, █) become `?`
+            stream.reconfigure(errors="replace")
     try:
         app()
     except SpecError as error:

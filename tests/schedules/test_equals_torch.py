@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 from unittest import mock
 
@@ -9,9 +10,17 @@ import pytest
 
 from ultrascale.schedules import Schedule, build, legal
 
-torch = pytest.importorskip("torch")
-pipelining = pytest.importorskip("torch.distributed.pipelining.schedules")
-stage_module = pytest.importorskip("torch.distributed.pipelining.stage")
+pytestmark = pytest.mark.slow  # `make test-slow` installs torch; the base never does
+pipelining: Any = None
+stage_module: Any = None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _torch() -> None:
+    global pipelining, stage_module
+    pipelining = import_module("torch.distributed.pipelining.schedules")
+    stage_module = import_module("torch.distributed.pipelining.stage")
+
 
 Listed = list[tuple[str, int, int, bool]]
 

@@ -117,9 +117,9 @@ def test_a_gpu_survives_a_round_trip_and_can_be_a_key() -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"memory_gib": 0}, "gpu.memory_gib is 0 but must be greater than 0: try 79.1"),
+        ({"memory_gib": 0}, "gpu.memory_gib is 0 but must be at least 0.001: try 79.1"),
         ({"memory_gib": float("inf")}, "gpu.memory_gib is inf but must be a finite number: try 79.1"),
-        ({"memory_gib": "80"}, "gpu.memory_gib is '80' but must be a number greater than 0: try 79.1"),
+        ({"memory_gib": "80"}, "gpu.memory_gib is '80' but must be a number of at least 0.001: try 79.1"),
         ({"peak_tflops": {"bf17": 1}}, "gpu.peak_tflops.bf17 is 'bf17' but must be"),
         ({"peak_tflops": {}}, "gpu.peak_tflops is a mapping but must be at least 1 long: try {bf16: 989.4}"),
         ({"surface": "h100"}, "gpu.surface is 'h100' but must be"),

@@ -209,7 +209,7 @@ def test_load_reads_yaml_and_hf_files(tmp_path: Path) -> None:
         ("llama-3-8bb", "did you mean 'llama-3-8b'"),
         ("meta-llama/Llama-3.1-8B", "did you mean 'llama-3.1-8b'"),
         ("", "neither a preset nor a file"),
-        ("no-such.yaml", "neither a preset nor a file"),
+        ("no-such.yaml", "model file no-such.yaml does not exist"),
         ("x" * 5000, "neither a preset nor a file"),
     ],
 )

@@ -13,6 +13,7 @@ from ultrascale.cost.hardware import Machine
 from ultrascale.cost.mesh import Group, mesh
 from ultrascale.cost.overlap import Ratio
 from ultrascale.specs.layout import Layout
+from ultrascale.specs.model import Model
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import count, gib
 
@@ -55,7 +56,9 @@ def strategies(plan: Plan) -> list[Strategy]:
     stage_share = stages.share_of(job, row, np.zeros(1, dtype=np.int64))
     own = params.on_rank(model, row, stage_share)
     rank_parameters = float(own.total[0])
-    layer = float(own.layer[0]) * x.tp
+    # Of a MoE layer only the parameters that a token meets compute, while gradients of all that a rank holds travel.
+    layer = flops.layer_matmul_flops(model, moe=model.moe_layers > 0) / 2
+    tokens_met = tokens * model.active_parameters / _held_once(model, x)
     traffic: dict[str, tuple[float, float, float]] = {}
     for one in plan.estimate.traffic:
         moved, took, seen = traffic.get(one.technique, (0.0, 0.0, 0.0))
@@ -79,7 +82,7 @@ def strategies(plan: Plan) -> list[Strategy]:
             f"activations only, through mbs={x.mbs}",
             split_batch,
             talk("data", "backward: all-reduce of gradients"),
-            data.ratio(x.data_ranks, rank_parameters, tokens, peak, data_bw),
+            data.ratio(x.data_ranks, rank_parameters, tokens_met, peak, data_bw),
         ),
         (
             "DP + ZeRO-1",
@@ -88,7 +91,7 @@ def strategies(plan: Plan) -> list[Strategy]:
             f"fp32 parameters and optimizer states / {x.shards} (of {full})",
             split_batch,
             talk("zero", "step end: all-gather of parameters"),
-            data.ratio(x.shards, rank_parameters, tokens, peak, shard_bw),
+            data.ratio(x.shards, rank_parameters, tokens_met, peak, shard_bw),
         ),
         (
             "DP + ZeRO-2",
@@ -97,7 +100,7 @@ def strategies(plan: Plan) -> list[Strategy]:
             f"those and gradients ({gib(rank_parameters * g)}) / {x.shards}",
             split_batch,
             talk("zero", "backward: reduce-scatter of gradients"),
-            zero.ratio_2(x.shards, rank_parameters, tokens, peak, shard_bw),
+            zero.ratio_2(x.shards, rank_parameters, tokens_met, peak, shard_bw),
         ),
         (
             "DP + ZeRO-3",
@@ -106,7 +109,7 @@ def strategies(plan: Plan) -> list[Strategy]:
             f"those and bf16 parameters ({gib(rank_parameters * b)}) / {x.shards}",
             split_batch,
             talk("zero", "per layer: all-gather forward and backward, reduce-scatter backward"),
-            zero.ratio_3(x.shards, tokens, peak, shard_bw),
+            zero.ratio_3(x.shards, tokens_met, peak, shard_bw),
         ),
         (
             "Tensor parallelism",
@@ -153,6 +156,13 @@ def strategies(plan: Plan) -> list[Strategy]:
                           bandwidth(machine, places.expert)))
         )  # fmt: skip
     return [Strategy(*entries, _verdict(entries[-1], x)) for entries in rows]
+
+
+def _held_once(model: Model, layout: Layout) -> float:
+    """Parameters over all stages and tp ranks of one data rank: with ep it holds a part of the experts only."""
+    elsewhere = 1 - 1 / layout.ep
+    experts = model.moe.experts if model.moe is not None else 0
+    return model.parameters - elsewhere * model.moe_layers * experts * model.expert_parameters
 
 
 def _verdict(ratio: Ratio, layout: Layout) -> str:

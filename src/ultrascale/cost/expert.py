@@ -53,5 +53,6 @@ def ratio(ep: int, experts: int, hidden: int, expert_parameters: float, peak_flo
         (ep - 1) * peak_flops / (12 * experts * hidden * bandwidth),
         "(EP−1)/EP·2·h·peak_flops / (expert_parameters·peak_bw)",
         (ep - 1) / ep * 2 * hidden * peak_flops / (expert_parameters * bandwidth),
-        "the printed form lets every expert see every token; a routed token moves twice and meets one expert per choice",
+        "the printed form counts one byte and one move an element, and lets every expert of a rank (6h² parameters each) see "
+        "every token; a routed token moves twice and meets one expert",
     )

@@ -37,7 +37,9 @@ def near(value: int, allowed: list[int]) -> str:
 
 def _gpus(job: Job, layout: Layout) -> str:
     world, rest = job.cluster.gpus, layout.tp * layout.pp * layout.cp
-    hint = f"dp={world // rest}" if world % rest == 0 else f"tp·pp·cp={near(rest, divisors(world))}"
+    ways = near(rest, divisors(world)).split(" or ")
+    both = " or ".join(f"tp·pp·cp={way} with dp={world // int(way)}" for way in ways)
+    hint = f"dp={world // rest}" if world % rest == 0 else both
     return (
         f"layout.dp·tp·pp·cp is {layout.dp}·{layout.tp}·{layout.pp}·{layout.cp} = {layout.gpus} "
         f"but the cluster has {world} GPUs: try {hint}"
@@ -194,8 +196,8 @@ RULES: tuple[Rule, ...] = (
         ("zero", "zero_shards", "dp", "cp"),
         lambda job, c: np.asarray((c.zero_shards == 0) | ((c.zero > 0) & (c.data_ranks % np.maximum(c.zero_shards, 1) == 0))),
         lambda job, x: (
-            f"layout.zero_shards is {x.zero_shards} but needs zero of 1 to 3 and must divide dp·cp = {x.data_ranks}: "
-            f"try {near(x.zero_shards or 1, divisors(x.data_ranks))}"
+            f"layout.zero_shards is {x.zero_shards} but needs zero of 1 to 3 and must divide dp·cp = {x.data_ranks}: try "
+            + (near(x.zero_shards or 1, divisors(x.data_ranks)) if x.zero else "zero_shards=null or zero=1")
         ),
     ),
     Rule(

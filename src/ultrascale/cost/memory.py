@@ -85,7 +85,9 @@ def transfer_buffers(job: Job, columns: Columns, held: params.RankParameters) ->
     model, b = job.model, activations.compute_bytes(job)
     tokens = columns.tokens(job.seq)
     wide = b * tokens * model.hidden
-    beyond_own_shard = held.total * (1 - 1 / columns.shards)
+    # Experts are sharded over the data ranks that ep left them, so with ep = shards there is nothing of them to gather.
+    expert_shards = np.maximum(1, columns.shards / columns.ep)
+    beyond_own_shard = held.trunk * (1 - 1 / columns.shards) + held.experts * (1 - 1 / expert_shards)
     # ZeRO-3: the layer at work and the one prefetched behind it, plus embedding and head, which stay gathered; never more
     # than the parameters that live elsewhere.
     gathered = np.where(

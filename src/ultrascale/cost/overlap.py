@@ -35,9 +35,10 @@ class Transfer:
 
 
 def transfer(machine: Machine, technique: str, collective: Op, buffer_bytes: Array, group: Group) -> Transfer:
-    if collective == "send_recv":
-        return Transfer(technique, collective, group, buffer_bytes, machine.send_s(buffer_bytes, group))
-    return Transfer(technique, collective, group, buffer_bytes, machine.collective_s(collective, buffer_bytes, group))
+    """Nothing to send is no call: a dense model has no experts to gather, and waits for no latency of theirs."""
+    send = collective == "send_recv"
+    time = machine.send_s(buffer_bytes, group) if send else machine.collective_s(collective, buffer_bytes, group)
+    return Transfer(technique, collective, group, buffer_bytes, np.where(np.asarray(buffer_bytes) > 0, time, 0.0))
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,6 @@ def ratio(pp: int, hidden: int, layers: int, layer_parameters: float, peak_flops
         "PP·peak_flops / (32·h·num_layers·peak_bw)",
         pp * peak_flops / (32 * hidden * layers * bandwidth),
         "PP·h·peak_flops / (num_layers·layer_parameters·peak_bw)",
-        pp * hidden * peak_flops / (layers * layer_parameters * bandwidth),
+        pp * hidden * peak_flops / (layers * layer_parameters * bandwidth) if pp > 1 else 0.0,
         "the printed form counts one byte an element and 16h² parameters a layer, which holds for one shape only",
     )

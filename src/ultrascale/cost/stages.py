@@ -26,13 +26,14 @@ def split_layers(layers: int, ranks: int, virtual_stages: int, head_layers: floa
     chunks = ranks * virtual_stages
     if chunks == 1:
         return (layers,)
-    best = (float("inf"), 1)
-    for last in range(1, layers - chunks + 2):
-        slowest = max(-(-(layers - last) // (chunks - 1)), last + head_layers)
-        if slowest <= best[0]:
-            best = (slowest, last)
-    even, surplus = divmod(layers - best[1], chunks - 1)
-    counts = [even] * (chunks - 1) + [best[1]]
+    # The others' share falls and the last chunk's grows with its layers: the best is next to where the two meet.
+    meet = int((layers - (chunks - 1) * head_layers) / chunks)
+    last = min(
+        range(max(1, meet - 2), max(2, min(meet + 3, layers - chunks + 2))),
+        key=lambda count: (max(-(-(layers - count) // (chunks - 1)), count + head_layers), -count),
+    )
+    even, surplus = divmod(layers - last, chunks - 1)
+    counts = [even] * (chunks - 1) + [last]
     order = [loop * ranks + rank for loop in reversed(range(virtual_stages)) for rank in (*range(1, ranks), 0)]
     for chunk in [chunk for chunk in order if chunk != chunks - 1][:surplus]:
         counts[chunk] += 1

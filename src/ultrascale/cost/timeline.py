@@ -70,12 +70,13 @@ def memory_timeline(job: Job, layout: Layout, stage: int = 0, first_step: bool =
         key = (chunk, microbatch)
         transient = 0.0
         if kind is Kind.F:
-            held[key] = float(parts.kept[chunk])
-            transient = float(parts.at_loss[chunk])
+            # The loss waits with its layers: for a moment in most schedules, for the whole forward in AFAB.
+            held[key] = float(parts.kept[chunk] + parts.kept_loss[chunk])
         elif kind is Kind.B:
+            held[key] = float(parts.kept[chunk])
             transient = max(float(parts.working[chunk]), float(parts.at_loss[chunk]))
         elif kind is Kind.I:
-            held[key] += float(parts.dropped[chunk])
+            held[key] = float(parts.kept[chunk] + parts.dropped[chunk])
             transient = max(float(parts.gradients[chunk]), float(parts.at_loss[chunk]))
         live = sum(held.values()) + transient
         name = f"{kind.value}{microbatch}" + (f" of chunk {chunk}" if layout.virtual_stages > 1 else "")

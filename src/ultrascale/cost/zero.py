@@ -67,6 +67,6 @@ def ratio_3(dp: int, tokens: float, peak_flops: float, bandwidth: float) -> Rati
         (dp - 1) * peak_flops / (2 * tokens * bandwidth),
         "(DP−1)/DP·peak_flops / (seq·mbs·peak_bw)",
         (dp - 1) / dp * peak_flops / (tokens * bandwidth),
-        "the printed form sends every shard to every rank as if it were the whole layer; an all-gather of 2P bytes moves "
-        "(DP−1)/DP of them and meets the 2P·tokens FLOPs of the next layer's forward",
+        "the printed form counts one byte a parameter and DP−1 whole layers; an all-gather of 2P bytes moves (DP−1)/DP of "
+        "them and meets the 2P·tokens FLOPs of the next layer's forward",
     )

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ultrascale.cost.columns import CHOICES, NAMES, Array, Columns, encode
-from ultrascale.cost.legality import RULES, divisors, legal_rows
+from ultrascale.cost.legality import RULES, divisors, legal_rows, near
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout, field_value
@@ -205,9 +205,7 @@ def _schedules(job: Job, wishes: Wishes, pp: int) -> list[tuple[str, int]]:
         pairs = [("afab", 1), ("1f1b", 1), ("zero-bubble", 1)]
         pairs += [(name, v) for v in loops for name in ("interleaved", "zero-bubble")]
         pairs += [("zb-v", 2), ("dualpipe-v", 2)] if deepest >= 2 else []
-    allowed = [pair for pair in pairs if wishes.allows("schedule", pair[0]) and wishes.allows("virtual_stages", pair[1])]
-    # A schedule pinned for pipelines does not rule out layouts that have none.
-    return allowed or ([("1f1b", 1)] if pp == 1 and "pp" not in wishes.fixed else [])
+    return [pair for pair in pairs if wishes.allows("schedule", pair[0]) and wishes.allows("virtual_stages", pair[1])]
 
 
 def why_empty(job: Job, wishes: Wishes) -> str:
@@ -219,8 +217,16 @@ def why_empty(job: Job, wishes: Wishes) -> str:
         for rule in RULES:
             if set(rule.fields) <= set(pinned) and not rule.holds(job, row)[0]:
                 return rule.sentence(job, layout)
-    words = ", ".join(f"{name}={value}" for name, value in pinned.items()) or "no field"
+    world = job.cluster.gpus
+    for name in ("dp", "tp", "pp", "cp"):
+        if world % pinned.get(name, 1):
+            return f"layout.{name} is {pinned[name]} but must divide {world} GPUs: try {near(pinned[name], divisors(world))}"
+    if pinned.get("ep", 1) > 1 and job.model.moe is None:
+        return f"layout.ep is {pinned['ep']} but {job.model.name} has no experts: try 1"
+    words = [f"--fix {name}={_shown(value)}" for name, value in pinned.items()]
+    words += [f"--forbid {name}={_shown(value)}" for name, values in wishes.forbidden.items() for value in values]
+    asked = f" with {' '.join(words)}" if words else ""
     return (
-        f"no legal layout cuts {job.sequences} sequences over {job.cluster.gpus} GPUs with {words} fixed: "
-        "try fewer --fix or --forbid, or another --batch-tokens"
+        f"no legal layout cuts {job.sequences} sequences over {world} GPUs{asked}: try fewer --fix or --forbid, "
+        f"or another batch, such as --batch-tokens {world * job.seq}"
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.legality import divisors, problem
 from ultrascale.plan.candidates import Wishes
+from ultrascale.schedules import legal
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.estimate import CAUSES, Estimate
 from ultrascale.specs.job import Job
@@ -49,28 +50,22 @@ def with_batch(job: Job, layout: Layout, **fields: Any) -> Layout | None:
         if job.sequences % (values["dp"] * values["mbs"]):
             return None
         values["gas"] = job.sequences // (values["dp"] * values["mbs"])
-    if values["pp"] == 1:
-        values.update(schedule="1f1b", virtual_stages=1)
-    elif values["pp"] * values["virtual_stages"] > job.model.layers:
-        values["virtual_stages"] = max(1, job.model.layers // values["pp"])
-    if values["pp"] > 1 and "schedule" not in fields and problem_in_schedule(job, values):
-        values.update(schedule="1f1b", virtual_stages=1)
-    if values["zero"] == 0:
-        values.update(zero_shards=None)
-    if values["zero"] != 3:
-        values.update(keep_gathered=False)
-    if values["zero_shards"] and (values["dp"] * values["cp"]) % values["zero_shards"]:
-        values.update(zero_shards=None)
+    values.update({name: value for name, value in _following(job, values) if name not in fields})
     try:
         return layout.changed(**values)
     except SpecError:
         return None
 
 
-def problem_in_schedule(job: Job, values: dict[str, Any]) -> bool:
-    from ultrascale.schedules import legal
-
-    return legal(values["schedule"], values["pp"], values["gas"], values["virtual_stages"]) is not None
+def _following(job: Job, values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What has to follow a change so that the layout stays legal; never what was asked for itself."""
+    pp, loops = values["pp"], values["virtual_stages"]
+    if pp == 1 or legal(values["schedule"], pp, values["gas"], loops) is not None or pp * loops > job.model.layers:
+        yield from (("schedule", "1f1b"), ("virtual_stages", 1))
+    if values["zero"] == 0 or (values["zero_shards"] and (values["dp"] * values["cp"]) % values["zero_shards"]):
+        yield "zero_shards", None
+    if values["zero"] != 3:
+        yield "keep_gathered", False
 
 
 def _steps(job: Job, layout: Layout) -> Iterator[dict[str, Any]]:
@@ -147,7 +142,8 @@ def _verdict(chosen: Estimate, other: Estimate) -> str:
     saved = other.peak_gib - chosen.peak_gib
     if abs(slower) < 0.0005:
         return f"same time, {saved:+,.1f} GiB"
-    return f"{slower:+.1%} per step (mostly {CAUSE_WORDS[cause]} {difference:+.2f} s), {saved:+,.1f} GiB"
+    change = f"{slower:+.1%}" if slower < 3 else f"{slower + 1:,.0f} times the time"
+    return f"{change} per step (mostly {CAUSE_WORDS[cause]} {difference:+.2f} s), {saved:+,.1f} GiB"
 
 
 def largest_difference(chosen: Estimate, other: Estimate) -> tuple[str, float]:
@@ -284,7 +280,8 @@ def _speed(
         if (other := by_change.get(f"zero={level}")) is not None:
             yield f"ZeRO-{layout.zero} rather than {level}: {level} {_costs(other)}"
     if layout.pp > 1 and layout.schedule != "1f1b" and (plain := by_change.get("schedule=1f1b")) is not None:
-        yield f"schedule {layout.schedule} with {layout.virtual_stages} stages per rank: 1F1B {_costs(plain)}"
+        chunks = f"{layout.virtual_stages} stages per rank" if layout.virtual_stages > 1 else "one stage per rank"
+        yield f"schedule {layout.schedule} with {chunks}: 1F1B {_costs(plain)}"
     if objective == "throughput":
         better = [n for n in rejected if not n.fits and n.step_time_s < chosen.step_time_s]
         if better:

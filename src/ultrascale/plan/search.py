@@ -15,7 +15,7 @@ from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import Machine
 from ultrascale.plan import advice, reasons
 from ultrascale.plan.candidates import Wishes, cores, why_empty
-from ultrascale.specs.errors import SpecError
+from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -28,6 +28,7 @@ OBJECTIVES: tuple[str, ...] = ("throughput", "cost", "memory")
 # than that are kept for those that the exact memory count then puts just over the edge.
 SIMULATED_AT_LEAST = 24
 KEPT_AT_LEAST = 240
+MOST = 1000  # every plan shown is simulated: ten to sixty milliseconds each
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,9 @@ def plan(
     `throughput`: fastest step. `memory`: least peak. `cost`: fewest GPU-seconds per token, on this cluster or on a part of it.
     """
     if objective not in OBJECTIVES:
-        raise SpecError(f"objective is '{objective}' but must be one of {', '.join(OBJECTIVES)}")
-    if isinstance(top, bool) or not isinstance(top, int) or not 1 <= top <= 10_000:
-        raise SpecError(f"top is {top!r} but must be a whole number from 1 to 10000, such as 10")
+        raise SpecError(f"objective is '{objective}': {nearest(str(objective), OBJECTIVES)} (one of {', '.join(OBJECTIVES)})")
+    if isinstance(top, bool) or not isinstance(top, int) or not 1 <= top <= MOST:
+        raise SpecError(f"top is {top!r} but must be a whole number from 1 to {MOST}, such as 10")
     started = time.perf_counter()
     wishes = Wishes.parse(fix, forbid)
     say = progress or (lambda _: None)

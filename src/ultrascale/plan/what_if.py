@@ -43,6 +43,8 @@ def what_if(plan: Plan, change: str) -> WhatIf:
         if not equals or not value.strip():
             raise SpecError(f"--what-if '{word:.60}' must be a field and a value, such as --what-if zero=3")
         name = name.strip()
+        if name in layout_fields or name in job_fields:
+            raise SpecError(f"--what-if {change} gives {name} twice: keep one, or ask with a second --what-if")
         if name in Layout.model_fields:
             layout_fields[name] = field_value(name, value)
         elif name in JOB_FIELDS:
@@ -66,7 +68,7 @@ def what_if(plan: Plan, change: str) -> WhatIf:
 
 def _job_value(name: str, text: str) -> Any:
     if name in ("seq", "batch_tokens"):
-        return tokens(text, name)
+        return tokens(text, name, "8192 or 8k" if name == "seq" else "4M or 4194304")
     if name == "gpus":
         return tokens(text, name, "gpus=128")
     return {"true": True, "false": False}.get(text.lower(), text)

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ultrascale.cost import cheatsheet
+from ultrascale.cost.estimate import estimate
 from ultrascale.cost.timeline import memory_timeline
 from ultrascale.plan.reasons import CAUSE_WORDS
 from ultrascale.plan.what_if import Largest, WhatIf
@@ -61,6 +62,23 @@ def show_plan(console: Console, plan: Plan) -> None:
         console.print(neighbour_table(plan))
     heading(console, "What this rests on")
     bullets(console, e.notes)
+
+
+def show_staleness(console: Console, plan: Plan) -> None:
+    """A file can be edited, and the cost model can change: says so when the estimate is no longer what is predicted."""
+    now = estimate(plan.job, plan.layout)
+    for name, written, predicted in (
+        ("a step of {:,.4g} s", plan.estimate.step_time_s, now.step_time_s),
+        ("a peak of {:,.4g} GiB", plan.estimate.peak_gib, now.peak_gib),
+    ):
+        if abs(written - predicted) > 1e-4 * predicted:
+            labelled(
+                console,
+                "note:",
+                "yellow",
+                f"this file says {name.format(written)} but {predicted:,.4g} is predicted for its job and layout now: "
+                "it was edited or comes from another version; plan anew to refresh it",
+            )
 
 
 def memory_table(e: Estimate) -> Table:
@@ -210,6 +228,8 @@ def show_what_if(console: Console, plan: Plan, answers: list[WhatIf]) -> None:
             labelled(console, f"{answer.change}:", "yellow", f"cannot be done: {answer.problem}")
         else:
             console.print(f"{answer.change}: {answer.layout}")
+    if not legal:
+        return
     table = _table(
         "Each change beside today", ("", "left"), ("today", "right"), *((answer.change, "right") for answer in legal)
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 
 from rich.console import Console
@@ -39,10 +38,3 @@ def bullets(console: Console, lines: Iterable[str]) -> None:
 def count_of(number: int, noun: str) -> str:
     """`1 node`, `8 nodes`, `1,024 sequences`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def survive_any_terminal() -> None:
-    """Signs that a terminal's encoding lacks (×, ·, █) are printed as `?`; they do not end the program."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")

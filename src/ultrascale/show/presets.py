@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.gpu import GPU
 from ultrascale.specs.model import Model
 
@@ -87,10 +89,21 @@ def _peak(gpu: GPU, precision: Any) -> str:
     return f"{value:,.0f}" if value else "–"
 
 
+def _find(name: str) -> GPU | Model:
+    """A GPU kind, a model preset or a model file of that name."""
+    if name.strip().lower() in GPU.preset_names():
+        return GPU.load(name)
+    hint = nearest(name.lower(), [*GPU.preset_names(), *Model.preset_names()])
+    if name.strip().lower() not in Model.preset_names() and not os.path.exists(name):
+        raise SpecError(f"'{name}' is neither a model nor a GPU kind: {hint}")
+    return Model.load(name)
+
+
 def show_one(console: Console, name: str) -> None:
     """One preset with every field, and where each number comes from."""
-    if name.lower() in GPU.preset_names():
-        gpu = GPU.load(name)
+    found = _find(name)
+    if isinstance(found, GPU):
+        gpu = found
         table = Table(title=gpu.name, title_justify="left", header_style="bold")
         for column in ("field", "value", "source"):
             table.add_column(column)
@@ -99,7 +112,7 @@ def show_one(console: Console, name: str) -> None:
                 table.add_row(field, str(value), gpu.sources.get(field, ""))
         console.print(table)
         return
-    model = Model.load(name)
+    model = found
     table = Table(title=f"{name}: {model.parameters:,} parameters", title_justify="left", header_style="bold")
     for column in ("field", "value"):
         table.add_column(column)
@@ -117,9 +130,10 @@ def presets_json(name: str | None) -> dict[str, Any]:
         }
 
     if name is not None:
-        if name.lower() in GPU.preset_names():
-            return {"gpus": {name: GPU.load(name).model_dump(mode="json")}, "models": {}}
-        return {"gpus": {}, "models": {name: with_count(Model.load(name))}}
+        found = _find(name)
+        if isinstance(found, GPU):
+            return {"gpus": {name: found.model_dump(mode="json")}, "models": {}}
+        return {"gpus": {}, "models": {name: with_count(found)}}
     return {
         "models": {key: with_count(model) for key, model in Model.presets().items()},
         "gpus": {key: gpu.model_dump(mode="json") for key, gpu in GPU.presets().items()},

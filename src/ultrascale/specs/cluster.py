@@ -103,6 +103,8 @@ class Cluster(BaseModel):
     @classmethod
     def _of_total(cls, kind: GPU, gpus: int) -> Cluster:
         per_node = kind.gpus_per_node
+        if gpus < 1:
+            raise SpecError(f"cluster is '{gpus}x{kind.name}' but must have at least one GPU: try {per_node}x{kind.name}")
         if gpus > per_node and gpus % per_node:
             lower = gpus // per_node * per_node
             raise SpecError(
@@ -112,7 +114,7 @@ class Cluster(BaseModel):
         return cls.of(kind, nodes=max(1, gpus // per_node), gpus_per_node=min(gpus, per_node))
 
     @classmethod
-    def of(cls, kind: GPU, *, nodes: int, gpus_per_node: int, **overrides: Any) -> Cluster:
+    def of(cls, kind: GPU, /, *, nodes: int, gpus_per_node: int, **overrides: Any) -> Cluster:
         """A cluster whose unnamed fields are the GPU kind's usual ones."""
         domain = kind.link_domain
         if domain % max(gpus_per_node, 1) and max(gpus_per_node, 1) % domain:

@@ -141,7 +141,7 @@ class Estimate(_Frozen):
     first_step_peak_gib: Number
     """before the first optimizer step its states do not exist"""
     bubble_fraction: Number
-    memory: tuple[StageMemory, ...]
+    memory: tuple[StageMemory, ...] = Field(min_length=1)
     time: Time
     traffic: tuple[Traffic, ...]
     activations: tuple[ActivationItem, ...]
@@ -157,7 +157,7 @@ class Estimate(_Frozen):
         if not 0 <= self.peak_stage < len(self.memory):
             raise ValueError(
                 f"plan.estimate.peak_stage is {self.peak_stage} but memory lists {len(self.memory)} stages: try "
-                f"{max(0, len(self.memory) - 1)}"
+                f"{len(self.memory) - 1}"
             )
         return self
 

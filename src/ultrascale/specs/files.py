@@ -53,14 +53,19 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
 class _Loader(yaml.SafeLoader):
     """Safe YAML that refuses what YAML leaves open: a field given twice, and merges that multiply without end."""
 
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"the field '{key.value}' is given twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return node
+
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        given = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         super().flatten_mapping(node)
         if len(node.value) > MAX_MERGED:
             raise yaml.MarkedYAMLError(problem=f"more than {MAX_MERGED:,} merged fields", problem_mark=node.start_mark)
-        twice = next((key for position, key in enumerate(given) if key in given[:position]), None)
-        if twice is not None:
-            raise yaml.MarkedYAMLError(problem=f"the field '{twice}' is given twice", problem_mark=node.start_mark)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -71,12 +76,12 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _reason(error: OSError | ValueError) -> str:
+def _reason(error: OSError) -> str:
     if isinstance(error, FileNotFoundError):
         return "does not exist"
     if isinstance(error, IsADirectoryError):
         return "is a folder"
-    return f"cannot be used ({(getattr(error, 'strerror', None) or str(error)).lower()})"
+    return f"cannot be read ({(error.strerror or str(error)).lower()})"
 
 
 def write_text(path: Path, text: str) -> None:
@@ -86,9 +91,9 @@ def write_text(path: Path, text: str) -> None:
         raise SpecError(f"{path} is a folder: name a file in it, such as {path / 'plan.yaml'}")
     if os.path.exists(path) and not os.path.isfile(path):  # a rename would put a file in a device's place
         raise SpecError(f"{path} is a device: name a file, such as plan.yaml")
-    target = Path(os.path.realpath(path))  # a link stays a link
     temporary = None
     try:
+        target = Path(os.path.realpath(path))  # a link stays a link
         target.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".", suffix=".tmp")
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -97,7 +102,8 @@ def write_text(path: Path, text: str) -> None:
         os.replace(temporary, target)
         temporary = None
     except (OSError, ValueError) as error:
-        raise SpecError(f"{path} {_reason(error)}: name a file that can be written, such as plan.yaml") from None
+        reason = (getattr(error, "strerror", None) or str(error)).lower()
+        raise SpecError(f"{path} cannot be written ({reason}): name another file, such as plan.yaml") from None
     finally:
         if temporary is not None:
             os.unlink(temporary)

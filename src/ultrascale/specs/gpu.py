@@ -17,7 +17,7 @@ from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.validate import build
 
 # Strict, as in Model: "3.35e3" between quotes or `true` is a mistake in the file. A whole number is a fine float.
-Amount = Annotated[float, Field(strict=True, gt=0, le=1e9, allow_inf_nan=False)]
+Amount = Annotated[float, Field(strict=True, ge=1e-3, le=1e9, allow_inf_nan=False)]
 AmountOrZero = Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)]
 Count = Annotated[int, Field(strict=True, gt=0, le=2**20)]
 Text = Annotated[str, Field(strict=True, min_length=1)]

@@ -124,6 +124,8 @@ class Model(BaseModel):
             path = path / "config.json"
             if not os.path.isfile(path):
                 raise SpecError(f"model folder {ref} has no config.json: give a folder of an HF model, or a .yaml file")
+        elif not os.path.isfile(path) and path.suffix.lower() in (".yaml", ".yml", ".json"):
+            raise SpecError(f"model file {ref} does not exist: give one that does, or a preset such as llama-3-8b")
         elif not os.path.isfile(path):
             # 'meta-llama/Llama-3.1-8B' is close to a preset only in its last part.
             hint = nearest(path.name.lower(), cls.preset_names())

@@ -46,7 +46,7 @@ class Plan(BaseModel):
         stages, pp = len(self.estimate.memory), self.layout.pp
         if stages != pp:
             raise ValueError(
-                f"plan.estimate.memory lists {stages} stages but layout.pp is {pp}: try pp: {stages}, or plan with --fix pp={pp}"
+                f"plan.estimate.memory lists {stages} stages but layout.pp is {pp}: try pp: {stages}, or plan anew"
             )
         return self
 
@@ -109,7 +109,8 @@ HEADER = "# A plan of ultrascale: `ultrascale explain` reads it. Memory in bytes
 def _rounded(value: Any) -> Any:
     """Six significant digits: more would be noise in a file that people read. Whole bytes stay whole."""
     if isinstance(value, float):
-        return int(value) if value.is_integer() and abs(value) < 2**53 else float(f"{value:.6g}")
+        short = value if value.is_integer() else float(f"{value:.6g}")
+        return int(short) if short.is_integer() and abs(short) < 2**53 else short
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
     return [_rounded(item) for item in value] if isinstance(value, (list, tuple)) else value

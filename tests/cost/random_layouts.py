@@ -1,0 +1,93 @@
+"""Random legal layouts of real models on real clusters: one hypothesis strategy and one seeded generator."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from hypothesis import strategies as st
+
+from ultrascale.cost.legality import divisors, problem
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.model import Model
+
+# model, cluster, sequence, sequences in a batch, further fields of the job
+JOBS: tuple[tuple[str, str, int, int, dict[str, Any]], ...] = (
+    ("llama-3-8b", "64xh100", 8192, 256, {}),
+    ("llama-3-70b", "128xh100", 8192, 256, {"gradients": "bf16"}),
+    ("llama-3.1-405b", "512xh200", 8192, 256, {}),
+    ("gpt3-175b", "64xa100-80gb", 2048, 192, {"attention": "plain", "dropout": True}),
+    ("llama-3.2-1b", "16xa100-80gb", 32768, 32, {}),
+    ("qwen3-8b", "16xb200", 4096, 96, {"precision": "fp8"}),
+    ("mixtral-8x7b", "64xh100", 4096, 256, {}),
+    ("qwen3-30b-a3b", "32xh100", 4096, 256, {"optimizer": "adamw-8bit"}),
+    ("deepseek-v2-lite", "32xh200", 4096, 128, {}),
+    ("deepseek-v3", "256xh100", 4096, 512, {}),
+    ("smollm2-360m", "8xv100", 2048, 64, {"precision": "fp16"}),
+)
+
+
+def job_of(index: int) -> Job:
+    model, cluster, seq, sequences, fields = JOBS[index]
+    return Job(
+        model=Model.load(model), cluster=Cluster.load(cluster), seq=seq, batch_tokens=seq * sequences, **fields
+    )
+
+
+def from_choices(job: Job, choose: Any) -> Layout | None:
+    """A layout drawn field by field with `choose(list)`; None when the draw ends nowhere legal."""
+    model, world = job.model, job.cluster.gpus
+    tp = choose([d for d in divisors(world) if d <= 16 and model.heads % d == 0])
+    pp = choose([d for d in divisors(world // tp) if d <= min(model.layers, 32)])
+    cp = choose([d for d in divisors(world // (tp * pp)) if d <= 8])
+    dp = world // (tp * pp * cp)
+    if job.sequences % dp:
+        return None
+    mbs = choose([d for d in divisors(job.sequences // dp) if d <= 8])
+    zero = choose([0, 1, 2, 3])
+    schedule, loops = "1f1b", 1
+    if pp > 1:
+        schedule = choose(["afab", "1f1b", "interleaved", "zero-bubble", "zb-v", "dualpipe-v"])
+        loops = {"interleaved": choose([2, 3, 4]), "zero-bubble": choose([1, 2, 3]), "zb-v": 2, "dualpipe-v": 2}.get(schedule, 1)
+    layout = Layout(
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        dp=dp,
+        ep=choose([d for d in divisors(model.moe.experts if model.moe else 1) if (dp * cp) % d == 0]),
+        zero=zero,
+        zero_shards=choose([None, *(d for d in divisors(dp * cp) if 1 < d < dp * cp)]) if zero else None,
+        keep_gathered=zero == 3 and choose([False, True]),
+        sequence_parallel=choose([True, True, False]),
+        data_parallel=choose(["bucketed", "bucketed", "hooks", "naive"]),
+        context_parallel=choose(["zigzag", "ring", "allgather", "ulysses"]),
+        schedule=schedule,
+        virtual_stages=loops,
+        mbs=mbs,
+        gas=job.sequences // (dp * mbs),
+        recompute=choose(["none", "selective", "full"]),
+        offload=choose(["none", "none", "none", "optimizer", *(["parameters"] if zero == 3 else [])]),
+    )
+    return layout if problem(job, layout) is None else None
+
+
+@st.composite
+def jobs_and_layouts(draw: st.DrawFn) -> tuple[Job, Layout]:
+    job = job_of(draw(st.integers(0, len(JOBS) - 1)))
+    rng = Random(draw(st.integers(0, 2**32 - 1)))
+    layout = next(found for _ in range(10_000) if (found := from_choices(job, rng.choice)) is not None)
+    return job, layout
+
+
+def sample(count: int, seed: int) -> list[tuple[Job, Layout]]:
+    """`count` layouts, every job in turn."""
+    rng = Random(seed)
+    found: list[tuple[Job, Layout]] = []
+    while len(found) < count:
+        job = job_of(len(found) % len(JOBS))
+        layout = from_choices(job, rng.choice)
+        if layout is not None:
+            found.append((job, layout))
+    return found

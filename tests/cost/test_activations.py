@@ -1,0 +1,130 @@
+"""Activations: Korthikanti's closed forms to the byte, and a Llama layer tensor by tensor."""
+
+from __future__ import annotations
+
+import pytest
+
+from ultrascale.cost import activations
+from ultrascale.cost.columns import Columns
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.model import Model
+
+SBH = 2048 * 1 * 12288  # GPT-3: s·b·h
+SCORES = 5 * 96 * 2048 / 12288  # 5·a·s/h = 80
+
+
+def job(name: str, seq: int, **fields: object) -> Job:
+    return Job(model=Model.load(name), cluster=Cluster.load("64xh100"), seq=seq, batch_tokens=seq * 64, **fields)
+
+
+def one_layer(of: Job, layout: Layout, moe: bool = False) -> activations.LayerActivations:
+    return activations.layer(of, Columns.of([layout]), moe)
+
+
+@pytest.mark.parametrize(
+    ("tp", "sequence_parallel", "recompute", "per_sbh"),
+    [
+        # Korthikanti 2022, table 2, row by row, times s·b·h
+        (1, False, "none", 34 + 80),
+        (8, False, "none", 10 + 24 / 8 + 80 / 8),
+        (8, True, "none", 34 / 8 + 80 / 8),
+        (8, False, "selective", 10 + 24 / 8),
+        (8, True, "selective", 34 / 8),
+        (1, False, "full", 2),
+    ],
+)
+def test_korthikanti_table_2(tp: int, sequence_parallel: bool, recompute: str, per_sbh: float) -> None:
+    of = job("gpt3-175b", 2048, attention="plain", dropout=True)
+    layout = Layout(tp=tp, sequence_parallel=sequence_parallel, recompute=recompute)
+    assert SCORES == 80
+    assert one_layer(of, layout).total[0] == pytest.approx(SBH * per_sbh, rel=1e-12)
+    assert activations.korthikanti(2048, 1, 12288, 96, tp, sequence_parallel, recompute) == pytest.approx(SBH * per_sbh)
+
+
+def test_gpt3_whole_model_is_the_papers_figure() -> None:
+    """Equation 1 for GPT-3 at mbs 1: 114·s·b·h = 2.87 GB a layer, 275 GB for 96: why it needs cutting at all."""
+    of = job("gpt3-175b", 2048, attention="plain", dropout=True)
+    assert one_layer(of, Layout()).total[0] == 2_868_903_936
+    assert 96 * one_layer(of, Layout()).total[0] / 1e9 == pytest.approx(275.4, abs=0.1)
+
+
+def test_llama_layer_with_flash() -> None:
+    """Llama-3-8B, 8192 tokens, bf16, no cut. Bytes per token:
+
+    attention norm's input 2·4096, qkv's input 2·4096, q 2·4096, k and v 2·2·1024, attention output 2·4096, log-sum-exp 4·32,
+    MLP norm's input 2·4096, MLP's input 2·4096, gate and up 2·2·14336, activation 2·14336.
+    8192 + 8192 + 8192 + 4096 + 8192 + 128 + 8192 + 8192 + 57344 + 28672 = 139,392.
+    """
+    layer = one_layer(job("llama-3-8b", 8192), Layout())
+    assert layer.total[0] == layer.whole[0] == 8192 * 139_392
+    # Alive in its backward: gradients of gate and up (2·2·14336) and two residual-wide (2·2·4096).
+    assert layer.gradients[0] == 8192 * (57_344 + 16_384)
+    assert layer.working[0] == layer.gradients[0]
+
+
+def test_llama_layer_selective() -> None:
+    """Norm outputs (two of 8192) and the MLP's activation (28672) are computed again: 139,392 − 45,056 = 94,336 a token."""
+    layer = one_layer(job("llama-3-8b", 8192), Layout(recompute="selective"))
+    assert layer.total[0] == 8192 * 94_336
+    assert layer.working[0] == 8192 * (45_056 + 73_728)
+
+
+def test_llama_layer_full() -> None:
+    """Only the layer's input stays: 8192 a token; the rest is back for the one layer in backward."""
+    layer = one_layer(job("llama-3-8b", 8192), Layout(recompute="full"))
+    assert layer.total[0] == 8192 * 8192
+    assert layer.working[0] == 8192 * (139_392 - 8192 + 73_728)
+
+
+def test_llama_layer_cut_by_tensor_parallelism() -> None:
+    """tp=8: without sequence parallelism the four residual-wide tensors stay whole; with it all are cut by 8."""
+    wide, cut = 4 * 8192, 139_392 - 4 * 8192
+    of = job("llama-3-8b", 8192)
+    assert one_layer(of, Layout(tp=8, sequence_parallel=False)).total[0] == 8192 * (wide + cut / 8)
+    assert one_layer(of, Layout(tp=8)).total[0] == 8192 * 139_392 / 8
+    # tp=16: 8 kv heads, so each rank keeps one k and one v head of 128: 2·2·128 = 512 bytes, not 4096/16.
+    assert one_layer(of, Layout(tp=16)).total[0] == 8192 * ((139_392 - 4096) / 16 + 4096 / 8)
+
+
+def test_context_parallelism_divides_tokens() -> None:
+    assert one_layer(job("llama-3-8b", 8192), Layout(cp=4, mbs=2)).total[0] == 2 * 2048 * 139_392
+
+
+def test_fp32_doubles_everything_but_the_log_sum_exp() -> None:
+    layer = one_layer(job("llama-3-8b", 8192, precision="fp32"), Layout())
+    assert layer.total[0] == 8192 * (2 * (139_392 - 128) + 128)
+
+
+def test_moe_layer_of_mixtral() -> None:
+    """Mixtral-8x7B: 2 experts a token and the busiest rank 10 % over the mean: 2.2 rows of 4096 in and out, 3·14336 inside.
+
+    attention 8192 + 8192 + 8192 + 4096 + 8192 + 128, MLP norm and input 16384, router 4·8 = 32, rows 2.2·(8192 + 8192),
+    gate and up 2.2·57344, activation 2.2·28672.
+    """
+    of = job("mixtral-8x7b", 4096)
+    imbalance = of.cluster.efficiency.expert_imbalance
+    assert imbalance == 1.10
+    by_hand = 36_992 + 16_384 + 32 + 2.2 * (16_384 + 57_344 + 28_672)
+    assert one_layer(of, Layout(), moe=True).total[0] == pytest.approx(4096 * by_hand)
+
+
+def test_mla_layer_of_deepseek_v3() -> None:
+    """Per token: four residual-wide 2·7168; q and k 2·128·192 each, v 2·128·128; latents 1536 + 512 + 64 twice (before and
+    after their norms); output 2·128·128; log-sum-exp 4·128. Cut by tp are all but the latents; the dense MLP 3·2·18432."""
+    of = job("deepseek-v3", 4096)
+    attention = 2 * 128 * (192 + 192 + 128) + 2 * 128 * 128 + 4 * 128
+    latents = 2 * 2 * (1536 + 512 + 64)
+    by_hand = 4 * 14_336 + attention + latents + 3 * 36_864
+    assert one_layer(of, Layout()).total[0] == 4096 * by_hand
+    assert one_layer(of, Layout(tp=8)).total[0] == 4096 * ((by_hand - latents) / 8 + latents)
+
+
+def test_head_of_llama() -> None:
+    """8192 tokens: norm's input and output 2·8192, two fp32 numbers of a fused softmax, logits 2·128256; then their gradient."""
+    of = job("llama-3-8b", 8192)
+    head = activations.head(of, Columns.of([Layout()]))
+    assert head.saved[0] == 8192 * (16_384 + 8 + 256_512)
+    assert head.peak[0] == 8192 * (16_384 + 8 + 2 * 256_512)
+    assert activations.head(of, Columns.of([Layout(tp=8)])).peak[0] == 8192 * ((16_384 + 2 * 256_512) / 8 + 8)

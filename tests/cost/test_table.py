@@ -1,0 +1,138 @@
+"""The closed forms of the search against the simulated estimate, and what a table says about legality and capacity."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+from random_layouts import sample
+
+from ultrascale.cost import flops, stages, table
+from ultrascale.cost.columns import Columns
+from ultrascale.cost.estimate import estimate
+from ultrascale.cost.hardware import Machine
+from ultrascale.cost.legality import problem
+from ultrascale.plan.candidates import Wishes, cores
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.model import Model
+from ultrascale.specs.units import GIB
+
+
+def heaviest_chunk(job: Job, layout: Layout) -> float:
+    """The slowest pipeline chunk over the mean, in layers, the head counted as the layers it weighs."""
+    counts = np.asarray(stages.chunk_layers(job.model, layout.pp, layout.virtual_stages), dtype=float)
+    counts[-1] += flops.head_in_layers(job.model)
+    return float(counts.max() / counts.mean())
+
+
+def closed_form(job: Job, layout: Layout) -> tuple[float, float]:
+    cells = table.evaluate(
+        job, Columns.of([layout]), [(layout.schedule, layout.virtual_stages)], Machine(job), capacity_bytes=np.inf
+    )
+    assert cells.legal[0, 0]
+    return float(cells.step_s[0, 0]), float(cells.peak_bytes[0, 0])
+
+
+@cache
+def errors() -> tuple[tuple[float, float, float, Layout], ...]:
+    """(time, memory, heaviest chunk, layout) of random legal layouts: errors relative to the simulator, in percent."""
+    found = []
+    for job, layout in sample(330, seed=7):
+        step_s, peak_bytes = closed_form(job, layout)
+        exact = estimate(job, layout)
+        time, memory = step_s / exact.step_time_s - 1, peak_bytes / (exact.peak_gib * GIB) - 1
+        found.append((100 * time, 100 * memory, heaviest_chunk(job, layout), layout))
+    return tuple(found)
+
+
+def quantiles(values: list[float]) -> tuple[float, float]:
+    median, p95 = np.quantile(np.abs(values), (0.5, 0.95))
+    return float(median), float(p95)
+
+
+def test_time_and_memory_where_chunks_weigh_about_the_same() -> None:
+    """The heaviest chunk up to 1.3 of the mean: six layouts of seven."""
+    even = [error for error in errors() if error[2] <= 1.3]
+    assert len(even) >= 250
+    median, p95 = quantiles([time for time, *_ in even])
+    assert median <= 1
+    assert p95 <= 4
+    median, p95 = quantiles([memory for _, memory, *_ in even])
+    assert median <= 1
+    assert p95 <= 4
+
+
+def test_time_and_memory_of_all() -> None:
+    """The closed makespan knows ranks, not chunks: where one chunk is far heavier, interleaved schedules come out too fast."""
+    median, p95 = quantiles([time for time, *_ in errors()])
+    assert median <= 1
+    assert p95 <= 5
+    median, p95 = quantiles([memory for _, memory, *_ in errors()])
+    assert median <= 1
+    assert p95 <= 4
+
+
+def test_one_stage_per_rank_has_exact_memory() -> None:
+    """in_flight is exact for equal chunks, and one chunk per rank is always equal to itself."""
+    single = [memory for _, memory, _, layout in errors() if layout.virtual_stages == 1]
+    assert len(single) >= 100
+    assert max(map(abs, single)) < 1e-6
+
+
+def test_no_pipeline_is_exact_and_afab_nearly() -> None:
+    """AFAB waits for the slowest forward and then for the slowest backward, which may be two ranks; the closed form knows one."""
+    for name, bound in (("none", 1e-6), ("afab", 0.5)):
+        found = [time for time, _, _, x in errors() if (x.pp == 1 if name == "none" else x.pp > 1 and x.schedule == name)]
+        assert len(found) >= 25
+        assert max(map(abs, found)) < bound
+
+
+def test_uneven_moe_pipelines_find_their_peak() -> None:
+    """61 layers of DeepSeek-V3 over 32 ranks: the peak is on rank 2, the first with two MoE layers, not beside the ends."""
+    job = Job(model=Model.load("deepseek-v3"), cluster=Cluster.load("256xh100"), seq=4096, batch_tokens=4096 * 512)
+    layout = Layout(pp=32, dp=8, ep=8, gas=64, recompute="full")
+    exact = estimate(job, layout)
+    assert exact.peak_stage == 2
+    assert closed_form(job, layout)[1] == pytest.approx(exact.peak_gib * GIB)
+
+
+def small_job() -> Job:
+    return Job(model=Model.load("llama-3.2-1b"), cluster=Cluster.load("8xa100-40gb"), seq=4096, batch_tokens=4096 * 16)
+
+
+def test_cells_that_do_not_fit_have_no_time() -> None:
+    job = small_job()
+    capacity = job.cluster.gpu.memory_gib * GIB
+    seen = {"fits": 0, "over": 0, "illegal": 0}
+    for group in cores(job, Wishes()):
+        cells = table.evaluate(job, group.columns, group.variants, Machine(job), capacity)
+        over = cells.peak_bytes > capacity
+        assert np.array_equal(np.isfinite(cells.step_s), cells.legal & ~over)
+        for name, mask in (("fits", cells.legal & ~over), ("over", cells.legal & over), ("illegal", ~cells.legal)):
+            seen[name] += int(mask.sum())
+    assert min(seen.values()) > 0
+
+
+def test_the_table_agrees_with_legality_cell_by_cell() -> None:
+    job = small_job()
+    for group in cores(job, Wishes()):
+        cells = table.evaluate(job, group.columns, group.variants, Machine(job), np.inf)
+        for core in range(0, len(group.columns), 97):
+            for variant in range(len(group.variants)):
+                layout = cells.layouts(np.asarray([core]), np.asarray([variant])).layout(0)
+                assert (layout.schedule, layout.virtual_stages) == group.variants[variant]
+                assert cells.legal[core, variant] == (problem(job, layout) is None)
+
+
+def test_blocks_do_not_show() -> None:
+    """A table larger than a block has the numbers of its rows alone."""
+    job = small_job()
+    group = next(iter(cores(job, Wishes())))
+    rows = np.resize(np.arange(len(group.columns)), table.BLOCK + 50)
+    whole = table.evaluate(job, group.columns.take(rows), group.variants, Machine(job), np.inf)
+    few = table.evaluate(job, group.columns.take(rows[-50:]), group.variants, Machine(job), np.inf)
+    assert np.array_equal(whole.step_s[-50:], few.step_s)
+    assert np.array_equal(whole.peak_bytes[-50:], few.peak_bytes)

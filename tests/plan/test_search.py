@@ -1,0 +1,190 @@
+"""The search against brute force, its objectives and wishes, and what it says when nothing fits."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from ultrascale.cost.estimate import estimate
+from ultrascale.cost.legality import divisors, problem
+from ultrascale.plan.search import plan
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.estimate import Estimate
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.model import Model
+
+
+def job(model: str, cluster: str, seq: int, sequences: int) -> Job:
+    return Job(model=Model.load(model), cluster=Cluster.load(cluster), seq=seq, batch_tokens=seq * sequences)
+
+
+def everything(of: Job) -> list[tuple[Layout, Estimate]]:
+    """Every legal layout with its simulated estimate; the fields that the search leaves out at their defaults."""
+    world, found = of.cluster.gpus, []
+    schedules = [("afab", 1), ("1f1b", 1), ("zero-bubble", 1), ("zb-v", 2), ("dualpipe-v", 2)]
+    schedules += [(name, loops) for name in ("interleaved", "zero-bubble") for loops in (2, 3, 4)]
+    for dp, tp, pp, cp in product(divisors(world), repeat=4):
+        if dp * tp * pp * cp != world or of.sequences % dp:
+            continue
+        for mbs, zero, keep, exchange, (schedule, loops), recompute in product(
+            divisors(of.sequences // dp),
+            range(4 if dp * cp > 1 else 1),
+            (False, True),
+            ("zigzag", "allgather", "ulysses") if cp > 1 else ("zigzag",),
+            schedules,
+            ("none", "selective", "full"),
+        ):
+            layout = Layout(
+                dp=dp, tp=tp, pp=pp, cp=cp, mbs=mbs, gas=of.sequences // (dp * mbs), zero=zero, keep_gathered=keep,
+                context_parallel=exchange, schedule=schedule, virtual_stages=loops, recompute=recompute,
+            )  # fmt: skip
+            if problem(of, layout) is None:
+                found.append((layout, estimate(of, layout)))
+    return found
+
+
+SMALL = job("smollm2-1.7b", "4xa100-40gb", 4096, 8)
+
+
+@pytest.fixture(scope="module")
+def brute() -> list[tuple[Layout, Estimate]]:
+    return everything(SMALL)
+
+
+def test_the_winner_is_the_best_of_all(brute: list[tuple[Layout, Estimate]]) -> None:
+    best = min(predicted.step_time_s for _, predicted in brute if predicted.fits)
+    result = plan(SMALL)
+    assert len(brute) > 1000
+    assert result.evaluated >= len(brute)
+    assert result.plans[0].estimate.step_time_s == pytest.approx(best, rel=0.01)
+    assert result.plans[0].estimate.step_time_s <= best * 1.0001
+    fitting = sum(predicted.fits for _, predicted in brute)
+    assert 0 < fitting < len(brute)
+
+
+def test_the_objective_memory_gives_the_least_peak(brute: list[tuple[Layout, Estimate]]) -> None:
+    least = min(predicted.peak_gib for _, predicted in brute)
+    result = plan(SMALL, objective="memory")
+    assert result.plans[0].estimate.peak_gib == pytest.approx(least, rel=0.01)
+    peaks = [one.estimate.peak_gib for one in result.plans]
+    assert peaks == sorted(peaks)
+
+
+@pytest.mark.slow
+def test_the_winner_on_eight_gpus_is_the_best_of_all() -> None:
+    of = job("llama-3.2-1b", "8xa100-40gb", 8192, 16)
+    best = min(predicted.step_time_s for _, predicted in everything(of) if predicted.fits)
+    assert plan(of).plans[0].estimate.step_time_s <= best * 1.01
+
+
+def test_plans_are_ranked_fit_and_distinct() -> None:
+    result = plan(job("llama-3-8b", "16xh100", 8192, 64), top=20, explain=False)
+    times = [one.estimate.step_time_s for one in result.plans]
+    assert len(times) == 20
+    assert times == sorted(times)
+    assert all(one.estimate.fits for one in result.plans)
+    assert len({one.layout for one in result.plans}) == 20
+    for one in result.plans:
+        assert problem(result.job, one.layout) is None
+        assert one.estimate == estimate(result.job, one.layout)
+    assert result.fitting <= result.evaluated
+
+
+@pytest.mark.parametrize("fix", ["tp=4", "pp=2,schedule=interleaved", "zero=3", "recompute=full", "mbs=2", "dp=4"])
+def test_fixed_fields_are_respected(fix: str) -> None:
+    of = job("llama-3-8b", "16xh100", 8192, 64)
+    free = plan(of, explain=False).plans[0]
+    pinned = plan(of, fix=[fix], explain=False)
+    for one in pinned.plans:
+        for pair in fix.split(","):
+            name, value = pair.split("=")
+            assert str(getattr(one.layout, name)) == value
+    assert pinned.plans[0].estimate.step_time_s >= free.estimate.step_time_s
+
+
+@pytest.mark.parametrize(("forbid", "field", "absent"), [("zero", "zero", {1, 2, 3}), ("pp", "pp", {2, 4, 8}), ("zero=1", "zero", {1})])
+def test_forbidden_fields_are_absent(forbid: str, field: str, absent: set[int]) -> None:
+    for one in plan(job("llama-3.2-1b", "8xh100", 8192, 64), forbid=[forbid], explain=False).plans:
+        assert getattr(one.layout, field) not in absent
+
+
+def test_fixed_wishes_are_among_the_reasons() -> None:
+    best = plan(job("llama-3.2-1b", "8xh100", 8192, 64), fix=["tp=2"]).plans[0]
+    assert "Your wish: tp=2 was fixed" in best.reasons
+
+
+def test_the_objective_cost_may_leave_gpus_idle() -> None:
+    """A small batch on many GPUs: half of them or less do it for fewer GPU-seconds a token."""
+    of = job("llama-3.2-1b", "64xh100", 2048, 64)
+    fast, cheap = plan(of, explain=False).plans[0], plan(of, objective="cost", explain=False).plans[0]
+
+    def gpu_seconds(one: object) -> float:
+        return one.job.cluster.gpus / one.estimate.tokens_per_s  # type: ignore[attr-defined]
+
+    assert cheap.job.cluster.gpus < 64
+    assert fast.job.cluster.gpus == 64
+    assert gpu_seconds(cheap) < gpu_seconds(fast)
+    assert cheap.layout.gpus == cheap.job.cluster.gpus
+
+
+def test_nothing_fits_and_every_change_really_does() -> None:
+    """70B on 8 A100 of 40 GiB: states alone are 18·70.6e9/8 = 148 GiB a GPU."""
+    of = job("llama-3-70b", "8xa100-40gb", 4096, 64)
+    result = plan(of)
+    assert result.plans == ()
+    assert result.fitting == 0
+    no = result.no_fit
+    assert no is not None
+    assert no.peak_gib > no.capacity_gib
+    assert no.peak_gib == pytest.approx(estimate(of, no.layout).peak_gib, rel=0.02)
+    assert no.changes
+    for change in no.changes:
+        again = estimate(change.job, change.layout)
+        assert again == change.estimate
+        assert again.fits, change.text
+    assert str(no).startswith("nothing fits: the closest layout")
+    assert no.changes[0].text in str(no)
+
+
+def test_no_layout_is_smaller_than_the_one_that_comes_closest() -> None:
+    of = job("llama-3-70b", "4xa100-40gb", 2048, 8)
+    no = plan(of).no_fit
+    assert no is not None
+    for fields in ({"zero": 3, "dp": 4, "gas": 2}, {"tp": 4, "gas": 8}, {"pp": 4, "gas": 8}, {"cp": 4, "zero": 3, "gas": 8}):
+        other = Layout(recompute="full").changed(**fields)
+        assert estimate(of, other).peak_gib >= no.peak_gib * 0.98
+
+
+def test_an_impossible_batch_becomes_the_nearest() -> None:
+    """7 sequences on 8 GPUs with dp pinned to 8: 8 sequences are the nearest."""
+    result = plan(job("llama-3.2-1b", "8xh100", 4096, 7), fix=["dp=8"], explain=False)
+    assert result.job.sequences == 8
+    assert "nearest batch that can is 8 sequences = 32,768 tokens" in " ".join(result.notes)
+    assert result.plans[0].layout.dp * result.plans[0].layout.mbs * result.plans[0].layout.gas == 8
+
+
+def test_a_batch_of_no_whole_sequences_is_rounded() -> None:
+    of = job("llama-3.2-1b", "8xh100", 4096, 64).changed(batch_tokens=4096 * 64 + 1000)
+    result = plan(of, explain=False)
+    assert result.job.batch_tokens == 4096 * 64
+    assert "not a whole number of 4,096-token sequences" in result.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [({"objective": "speed"}, "must be one of throughput, cost, memory"), ({"top": 0}, "from 1 to 10000"), ({"top": True}, "from 1")],
+)
+def test_bad_arguments_are_explained(fields: dict[str, object], words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        plan(SMALL, **fields)  # type: ignore[arg-type]
+
+
+def test_progress_is_told() -> None:
+    said: list[str] = []
+    plan(SMALL, progress=said.append)
+    assert said[0] == "searching 4xa100-40gb" or said[0].startswith("searching 4x")
+    assert any(line.startswith("simulating the best") for line in said)
+    assert said[-1] == "explaining the winner"

@@ -1,0 +1,96 @@
+"""Planning starts fast: no heavy import before a verb runs, never torch, and imports run one way through the house."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ultrascale
+
+ROOT = Path(ultrascale.__file__).parent
+# What each room may import of the others (DESIGN.md: specs ← schedules ← cost ← plan).
+ALLOWED = {
+    "specs": {"specs"},
+    "schedules": {"schedules", "specs.errors"},
+    "cost": {"cost", "schedules", "specs"},
+    "plan": {"plan", "cost", "schedules", "specs"},
+}
+
+
+def loaded_after(code: str, *arguments: str) -> set[str]:
+    report = f"{code}\nimport sys; print('\\n' + '\\n'.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", report, *arguments], capture_output=True, text=True, check=True)
+    return {line.split(".")[0] for line in done.stdout.splitlines()}
+
+
+HELP = """
+import sys
+from ultrascale.cli import main
+try:
+    main()
+except SystemExit as end:
+    assert end.code == 0
+"""
+
+
+def test_help_waits_for_nothing_heavy() -> None:
+    found = loaded_after(HELP, "--help")
+    assert "typer" in found
+    assert not found & {"torch", "numpy", "pydantic", "yaml"}
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["plan", "-h"], ["explain", "-h"], ["quickstart", "-h"]])
+def test_the_help_of_a_verb_waits_for_no_numbers(arguments: list[str]) -> None:
+    """typer itself loads pydantic as soon as it reads a verb's options; nothing of ours does."""
+    found = loaded_after(HELP, *arguments)
+    assert not found & {"torch", "numpy", "yaml"}
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    assert not loaded_after("import ultrascale") & {"torch", "numpy", "pydantic", "yaml", "rich"}
+
+
+def test_planning_never_imports_torch() -> None:
+    code = (
+        "from ultrascale import *\n"
+        "job = Job(model=Model.load('gpt2'), cluster=Cluster.load('1xh100'), seq=1024, batch_tokens=1024)\n"
+        "plan(job, top=1)\nimport ultrascale.plan.what_if, ultrascale.show.explain"
+    )
+    found = loaded_after(code)
+    assert "numpy" in found
+    assert "torch" not in found
+
+
+def imported(file: Path) -> set[str]:
+    """Every module that a file's import statements name, those inside functions too."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file} imports relatively"
+            names |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.rglob("*.py")), ids=lambda file: str(file.relative_to(ROOT)))
+def test_imports_run_one_way(file: Path) -> None:
+    room = file.relative_to(ROOT).parts[0]
+    if room not in ALLOWED:
+        return  # cli.py and show/ stand on top of all rooms
+    for name in imported(file):
+        assert name.split(".")[0] != "torch", f"{file} imports {name}"
+        inside = name.removeprefix("ultrascale.")
+        if name.startswith("ultrascale.") and inside.split(".")[0] in ALLOWED:
+            assert any(f"{inside}.".startswith(f"{allowed}.") for allowed in ALLOWED[room]), f"{file} imports {name}"
+
+
+def test_the_public_names_are_all_there() -> None:
+    for name in ultrascale.__all__:
+        assert getattr(ultrascale, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'plam'"):
+        ultrascale.plam  # noqa: B018
