@@ -109,10 +109,10 @@ def _moe(job: Job, columns: Columns, tokens: Array, b: int, residual: Array) -> 
     modules = {
         "mlp input": residual,
         "router": 4 * tokens * moe.experts / columns.sequence_cut,
-        "expert input": b * routed * model.hidden / columns.sequence_cut,
+        "expert input": b * routed * model.hidden / columns.routed_cut,
         "expert products": (2 if model.gated else 1) * wide,
         "expert activation": wide,
-        "expert output": b * routed * model.hidden / columns.sequence_cut,
+        "expert output": b * routed * model.hidden / columns.routed_cut,
     }
     if moe.shared_experts:
         shared = b * tokens * (moe.shared_expert_ffn or 0) / columns.tp

@@ -30,7 +30,7 @@ def traffic(job: Job, columns: Columns, mesh: Mesh, machine: Machine) -> ExpertT
     assert moe is not None
     routed = columns.tokens(job.seq) * moe.top_k * job.cluster.efficiency.expert_imbalance
     exchange = transfer(
-        machine, "expert", "all_to_all", compute_bytes(job) * routed * model.hidden / columns.sequence_cut, mesh.expert
+        machine, "expert", "all_to_all", compute_bytes(job) * routed * model.hidden / columns.routed_cut, mesh.expert
     )
     window_forward = window_backward = np.zeros(len(columns))
     if moe.shared_experts:

@@ -127,6 +127,7 @@ class Machine:
             peak_tflops=peak / 1e12,
             memory_bandwidth_gb_s=self.gpu.memory_bandwidth_gb_s,
             multiprocessors=self.gpu.multiprocessors or surface.multiprocessors,
+            quantize=False,
         )
         return np.asarray(time / (self.efficiency.matmul or self.sustained["fp8" if fp8 else "bf16"]))
 

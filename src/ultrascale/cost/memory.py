@@ -56,7 +56,7 @@ def has_master(job: Job) -> bool:
 def states(job: Job, columns: Columns, held: params.RankParameters) -> StateBytes:
     """The playbook's four persistent owners; experts are sharded over the data ranks that ep left them."""
     shards = columns.shards
-    expert_shards = np.maximum(1, shards / columns.ep)
+    expert_shards = np.maximum(1, shards * columns.tp / columns.expert_cut / columns.ep)
     zero = columns.zero
 
     def sharded(bytes_each: float, from_stage: int) -> Array:
@@ -103,7 +103,7 @@ def transfer_buffers(job: Job, columns: Columns, held: params.RankParameters) ->
     received = np.where(columns.pp > 1, 2 * wide / columns.sequence_cut, 0.0)
     buffers = gathered + fresh_gradients + reduced + gathered_sequence + received + _context_buffers(job, columns)
     if model.moe is not None:
-        routed = job.cluster.efficiency.expert_imbalance * model.moe.top_k * wide / columns.sequence_cut
+        routed = job.cluster.efficiency.expert_imbalance * model.moe.top_k * wide / columns.routed_cut
         buffers = buffers + np.where(columns.ep > 1, routed, 0.0)
     return np.asarray(buffers)
 

@@ -85,9 +85,10 @@ def layer_matmuls(job: Job, columns: Columns, moe: bool) -> list[Matmul]:
         return products + mlp_matmuls(model, "mlp", tokens, model.ffn / columns.tp)
     assert model.moe is not None
     local = model.moe.experts / columns.ep
-    rows = tokens * model.moe.top_k * job.cluster.efficiency.expert_imbalance / local
+    whole_experts = columns.tp / columns.expert_cut
+    rows = tokens * model.moe.top_k * job.cluster.efficiency.expert_imbalance / local / whole_experts
     router = Matmul("router", tokens, np.asarray(float(model.moe.experts)), np.asarray(float(model.hidden)), in_fp8=False)
-    products += [router, *mlp_matmuls(model, "expert", rows, model.moe.expert_ffn / columns.tp, local)]
+    products += [router, *mlp_matmuls(model, "expert", rows, model.moe.expert_ffn / columns.expert_cut, local)]
     if model.moe.shared_experts:
         products += mlp_matmuls(model, "shared expert", tokens, (model.moe.shared_expert_ffn or 0) / columns.tp)
     return products
@@ -133,6 +134,17 @@ def accumulate_s(job: Job, machine: Machine, elements: Array) -> Array:
     return machine.stream_s(elements * (2 * g - b if job.framework.fused_accumulation else b + 2 * g))
 
 
+def fp8_casts(job: Job, machine: Machine, products: list[Matmul]) -> Passes:
+    """Operands of fp8 products are read in bf16 and written in fp8 twice, as they are and transposed for the weight gradient."""
+    zero = np.asarray(0.0)
+    if job.precision != "fp8":
+        return Passes(zero, zero, zero)
+    cast = [p for p in products if p.in_fp8]
+    inputs = machine.stream_s(np.asarray(sum(4.0 * p.count * p.m * p.k for p in cast)))
+    gradients = machine.stream_s(np.asarray(sum(4.0 * p.count * p.m * p.n for p in cast)))
+    return Passes(inputs, gradients, zero)
+
+
 def layer(job: Job, columns: Columns, machine: Machine, moe: bool) -> LayerTime:
     products = layer_matmuls(job, columns, moe)
     matmul = matmul_passes(machine, products)
@@ -140,7 +152,7 @@ def layer(job: Job, columns: Columns, machine: Machine, moe: bool) -> LayerTime:
     forward = machine.stream_s(memory_bound_bytes(job, columns, moe)) * job.framework.elementwise
     zero = np.zeros_like(forward)
     # Backward reads the gradient and the saved tensor and writes the gradient: twice the forward's bytes.
-    memory_bound = Passes(forward, 2 * forward, zero)
+    memory_bound = Passes(forward, 2 * forward, zero) + fp8_casts(job, machine, products)
     kernels = KERNELS_FORWARD + (KERNELS_ROUTING if moe else 0)
     busy = matmul + scores + memory_bound
     launch = _launch(machine, busy, kernels * job.framework.kernels * job.framework.launch)

@@ -55,7 +55,7 @@ def _optimizer(
     job: Job, columns: Columns, machine: Machine, held: params.RankParameters, forward: Array, backward: Array
 ) -> tuple[Array, Array]:
     """Reading and writing every state once, and the gradient once more for its norm; or doing so on the host."""
-    expert_shards = np.maximum(1, columns.shards / columns.ep)
+    expert_shards = np.maximum(1, columns.shards * columns.tp / columns.expert_cut / columns.ep)
     own = np.where(columns.zero >= 1, held.trunk / columns.shards + held.experts / expert_shards, held.total)
     b, g, state = compute_bytes(job), gradient_bytes(job), OPTIMIZER_STATE_BYTES[job.optimizer]
     mixed = b if has_master(job) else 0

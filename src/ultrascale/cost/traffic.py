@@ -77,7 +77,7 @@ def _calls(job: Job, layout: Layout, machine: Machine) -> Iterator[tuple[str, Tr
     if layout.zero == 0:
         reduced = data.traffic(job, row, places, machine, held.trunk, held.experts)
         yield "data", reduced.reduce, 1
-        if moe_layers and layout.data_ranks > layout.ep:
+        if moe_layers and int(reduced.expert_reduce.group.size[0]) > 1:
             yield "data", reduced.expert_reduce, 1
         return
     moved = zero.traffic(job, row, places, machine, held.trunk, held.experts)
@@ -86,7 +86,7 @@ def _calls(job: Job, layout: Layout, machine: Machine) -> Iterator[tuple[str, Tr
     if layout.shards > 1:
         yield "zero", moved.gather, gathers
         yield "zero", moved.scatter, scatters
-        if moe_layers and layout.shards > layout.ep:
+        if moe_layers and int(moved.expert_gather.group.size[0]) > 1:
             yield "zero", moved.expert_gather, gathers
             yield "zero", moved.expert_scatter, scatters
     if layout.data_ranks > layout.shards:

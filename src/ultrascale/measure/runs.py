@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ultrascale.cost.estimate import estimate
+from ultrascale.cost.legality import problem
 from ultrascale.measure import shapes
 from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.gpu import GPU
@@ -142,7 +145,10 @@ def _model(values: Mapping[str, str], assumptions: list[str]) -> tuple[Job, Layo
     precision = precision_of(values, kind, assumptions)
     degrees = _degrees(values, gpus)
     batch = _batch(values, degrees["dp"], assumptions)
-    cluster = Cluster.of(kind, nodes=gpus // per_node, gpus_per_node=per_node)
+    notes = values.get("notes", "").lower()
+    balanced = model.moe is not None and ("forced balance" in notes or "balanced routing" in notes)
+    constants = {"efficiency": Efficiency(expert_imbalance=1.0)} if balanced else {}
+    cluster = Cluster.of(kind, nodes=gpus // per_node, gpus_per_node=per_node, **constants)
     attention = "plain" if framework.attention.startswith("plain") else "flash"
     job = build(
         Job,
@@ -169,6 +175,8 @@ def _model(values: Mapping[str, str], assumptions: list[str]) -> tuple[Job, Layo
         **_schedule(values, degrees, batch),
     }
     chosen = build(Layout, layout, "layout")
+    if recompute is None:
+        chosen = _least_recompute(job, chosen, assumptions)
     return job, chosen, half
 
 
@@ -290,6 +298,16 @@ def _recompute(values: Mapping[str, str]) -> tuple[str | None, bool]:
         if text.startswith(word):
             return word, False
     return ("selective", False) if "norm" in text or "act" in text else (None, False)
+
+
+def _least_recompute(job: Job, layout: Layout, assumptions: list[str]) -> Layout:
+    """Where a row is silent: the least recomputation that fits; full in engines that had no other."""
+    for policy in ("full",) if job.framework.name == "megatron-2021" else ("none", "selective", "full"):
+        tried = layout.changed(recompute=policy)
+        if problem(job, tried) is not None or estimate(job, tried).fits:
+            break
+    assumptions.append(f"recompute {tried.recompute}")
+    return tried
 
 
 def _sequence_parallel(values: Mapping[str, str], assumptions: list[str], degrees: dict[str, int]) -> bool:
