@@ -160,6 +160,7 @@ def _model(values: Mapping[str, str], assumptions: list[str]) -> tuple[Job, Layo
             "precision": precision,
             "attention": attention,
             "framework": framework,
+            "dropout": framework.name.startswith("megatron") and not model.gated and model.moe is None,
             "gradients": "bf16" if framework.states == "pure" else "fp32",
             "optimizer": "adamw-bf16" if framework.states == "pure" else "adamw",
         },
@@ -227,6 +228,11 @@ def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework
         changes["attention"] = "flash-1"
     elif "flash" in attention and framework.attention.startswith("plain"):
         changes["attention"] = "flash-2"
+    if "torchtune" in system:
+        whole_logits = not any(word in values.get("notes", "").lower() for word in ("chunked", "checkpointing", "backward", "offload"))
+        changes["loss"] = "fp32" if whole_logits else "chunked"
+    if "no grad-accum fusion" in values.get("notes", "").lower():
+        changes["fused_accumulation"] = False
     if "all bf16" in values.get("precision", "").lower():
         changes["states"] = "pure"
     if eager and name == "torchtitan":
@@ -292,7 +298,7 @@ def _recompute(values: Mapping[str, str]) -> tuple[str | None, bool]:
     text = values.get("recompute", "").lower()
     if not text or text == "unknown":
         return None, False
-    if "2nd layer" in text:
+    if "2nd layer" in text or (text == "selective" and "fms" in values.get("system", "").lower()):
         return "full", True
     for word in ("none", "selective", "full"):
         if text.startswith(word):

@@ -41,7 +41,6 @@ class Efficiency(BaseModel):
     )
     expert_imbalance: float = Field(1.10, ge=1, le=64, description="busiest expert rank over the mean, in tokens")
     step_overhead_s: float = Field(0.005, ge=0, le=60, description="host work of a step: data, clipping's sync, logging")
-    context_gib: float = Field(
-        1.0, ge=0, le=1024, description="CUDA context, NCCL channels and cuBLAS workspaces of one process"
-    )
+    workspace_gib: float = Field(0.2, ge=0, le=1024, description="cuBLAS workspaces and the like, inside the allocator")
+    context_gib: float = Field(0.8, ge=0, le=1024, description="CUDA context and NCCL channels of one process")
     allocator_slack: float = Field(0.04, ge=0, le=1, description="of activations and buffers, lost to rounding and holes")

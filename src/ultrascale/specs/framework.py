@@ -34,7 +34,10 @@ class Framework(BaseModel):
     )
     balanced: bool = Field(True, description="pipeline stages are cut with the head counted; else layers alone are")
     rails: bool = Field(True, description="collectives across nodes use every NIC of a node, not one per ring")
-    loss: Literal["fused", "fp32"] = Field("fused", description="fp32: softmax and its gradient are written out in fp32")
+    loss: Literal["fused", "fp32", "chunked"] = Field(
+        "fused", description="fp32: softmax and its gradient are written out in fp32; chunked: an eighth of the logits at a time"
+    )
+    eager_activation: bool = Field(False, description="autograd keeps the gate's activation beside its input and the product")
     states: Literal["master", "fp32", "pure"] = Field(
         "master", description="master: bf16 copy + fp32 master; fp32: FSDP's fp32 shards, cast when gathered; pure: bf16 all"
     )
