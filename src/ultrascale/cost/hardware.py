@@ -36,22 +36,22 @@ class AttentionRate:
 RATES: dict[str, dict[str, AttentionRate]] = {
     "flash": {
         "volta": AttentionRate(0.35, 0.28, 450, "assumed: no flash kernel of the authors runs there"),
-        "ampere": AttentionRate(0.63, 0.55, 450, "FlashAttention-2 (Dao 2023), figures 5 and 6, A100"),
-        "ada": AttentionRate(0.60, 0.50, 450, "assumed near ampere, whose kernels it runs"),
-        "hopper": AttentionRate(0.66, 0.52, 900, "FlashAttention-3 (Shah 2024), figures 5 and 6"),
-        "blackwell": AttentionRate(0.66, 0.50, 1200, "assumed: hopper's share of a larger peak, longer rows to fill it"),
+        "ampere": AttentionRate(0.55, 0.48, 450, "FlashAttention-2 (Dao 2023), figures 5 and 6, A100, at 0.87 of the curves as in training"),
+        "ada": AttentionRate(0.53, 0.45, 450, "assumed near ampere, whose kernels it runs"),
+        "hopper": AttentionRate(0.55, 0.43, 900, "FlashAttention-3 (Shah 2024), figures 5 and 6, at 0.83 of the curves as in training"),
+        "blackwell": AttentionRate(0.55, 0.42, 1200, "assumed: hopper's share of a larger peak, longer rows to fill it"),
         "cdna3": AttentionRate(0.42, 0.32, 900, "assumed: two thirds of hopper's share"),
         "cdna4": AttentionRate(0.42, 0.32, 900, "assumed as cdna3"),
         "cpu": AttentionRate(0.30, 0.20, 128, "placeholder until calibrated"),
     },
     # FlashAttention-2 uses none of Hopper's asynchrony: 350 of 989 TFLOP/s (Shah 2024, figure 5).
     "flash-2": {
-        "hopper": AttentionRate(0.38, 0.31, 500, "FlashAttention-2 on H100, in Shah 2024, figures 5 and 6"),
+        "hopper": AttentionRate(0.35, 0.28, 500, "FlashAttention-2 on H100, in Shah 2024, figures 5 and 6, at 0.91 of the curves"),
     },
     # FlashAttention-1 reaches half of its successor (Dao 2023, section 1: 25-40 % of peak on A100).
     "flash-1": {
         "ampere": AttentionRate(0.38, 0.30, 450, "FlashAttention-1 on A100, in Dao 2023, figures 5 and 6", 0.97),
-        "hopper": AttentionRate(0.20, 0.16, 500, "assumed: FlashAttention-1 does on hopper what it did on ampere", 0.97),
+        "hopper": AttentionRate(0.21, 0.17, 500, "assumed: FlashAttention-1 does on hopper what it did on ampere", 0.97),
     },
 }
 
@@ -63,9 +63,9 @@ def attention_rate(kernel: str, architecture: str) -> AttentionRate | None:
 
 # Share of the product rate measured alone that a training step sustains, hour after hour at the power limit.
 SUSTAINED: dict[str, dict[str, float]] = {
-    "ampere": {"bf16": 1.0, "fp8": 1.0},
-    "hopper": {"bf16": 0.95, "fp8": 1.0},
-    "blackwell": {"bf16": 0.75, "fp8": 1.0},
+    "ampere": {"bf16": 1.00, "fp8": 1.00},
+    "hopper": {"bf16": 0.88, "fp8": 1.15},
+    "blackwell": {"bf16": 0.69, "fp8": 1.08},
 }
 # Power of the parts on which the surfaces were measured, W; a part capped below it computes in proportion.
 MEASURED_POWER_W = {"a100_sxm": 400, "h100_sxm": 700, "h200_sxm": 700, "b200_sxm": 1000, "b300_sxm": 1100, "gb200": 1200}

@@ -23,7 +23,7 @@ class Efficiency(BaseModel):
     attention_backward: float | None = Field(
         None, ge=1e-3, le=1, examples=[0.6], description="of peak; None: the architecture's own figure"
     )
-    memory_bandwidth: float = Field(0.80, ge=1e-3, le=1, description="of the data sheet, in memory-bound operators")
+    memory_bandwidth: float = Field(0.87, ge=1e-3, le=1, description="of the data sheet, in memory-bound operators")
     kernel_launch_s: float = Field(5.0e-6, ge=0, le=1e-2, description="host time to launch one kernel")
     link_latency_s: float | None = Field(
         None, ge=0, le=1, examples=[2e-6], description="per hop inside the fast domain; None: measured"
@@ -31,10 +31,10 @@ class Efficiency(BaseModel):
     link_bandwidth: float | None = Field(
         None, ge=1e-3, le=1, examples=[0.8], description="of the data sheet; None: measured for this kind"
     )
-    network_bandwidth: float = Field(0.82, ge=1e-3, le=1, description="of the NIC's line rate that a collective gets")
+    network_bandwidth: float = Field(0.80, ge=1e-3, le=1, description="of the NIC's line rate that a collective gets")
     network_latency_s: float = Field(1.2e-5, ge=0, le=1, description="per hop between nodes")
     overlap: float = Field(0.90, ge=0, le=1, description="share of a hidden transfer's window that really hides it")
-    overlap_slowdown: float = Field(0.08, ge=0, le=1, description="compute's slow-down while a transfer runs beside it")
+    overlap_slowdown: float = Field(0.20, ge=0, le=1, description="compute's slow-down while a transfer runs beside it")
     host_link: float = Field(0.80, ge=1e-3, le=1, description="of the PCIe or C2C data sheet, for offload")
     host_adam_gparams_s: float = Field(
         4.0, ge=1e-3, le=1e6, description="10⁹ parameters a second that one node's CPUs step with Adam"
