@@ -15,6 +15,7 @@ from ultrascale.cost.mesh import mesh
 from ultrascale.cost.operators import layer_matmuls
 from ultrascale.cost.passes import Passes
 from ultrascale.cost.pieces import Piece, Pieces, pieces
+from ultrascale.cost.uncertainty import estimate_range
 from ultrascale.schedules import StageTimes, build, closed, makespan, peak_held, simulate_makespan
 from ultrascale.specs.estimate import OWNERS, ActivationItem, Estimate, Memory, StageMemory, Time
 from ultrascale.specs.job import Job
@@ -68,6 +69,7 @@ def estimate(job: Job, layout: Layout) -> Estimate:
         time=time,
         traffic=tuple(traffic.by_technique(job, layout, view.machine, time)),
         activations=tuple(_activation_items(view, peak)),
+        range=estimate_range(job, step_s, peak.memory.total / GIB, job.cluster.gpu.memory_gib),
         train_days=days,
         gpu_hours=hours,
         cost_usd=hours * price if hours is not None and price is not None else None,
