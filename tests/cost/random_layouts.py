@@ -31,9 +31,7 @@ JOBS: tuple[tuple[str, str, int, int, dict[str, Any]], ...] = (
 
 def job_of(index: int) -> Job:
     model, cluster, seq, sequences, fields = JOBS[index]
-    return Job(
-        model=Model.load(model), cluster=Cluster.load(cluster), seq=seq, batch_tokens=seq * sequences, **fields
-    )
+    return Job(model=Model.load(model), cluster=Cluster.load(cluster), seq=seq, batch_tokens=seq * sequences, **fields)
 
 
 def from_choices(job: Job, choose: Any) -> Layout | None:
@@ -50,7 +48,9 @@ def from_choices(job: Job, choose: Any) -> Layout | None:
     schedule, loops = "1f1b", 1
     if pp > 1:
         schedule = choose(["afab", "1f1b", "interleaved", "zero-bubble", "zb-v", "dualpipe-v"])
-        loops = {"interleaved": choose([2, 3, 4]), "zero-bubble": choose([1, 2, 3]), "zb-v": 2, "dualpipe-v": 2}.get(schedule, 1)
+        loops = {"interleaved": choose([2, 3, 4]), "zero-bubble": choose([1, 2, 3]), "zb-v": 2, "dualpipe-v": 2}.get(
+            schedule, 1
+        )
     layout = Layout(
         tp=tp,
         pp=pp,

@@ -122,7 +122,7 @@ def test_mla_layer_of_deepseek_v3() -> None:
 
 
 def test_head_of_llama() -> None:
-    """8192 tokens: norm's input and output 2·8192, two fp32 numbers of a fused softmax, logits 2·128256; then their gradient."""
+    """8192 tokens: norm's input and output 2·8192, two fp32 numbers of the softmax, logits 2·128256; then their gradient."""
     of = job("llama-3-8b", 8192)
     head = activations.head(of, Columns.of([Layout()]))
     assert head.saved[0] == 8192 * (16_384 + 8 + 256_512)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ultrascale.cost.estimate import estimate
-from ultrascale.cost.hardware import Machine
+from ultrascale.cost.hardware import RATES, Machine
 from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.estimate import Estimate, Traffic
 from ultrascale.specs.gpu import GPU
@@ -62,7 +65,7 @@ def test_data_parallel_traffic_happens_once_a_step() -> None:
     ("zero", "keep", "gathers", "scatters"), [(1, False, 1, 1), (2, False, 1, 4), (3, False, 8, 4), (3, True, 4, 4)]
 )
 def test_zero_traffic(zero: int, keep: bool, gathers: int, scatters: int) -> None:
-    """4 micro-batches: ZeRO-1 scatters fp32 gradients and gathers bf16 parameters once; 2 scatters each time; 3 gathers twice."""
+    """4 micro-batches: ZeRO-1 scatters fp32 gradients and gathers bf16 once; 2 scatters each time; 3 gathers twice."""
     layout = Layout(dp=8, zero=zero, keep_gathered=keep, gas=4)
     moved = traffic(estimate(job("llama-3-8b", "8xh200", 8192, layout), layout))
     assert moved["zero", "all_gather"].bytes == pytest.approx(gathers * 7 / 8 * 2 * N8)
@@ -122,7 +125,7 @@ def test_attention_time() -> None:
 
 
 def test_optimizer_time() -> None:
-    """ZeRO-1 over 8: N/8 parameters, each read and written with gradient (2·4), master (2·4), moments (2·8) and bf16 copy (2)."""
+    """ZeRO-1 over 8: N/8 parameters, each with gradient (2·4 bytes), master (2·4), moments (2·8) and bf16 copy (2)."""
     layout = Layout(dp=8, zero=1)
     of = job("llama-3-8b", with_constants(8, memory_bandwidth=0.5), 8192, layout)
     bandwidth = 0.5 * of.cluster.gpu.memory_bandwidth_gb_s * 1e9
@@ -130,7 +133,7 @@ def test_optimizer_time() -> None:
 
 
 def test_offload_time() -> None:
-    """Gradients down (4 B) and parameters up (2 B) over the host link, and 8 shards of a node's Adam at 4e9 parameters a second."""
+    """Gradients down (4 B) and parameters up (2 B) over the host link, and Adam on the node's CPUs at 4e9 a second."""
     layout = Layout(dp=8, zero=2, offload="optimizer")
     of = job("llama-3-8b", with_constants(8, host_link=0.5, host_adam_gparams_s=4.0), 8192, layout)
     link = 0.5 * of.cluster.gpu.pcie_bandwidth_gb_s * 1e9
@@ -164,7 +167,7 @@ def test_full_recomputation_repeats_the_forward() -> None:
 
 
 def test_the_bubble_of_1f1b() -> None:
-    """Equal stages and 32 micro-batches on 8 ranks: idle 7/39 of the pipeline's time (Narayanan 2021), sends and head on top."""
+    """Equal stages and 32 micro-batches on 8 ranks: idle 7/39 of the time (Narayanan 2021), sends and head on top."""
     layout = Layout(tp=8, pp=8, gas=32)
     predicted = estimate(job("gpt3-175b", "64xa100-80gb", 2048, layout), layout)
     assert 7 / 39 < predicted.bubble_fraction < 7 / 39 + 0.02
@@ -238,3 +241,20 @@ def test_a_dense_model_waits_for_no_experts() -> None:
     quick = job("llama-3-8b", with_constants(512, network_latency_s=0.0, overlap=0.0, overlap_slowdown=0.0), 8192, layout)
     latency_s = estimate(of, layout).time.zero_s - estimate(quick, layout).time.zero_s
     assert latency_s == pytest.approx(34 * 3 * 63e-3, rel=1e-6)
+
+
+def test_the_documentation_names_every_constant_and_its_default() -> None:
+    """docs/time.md lists specs/efficiency.py and the attention rates of cost/hardware.py."""
+    text = (Path(__file__).parents[2] / "docs" / "time.md").read_text(encoding="utf-8")
+    printed: dict[str, str] = {}
+    for names, default in re.findall(r"^\| (`.*?`) \| ([^|]*) \|", text, flags=re.MULTILINE):
+        printed.update(dict.fromkeys(re.findall(r"`(\w+)`", names), default))
+    units = {" µs": 1e-6, " ms": 1e-3, "": 1.0}
+    for name, field in Efficiency.model_fields.items():
+        assert name in printed, name
+        if field.default is not None:
+            number, unit = re.match(r"([\d.]+)(.*)", printed[name]).groups()  # type: ignore[union-attr]
+            assert float(number) * units[unit] == pytest.approx(field.default), name
+    rows = re.findall(r"^\| ([a-z0-9, ]+) \| ([\d.]+) \| ([\d.]+) \| (\d+) \|", text, flags=re.MULTILINE)
+    rates = {name: tuple(map(float, row[1:])) for row in rows for name in row[0].split(", ")}
+    assert rates == {name: (rate.forward, rate.backward, rate.half_row) for name, rate in RATES.items()}

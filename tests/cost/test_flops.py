@@ -56,7 +56,7 @@ def test_the_conventions_differ_by_an_eighth_at_8k() -> None:
 
 
 def test_gpt3_by_narayanan() -> None:
-    """Narayanan 2021, equation 3: 96·B·s·L·h²·(1 + s/(6h) + V/(16·L·h)): full recomputation repeats the layers, not the head."""
+    """Narayanan 2021, equation 3: 96·B·s·L·h²·(1 + s/(6h) + V/(16·L·h)): full recomputation repeats layers, not the head."""
     per_token = 96 * 96 * 12288**2 * (1 + 2048 / (6 * 12288) + 50257 / (16 * 96 * 12288))
     assert flops.hardware_flops(Model.load("gpt3-175b"), 2048, "full", "plain") == pytest.approx(per_token, rel=1e-9)
 

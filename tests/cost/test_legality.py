@@ -1,4 +1,4 @@
-"""Legality: every rule is broken once; its sentence names the field, what was given and a value that works, and it does work."""
+"""Legality: every rule is broken once; its sentence names the field, what was given and a value that works."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from ultrascale.specs.model import Model
 
 
 def job(model: str = "llama-3-8b", gpus: int = 8, sequences: int = 64, seq: int = 8192) -> Job:
-    return Job(
-        model=Model.load(model), cluster=Cluster.load(f"{gpus}xh100"), seq=seq, batch_tokens=seq * sequences
-    )
+    return Job(model=Model.load(model), cluster=Cluster.load(f"{gpus}xh100"), seq=seq, batch_tokens=seq * sequences)
 
 
 def broken(of: Job, layout: Layout) -> list[int]:
@@ -30,7 +28,14 @@ def broken(of: Job, layout: Layout) -> list[int]:
 # rule, job, layout, field named, value that was given, (suggested changes, each of which must mend the rule)
 CASES: dict[str, tuple[int, Job, Layout, str, str, tuple[dict[str, Any], ...]]] = {
     "world": (0, job(), Layout(dp=4, gas=16), "dp·tp·pp·cp", "4·1·1·1 = 4", ({"dp": 8},)),
-    "world, odd": (0, job(), Layout(dp=1, tp=3, gas=64), "dp·tp·pp·cp", "1·3·1·1 = 3", ({"tp": 2, "dp": 4}, {"tp": 4, "dp": 2})),
+    "world, odd": (
+        0,
+        job(),
+        Layout(dp=1, tp=3, gas=64),
+        "dp·tp·pp·cp",
+        "1·3·1·1 = 3",
+        ({"tp": 2, "dp": 4}, {"tp": 4, "dp": 2}),
+    ),
     "heads": (1, job(), Layout(tp=3), "layout.tp", "3", ({"tp": 2}, {"tp": 4})),
     "kv heads": (1, job("qwen2.5-0.5b"), Layout(tp=7), "layout.tp", "7", ({"tp": 2}, {"tp": 14})),
     "ffn": (2, job("qwen2.5-0.5b"), Layout(tp=14), "ffn = 4864", "14", ({"tp": 8}, {"tp": 16})),
@@ -81,7 +86,14 @@ CASES: dict[str, tuple[int, Job, Layout, str, str, tuple[dict[str, Any], ...]]] 
         ({"schedule": "1f1b", "virtual_stages": 1},),
     ),
     "batch": (9, job(), Layout(dp=8, gas=4), "dp·mbs·gas", "8·1·4 = 32", ({"gas": 8},)),
-    "shards": (10, job(), Layout(dp=8, gas=8, zero=3, zero_shards=3), "zero_shards", "3", ({"zero_shards": 2}, {"zero_shards": 4})),
+    "shards": (
+        10,
+        job(),
+        Layout(dp=8, gas=8, zero=3, zero_shards=3),
+        "zero_shards",
+        "3",
+        ({"zero_shards": 2}, {"zero_shards": 4}),
+    ),
     "shards of nothing": (10, job(), Layout(dp=8, gas=8, zero_shards=4), "zero_shards", "4", ({"zero": 1},)),
     "gathered": (
         11,

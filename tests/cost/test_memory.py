@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +20,7 @@ N8, N70, N405 = 8_030_261_248, 70_553_706_496, 405_853_388_800
 
 
 def predict(name: str, cluster: str, seq: int, layout: Layout, **fields: Any) -> Estimate:
-    job = Job(
-        model=Model.load(name), cluster=Cluster.load(cluster), seq=seq, batch_tokens=layout.batch_tokens(seq), **fields
-    )
+    job = Job(model=Model.load(name), cluster=Cluster.load(cluster), seq=seq, batch_tokens=layout.batch_tokens(seq), **fields)
     return estimate(job, layout)
 
 
@@ -132,7 +132,7 @@ def test_llama_70b_tp8_pp4() -> None:
     """1F1B, 16 micro-batches of one 8192-token sequence, selective recomputation, 32 GPUs.
 
     A layer has 855,638,016 matrix elements (cut by 8) and 16,384 of norms: 106,971,136 on a rank. Embedding or head: 128256 ·
-    8192 / 8 = 131,334,144. The head weighs 1.23 layers: 20, 21, 20 and 19 layers. Stage 0: 2,270,756,864; stage 3: 2,163,793,920.
+    8192 / 8 = 131,334,144. The head weighs 1.23 layers: 20, 21, 20, 19. Stage 0: 2,270,756,864; stage 3: 2,163,793,920.
     Selective per token and layer, over tp 8: (attention norm, MLP norm, q, output 4·16,384 + k, v 4,096 + log-sum-exp 256 +
     gate and up 114,688) / 8 = 23,072 B: one layer, one micro-batch 189.0 M. Stage r holds 4 − r micro-batches.
     The layer in backward: dropped (2·16,384 + 57,344)/8, gradients (114,688 + 2·16,384)/8 = 29,696 B/token = 243.3 M.
@@ -283,3 +283,14 @@ def test_experts_shard_over_what_ep_leaves() -> None:
     held = predict("mixtral-8x7b", "8xh200", 4096, Layout(dp=8, ep=4, zero=1)).memory[0].memory
     assert held.optimizer == pytest.approx(8 * (trunk / 8 + expert / 2))
     assert held.parameters == pytest.approx(2 * (trunk + expert))
+
+
+def test_the_worked_example_of_the_documentation() -> None:
+    """docs/memory.md prints every owner of this layout in GiB."""
+    text = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
+    printed = dict(re.findall(r"^\| (\w+) \|[^|\n]*\| (\d+\.\d\d) \|$", text, flags=re.MULTILINE))
+    predicted = predict("llama-3-8b", "8xh100", 8192, Layout(dp=8, zero=3, gas=8, recompute="selective"))
+    held = {owner: bytes_ / GIB for owner, bytes_ in predicted.memory[0].memory.model_dump().items()}
+    assert {name: float(gib) for name, gib in printed.items()} == {
+        name: pytest.approx(gib, abs=0.006) for name, gib in {**held, "peak": predicted.peak_gib}.items()
+    }

@@ -1,8 +1,9 @@
-"""What must hold for every legal layout: nothing negative, sums that add up, and the directions in which memory and time move."""
+"""What must hold for every legal layout: nothing negative, sums that add up, and which way memory and time move."""
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 from hypothesis import HealthCheck, assume, given, settings
 from random_layouts import jobs_and_layouts
@@ -83,7 +84,7 @@ def test_a_higher_zero_stage_never_needs_more(case: tuple[Job, Layout]) -> None:
         other = layout.changed(zero=stage, zero_shards=None, keep_gathered=False, offload="none")
         predicted = estimate(job, other)
         peaks.append((predicted.peak_gib, slack_gib(job, predicted)))
-    for (lower, _), (higher, slack) in zip(peaks, peaks[1:], strict=False):
+    for (lower, _), (higher, slack) in pairwise(peaks):
         assert higher <= lower * (1 + ROUNDING) + slack
     if layout.data_ranks > 1:
         assert peaks[1][0] < peaks[0][0]
@@ -153,3 +154,55 @@ def test_more_micro_batches_shrink_the_bubble(case: tuple[Job, Layout]) -> None:
     twice = job.changed(batch_tokens=2 * job.batch_tokens)
     more = estimate(twice, changed(twice, layout, gas=2 * layout.gas))
     assert more.bubble_fraction <= estimate(job, layout).bubble_fraction + 0.002
+
+
+@bounded
+@given(jobs_and_layouts())
+def test_faster_hardware_never_makes_a_slower_step(case: tuple[Job, Layout]) -> None:
+    """No transfer hides behind work that already hides another: counted twice, slower work would make a faster step."""
+    job, layout = case
+    step_s = estimate(job, layout).step_time_s
+    for constants in (
+        {"matmul": 1.25},
+        {"attention_forward": 0.9, "attention_backward": 0.9},
+        {"memory_bandwidth": 1.0},
+        {"network_bandwidth": 1.0, "network_latency_s": 0.0},
+    ):
+        efficiency = job.cluster.efficiency.model_copy(update=constants)
+        faster = job.changed(cluster=job.cluster.model_copy(update={"efficiency": efficiency}))
+        assert estimate(faster, layout).step_time_s <= step_s * (1 + ROUNDING), constants
+
+
+@bounded
+@given(jobs_and_layouts())
+def test_the_contiguous_ring_is_never_faster_than_the_zig_zag(case: tuple[Job, Layout]) -> None:
+    job, layout = case
+    assume(layout.cp > 1)
+    zigzag = changed(job, layout, context_parallel="zigzag")
+    ring = changed(job, layout, context_parallel="ring")
+    assert estimate(job, ring).step_time_s >= estimate(job, zigzag).step_time_s * (1 - ROUNDING)
+    assert estimate(job, ring).peak_gib >= estimate(job, zigzag).peak_gib * (1 - ROUNDING)
+
+
+@bounded
+@given(jobs_and_layouts())
+def test_naive_hooks_and_offload_are_never_faster(case: tuple[Job, Layout]) -> None:
+    job, layout = case
+    bucketed = layout.changed(data_parallel="bucketed", offload="none")
+    best = estimate(job, bucketed)
+    for word in ("naive", "hooks"):
+        assert estimate(job, bucketed.changed(data_parallel=word)).step_time_s >= best.step_time_s * (1 - ROUNDING)
+    for word in ("optimizer", *(["parameters"] if layout.zero == 3 else [])):
+        away = estimate(job, bucketed.changed(offload=word))
+        assert away.step_time_s >= best.step_time_s * (1 - ROUNDING)
+        assert away.peak_gib <= best.peak_gib * (1 + ROUNDING) + slack_gib(job, away)
+
+
+@bounded
+@given(jobs_and_layouts())
+def test_sequence_parallelism_never_needs_more(case: tuple[Job, Layout]) -> None:
+    """It is not always faster: one all-reduce may beat a gather, a scatter and the second gather of backward."""
+    job, layout = case
+    with_it = changed(job, layout, sequence_parallel=True)
+    without = estimate(job, layout.changed(sequence_parallel=False))
+    assert estimate(job, with_it).peak_gib <= without.peak_gib * (1 + ROUNDING)

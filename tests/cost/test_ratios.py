@@ -87,7 +87,11 @@ def test_context() -> None:
     Printed: 7 · 131072/8 · 1024 · 2 = 234,881,024 elements that a rank sends for a layer.
     """
     ratio = context.ratio(8, 131_072, 1, 1024, 4096, PEAK, BW)
-    assert ratio.corrected == pytest.approx(over(2 * 2 * 16384 * 1024, 4 * 16384**2 * 4096 / 2)) == pytest.approx(0.06707, abs=1e-4)
+    assert (
+        ratio.corrected
+        == pytest.approx(over(2 * 2 * 16384 * 1024, 4 * 16384**2 * 4096 / 2))
+        == pytest.approx(0.06707, abs=1e-4)
+    )
     assert ratio.printed == 234_881_024
     assert context.ratio(1, 131_072, 1, 1024, 4096, PEAK, BW).corrected == 0
 

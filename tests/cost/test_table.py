@@ -83,7 +83,7 @@ def test_one_stage_per_rank_has_exact_memory() -> None:
 
 
 def test_no_pipeline_is_exact_and_afab_nearly() -> None:
-    """AFAB waits for the slowest forward and then for the slowest backward, which may be two ranks; the closed form knows one."""
+    """AFAB waits for the slowest forward and then for the slowest backward, maybe on two ranks; the closed form knows one."""
     for name, bound in (("none", 1e-6), ("afab", 0.5)):
         found = [time for time, _, _, x in errors() if (x.pp == 1 if name == "none" else x.pp > 1 and x.schedule == name)]
         assert len(found) >= 25

@@ -1,6 +1,8 @@
-"""Memory over a step: its highest moment is the estimate's peak, and the first step knows no optimizer states before its end."""
+"""Memory over a step: its highest moment is the estimate's peak, and the first step has no optimizer states before its end."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import pytest
 
@@ -66,7 +68,7 @@ def test_activations_come_and_go() -> None:
     assert forwards[:4] == pytest.approx([forwards[0] * n for n in (1, 2, 3, 4)])
     assert forwards[4:] == pytest.approx([forwards[0] * 4] * 4)
     assert moments[-1].activation_bytes == 0
-    assert all(a.end_s <= b.start_s for a, b in zip(moments, moments[1:], strict=False))
+    assert all(a.end_s <= b.start_s for a, b in pairwise(moments))
 
 
 def test_the_losses_of_afab_wait() -> None:

@@ -120,7 +120,7 @@ PAIRS = [
 
 @pytest.mark.parametrize(("change", "layout"), PAIRS, ids=str)
 def test_each_claim_on_one_layout(change: dict[str, Any], layout: Layout) -> None:
-    """No sequence parallelism: more memory. Contiguous ring, naive, hooks: same memory and slower. Offload: less, and slower."""
+    """No sequence parallelism: more memory. Contiguous ring, naive, hooks: same memory, slower. Offload: less, slower."""
     of = job("llama-3-8b", "16xh100", 8192, 64)
     kept, other = estimate(of, layout), estimate(of, layout.changed(**change))
     if "sequence_parallel" in change:

@@ -105,7 +105,9 @@ def test_fixed_fields_are_respected(fix: str) -> None:
     assert pinned.plans[0].estimate.step_time_s >= free.estimate.step_time_s
 
 
-@pytest.mark.parametrize(("forbid", "field", "absent"), [("zero", "zero", {1, 2, 3}), ("pp", "pp", {2, 4, 8}), ("zero=1", "zero", {1})])
+@pytest.mark.parametrize(
+    ("forbid", "field", "absent"), [("zero", "zero", {1, 2, 3}), ("pp", "pp", {2, 4, 8}), ("zero=1", "zero", {1})]
+)
 def test_forbidden_fields_are_absent(forbid: str, field: str, absent: set[int]) -> None:
     for one in plan(job("llama-3.2-1b", "8xh100", 8192, 64), forbid=[forbid], explain=False).plans:
         assert getattr(one.layout, field) not in absent
@@ -175,7 +177,7 @@ def test_a_batch_of_no_whole_sequences_is_rounded() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "words"),
-    [({"objective": "speed"}, "must be one of throughput, cost, memory"), ({"top": 0}, "from 1 to 10000"), ({"top": True}, "from 1")],
+    [({"objective": "speed"}, "throughput, cost, memory"), ({"top": 0}, "whole number from 1 to"), ({"top": True}, "from 1")],
 )
 def test_bad_arguments_are_explained(fields: dict[str, object], words: str) -> None:
     with pytest.raises(SpecError, match=words):

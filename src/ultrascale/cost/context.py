@@ -28,6 +28,9 @@ class ContextTraffic:
     """Ulysses: q, k, v from sequence-cut to head-cut and the output back; the same in backward"""
     forward_s: Array
     backward_s: Array
+    behind_forward_s: Array
+    """attention that a ring's blocks hide behind: no other transfer can hide there too"""
+    behind_backward_s: Array
 
 
 def kv_width(job: Job, columns: Columns) -> Array:
@@ -50,13 +53,23 @@ def traffic(job: Job, columns: Columns, mesh: Mesh, machine: Machine, attention:
     switch = transfer(machine, "context", "all_to_all", query + keys, group)
     # A ring step hides behind the attention of the block already there.
     constants = machine.efficiency
-    ring_forward = (cp - 1) * exposed(block.time_s, attention.forward / cp, constants)
-    ring_backward = (cp - 1) * exposed(double.time_s, attention.input_grad / cp, constants)
+    window, window_backward = attention.forward / cp, attention.input_grad / cp
+    ring_forward = (cp - 1) * exposed(block.time_s, window, constants)
+    ring_backward = (cp - 1) * exposed(double.time_s, window_backward, constants)
     gathers, ulysses = columns.is_("context_parallel", "allgather"), columns.is_("context_parallel", "ulysses")
     forward = np.where(gathers, gather.time_s, np.where(ulysses, switch.time_s, ring_forward))
     backward = np.where(gathers, gather.time_s + scatter.time_s, np.where(ulysses, switch.time_s, ring_backward))
-    alone = cp == 1
-    return ContextTraffic(block, gather, scatter, switch, np.where(alone, 0.0, forward), np.where(alone, 0.0, backward))
+    alone, steps = cp == 1, np.where(gathers | ulysses, 0, cp - 1)
+    return ContextTraffic(
+        block,
+        gather,
+        scatter,
+        switch,
+        np.where(alone, 0.0, forward),
+        np.where(alone, 0.0, backward),
+        steps * np.minimum(block.time_s, window),
+        steps * np.minimum(double.time_s, window_backward),
+    )
 
 
 def printed_volume(cp: int, mbs: int, seq: int, kv_dim: int) -> float:

@@ -140,7 +140,9 @@ def _layer(job: Job, columns: Columns, machine: Machine, places: Mesh, moe: bool
     repeated = np.where(columns.is_("recompute", "selective"), cheap, repeated)
     layer = params.per_layer(job.model, columns)
     elements, experts = (layer.moe, layer.experts) if moe else (layer.dense, nothing)
-    sharded = _zero(job, columns, machine, places, elements, experts, compute, repeated)
+    behind_backward = around.behind_backward_s + np.minimum(inside.gather_again_s, compute.matmul.input_grad)
+    free = compute.total + Passes(-around.behind_forward_s, repeated - behind_backward, nothing)
+    sharded = _zero(job, columns, machine, places, elements, experts, free)
     accumulated = Passes(nothing, nothing, operators.accumulate_s(job, machine, elements + experts))
     return Piece(
         _full(compute.matmul, nothing),
@@ -174,7 +176,7 @@ def _end(job: Job, columns: Columns, machine: Machine, places: Mesh, compute: La
         Passes(one, one, nothing),
         none,
         none,
-        _zero(job, columns, machine, places, elements, nothing, compute, nothing),
+        _zero(job, columns, machine, places, elements, nothing, compute.total),
     )
 
 
@@ -183,23 +185,18 @@ def _full(passes: Passes, like: Array) -> Passes:
     return Passes(passes.forward + like, passes.input_grad + like, passes.weight_grad + like)
 
 
-def _zero(
-    job: Job,
-    columns: Columns,
-    machine: Machine,
-    places: Mesh,
-    elements: Array,
-    experts: Array,
-    compute: LayerTime,
-    repeated: Array,
-) -> Passes:
-    """Exposed gathers and scatters of one piece in one micro-batch; the window is the piece's own work (its neighbour's)."""
+def _zero(job: Job, columns: Columns, machine: Machine, places: Mesh, elements: Array, experts: Array, free: Passes) -> Passes:
+    """Exposed gathers and scatters of one piece in one micro-batch.
+
+    They hide behind the piece's own work (standing for its neighbour's), as far as no other transfer already hides there:
+    counted twice, slower attention would make a faster step.
+    """
     moved = zero.traffic(job, columns, places, machine, elements, experts)
     gathers = columns.zero == 3
     again = gathers & (columns.keep_gathered == 0)
-    work = compute.total
-    forward = exposed(np.where(gathers, moved.gather_s, 0.0), job.framework.gather_overlap * work.forward, machine.efficiency)
+    gathered = np.where(gathers, moved.gather_s, 0.0)
+    forward = exposed(gathered, job.framework.gather_overlap * free.forward, machine.efficiency)
     transfers = np.where(again, moved.gather_s, 0.0) + np.where(columns.zero >= 2, moved.scatter_s, 0.0)
-    window = job.framework.reduce_overlap * (work.input_grad + work.weight_grad + repeated)
+    window = job.framework.reduce_overlap * (free.input_grad + free.weight_grad)
     backward = exposed(transfers, window, machine.efficiency)
     return Passes(forward, backward, np.zeros(len(columns)))

@@ -1,8 +1,9 @@
 """Every layout worth asking about: all legal combinations, less those that another one beats by construction.
 
-Left out unless the user fixes them: no sequence parallelism (same bytes, more memory), the contiguous ring (zig-zag has the
-same bytes and no imbalance), data parallelism other than bucketed (same bytes, less hidden), offload (only slower; tried when
-nothing fits without). tests/plan holds each of these claims to the cost model.
+Left out unless the user fixes them: no sequence parallelism (same bytes, more memory; its all-reduce can be faster only where tp
+leaves the fast domain, which loses anyway), the contiguous ring (zig-zag has the same bytes and no imbalance), data parallelism
+other than bucketed (same bytes, less hidden), offload (only slower; tried when nothing fits without). Tests hold these claims
+to the cost model.
 """
 
 from __future__ import annotations
