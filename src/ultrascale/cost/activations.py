@@ -162,9 +162,12 @@ def head(job: Job, columns: Columns) -> HeadActivations:
     norm = 2 * b * tokens * job.model.hidden / columns.sequence_cut
     statistics = 2 * FP32 * tokens
     logits = tokens * job.model.vocab / columns.tp
-    saved, peak = {"fp32": (b + FP32, b + 2.0 * FP32), "fused": (b, 2.0 * b), "chunked": (b / CHUNKS, 2.0 * b / CHUNKS)}[
-        job.framework.loss
-    ]
+    saved, peak = {
+        "fused": (b, 2.0 * b),
+        "in-place": (FP32, 2.0 * FP32),
+        "fp32": (b + FP32, b + 2.0 * FP32),
+        "chunked": (b / CHUNKS, 2.0 * b / CHUNKS),
+    }[job.framework.loss]
     return HeadActivations(np.asarray(norm + statistics + saved * logits), np.asarray(norm + statistics + peak * logits))
 
 

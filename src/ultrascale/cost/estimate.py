@@ -116,6 +116,8 @@ class View:
 
     def stage_times(self, send_s: float) -> StageTimes:
         times = self.pieces.totals().on(self.chunk_share())
+        if self.layout.pp > 1:
+            times = times.delayed(self.machine.efficiency.action_overhead_s)
         return StageTimes(
             tuple(map(float, times.forward)),
             tuple(map(float, times.input_grad)),
@@ -195,8 +197,10 @@ def _time(view: View) -> tuple[Time, float]:
     piece = _row(by_rank, slowest)
     gas = layout.gas
     busy = float(totals[slowest]) * gas
-    send = bubble = 0.0
+    send = bubble = host = 0.0
     if layout.pp > 1:
+        host = 2 * machine.efficiency.action_overhead_s * layout.virtual_stages * gas
+        busy += host
         pipeline_s = simulate_makespan(
             layout.schedule, layout.pp, gas, layout.virtual_stages, view.stage_times(send_s(view)), SIMULATED
         )
@@ -208,6 +212,7 @@ def _time(view: View) -> tuple[Time, float]:
     share_0 = stages.share_of(job, view.row, np.zeros(1, dtype=np.int64))
     after = step.end_of_step(job, view.row, machine, places, share_0, first)
     causes = {f"{f.name}_s": gas * float(getattr(piece, f.name).total) for f in fields(Piece)}
+    causes["launch_s"] += host
     time = Time(
         **causes,
         send_s=send,
@@ -217,7 +222,7 @@ def _time(view: View) -> tuple[Time, float]:
         offload_s=float(after.offload_s[0]),
         overhead_s=machine.efficiency.step_overhead_s,
     )
-    mean_busy = float(np.mean(totals)) * gas
+    mean_busy = float(np.mean(totals)) * gas + host
     in_pipeline = busy + bubble + send
     return time, max(0.0, 1 - mean_busy / in_pipeline) if layout.pp > 1 else 0.0
 

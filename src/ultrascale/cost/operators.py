@@ -18,6 +18,8 @@ from ultrascale.specs.model import Model
 # two norms fused with their residual, rotary, attention, activation. Routing adds sort, permutes, counts and two exchanges.
 KERNELS_FORWARD = 12
 KERNELS_ROUTING = 20
+# Without a grouped product every expert has two or three of its own, an activation and copies; in fp8 casts for each.
+KERNELS_PER_EXPERT = 6
 
 
 @dataclass(frozen=True)
@@ -153,13 +155,16 @@ def layer(job: Job, columns: Columns, machine: Machine, moe: bool) -> LayerTime:
     zero = np.zeros_like(forward)
     # Backward reads the gradient and the saved tensor and writes the gradient: twice the forward's bytes.
     memory_bound = Passes(forward, 2 * forward, zero) + fp8_casts(job, machine, products)
-    kernels = KERNELS_FORWARD + (KERNELS_ROUTING if moe else 0)
+    kernels = np.full(len(columns), float(KERNELS_FORWARD)) + (KERNELS_ROUTING if moe else 0)
+    if moe and job.model.moe is not None and not job.framework.grouped:
+        per_expert = KERNELS_PER_EXPERT * (2 if job.precision == "fp8" else 1)
+        kernels = kernels + per_expert * job.model.moe.experts / columns.ep
     busy = matmul + scores + memory_bound
     launch = _launch(machine, busy, kernels * job.framework.kernels * job.framework.launch)
     return LayerTime(matmul, scores, memory_bound, launch, products)
 
 
-def _launch(machine: Machine, busy: Passes, kernels: float) -> Passes:
+def _launch(machine: Machine, busy: Passes, kernels: Array) -> Passes:
     """The GPU idles where the host needs longer to launch the kernels than the GPU to run them."""
     host = machine.launch_s * kernels
     return Passes(

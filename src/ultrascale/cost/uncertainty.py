@@ -33,7 +33,10 @@ def similar(job: Job, without_source: str | None = None) -> tuple[list[float], s
             f"{framework} on {architecture}",
             lambda row: row["framework"] == framework and row["architecture"] == architecture and row["experts"] == experts,
         ),
-        (f"{'expert' if experts else 'dense'} models on {architecture}", lambda row: row["architecture"] == architecture and row["experts"] == experts),
+        (
+            f"{'expert' if experts else 'dense'} models on {architecture}",
+            lambda row: row["architecture"] == architecture and row["experts"] == experts,
+        ),
         ("models with experts" if experts else "dense models", lambda row: row["experts"] == experts),
         ("all models", lambda row: True),
     )

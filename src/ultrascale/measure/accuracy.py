@@ -10,8 +10,10 @@ from typing import Any
 
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.legality import problem
+from ultrascale.measure import left_out
 from ultrascale.measure.runs import Run
 from ultrascale.specs.estimate import Estimate
+from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.units import GIB
@@ -69,9 +71,27 @@ def measured_rate(run: Run) -> float | None:
     return None
 
 
-def score(runs: Sequence[Run], adjust: Callable[[Run], Job] | None = None) -> list[Scored]:
+def score(
+    runs: Sequence[Run], adjust: Callable[[Run], Job] | None = None, progress: Callable[[int], None] | None = None
+) -> list[Scored]:
     """Predict every run; `adjust` may put other constants under a job (for leaving its source out)."""
-    return [_score_one(run, adjust) for run in runs]
+    scored = []
+    for number, run in enumerate(runs, start=1):
+        if progress is not None:
+            progress(number)
+        scored.append(_score_one(run, adjust))
+    return scored
+
+
+def score_left_out(runs: Sequence[Run]) -> list[Scored]:
+    """Every run under the constants that were fitted without its source; a source the fit never saw needs no leaving out."""
+    multipliers = left_out.table()["multipliers"]
+
+    def without_its_source(run: Run) -> Job:
+        assert run.job is not None
+        return left_out.adjusted(run.job, multipliers.get(source_group(run), {}))
+
+    return score(runs, without_its_source)
 
 
 def _score_one(run: Run, adjust: Callable[[Run], Job] | None) -> Scored:
@@ -144,7 +164,7 @@ def errors(scored: Iterable[Scored]) -> Errors | None:
 def _configuration(run: Run) -> tuple[Any, ...]:
     assert run.job is not None
     job = run.job
-    return (source_group(run), job.model.name, run.layout, job.cluster.label, job.precision, job.seq, job.framework.name)
+    return (source_group(run), job.model.name, run.layout, job.cluster.label, job.precision, job.seq, job.framework)
 
 
 def _middle(ordered: Sequence[float]) -> float:
@@ -164,14 +184,14 @@ class Ranking:
 
 
 def rankings(scored: Iterable[Scored]) -> list[Ranking]:
-    groups: dict[tuple[Any, ...], dict[Layout, list[Scored]]] = {}
+    groups: dict[tuple[Any, ...], dict[tuple[Layout, Framework], list[Scored]]] = {}
     for one in scored:
         run = one.run
         if one.ratio is None or run.job is None or run.layout is None:
             continue
         job = run.job
         key = (job.model.name, job.cluster.label, job.seq, job.batch_tokens, job.precision, run.system, job.framework.name)
-        groups.setdefault(key, {}).setdefault(run.layout, []).append(one)
+        groups.setdefault(key, {}).setdefault((run.layout, job.framework), []).append(one)
     found = []
     for key, by_layout in groups.items():
         if len(by_layout) < 2:

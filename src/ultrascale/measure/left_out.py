@@ -86,9 +86,7 @@ def adjusted(job: Job, multipliers: Mapping[str, float]) -> Job:
                     "link_bandwidth_gb_s": cluster.link_bandwidth_gb_s * times("link_bandwidth"),
                 }
             ),
-            "framework": framework.model_copy(
-                update={"elementwise": framework.elementwise * times(f"elementwise.{family}")}
-            ),
+            "framework": framework.model_copy(update={"elementwise": framework.elementwise * times(f"elementwise.{family}")}),
         }
     )
 

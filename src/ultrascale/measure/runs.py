@@ -21,11 +21,48 @@ from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.validate import build
 
-COLUMNS = (
-    "id source system model params_b layers hidden heads kv_heads ffn vocab seq_len gpu gpus gpus_per_node tp pp vpp dp cp ep "
-    "zero_stage micro_batch grad_accum global_batch_seqs recompute precision attention_impl compile tokens_per_s_per_gpu "
-    "tflops_per_gpu mfu hfu iter_time_s peak_mem_gib notes status mem_kind flops_def trust"
-).split()
+COLUMNS = [
+    "id",
+    "source",
+    "system",
+    "model",
+    "params_b",
+    "layers",
+    "hidden",
+    "heads",
+    "kv_heads",
+    "ffn",
+    "vocab",
+    "seq_len",
+    "gpu",
+    "gpus",
+    "gpus_per_node",
+    "tp",
+    "pp",
+    "vpp",
+    "dp",
+    "cp",
+    "ep",
+    "zero_stage",
+    "micro_batch",
+    "grad_accum",
+    "global_batch_seqs",
+    "recompute",
+    "precision",
+    "attention_impl",
+    "compile",
+    "tokens_per_s_per_gpu",
+    "tflops_per_gpu",
+    "mfu",
+    "hfu",
+    "iter_time_s",
+    "peak_mem_gib",
+    "notes",
+    "status",
+    "mem_kind",
+    "flops_def",
+    "trust",
+]
 REQUIRED = ("id", "model", "seq_len", "gpu", "gpus")
 
 
@@ -206,7 +243,7 @@ def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework
     eager = values.get("compile", "").lower() in ("no", "false", "0")
     year = re.search(r"20(19|2[0-9])", system)
     if "megatron" in system or "nemo" in system:
-        old = year is not None and int(year[0]) <= 2022 or "ptd-p" in system
+        old = (year is not None and int(year[0]) <= 2022) or "ptd-p" in system
         name = "megatron-2021" if old else "megatron-no-overlap" if "no overlap" in system else "megatron-core"
     elif "torchtitan" in system:
         name = "torchtitan" if compiled else "torchtitan-eager"
@@ -228,8 +265,20 @@ def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework
         changes["attention"] = "flash-1"
     elif "flash" in attention and framework.attention.startswith("plain"):
         changes["attention"] = "flash-2"
+    notes = values.get("notes", "").lower()
+    if "dispatcher a2a" in notes:
+        changes["dispatch"] = "all-to-all"
+    if ("a2a overlap" in notes or "ep overlap" in notes or "canonical recipe" in notes) and "ep overlap off" not in notes:
+        changes["expert_overlap"] = 0.7
+    if "ce fusion" in notes:
+        changes["loss"] = "fused"
+    for word in ("optimizer in backward", "activation offload"):
+        if word in notes:
+            raise Unmodelled(f"{word} is not modelled")
     if "torchtune" in system:
-        whole_logits = not any(word in values.get("notes", "").lower() for word in ("chunked", "checkpointing", "backward", "offload"))
+        whole_logits = not any(
+            word in values.get("notes", "").lower() for word in ("chunked", "checkpointing", "backward", "offload")
+        )
         changes["loss"] = "fp32" if whole_logits else "chunked"
     if "no grad-accum fusion" in values.get("notes", "").lower():
         changes["fused_accumulation"] = False

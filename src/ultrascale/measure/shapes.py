@@ -60,7 +60,15 @@ def model_of(values: Mapping[str, str], assumptions: list[str]) -> Model:
     if ffn is None:
         ffn = 4 * hidden
         assumptions.append(f"ffn of {ffn}")
-    fields = {"name": name, "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn, "vocab": vocab}
+    fields = {
+        "name": name,
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "ffn": ffn,
+        "vocab": vocab,
+    }
     if hidden % heads:
         fields["head_dim"] = 128
     variants = [_variant(fields, gated=gated, tied=tied) for tied in (False, True)]

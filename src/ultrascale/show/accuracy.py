@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from ultrascale import __version__
 from ultrascale.cost.uncertainty import time_range
 from ultrascale.measure import accuracy
 from ultrascale.measure.accuracy import Errors, Scored
 from ultrascale.plan.reasons import CAUSE_WORDS
 from ultrascale.show.explain import memory_table, time_table
+from ultrascale.show.lines import bullets, heading
 from ultrascale.specs.units import count, seconds
 
 GROUPS = {
@@ -96,16 +101,17 @@ def show(console: Console, scored: Sequence[Scored], left_out: Sequence[Scored],
         here, there = figures[key]["in_sample"], figures[key]["leave_one_source_out"]
         if here:
             outside = f"{there['mape']:.1%}" if there else "–"
-            table.add_row(label, str(here["samples"]), *(f"{here[k]:.1%}" for k in ("mape", "median")), f"{here['bias']:+.1%}", outside)
+            table.add_row(
+                label, str(here["samples"]), *(f"{here[k]:.1%}" for k in ("mape", "median")), f"{here['bias']:+.1%}", outside
+            )
     console.print(table)
     _show_rest(console, figures)
     console.print(group_table(accuracy.by(scored, GROUPS[group]), group))
     console.print(worst_table(scored, worst))
     reasons = [one for one in scored if one.reason is not None]
     if reasons:
-        console.print(f"[bold]Not modelled: {len(reasons)}[/]")
-        for one in reasons:
-            console.print(f"  • {one.run.id}: {one.reason}", highlight=False, markup=False)
+        heading(console, f"Not modelled: {len(reasons)}")
+        bullets(console, (f"{one.run.id}: {one.reason}" for one in reasons))
 
 
 def _show_rest(console: Console, figures: dict[str, Any]) -> None:
@@ -116,7 +122,7 @@ def _show_rest(console: Console, figures: dict[str, Any]) -> None:
             f"at most {max(0.0, -memory['most_under']):.1%} under"
         )
     wrong = f"; wrong: {', '.join(verdicts['wrong'])}" if verdicts["wrong"] else ""
-    console.print(f"Fit or out of memory: {verdicts['right']} right, {len(verdicts['wrong'])} wrong{wrong}", highlight=False)
+    console.print(f"Fit or out of memory: {verdicts['right']} right, {len(verdicts['wrong'])} wrong{wrong}")
     if ranking["groups"]:
         console.print(
             f"Ranking within {ranking['groups']} groups of one job: mean Kendall τ {ranking['mean_tau']:.2f}, "
@@ -159,14 +165,13 @@ def worst_table(scored: Sequence[Scored], worst: int) -> Table:
 def show_row(console: Console, one: Scored) -> None:
     """One run: what was printed, what was assumed, what is predicted, term by term."""
     run = one.run
-    console.print(f"[bold]{run.id}[/]: {run.values.get('model', '')} on {run.values.get('gpus', '?')} × {run.gpu}, {run.system}")
-    console.print(f"source: {run.source}", highlight=False, markup=False)
+    console.print(f"{run.id}: {run.values.get('model', '')} on {run.values.get('gpus', '?')} × {run.gpu}, {run.system}")
+    console.print(f"source: {run.source}")
     if one.reason is not None or run.job is None or one.estimate is None:
-        console.print(f"Not modelled: {one.reason}", highlight=False, markup=False)
+        console.print(f"Not modelled: {one.reason}")
         return
     console.print(f"{count(run.job.model.parameters)} parameters, {run.job.precision}, {run.job.framework.name}: {run.layout}")
-    for text in run.assumptions:
-        console.print(f"  • assumed: {text}", highlight=False, markup=False)
+    bullets(console, (f"assumed: {text}" for text in run.assumptions))
     table = Table(title="Predicted and measured", title_justify="left")
     for name in ("", "predicted", "measured", "difference"):
         table.add_column(name, justify="left" if not name else "right")
@@ -175,20 +180,29 @@ def show_row(console: Console, one: Scored) -> None:
             "tokens/s/GPU", f"{one.tokens_per_s_per_gpu or 0:,.0f}", f"{one.measured:,.0f}", f"{(one.ratio or 1) - 1:+.1%}"
         )
         assert one.iter_time_s is not None
-        table.add_row("step", seconds(one.iter_time_s), seconds(one.iter_time_s * (one.ratio or 1)), f"{1 / (one.ratio or 1) - 1:+.1%}")
+        table.add_row(
+            "step", seconds(one.iter_time_s), seconds(one.iter_time_s * (one.ratio or 1)), f"{1 / (one.ratio or 1) - 1:+.1%}"
+        )
     if run.peak_mem_gib and one.peak_mem_gib:
         kind = run.mem_kind or "kind not stated"
         table.add_row(
-            f"peak memory ({kind})", f"{one.peak_mem_gib:,.1f} GiB", f"{run.peak_mem_gib:,.1f} GiB", f"{one.peak_mem_gib / run.peak_mem_gib - 1:+.1%}"
+            f"peak memory ({kind})",
+            f"{one.peak_mem_gib:,.1f} GiB",
+            f"{run.peak_mem_gib:,.1f} GiB",
+            f"{one.peak_mem_gib / run.peak_mem_gib - 1:+.1%}",
         )
     console.print(table)
     if one.estimate.range is not None:
         span = one.estimate.range
-        console.print(f"80 % range of the step: {seconds(span.step_time_low_s)} to {seconds(span.step_time_high_s)} ({span.based_on})")
+        console.print(
+            f"80 % range of the step: {seconds(span.step_time_low_s)} to {seconds(span.step_time_high_s)} ({span.based_on})"
+        )
     console.print(time_table(one.estimate))
     console.print(memory_table(one.estimate))
     largest = max(CAUSE_WORDS, key=lambda cause: getattr(one.estimate.time, cause) if one.estimate else 0)
-    console.print(f"The largest cause is {CAUSE_WORDS[largest]}; a difference of this size is most likely there or in what was assumed.")
+    console.print(
+        f"The largest cause is {CAUSE_WORDS[largest]}; a difference of this size is most likely there or in what was assumed."
+    )
 
 
 def row_json(one: Scored) -> dict[str, Any]:
@@ -201,3 +215,77 @@ def row_json(one: Scored) -> dict[str, Any]:
         "layout": one.run.layout.model_dump(mode="json") if one.run.layout else None,
         "estimate": one.estimate.model_dump(mode="json") if one.estimate else None,
     }
+
+
+def markdown(file: Any, scored: Sequence[Scored], left_out: Sequence[Scored]) -> str:
+    """The report as a page, with the command, the date and the version that made it."""
+    figures = summary(scored, left_out)
+    lines = [
+        "# Accuracy on measured runs",
+        "",
+        f"Written by `ultrascale accuracy {file} --report docs/accuracy.md`, version {__version__}, {date.today().isoformat()}"
+        + (f", commit {commit}." if (commit := _commit()) else "."),
+        "How the figures are made, what was assumed and what did not help: docs/time.md and docs/lab.md.",
+        "",
+        "| what | figure |",
+        "|---|---|",
+        *(f"| {name} | {value} |" for name, value in headline(figures)),
+        "",
+        "| source | rows | samples | mean | median | bias | mean, source left out |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    outside = accuracy.by(left_out, GROUPS["source"])
+    for name, one in accuracy.by(scored, GROUPS["source"]).items():
+        there = f"{outside[name].mape:.1%}" if name in outside else "–"
+        lines.append(f"| {name} | {one.rows} | {one.samples} | {one.mape:.1%} | {one.median:.1%} | {one.bias:+.1%} | {there} |")
+    lines += ["", "| GPU | rows | samples | mean | median | bias |", "|---|---|---|---|---|---|"]
+    for name, one in accuracy.by(scored, GROUPS["gpu"]).items():
+        lines.append(f"| {name} | {one.rows} | {one.samples} | {one.mape:.1%} | {one.median:.1%} | {one.bias:+.1%} |")
+    lines += ["", "Not modelled:", ""]
+    lines += [f"- {one.run.id}: {one.reason}" for one in scored if one.reason is not None]
+    return "\n".join(lines) + "\n"
+
+
+def headline(figures: dict[str, Any]) -> list[tuple[str, str]]:
+    """The figures that the project holds itself to."""
+
+    def both(key: str) -> str:
+        here, there = figures[key]["in_sample"], figures[key]["leave_one_source_out"]
+        return f"{here['mape']:.1%} / {there['mape']:.1%}" if here and there else "–"
+
+    memory, ranking, verdicts = figures["memory"], figures["ranking"], figures["verdicts"]
+    rows = [
+        ("dense rows of trust A, mean error: in sample / source left out", both("dense")),
+        ("the same, models with experts", both("experts")),
+        ("small single-node jobs (up to 3.2 B parameters, 8 GPUs)", both("small_single_node")),
+    ]
+    if memory["rows"]:
+        rows.append(
+            (
+                "memory, allocated or active: mean error / most under",
+                f"{memory['mape']:.1%} / {max(0.0, -memory['most_under']):.1%}",
+            )
+        )
+    rows.append(("fit or out of memory: right / wrong", f"{verdicts['right']} / {len(verdicts['wrong'])}"))
+    if ranking["groups"]:
+        rows.append(
+            (
+                "ranking of one job's layouts: mean Kendall τ / worst regret",
+                f"{ranking['mean_tau']:.2f} / {ranking['worst_regret']:.1%}",
+            )
+        )
+    if figures["interval_80_coverage"] is not None:
+        rows.append(("80 % ranges hold rows of sources they had not seen", f"{figures['interval_80_coverage']:.0%}"))
+    return rows
+
+
+def _commit() -> str | None:
+    """The commit of the checkout this runs from, where there is one."""
+    here = Path(__file__).resolve().parent
+    try:
+        answer = subprocess.run(
+            ["git", "-C", str(here), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=5, check=False
+        )
+    except OSError:
+        return None
+    return answer.stdout.strip() or None
