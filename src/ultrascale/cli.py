@@ -84,6 +84,10 @@ def plan(
     gradients: Annotated[str, typer.Option(help="In which gradients are accumulated and reduced: fp32 or bf16.")] = "fp32",
     optimizer: Annotated[str, typer.Option(help="adamw, adamw-bf16, adamw-8bit, muon, sgd-momentum or sgd.")] = "adamw",
     attention: Annotated[str, typer.Option(help="flash, or plain (whole score matrices).")] = "flash",
+    framework: Annotated[
+        str,
+        typer.Option(help="The engine that would run it: [cyan]ultrascale[/], [cyan]megatron-core[/], [cyan]torchtitan[/]…"),
+    ] = "ultrascale",
     total_tokens: Annotated[
         str | None, typer.Option("--total-tokens", help="Of the whole training, for days and cost: [cyan]15T[/].")
     ] = None,
@@ -97,7 +101,7 @@ def plan(
     from ultrascale.plan.search import plan as search
     from ultrascale.show import plan as show
 
-    job = _job(model, cluster, batch_tokens, seq, precision, gradients, optimizer, attention, total_tokens)
+    job = _job(model, cluster, batch_tokens, seq, precision, gradients, optimizer, attention, total_tokens, framework)
     with _progress() as say:
         result = search(
             job,
@@ -124,7 +128,14 @@ def plan(
 
 @app.command(rich_help_panel=PLAN)
 def explain(
-    file: Annotated[Path, typer.Argument(help="A plan written by [cyan]ultrascale plan -o[/].", metavar="PLAN.YAML")],
+    file: Annotated[
+        Path,
+        typer.Argument(help="A plan written by [cyan]ultrascale plan -o[/]; with --row, a CSV of runs.", metavar="PLAN.YAML"),
+    ],
+    row: Annotated[
+        str | None,
+        typer.Option("--row", help="The id of one measured run in the CSV: predicted against measured, term by term."),
+    ] = None,
     cheatsheet: Annotated[
         bool, typer.Option("--cheatsheet", help="The playbook's cheat-sheet with this plan's numbers in every cell.")
     ] = False,
@@ -152,8 +163,11 @@ def explain(
     from ultrascale.specs.errors import SpecError
     from ultrascale.specs.plan import Plan
 
-    if sum((cheatsheet, bool(what_if), largest is not None)) > 1:
-        raise SpecError("--cheatsheet, --what-if and --largest answer different questions: ask one at a time")
+    if sum((cheatsheet, bool(what_if), largest is not None, row is not None)) > 1:
+        raise SpecError("--row, --cheatsheet, --what-if and --largest answer different questions: ask one at a time")
+    if row is not None:
+        _explain_row(file, row, as_json)
+        return
     loaded = Plan.load(file)
     check(loaded.job, loaded.layout)  # a file can be edited
     console = _console()
@@ -174,6 +188,66 @@ def explain(
         _print_json(loaded.to_mapping())
     else:
         show.show_plan(console, loaded)
+
+
+def _explain_row(file: Path, row: str, as_json: bool) -> None:
+    from ultrascale.measure.accuracy import score
+    from ultrascale.measure.runs import read
+    from ultrascale.show import accuracy as show
+    from ultrascale.specs.errors import SpecError, nearest
+
+    runs, _ = read(file)
+    found = [run for run in runs if run.id == row]
+    if not found:
+        raise SpecError(f"--row is '{row:.60}' but {file} has no such id: {nearest(row, [run.id for run in runs])[:200]}")
+    (one,) = score(found[:1])
+    _print_json(show.row_json(one)) if as_json else show.show_row(_console(), one)
+
+
+@app.command(rich_help_panel=PLAN)
+def accuracy(
+    file: Annotated[Path, typer.Argument(help="A CSV of measured runs, published ones or your own.", metavar="RUNS.CSV")],
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", help="Write every row's prediction and the summary to this file.", metavar="OUT.JSON"),
+    ] = None,
+    group: Annotated[
+        str, typer.Option("--by", help="Group errors by [cyan]source[/], [cyan]gpu[/] or [cyan]system[/].")
+    ] = "source",
+    worst: Annotated[int, typer.Option("--worst", help="How many of the worst rows to show.")] = 10,
+    report: Annotated[
+        Path | None, typer.Option("--report", help="Also write the report as Markdown.", metavar="OUT.MD")
+    ] = None,
+) -> None:
+    """Score the cost model on measured runs: speed, memory, fit or out of memory, ranking; worst rows and why not modelled.
+
+    [dim]ultrascale accuracy data/published.csv --by gpu --worst 20[/]
+    """
+    from ultrascale.measure import accuracy as measure
+    from ultrascale.measure.runs import read
+    from ultrascale.show import accuracy as show
+    from ultrascale.specs.errors import SpecError, nearest
+    from ultrascale.specs.files import write_text
+
+    if group not in show.GROUPS:
+        raise SpecError(f"--by is '{group:.40}': {nearest(group, show.GROUPS)}")
+    if not 0 <= worst <= 10_000:
+        raise SpecError(f"--worst is {worst} but must be from 0 to 10000, such as 20")
+    runs, problems = read(file)
+    with _progress() as say:
+        scored = measure.score(runs, progress=lambda done: say(f"predicting run {done} of {len(runs)}"))
+        say("predicting each run without its source")
+        left_out = measure.score_left_out(runs)
+    for line in problems:
+        typer.echo(f"note: {line}", err=True)
+    if not any(one.reason is None for one in scored):
+        reasons = "; ".join(sorted({f"{one.run.id}: {one.reason}" for one in scored})[:3])
+        raise SpecError(f"none of the {len(runs)} rows of {file} could be modelled: {reasons}")
+    if json_file is not None:
+        write_text(json_file, json.dumps(show.as_json(scored, left_out), indent=1, allow_nan=False) + "\n")
+    if report is not None:
+        write_text(report, show.markdown(file, scored, left_out))
+    show.show(_console(), scored, left_out, group, worst)
 
 
 @app.command(rich_help_panel=PLAN)
@@ -226,13 +300,16 @@ def _job(
     optimizer: str = "adamw",
     attention: str = "flash",
     total_tokens: str | None = None,
+    framework: str = "ultrascale",
 ) -> Job:
     from ultrascale.specs import units
     from ultrascale.specs.cluster import Cluster
+    from ultrascale.specs.framework import Framework
     from ultrascale.specs.job import Job
     from ultrascale.specs.model import Model
     from ultrascale.specs.validate import build
 
+    engine = Framework.load(framework)
     return build(
         Job,
         {
@@ -243,7 +320,8 @@ def _job(
             "precision": precision,
             "gradients": gradients,
             "optimizer": optimizer,
-            "attention": attention,
+            "attention": "plain" if engine.attention.startswith("plain") else attention,
+            "framework": engine,
             "total_tokens": None if total_tokens is None else units.total_tokens(total_tokens, "--total-tokens"),
         },
         "job",

@@ -15,6 +15,7 @@ from ultrascale.specs.job import Job
 from ultrascale.specs.model import Model
 
 FP32 = 4
+CHUNKS = 8  # pieces in which a chunked loss computes its logits
 
 
 def compute_bytes(job: Job) -> int:
@@ -23,7 +24,7 @@ def compute_bytes(job: Job) -> int:
 
 
 def gradient_bytes(job: Job) -> int:
-    return FP32 if job.gradients == "fp32" or job.precision == "fp32" else 2
+    return FP32 if (job.gradients == "fp32" and job.framework.states != "pure") or job.precision == "fp32" else 2
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def layer(job: Job, columns: Columns, moe: bool) -> LayerActivations:
         "qkv input": residual,
         **_attention(job, columns, tokens, b),
         "mlp norm": residual,
-        **(_moe(job, columns, tokens, b, residual) if moe else _mlp(model, columns, tokens, b, residual)),
+        **(_moe(job, columns, tokens, b, residual) if moe else _mlp(job, columns, tokens, b, residual)),
     }
     if job.dropout:
         modules["dropout masks"] = 2 * residual / b
@@ -96,9 +97,11 @@ def _attention(job: Job, columns: Columns, tokens: Array, b: int) -> dict[str, A
     }
 
 
-def _mlp(model: Model, columns: Columns, tokens: Array, b: int, residual: Array) -> dict[str, Array]:
+def _mlp(job: Job, columns: Columns, tokens: Array, b: int, residual: Array) -> dict[str, Array]:
+    model = job.model
     wide = b * tokens * model.ffn / columns.tp
-    return {"mlp input": residual, "mlp products": (2 if model.gated else 1) * wide, "mlp activation": wide}
+    kept = 2 if model.gated and job.framework.eager_activation else 1
+    return {"mlp input": residual, "mlp products": (2 if model.gated else 1) * wide, "mlp activation": kept * wide}
 
 
 def _moe(job: Job, columns: Columns, tokens: Array, b: int, residual: Array) -> dict[str, Array]:
@@ -109,10 +112,10 @@ def _moe(job: Job, columns: Columns, tokens: Array, b: int, residual: Array) -> 
     modules = {
         "mlp input": residual,
         "router": 4 * tokens * moe.experts / columns.sequence_cut,
-        "expert input": b * routed * model.hidden / columns.sequence_cut,
+        "expert input": b * routed * model.hidden / columns.routed_cut,
         "expert products": (2 if model.gated else 1) * wide,
         "expert activation": wide,
-        "expert output": b * routed * model.hidden / columns.sequence_cut,
+        "expert output": b * routed * model.hidden / columns.routed_cut,
     }
     if moe.shared_experts:
         shared = b * tokens * (moe.shared_expert_ffn or 0) / columns.tp
@@ -121,6 +124,7 @@ def _moe(job: Job, columns: Columns, tokens: Array, b: int, residual: Array) -> 
 
 
 # Selective recomputation with flash attention keeps the products of matrices and computes the cheap operators again.
+_PRODUCTS = {"q, k, v", "mlp products", "expert products", "mlp norm"}
 _CHEAP = ("qkv input", "mlp input", "mlp activation", "expert activation")
 
 
@@ -130,6 +134,10 @@ def _apply_policy(job: Job, columns: Columns, modules: dict[str, Array], residua
     dropped = _CHEAP if job.attention == "flash" else ("attention scores",)
     keeps = {name: none | (selective & (name not in dropped)) for name in modules}
     kept = {name: np.where(keeps[name], bytes_, 0.0) for name, bytes_ in modules.items()}
+    if job.framework.selective == "half":
+        # Every second product is computed again; attention's own output is always kept.
+        for name in _PRODUCTS & kept.keys():
+            kept[name] = np.where(selective, 0.5 * kept[name], kept[name])
     kept["attention norm"] = np.where(columns.is_("recompute", "full"), residual, kept["attention norm"])
     return kept
 
@@ -153,8 +161,14 @@ def head(job: Job, columns: Columns) -> HeadActivations:
     tokens, b = columns.tokens(job.seq), compute_bytes(job)
     norm = 2 * b * tokens * job.model.hidden / columns.sequence_cut
     statistics = 2 * FP32 * tokens
-    logits = b * tokens * job.model.vocab / columns.tp
-    return HeadActivations(np.asarray(norm + statistics + logits), np.asarray(norm + statistics + 2 * logits))
+    logits = tokens * job.model.vocab / columns.tp
+    saved, peak = {
+        "fused": (b, 2.0 * b),
+        "in-place": (FP32, 2.0 * FP32),
+        "fp32": (b + FP32, b + 2.0 * FP32),
+        "chunked": (b / CHUNKS, 2.0 * b / CHUNKS),
+    }[job.framework.loss]
+    return HeadActivations(np.asarray(norm + statistics + saved * logits), np.asarray(norm + statistics + peak * logits))
 
 
 def korthikanti(sequence: int, mbs: int, hidden: int, heads: int, tp: int, sequence_parallel: bool, recompute: str) -> float:

@@ -14,9 +14,9 @@ from ultrascale.specs.job import Job
 BACKWARD_FLOPS = 2.5
 
 
-def head_size_factor(head_dim: int) -> float:
-    """Small heads leave the matrix units waiting for softmax: 64 gets three quarters of 128 in both papers' figures."""
-    return min(1.0, 0.5 + head_dim / 256)
+def head_size_factor(head_dim: int, small_heads: float) -> float:
+    """Small heads leave the matrix units waiting for softmax: what 64 gets of 128, and in between a straight line."""
+    return min(1.0, max(0.3, small_heads + (1 - small_heads) * (head_dim - 64) / 64))
 
 
 def imbalance(columns: Columns) -> Array:
@@ -38,7 +38,7 @@ def passes(job: Job, columns: Columns, machine: Machine) -> Passes:
     if job.model.sliding_window:
         row = np.minimum(row, job.model.sliding_window)
     rate = machine.attention
-    reach = row / (row + rate.half_row) * head_size_factor(job.model.qk_head_dim)
+    reach = row / (row + rate.half_row) * head_size_factor(job.model.qk_head_dim, rate.small_heads)
     peak = machine.attention_peak_flops
     return Passes(work / (peak * rate.forward * reach), BACKWARD_FLOPS * work / (peak * rate.backward * reach), zero)
 
@@ -48,6 +48,7 @@ def _plain(job: Job, columns: Columns, machine: Machine, work: Array, zero: Arra
     scores = columns.tokens(job.seq) * job.seq * job.model.heads / columns.tp
     full_work = 2 * work  # without a kernel that skips it, the masked half is computed too
     each_pass = machine.stream_s(4.0 * scores)
-    softmax = (4 + job.dropout) * each_pass
+    # Written by the first product and read by the second: one pass. Softmax: one more, or scale, mask and softmax apart.
+    softmax = ((2 if job.framework.attention == "plain-fused" else 4) + job.dropout) * each_pass
     products = full_work / (0.5 * machine.attention_peak_flops)
     return Passes(products + softmax, 2 * products + 1.5 * softmax, zero)

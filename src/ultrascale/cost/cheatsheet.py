@@ -53,7 +53,7 @@ def strategies(plan: Plan) -> list[Strategy]:
     places = mesh(row, machine.cluster)
     tokens = x.mbs * job.seq / x.cp
     peak = job.peak_flops
-    stage_share = stages.share_of(model, row, np.zeros(1, dtype=np.int64))
+    stage_share = stages.share_of(job, row, np.zeros(1, dtype=np.int64))
     own = params.on_rank(model, row, stage_share)
     rank_parameters = float(own.total[0])
     # Of a MoE layer only the parameters that a token meets compute, while gradients of all that a rank holds travel.

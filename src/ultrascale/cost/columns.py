@@ -90,6 +90,21 @@ class Columns:
         """By what norms and residuals are cut: tp with sequence parallelism, else nothing."""
         return np.where(self.sequence_parallel == 1, self.tp, 1)
 
+    @property
+    def expert_cut(self) -> Array:
+        """By what tp cuts one expert: by tp, or not at all when ep is spread over the tp ranks too."""
+        return np.where(self.data_ranks % self.ep == 0, self.tp, 1)
+
+    @property
+    def expert_ranks(self) -> Array:
+        """Ranks that hold copies or other parts of the same layer's experts, tensor parallelism's cuts left aside."""
+        return np.asarray(self.data_ranks * self.tp // self.expert_cut)
+
+    @property
+    def routed_cut(self) -> Array:
+        """By what the routed tokens of a rank are cut: along the sequence, or over the tp ranks that hold whole experts."""
+        return np.where(self.expert_cut == self.tp, self.sequence_cut, self.tp)
+
     def tokens(self, seq: int) -> Array:
         """Tokens of one micro-batch on one rank (the playbook's mbs × mseqlen)."""
         return np.asarray(self.mbs * seq / self.cp)

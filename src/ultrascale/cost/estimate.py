@@ -15,6 +15,7 @@ from ultrascale.cost.mesh import mesh
 from ultrascale.cost.operators import layer_matmuls
 from ultrascale.cost.passes import Passes
 from ultrascale.cost.pieces import Piece, Pieces, pieces
+from ultrascale.cost.uncertainty import estimate_range
 from ultrascale.schedules import StageTimes, build, closed, makespan, peak_held, simulate_makespan
 from ultrascale.specs.estimate import OWNERS, ActivationItem, Estimate, Memory, StageMemory, Time
 from ultrascale.specs.job import Job
@@ -68,6 +69,7 @@ def estimate(job: Job, layout: Layout) -> Estimate:
         time=time,
         traffic=tuple(traffic.by_technique(job, layout, view.machine, time)),
         activations=tuple(_activation_items(view, peak)),
+        range=estimate_range(job, step_s, peak.memory.total / GIB, job.cluster.gpu.memory_gib),
         train_days=days,
         gpu_hours=hours,
         cost_usd=hours * price if hours is not None and price is not None else None,
@@ -93,7 +95,7 @@ class View:
         machine = Machine(job)
         row = Columns.of([layout])
         ranks = row.take(np.zeros(layout.pp, dtype=np.int64))
-        share = stages.share_of(job.model, ranks, np.arange(layout.pp))
+        share = stages.share_of(job, ranks, np.arange(layout.pp))
         return cls(job, layout, machine, row, ranks, share, pieces(job, row, machine))
 
     @property
@@ -104,7 +106,7 @@ class View:
         """Every chunk as if it were a rank of its own."""
         model, counts = (
             self.job.model,
-            np.asarray(stages.chunk_layers(self.job.model, self.layout.pp, self.layout.virtual_stages)),
+            np.asarray(stages.chunk_layers(self.job, self.layout.pp, self.layout.virtual_stages)),
         )
         dense_until = model.layers if model.moe is None else model.moe.dense_layers
         ends = np.cumsum(counts)
@@ -114,6 +116,8 @@ class View:
 
     def stage_times(self, send_s: float) -> StageTimes:
         times = self.pieces.totals().on(self.chunk_share())
+        if self.layout.pp > 1:
+            times = times.delayed(self.machine.efficiency.action_overhead_s)
         return StageTimes(
             tuple(map(float, times.forward)),
             tuple(map(float, times.input_grad)),
@@ -133,7 +137,7 @@ def _waiting(view: View) -> memory.Waiting:
     none = np.zeros(layout.pp)
     if layout.pp == 1:
         return memory.Waiting(np.ones(1), none, none)
-    counts = stages.chunk_layers(view.job.model, layout.pp, layout.virtual_stages)
+    counts = stages.chunk_layers(view.job, layout.pp, layout.virtual_stages)
     # Beyond four rounds the list only repeats itself, and what it holds no longer grows (AFAB holds everything).
     enough = layout.gas if layout.schedule == "afab" else min(layout.gas, _settled(layout))
     held_layers = _held_layers(layout.schedule, layout.pp, enough, layout.virtual_stages, counts)
@@ -193,19 +197,22 @@ def _time(view: View) -> tuple[Time, float]:
     piece = _row(by_rank, slowest)
     gas = layout.gas
     busy = float(totals[slowest]) * gas
-    send = bubble = 0.0
+    send = bubble = host = 0.0
     if layout.pp > 1:
+        host = 2 * machine.efficiency.action_overhead_s * layout.virtual_stages * gas
+        busy += host
         pipeline_s = simulate_makespan(
             layout.schedule, layout.pp, gas, layout.virtual_stages, view.stage_times(send_s(view)), SIMULATED
         )
         idle = max(0.0, pipeline_s - busy)
         send = min(idle, _send_share(view, by_rank.total, slowest))
         bubble = idle - send
-    first = view.pieces.totals().on(stages.share_of(job.model, view.row, np.zeros(1, dtype=np.int64)))
+    first = view.pieces.totals().on(stages.share_of(job, view.row, np.zeros(1, dtype=np.int64)))
     places = mesh(view.row, machine.cluster)
-    share_0 = stages.share_of(job.model, view.row, np.zeros(1, dtype=np.int64))
+    share_0 = stages.share_of(job, view.row, np.zeros(1, dtype=np.int64))
     after = step.end_of_step(job, view.row, machine, places, share_0, first)
     causes = {f"{f.name}_s": gas * float(getattr(piece, f.name).total) for f in fields(Piece)}
+    causes["launch_s"] += host
     time = Time(
         **causes,
         send_s=send,
@@ -215,7 +222,7 @@ def _time(view: View) -> tuple[Time, float]:
         offload_s=float(after.offload_s[0]),
         overhead_s=machine.efficiency.step_overhead_s,
     )
-    mean_busy = float(np.mean(totals)) * gas
+    mean_busy = float(np.mean(totals)) * gas + host
     in_pipeline = busy + bubble + send
     return time, max(0.0, 1 - mean_busy / in_pipeline) if layout.pp > 1 else 0.0
 

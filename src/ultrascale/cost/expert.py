@@ -30,19 +30,38 @@ def traffic(job: Job, columns: Columns, mesh: Mesh, machine: Machine) -> ExpertT
     assert moe is not None
     routed = columns.tokens(job.seq) * moe.top_k * job.cluster.efficiency.expert_imbalance
     exchange = transfer(
-        machine, "expert", "all_to_all", compute_bytes(job) * routed * model.hidden / columns.sequence_cut, mesh.expert
+        machine, "expert", "all_to_all", compute_bytes(job) * routed * model.hidden / columns.routed_cut, mesh.expert
     )
+    both = EXCHANGES * exchange.time_s
+    if job.framework.dispatch == "node-wise":
+        both = EXCHANGES * np.minimum(exchange.time_s, _node_wise_s(job, columns, mesh, machine))
     window_forward = window_backward = np.zeros(len(columns))
     if moe.shared_experts:
         width = (moe.shared_expert_ffn or 0) / columns.tp
         shared = matmul_passes(machine, mlp_matmuls(model, "shared expert", columns.tokens(job.seq), width))
         window_forward, window_backward = shared.forward, shared.input_grad + shared.weight_grad
-    both = EXCHANGES * exchange.time_s
+    seen = 1 - job.framework.expert_overlap
     return ExpertTraffic(
         exchange,
-        exposed(both, window_forward, machine.efficiency),
-        exposed(both, window_backward, machine.efficiency),
+        seen * exposed(both, window_forward, machine.efficiency),
+        seen * exposed(both, window_backward, machine.efficiency),
     )
+
+
+def _node_wise_s(job: Job, columns: Columns, mesh: Mesh, machine: Machine) -> Array:
+    """One exchange in which a token crosses to each other domain at most once and is handed on there over the fast link.
+
+    Of D domains a token with k choices meets D·(1 − (1 − 1/D)^k) in the mean; all but its own lie across the network.
+    """
+    moe = job.model.moe
+    assert moe is not None
+    group = mesh.expert
+    domains = group.size / group.per_domain
+    met = domains * (1 - (1 - 1 / domains) ** moe.top_k)
+    token = compute_bytes(job) * columns.tokens(job.seq) * job.model.hidden / columns.routed_cut
+    across = met * (domains - 1) / domains * token / machine.inter.bytes_per_s
+    inside = moe.top_k * token * (group.per_domain - 1) / group.per_domain / machine.intra("all_to_all").bytes_per_s
+    return np.asarray(np.maximum(across, inside) + machine.inter.latency_s * (domains > 1) + machine.intra("all_to_all").base_s)
 
 
 def ratio(ep: int, experts: int, hidden: int, expert_parameters: float, peak_flops: float, bandwidth: float) -> Ratio:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from ultrascale.cost import collectives, gemm
 from ultrascale.cost.collectives import Link, Op
 from ultrascale.cost.columns import Array
 from ultrascale.cost.mesh import Group
+from ultrascale.specs.gpu import GPU
 from ultrascale.specs.job import Job
 
 # Products of a chip without a measured table run at this share of its peak; the estimate says so.
@@ -27,19 +28,60 @@ class AttentionRate:
     backward: float
     half_row: float
     source: str
+    small_heads: float = 0.75
+    """head size 64 against 128"""
 
 
 # Read off the authors' causal, head-size-128 curves; half_row is the s of rate(s) = rate(∞)·s/(s + half_row) through them.
-RATES: dict[str, AttentionRate] = {
-    "volta": AttentionRate(0.35, 0.28, 450, "assumed: no flash kernel of the authors runs there"),
-    "ampere": AttentionRate(0.63, 0.55, 450, "FlashAttention-2 (Dao 2023), figures 5 and 6, A100"),
-    "ada": AttentionRate(0.60, 0.50, 450, "assumed near ampere, whose kernels it runs"),
-    "hopper": AttentionRate(0.66, 0.52, 900, "FlashAttention-3 (Shah 2024), figures 5 and 6"),
-    "blackwell": AttentionRate(0.66, 0.50, 1200, "assumed: hopper's share of a larger peak, longer rows to fill it"),
-    "cdna3": AttentionRate(0.42, 0.32, 900, "assumed: two thirds of hopper's share"),
-    "cdna4": AttentionRate(0.42, 0.32, 900, "assumed as cdna3"),
-    "cpu": AttentionRate(0.30, 0.20, 128, "placeholder until calibrated"),
+RATES: dict[str, dict[str, AttentionRate]] = {
+    "flash": {
+        "volta": AttentionRate(0.35, 0.28, 450, "assumed: no flash kernel of the authors runs there"),
+        "ampere": AttentionRate(
+            0.55, 0.48, 450, "FlashAttention-2 (Dao 2023), figures 5 and 6, A100, at 0.87 of the curves as in training"
+        ),
+        "ada": AttentionRate(0.53, 0.45, 450, "assumed near ampere, whose kernels it runs"),
+        "hopper": AttentionRate(
+            0.55, 0.43, 900, "FlashAttention-3 (Shah 2024), figures 5 and 6, at 0.83 of the curves as in training"
+        ),
+        "blackwell": AttentionRate(0.55, 0.42, 1200, "assumed: hopper's share of a larger peak, longer rows to fill it"),
+        "cdna3": AttentionRate(0.42, 0.32, 900, "assumed: two thirds of hopper's share"),
+        "cdna4": AttentionRate(0.42, 0.32, 900, "assumed as cdna3"),
+        "cpu": AttentionRate(0.30, 0.20, 128, "placeholder until calibrated"),
+    },
+    # FlashAttention-2 uses none of Hopper's asynchrony: 350 of 989 TFLOP/s (Shah 2024, figure 5).
+    "flash-2": {
+        "hopper": AttentionRate(
+            0.35, 0.28, 500, "FlashAttention-2 on H100, in Shah 2024, figures 5 and 6, at 0.91 of the curves"
+        ),
+    },
+    # FlashAttention-1 reaches half of its successor (Dao 2023, section 1: 25-40 % of peak on A100).
+    "flash-1": {
+        "ampere": AttentionRate(0.38, 0.30, 450, "FlashAttention-1 on A100, in Dao 2023, figures 5 and 6", 0.97),
+        "hopper": AttentionRate(0.21, 0.17, 500, "assumed: FlashAttention-1 does on hopper what it did on ampere", 0.97),
+    },
 }
+
+
+def attention_rate(kernel: str, architecture: str) -> AttentionRate | None:
+    """The rate of a kernel on an architecture; kernels without a line of their own take the best one's."""
+    return RATES.get(kernel, {}).get(architecture) or RATES["flash"].get(architecture)
+
+
+# Share of the product rate measured alone that a training step sustains, hour after hour at the power limit.
+SUSTAINED: dict[str, dict[str, float]] = {
+    "ampere": {"bf16": 1.00, "fp8": 1.00},
+    "hopper": {"bf16": 0.88, "fp8": 1.15},
+    "blackwell": {"bf16": 0.69, "fp8": 1.08},
+}
+# Power of the parts on which the surfaces were measured, W; a part capped below it computes in proportion.
+MEASURED_POWER_W = {"a100_sxm": 400, "h100_sxm": 700, "h200_sxm": 700, "b200_sxm": 1000, "b300_sxm": 1100, "gb200": 1200}
+
+
+def sustained(gpu: GPU) -> dict[str, float]:
+    capped = min(1.0, gpu.power_w / MEASURED_POWER_W[gpu.surface]) if gpu.surface else 1.0
+    share = SUSTAINED.get(gpu.architecture, {"bf16": 0.9, "fp8": 0.9})
+    same_family = not gpu.surface_note or gpu.architecture == "hopper"
+    return {precision: value * (capped if same_family else 1.0) for precision, value in share.items()}
 
 
 class Machine:
@@ -48,6 +90,7 @@ class Machine:
     def __init__(self, job: Job) -> None:
         cluster, gpu = job.cluster, job.cluster.gpu
         self.efficiency = cluster.efficiency
+        self.framework = job.framework
         self.gpu = gpu
         self.cluster = cluster
         self.peak_flops = job.peak_flops
@@ -63,6 +106,7 @@ class Machine:
         host_gb_s = gpu.pcie_bandwidth_gb_s * self.efficiency.host_link
         self.host = Link(host_gb_s, self.efficiency.network_latency_s)
         self.attention = self._attention_rate()
+        self.sustained = sustained(gpu)
 
     def _surface(self, dtype: str) -> gemm.Surface | None:
         table = self.gpu.surface
@@ -70,9 +114,9 @@ class Machine:
         return gemm.load_surface(table, dtype) if table and known else None
 
     def _attention_rate(self) -> AttentionRate:
-        rate = RATES.get(self.gpu.architecture, RATES["ampere"])
+        rate = attention_rate(self.framework.attention, self.gpu.architecture) or RATES["flash"]["ampere"]
         forward, backward = self.efficiency.attention_forward, self.efficiency.attention_backward
-        return AttentionRate(forward or rate.forward, backward or rate.backward, rate.half_row, rate.source)
+        return replace(rate, forward=forward or rate.forward, backward=backward or rate.backward)
 
     def matmul_s(self, m: Array, n: Array, k: Array, in_fp8: bool = True) -> Array:
         """Seconds of [m, k] × [k, n] in the job's precision, or in bf16 where fp8 is not used."""
@@ -80,7 +124,7 @@ class Machine:
         peak = self.peak_flops if fp8 or not self.is_fp8 else self.attention_peak_flops
         surface = self.fp8_surface if fp8 else self.surface
         if surface is None:
-            return np.asarray(2.0 * m * n * k / (peak * UNMEASURED_MATMUL * self.efficiency.matmul))
+            return np.asarray(2.0 * m * n * k / (peak * UNMEASURED_MATMUL * (self.efficiency.matmul or 1.0)))
         time = gemm.gemm_time_s(
             surface,
             m,
@@ -89,8 +133,9 @@ class Machine:
             peak_tflops=peak / 1e12,
             memory_bandwidth_gb_s=self.gpu.memory_bandwidth_gb_s,
             multiprocessors=self.gpu.multiprocessors or surface.multiprocessors,
+            quantize=False,
         )
-        return np.asarray(time / self.efficiency.matmul)
+        return np.asarray(time / (self.efficiency.matmul or self.sustained["fp8" if fp8 else "bf16"]))
 
     def stream_s(self, bytes_: Array) -> Array:
         """A memory-bound pass: bytes read and written over the bandwidth that such passes get."""
@@ -115,10 +160,12 @@ class Machine:
         )
 
     def collective_s(self, op: Op, bytes_: Array, group: Group) -> Array:
+        per_domain = group.per_domain
+        if not self.framework.rails and op != "send_recv":
+            per_domain = np.where(group.leaves_domain, 1, per_domain)
+
         def over(inter: Link) -> Array:
-            return collectives.collective_time_s(
-                op, bytes_, group.size, per_node=group.per_domain, intra=self.intra(op), inter=inter
-            )
+            return collectives.collective_time_s(op, bytes_, group.size, per_node=per_domain, intra=self.intra(op), inter=inter)
 
         if self.cluster.link_domain >= self.cluster.gpus_per_node:
             return over(self.inter)
@@ -148,7 +195,7 @@ class Machine:
             notes.append(f"{self.wide_precision} products take the bf16 surface's share of their own peak")
         if self.fabric is None and self.cluster.gpus > 1:
             notes.append(f"{gpu.name} has no measured collectives: {UNMEASURED_LINK:.0%} of its link's data sheet is assumed")
-        if gpu.architecture not in RATES:
+        if gpu.architecture not in RATES["flash"]:
             notes.append(f"attention on {gpu.architecture} is assumed to reach the share of ampere")
         else:
             notes.append(f"attention rate: {self.attention.source}")

@@ -106,16 +106,17 @@ def _sequence_splits(job: Job, c: Columns) -> Array:
 
 def _ep_cuts_experts(job: Job, c: Columns) -> Array:
     experts = job.model.moe.experts if job.model.moe is not None else 1
-    return np.asarray((experts % c.ep == 0) & (c.data_ranks % c.ep == 0))
+    return np.asarray((experts % c.ep == 0) & ((c.data_ranks % c.ep == 0) | (c.data_ranks * c.tp % c.ep == 0)))
 
 
 def _ep_sentence(job: Job, layout: Layout) -> str:
     if job.model.moe is None:
         return f"layout.ep is {layout.ep} but {job.model.name} has no experts: try 1"
     experts = job.model.moe.experts
-    allowed = [d for d in divisors(experts) if layout.data_ranks % d == 0]
+    ranks = layout.data_ranks * layout.tp
+    allowed = [d for d in divisors(experts) if ranks % d == 0]
     return (
-        f"layout.ep is {layout.ep} but must divide both the {experts} experts and dp·cp = {layout.data_ranks}: "
+        f"layout.ep is {layout.ep} but must divide both the {experts} experts and dp·cp·tp = {ranks}: "
         f"try {near(layout.ep, allowed)}"
     )
 
@@ -177,7 +178,7 @@ RULES: tuple[Rule, ...] = (
             f"try sequence_parallel=false or tp={near(x.tp, divisors(max(1, job.seq // x.cp)))}"
         ),
     ),
-    Rule(("ep", "dp", "cp"), _ep_cuts_experts, _ep_sentence),
+    Rule(("ep", "dp", "cp", "tp"), _ep_cuts_experts, _ep_sentence),
     Rule(
         ("pp", "virtual_stages"),
         lambda job, c: np.asarray(c.pp * c.virtual_stages <= job.model.layers),

@@ -48,10 +48,15 @@ class StateBytes:
     optimizer: Array
 
 
+def has_master(job: Job) -> bool:
+    """Weights in fp32 beside the copy that computes."""
+    return job.precision != "fp32" and job.framework.states != "pure"
+
+
 def states(job: Job, columns: Columns, held: params.RankParameters) -> StateBytes:
     """The playbook's four persistent owners; experts are sharded over the data ranks that ep left them."""
     shards = columns.shards
-    expert_shards = np.maximum(1, shards / columns.ep)
+    expert_shards = np.maximum(1, shards * columns.tp / columns.expert_cut / columns.ep)
     zero = columns.zero
 
     def sharded(bytes_each: float, from_stage: int) -> Array:
@@ -64,9 +69,12 @@ def states(job: Job, columns: Columns, held: params.RankParameters) -> StateByte
     # ZeRO-3 keeping its layers gathered holds the whole copy through the step, as ZeRO-2 does.
     stage_of_parameters = np.where(columns.keep_gathered == 1, 4, 3)
     parameters = np.where(zero >= stage_of_parameters, sharded(compute, 3), sharded(compute, 4))
+    if job.framework.states == "fp32" and job.precision != "fp32":
+        # FSDP's shards are the fp32 weights; a copy in the compute format exists only where it is gathered.
+        parameters = np.where(zero >= stage_of_parameters, 0.0, parameters)
     return StateBytes(
         parameters=np.where(columns.is_("offload", "parameters"), 0.0, parameters),
-        master=np.where(on_gpu, sharded(activations.FP32 if job.precision != "fp32" else 0, 1), 0.0),
+        master=np.where(on_gpu, sharded(activations.FP32 if has_master(job) else 0, 1), 0.0),
         gradients=sharded(activations.gradient_bytes(job), 2),
         optimizer=np.where(on_gpu, sharded(OPTIMIZER_STATE_BYTES[job.optimizer], 1), 0.0),
     )
@@ -95,9 +103,9 @@ def transfer_buffers(job: Job, columns: Columns, held: params.RankParameters) ->
     received = np.where(columns.pp > 1, 2 * wide / columns.sequence_cut, 0.0)
     buffers = gathered + fresh_gradients + reduced + gathered_sequence + received + _context_buffers(job, columns)
     if model.moe is not None:
-        routed = job.cluster.efficiency.expert_imbalance * model.moe.top_k * wide / columns.sequence_cut
+        routed = job.cluster.efficiency.expert_imbalance * model.moe.top_k * wide / columns.routed_cut
         buffers = buffers + np.where(columns.ep > 1, routed, 0.0)
-    return np.asarray(buffers)
+    return np.asarray(buffers + job.cluster.efficiency.workspace_gib * GIB)
 
 
 def _context_buffers(job: Job, columns: Columns) -> Array:

@@ -60,7 +60,7 @@ def mesh(columns: Columns, cluster: Cluster) -> Mesh:
         data=group(data, tp, cluster),
         shard=group(columns.shards, tp, cluster),
         replica=group(data // columns.shards, tp * columns.shards, cluster),
-        expert=group(columns.ep, tp, cluster),
-        expert_data=group(data // columns.ep, tp * columns.ep, cluster),
+        expert=group(columns.ep, columns.expert_cut, cluster),
+        expert_data=group(columns.expert_ranks // columns.ep, columns.expert_cut * columns.ep, cluster),
         pipeline=group(columns.pp, tp * data, cluster),
     )

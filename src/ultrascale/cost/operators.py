@@ -18,6 +18,8 @@ from ultrascale.specs.model import Model
 # two norms fused with their residual, rotary, attention, activation. Routing adds sort, permutes, counts and two exchanges.
 KERNELS_FORWARD = 12
 KERNELS_ROUTING = 20
+# Without a grouped product every expert has two or three of its own, an activation and copies; in fp8 casts for each.
+KERNELS_PER_EXPERT = 6
 
 
 @dataclass(frozen=True)
@@ -85,9 +87,10 @@ def layer_matmuls(job: Job, columns: Columns, moe: bool) -> list[Matmul]:
         return products + mlp_matmuls(model, "mlp", tokens, model.ffn / columns.tp)
     assert model.moe is not None
     local = model.moe.experts / columns.ep
-    rows = tokens * model.moe.top_k * job.cluster.efficiency.expert_imbalance / local
+    whole_experts = columns.tp / columns.expert_cut
+    rows = tokens * model.moe.top_k * job.cluster.efficiency.expert_imbalance / local / whole_experts
     router = Matmul("router", tokens, np.asarray(float(model.moe.experts)), np.asarray(float(model.hidden)), in_fp8=False)
-    products += [router, *mlp_matmuls(model, "expert", rows, model.moe.expert_ffn / columns.tp, local)]
+    products += [router, *mlp_matmuls(model, "expert", rows, model.moe.expert_ffn / columns.expert_cut, local)]
     if model.moe.shared_experts:
         products += mlp_matmuls(model, "shared expert", tokens, (model.moe.shared_expert_ffn or 0) / columns.tp)
     return products
@@ -128,24 +131,40 @@ def accumulate_s(job: Job, machine: Machine, elements: Array) -> Array:
 
     Small next to the products when a rank sees many tokens per parameter; a quarter of them for 2,048 tokens and no tp.
     """
-    return machine.stream_s(elements * (compute_bytes(job) + 2 * gradient_bytes(job)))
+    b, g = compute_bytes(job), gradient_bytes(job)
+    # Fused into the product, its own write of the gradient (counted with the product) becomes the read and write in fp32.
+    return machine.stream_s(elements * (2 * g - b if job.framework.fused_accumulation else b + 2 * g))
+
+
+def fp8_casts(job: Job, machine: Machine, products: list[Matmul]) -> Passes:
+    """Operands of fp8 products are read in bf16 and written in fp8 twice, as they are and transposed for the weight gradient."""
+    zero = np.asarray(0.0)
+    if job.precision != "fp8":
+        return Passes(zero, zero, zero)
+    cast = [p for p in products if p.in_fp8]
+    inputs = machine.stream_s(np.asarray(sum(4.0 * p.count * p.m * p.k for p in cast)))
+    gradients = machine.stream_s(np.asarray(sum(4.0 * p.count * p.m * p.n for p in cast)))
+    return Passes(inputs, gradients, zero)
 
 
 def layer(job: Job, columns: Columns, machine: Machine, moe: bool) -> LayerTime:
     products = layer_matmuls(job, columns, moe)
     matmul = matmul_passes(machine, products)
     scores = attention.passes(job, columns, machine)
-    forward = machine.stream_s(memory_bound_bytes(job, columns, moe))
+    forward = machine.stream_s(memory_bound_bytes(job, columns, moe)) * job.framework.elementwise
     zero = np.zeros_like(forward)
     # Backward reads the gradient and the saved tensor and writes the gradient: twice the forward's bytes.
-    memory_bound = Passes(forward, 2 * forward, zero)
-    kernels = KERNELS_FORWARD + (KERNELS_ROUTING if moe else 0)
+    memory_bound = Passes(forward, 2 * forward, zero) + fp8_casts(job, machine, products)
+    kernels = np.full(len(columns), float(KERNELS_FORWARD)) + (KERNELS_ROUTING if moe else 0)
+    if moe and job.model.moe is not None and not job.framework.grouped:
+        per_expert = KERNELS_PER_EXPERT * (2 if job.precision == "fp8" else 1)
+        kernels = kernels + per_expert * job.model.moe.experts / columns.ep
     busy = matmul + scores + memory_bound
-    launch = _launch(machine, busy, kernels)
+    launch = _launch(machine, busy, kernels * job.framework.kernels * job.framework.launch)
     return LayerTime(matmul, scores, memory_bound, launch, products)
 
 
-def _launch(machine: Machine, busy: Passes, kernels: int) -> Passes:
+def _launch(machine: Machine, busy: Passes, kernels: Array) -> Passes:
     """The GPU idles where the host needs longer to launch the kernels than the GPU to run them."""
     host = machine.launch_s * kernels
     return Passes(
@@ -162,7 +181,10 @@ def head(job: Job, columns: Columns, machine: Machine) -> LayerTime:
     logits = tokens * model.vocab / columns.tp
     b = compute_bytes(job)
     # Forward reads the product twice (maximum and sum, then the label's); backward reads it and writes its gradient.
-    forward = backward = machine.stream_s(2 * b * logits)
+    fp32 = job.framework.loss == "fp32"
+    # Written out in fp32: cast, softmax and its logarithm forward; the gradient and its cast backward.
+    forward = machine.stream_s((b + 5 * 4 if fp32 else 2 * b) * logits)
+    backward = machine.stream_s((b + 4 * 4 if fp32 else 2 * b) * logits)
     zero = np.zeros_like(forward)
     none = Passes(zero, zero, zero)
     return LayerTime(matmul_passes(machine, products), none, Passes(forward, backward, zero), none, products)

@@ -101,7 +101,7 @@ def per_layer(model: Model, columns: Columns) -> LayerParameters:
     router = moe.experts * model.hidden + (moe.experts if moe.router_bias else 0)
     router += model.hidden if moe.shared_gate else 0
     shared = mlp(model, moe.shared_expert_ffn or 0) if moe.shared_experts else Shardable()
-    expert = mlp(model, moe.expert_ffn).on_rank(tp, model.kv_heads)
+    expert = mlp(model, moe.expert_ffn).on_rank(columns.expert_cut, model.kv_heads)
     return LayerParameters(dense, trunk + router + shared.on_rank(tp, model.kv_heads), expert * moe.experts / columns.ep)
 
 

@@ -23,6 +23,10 @@ class Passes:
     def scaled(self, factor: Array | float) -> Passes:
         return Passes(*(getattr(self, f.name) * factor for f in fields(Passes)))
 
+    def delayed(self, seconds: float) -> Passes:
+        """Forward and backward each start that much later: what the host needs for one action."""
+        return Passes(self.forward + seconds, self.input_grad + seconds, self.weight_grad)
+
     @property
     def total(self) -> Array:
         return np.asarray(self.forward + self.input_grad + self.weight_grad)

@@ -125,7 +125,8 @@ def _layer(job: Job, columns: Columns, machine: Machine, places: Mesh, moe: bool
     inside = tensor.traffic(job, columns, places, machine)
     around = context.traffic(job, columns, places, machine, compute.attention)
     again = exposed(inside.gather_again_s, compute.matmul.input_grad, machine.efficiency)
-    tensor_passes = Passes(inside.layer_s, inside.layer_s + again, nothing)
+    seen = 1 - job.framework.tensor_overlap
+    tensor_passes = Passes(seen * inside.layer_s, seen * inside.layer_s + again, nothing)
     context_passes = Passes(around.forward_s, around.backward_s, nothing)
     expert_passes = Passes(nothing, nothing, nothing)
     if moe:
@@ -134,6 +135,8 @@ def _layer(job: Job, columns: Columns, machine: Machine, places: Mesh, moe: bool
     forward = compute.total.forward + tensor_passes.forward + context_passes.forward + expert_passes.forward
     repeated = np.where(columns.is_("recompute", "full"), forward, nothing)
     cheap = compute.memory_bound.forward if job.attention == "flash" else compute.attention.forward
+    if job.framework.selective == "half":
+        cheap = cheap + 0.5 * compute.matmul.forward
     repeated = np.where(columns.is_("recompute", "selective"), cheap, repeated)
     layer = params.per_layer(job.model, columns)
     elements, experts = (layer.moe, layer.experts) if moe else (layer.dense, nothing)
@@ -191,7 +194,9 @@ def _zero(job: Job, columns: Columns, machine: Machine, places: Mesh, elements: 
     moved = zero.traffic(job, columns, places, machine, elements, experts)
     gathers = columns.zero == 3
     again = gathers & (columns.keep_gathered == 0)
-    forward = exposed(np.where(gathers, moved.gather_s, 0.0), free.forward, machine.efficiency)
+    gathered = np.where(gathers, moved.gather_s, 0.0)
+    forward = exposed(gathered, job.framework.gather_overlap * free.forward, machine.efficiency)
     transfers = np.where(again, moved.gather_s, 0.0) + np.where(columns.zero >= 2, moved.scatter_s, 0.0)
-    backward = exposed(transfers, free.input_grad + free.weight_grad, machine.efficiency)
+    window = job.framework.reduce_overlap * (free.input_grad + free.weight_grad)
+    backward = exposed(transfers, window, machine.efficiency)
     return Passes(forward, backward, np.zeros(len(columns)))

@@ -9,6 +9,7 @@ import numpy as np
 
 from ultrascale.cost import flops
 from ultrascale.cost.columns import CHOICES, Array, Columns
+from ultrascale.specs.job import Job
 from ultrascale.specs.model import Model
 
 V_SHAPED = ("zb-v", "dualpipe-v")
@@ -39,8 +40,9 @@ def split_layers(layers: int, ranks: int, virtual_stages: int, head_layers: floa
     return tuple(counts)
 
 
-def chunk_layers(model: Model, ranks: int, virtual_stages: int) -> tuple[int, ...]:
-    return split_layers(model.layers, ranks, virtual_stages, flops.head_in_layers(model))
+def chunk_layers(job: Job, ranks: int, virtual_stages: int) -> tuple[int, ...]:
+    model = job.model
+    return split_layers(model.layers, ranks, virtual_stages, flops.head_in_layers(model) if job.framework.balanced else 0.0)
 
 
 def chunks_of(rank: int, ranks: int, virtual_stages: int, v_shaped: bool) -> tuple[int, ...]:
@@ -65,10 +67,15 @@ class RankShare:
         return np.asarray(self.dense_layers + self.moe_layers)
 
 
-@lru_cache(maxsize=4096)
-def rank_shares(model: Model, ranks: int, virtual_stages: int, v_shaped: bool) -> tuple[tuple[int, ...], ...]:
+def rank_shares(job: Job, ranks: int, virtual_stages: int, v_shaped: bool) -> tuple[tuple[int, ...], ...]:
     """(dense layers, MoE layers, embedding, head) of every rank."""
-    counts = chunk_layers(model, ranks, virtual_stages)
+    return _rank_shares(job.model, chunk_layers(job, ranks, virtual_stages), ranks, virtual_stages, v_shaped)
+
+
+@lru_cache(maxsize=4096)
+def _rank_shares(
+    model: Model, counts: tuple[int, ...], ranks: int, virtual_stages: int, v_shaped: bool
+) -> tuple[tuple[int, ...], ...]:
     ends = np.cumsum((0, *counts))
     dense_until = model.layers if model.moe is None else model.moe.dense_layers
     shares = []
@@ -80,11 +87,11 @@ def rank_shares(model: Model, ranks: int, virtual_stages: int, v_shaped: bool) -
     return tuple(shares)
 
 
-def share_of(model: Model, columns: Columns, rank: Array) -> RankShare:
+def share_of(job: Job, columns: Columns, rank: Array) -> RankShare:
     """The share of `rank` (one per row); rows are grouped by their few distinct pipelines."""
     pipelines, inverse = columns.distinct(("pp", "virtual_stages", "schedule"))
     tables = [
-        rank_shares(model, int(pp), int(v), CHOICES["schedule"][schedule] in V_SHAPED)
+        rank_shares(job, int(pp), int(v), CHOICES["schedule"][schedule] in V_SHAPED)
         for pp, v, schedule in zip(pipelines.pp, pipelines.virtual_stages, pipelines.schedule, strict=True)
     ]
     table = np.zeros((len(tables), max(map(len, tables)), 4), dtype=np.int64)

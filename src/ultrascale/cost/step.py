@@ -10,6 +10,7 @@ from ultrascale.cost import data, params, zero
 from ultrascale.cost.activations import compute_bytes, gradient_bytes
 from ultrascale.cost.columns import Array, Columns
 from ultrascale.cost.hardware import Machine
+from ultrascale.cost.memory import has_master
 from ultrascale.cost.mesh import Mesh
 from ultrascale.cost.overlap import exposed, transfer
 from ultrascale.cost.passes import Passes
@@ -41,10 +42,11 @@ def end_of_step(
     # ZeRO-2 and 3 scattered their gradients with each micro-batch; HSDP's replicas still have to meet once a step.
     reduction = np.where(level == 0, reduced.time_s, np.where(level == 1, sharded.scatter_s, 0.0))
     reduction = reduction + np.where(level >= 1, replicas.time_s, 0.0)
-    wait = data.exposed_s(columns, machine, reduction, backward, share.layers)
+    hidden = job.framework.reduce_overlap
+    wait = data.exposed_s(columns, machine, hidden * reduction, backward, share.layers) + (1 - hidden) * reduction
     # The stepped parameters are gathered layer by layer, just ahead of the next step's first forward.
     gathered = np.where((level == 1) | (level == 2), sharded.gather_s, 0.0)
-    wait = wait + exposed(gathered, forward, machine.efficiency)
+    wait = wait + exposed(gathered, job.framework.gather_overlap * forward, machine.efficiency)
     optimizer, offload = _optimizer(job, columns, machine, held, forward, backward)
     return EndOfStep(np.asarray(wait), optimizer, offload)
 
@@ -53,11 +55,11 @@ def _optimizer(
     job: Job, columns: Columns, machine: Machine, held: params.RankParameters, forward: Array, backward: Array
 ) -> tuple[Array, Array]:
     """Reading and writing every state once, and the gradient once more for its norm; or doing so on the host."""
-    expert_shards = np.maximum(1, columns.shards / columns.ep)
+    expert_shards = np.maximum(1, columns.shards * columns.tp / columns.expert_cut / columns.ep)
     own = np.where(columns.zero >= 1, held.trunk / columns.shards + held.experts / expert_shards, held.total)
     b, g, state = compute_bytes(job), gradient_bytes(job), OPTIMIZER_STATE_BYTES[job.optimizer]
-    mixed = b if job.precision != "fp32" else 0
-    on_gpu = machine.stream_s(own * (2 * g + 2 * 4 + 2 * state + mixed))
+    mixed = b if has_master(job) else 0
+    on_gpu = machine.stream_s(own * (2 * g + 2 * 4 + 2 * state + mixed)) * job.framework.optimizer_passes
     norm = machine.stream_s(own * g)
     host_link = machine.gpu.pcie_bandwidth_gb_s * 1e9 * machine.efficiency.host_link
     adam = own * machine.cluster.gpus_per_node / (machine.efficiency.host_adam_gparams_s * 1e9)

@@ -75,7 +75,7 @@ def _evaluate_block(
 def _shares(job: Job, pp: int, variant: Variant) -> list[tuple[int, tuple[int, ...]]]:
     """(rank, its share) of the ranks that can hold the peak or set the pace."""
     name, loops = variant
-    shares = stages.rank_shares(job.model, pp, loops, name in stages.V_SHAPED)
+    shares = stages.rank_shares(job, pp, loops, name in stages.V_SHAPED)
     return [(rank, shares[rank]) for rank in stages.representative_ranks(shares)]
 
 
@@ -123,7 +123,7 @@ def _steps(job: Job, cores: Columns, variants: Sequence[Variant], machine: Machi
             share_of_first = stages.constant_share(first, rows)
             after[first] = end_of_step(job, cores, machine, places, share_of_first, by_share[first]).total
         slowest = _slowest([by_share[share] for share in shares])
-        columns.append(_makespan(variant, pp, cores, whole, slowest, send) + after[first])
+        columns.append(_makespan(variant, pp, cores, whole, slowest, send, machine.efficiency.action_overhead_s) + after[first])
     return np.stack(columns, axis=1) + machine.efficiency.step_overhead_s
 
 
@@ -139,10 +139,13 @@ def _slowest(ranks: list[Passes]) -> Passes:
     return best
 
 
-def _makespan(variant: Variant, pp: int, cores: Columns, whole: Passes, slowest: Passes, send: Array) -> Array:
+def _makespan(
+    variant: Variant, pp: int, cores: Columns, whole: Passes, slowest: Passes, send: Array, overhead_s: float
+) -> Array:
     if pp == 1:
         return np.asarray(cores.gas * slowest.total)
     name, loops = variant
+    whole, slowest = whole.delayed(overhead_s * pp * loops), slowest.delayed(overhead_s * loops)
     return closed.makespan(
         name,
         pp,

@@ -49,7 +49,7 @@ def by_technique(job: Job, layout: Layout, machine: Machine, time: Time) -> list
 def _calls(job: Job, layout: Layout, machine: Machine) -> Iterator[tuple[str, Transfer, float]]:
     row = Columns.of([layout])
     places = mesh(row, machine.cluster)
-    shares = stages.share_of(job.model, row.take(np.zeros(layout.pp, dtype=np.int64)), np.arange(layout.pp))
+    shares = stages.share_of(job, row.take(np.zeros(layout.pp, dtype=np.int64)), np.arange(layout.pp))
     busiest = int(np.argmax(shares.layers))
     layers, moe_layers, gas = int(shares.layers[busiest]), int(shares.moe_layers[busiest]), layout.gas
     forwards = 2 if layout.recompute == "full" else 1
@@ -70,14 +70,14 @@ def _calls(job: Job, layout: Layout, machine: Machine) -> Iterator[tuple[str, Tr
     if layout.pp > 1:
         # Forward sends an activation per chunk, backward a gradient; the ends of the pipeline send one of the two less.
         yield "pipeline", pipeline.hop(job, row, places, machine), 2.0 * gas * layout.virtual_stages
-    share = stages.share_of(job.model, row, np.zeros(1, dtype=np.int64))
+    share = stages.share_of(job, row, np.zeros(1, dtype=np.int64))
     held = params.on_rank(job.model, row, share)
     if layout.data_ranks == 1:
         return
     if layout.zero == 0:
         reduced = data.traffic(job, row, places, machine, held.trunk, held.experts)
         yield "data", reduced.reduce, 1
-        if moe_layers and layout.data_ranks > layout.ep:
+        if moe_layers and int(reduced.expert_reduce.group.size[0]) > 1:
             yield "data", reduced.expert_reduce, 1
         return
     moved = zero.traffic(job, row, places, machine, held.trunk, held.experts)
@@ -86,7 +86,7 @@ def _calls(job: Job, layout: Layout, machine: Machine) -> Iterator[tuple[str, Tr
     if layout.shards > 1:
         yield "zero", moved.gather, gathers
         yield "zero", moved.scatter, scatters
-        if moe_layers and layout.shards > layout.ep:
+        if moe_layers and int(moved.expert_gather.group.size[0]) > 1:
             yield "zero", moved.expert_gather, gathers
             yield "zero", moved.expert_scatter, scatters
     if layout.data_ranks > layout.shards:

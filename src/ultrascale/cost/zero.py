@@ -39,8 +39,9 @@ class ZeroTraffic:
 
 def traffic(job: Job, columns: Columns, mesh: Mesh, machine: Machine, elements: Array, expert_elements: Array) -> ZeroTraffic:
     b, g = compute_bytes(job), gradient_bytes(job)
-    expert_shards = np.maximum(1, columns.shards // columns.ep)
-    experts = group(expert_shards, columns.tp * columns.ep, machine.cluster)
+    whole_experts = columns.tp // columns.expert_cut
+    expert_shards = np.maximum(1, columns.shards * whole_experts // columns.ep)
+    experts = group(expert_shards, columns.expert_cut * columns.ep, machine.cluster)
     return ZeroTraffic(
         transfer(machine, "zero", "all_gather", b * elements, mesh.shard),
         transfer(machine, "zero", "reduce_scatter", g * elements, mesh.shard),

@@ -139,7 +139,7 @@ def _degrees(job: Job, wishes: Wishes) -> Iterator[dict[str, int]]:
                 dp, over = divmod(rest, pp)
                 if over or not wishes.allows("dp", dp) or job.sequences % dp:
                     continue
-                for ep in wishes.among("ep", [e for e in experts if (dp * cp) % e == 0]):
+                for ep in wishes.among("ep", [e for e in experts if (dp * cp * tp) % e == 0]):
                     yield {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "ep": ep}
 
 

@@ -14,14 +14,20 @@ class Efficiency(BaseModel):
     # Strict and finite: "0.9" between quotes is a mistake in the file, and a share of a thousandth is one too.
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    matmul: float = Field(1.0, ge=1e-3, le=2, description="multiplies the measured matrix-product rate of the surface")
+    matmul: float | None = Field(
+        None,
+        ge=1e-3,
+        le=2,
+        examples=[0.95],
+        description="of the measured product rate; None: what the kind sustains in training",
+    )
     attention_forward: float | None = Field(
         None, ge=1e-3, le=1, examples=[0.6], description="of peak; None: the architecture's own figure"
     )
     attention_backward: float | None = Field(
         None, ge=1e-3, le=1, examples=[0.6], description="of peak; None: the architecture's own figure"
     )
-    memory_bandwidth: float = Field(0.80, ge=1e-3, le=1, description="of the data sheet, in memory-bound operators")
+    memory_bandwidth: float = Field(0.87, ge=1e-3, le=1, description="of the data sheet, in memory-bound operators")
     kernel_launch_s: float = Field(5.0e-6, ge=0, le=1e-2, description="host time to launch one kernel")
     link_latency_s: float | None = Field(
         None, ge=0, le=1, examples=[2e-6], description="per hop inside the fast domain; None: measured"
@@ -29,17 +35,19 @@ class Efficiency(BaseModel):
     link_bandwidth: float | None = Field(
         None, ge=1e-3, le=1, examples=[0.8], description="of the data sheet; None: measured for this kind"
     )
-    network_bandwidth: float = Field(0.82, ge=1e-3, le=1, description="of the NIC's line rate that a collective gets")
+    network_bandwidth: float = Field(0.80, ge=1e-3, le=1, description="of the NIC's line rate that a collective gets")
     network_latency_s: float = Field(1.2e-5, ge=0, le=1, description="per hop between nodes")
     overlap: float = Field(0.90, ge=0, le=1, description="share of a hidden transfer's window that really hides it")
-    overlap_slowdown: float = Field(0.08, ge=0, le=1, description="compute's slow-down while a transfer runs beside it")
+    overlap_slowdown: float = Field(0.20, ge=0, le=1, description="compute's slow-down while a transfer runs beside it")
     host_link: float = Field(0.80, ge=1e-3, le=1, description="of the PCIe or C2C data sheet, for offload")
     host_adam_gparams_s: float = Field(
         4.0, ge=1e-3, le=1e6, description="10⁹ parameters a second that one node's CPUs step with Adam"
     )
     expert_imbalance: float = Field(1.10, ge=1, le=64, description="busiest expert rank over the mean, in tokens")
-    step_overhead_s: float = Field(0.005, ge=0, le=60, description="host work of a step: data, clipping's sync, logging")
-    context_gib: float = Field(
-        1.0, ge=0, le=1024, description="CUDA context, NCCL channels and cuBLAS workspaces of one process"
+    action_overhead_s: float = Field(
+        1.0e-4, ge=0, le=1, description="host and synchronisation of one pipeline action of one chunk"
     )
+    step_overhead_s: float = Field(0.005, ge=0, le=60, description="host work of a step: data, clipping's sync, logging")
+    workspace_gib: float = Field(0.2, ge=0, le=1024, description="cuBLAS workspaces and the like, inside the allocator")
+    context_gib: float = Field(0.8, ge=0, le=1024, description="CUDA context and NCCL channels of one process")
     allocator_slack: float = Field(0.04, ge=0, le=1, description="of activations and buffers, lost to rounding and holes")

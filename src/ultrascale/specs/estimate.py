@@ -122,6 +122,18 @@ class Traffic(_Frozen):
     exposed_s: Number
 
 
+class Range(_Frozen):
+    """Where the truth lies in eight of ten cases, from the errors of similar runs that no constant had seen."""
+
+    step_time_low_s: Number
+    step_time_high_s: Number
+    peak_low_gib: Number
+    peak_high_gib: Number
+    fit_probability: Number
+    based_on: str
+    """which runs these are"""
+
+
 class Estimate(_Frozen):
     step_time_s: Positive
     tokens_per_s: Positive
@@ -145,6 +157,7 @@ class Estimate(_Frozen):
     time: Time
     traffic: tuple[Traffic, ...]
     activations: tuple[ActivationItem, ...]
+    range: Range | None = None
     train_days: Number | None
     gpu_hours: Number | None
     cost_usd: Number | None

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
+from ultrascale.specs.framework import Framework
 from ultrascale.specs.model import Model
 from ultrascale.specs.validate import build
 
@@ -39,6 +40,7 @@ class Job(BaseModel):
     precision: Precision = Field("bf16", description="of the matrix products; weights have an fp32 master unless fp32")
     gradients: Literal["fp32", "bf16"] = Field("fp32", description="in which gradients are accumulated and reduced")
     optimizer: Optimizer = "adamw"
+    framework: Framework = Field(default_factory=Framework, description="the engine that runs it: fusions, kernels, overlap")
     attention: Literal["flash", "plain"] = Field("flash", description="plain materialises the score matrix")
     dropout: bool = Field(False, strict=True, description="keeps the masks of GPT-era dropout in memory")
     total_tokens: int | None = Field(

@@ -12,6 +12,7 @@ from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.estimate import Estimate, Flag, Number
 from ultrascale.specs.files import read_mapping, to_yaml, write_text
+from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
@@ -64,6 +65,9 @@ class Plan(BaseModel):
         cluster["gpu"].pop("sources")
         cluster["efficiency"] = self.job.cluster.efficiency.model_dump(mode="json", exclude_defaults=True)
         job["cluster"] = cluster
+        framework = self.job.framework
+        same = Framework.presets().get(framework.name) == framework
+        job["framework"] = framework.name if same else framework.model_dump(mode="json", exclude_defaults=True)
         return {
             "job": job,
             "layout": self.layout.model_dump(mode="json"),
@@ -89,6 +93,8 @@ class Plan(BaseModel):
             job["cluster"] = Cluster.load(job["cluster"])
         elif isinstance(job.get("cluster"), Mapping):
             job["cluster"] = Cluster.from_mapping(job["cluster"])
+        if isinstance(job.get("framework"), str):
+            job["framework"] = Framework.load(job["framework"])
         if isinstance(job.get("model"), Mapping):
             job["model"] = build(Model, job["model"], "plan.job.model")
         return build(

@@ -1,0 +1,77 @@
+"""How wrong an estimate may be: the errors of similar runs whose source the constants had not seen."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from ultrascale.specs.estimate import Range
+from ultrascale.specs.job import Job
+
+ENOUGH = 12  # runs from which quantiles are read; fewer, and the circle is drawn wider
+LOW, HIGH = 0.10, 0.90
+
+
+@cache
+def _table() -> dict[str, Any]:
+    text = resources.files("ultrascale.cost").joinpath("surfaces/residuals.json").read_text(encoding="utf-8")
+    data: dict[str, Any] = json.loads(text)
+    return data
+
+
+def similar(job: Job, without_source: str | None = None) -> tuple[list[float], str]:
+    """Log of predicted over measured speed of the nearest kind of runs, and which kind that is in words."""
+    rows = [row for row in _table()["time"] if row["source"] != without_source]
+    experts = job.model.moe is not None
+    framework, architecture = job.framework.name, job.cluster.gpu.architecture
+    circles = (
+        (
+            f"{framework} on {architecture}",
+            lambda row: row["framework"] == framework and row["architecture"] == architecture and row["experts"] == experts,
+        ),
+        (
+            f"{'expert' if experts else 'dense'} models on {architecture}",
+            lambda row: row["architecture"] == architecture and row["experts"] == experts,
+        ),
+        ("models with experts" if experts else "dense models", lambda row: row["experts"] == experts),
+        ("all models", lambda row: True),
+    )
+    for words, belongs in circles:
+        found = [row for row in rows if belongs(row)]
+        sources = len({row["source"] for row in found})
+        if len(found) >= ENOUGH and sources >= 2:
+            return [row["log"] for row in found], f"{len(found)} runs of {sources} sources: {words}"
+    return [row["log"] for row in rows], f"{len(rows)} runs: all models"
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    position = share * (len(ordered) - 1)
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def time_range(job: Job, step_time_s: float, without_source: str | None = None) -> tuple[float, float, str]:
+    """The 80 % interval of the step time: predicted too fast by x means the truth is x slower."""
+    logs, words = similar(job, without_source)
+    return step_time_s * math.exp(quantile(logs, LOW)), step_time_s * math.exp(quantile(logs, HIGH)), words
+
+
+def estimate_range(job: Job, step_time_s: float, peak_gib: float, capacity_gib: float) -> Range:
+    low, high, words = time_range(job, step_time_s)
+    memory = [row["log"] for row in _table()["memory"]]
+    # One run more that fits and one that does not: no finite number of runs makes a certainty.
+    fitting = sum(peak_gib * math.exp(log) <= capacity_gib for log in memory)
+    return Range(
+        step_time_low_s=min(low, step_time_s),
+        step_time_high_s=max(high, step_time_s),
+        peak_low_gib=min(peak_gib, peak_gib * math.exp(quantile(memory, LOW))),
+        peak_high_gib=max(peak_gib, peak_gib * math.exp(quantile(memory, HIGH))),
+        fit_probability=(fitting + 1) / (len(memory) + 2),
+        based_on=words,
+    )

@@ -1,0 +1,1 @@
+"""Evidence: what was measured, beside what was predicted."""

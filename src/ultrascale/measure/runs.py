@@ -1,0 +1,388 @@
+"""Measured runs as rows of a CSV: each becomes a Job and a Layout, with what had to be assumed, or the reason why not."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ultrascale.cost.estimate import estimate
+from ultrascale.cost.legality import problem
+from ultrascale.measure import shapes
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.efficiency import Efficiency
+from ultrascale.specs.errors import SpecError, nearest
+from ultrascale.specs.framework import Framework
+from ultrascale.specs.gpu import GPU
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.validate import build
+
+COLUMNS = [
+    "id",
+    "source",
+    "system",
+    "model",
+    "params_b",
+    "layers",
+    "hidden",
+    "heads",
+    "kv_heads",
+    "ffn",
+    "vocab",
+    "seq_len",
+    "gpu",
+    "gpus",
+    "gpus_per_node",
+    "tp",
+    "pp",
+    "vpp",
+    "dp",
+    "cp",
+    "ep",
+    "zero_stage",
+    "micro_batch",
+    "grad_accum",
+    "global_batch_seqs",
+    "recompute",
+    "precision",
+    "attention_impl",
+    "compile",
+    "tokens_per_s_per_gpu",
+    "tflops_per_gpu",
+    "mfu",
+    "hfu",
+    "iter_time_s",
+    "peak_mem_gib",
+    "notes",
+    "status",
+    "mem_kind",
+    "flops_def",
+    "trust",
+]
+REQUIRED = ("id", "model", "seq_len", "gpu", "gpus")
+
+
+class Unmodelled(Exception):
+    """Why a row cannot be modelled."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One measured run. `job` and `layout` are None when it cannot be modelled; `reason` then says why."""
+
+    id: str
+    source: str
+    system: str
+    gpu: str
+    trust: str
+    status: str
+    mem_kind: str
+    tokens_per_s_per_gpu: float | None
+    iter_time_s: float | None
+    peak_mem_gib: float | None
+    job: Job | None
+    layout: Layout | None
+    half_recompute: bool
+    assumptions: tuple[str, ...]
+    reason: str | None
+    values: Mapping[str, str]
+
+
+def read(path: Path) -> tuple[list[Run], list[str]]:
+    """Every row as a Run, and a line per problem that the file itself has."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        what = "does not exist" if isinstance(error, FileNotFoundError) else "cannot be read as text"
+        raise SpecError(f"runs file {path} {what}") from None
+    rows = csv.DictReader(text.splitlines())
+    header = [name.strip() for name in rows.fieldnames or []]
+    missing = [name for name in REQUIRED if name not in header]
+    if missing:
+        raise SpecError(f"runs file {path} lacks the columns {', '.join(missing)}: it needs at least {', '.join(REQUIRED)}")
+    problems = [f"column '{name}' is unknown and ignored: {nearest(name, COLUMNS)}" for name in header if name not in COLUMNS]
+    runs, seen = [], set()
+    for number, values in enumerate(rows, start=2):
+        cleaned = {(k or "").strip(): (v or "").strip() for k, v in values.items() if isinstance(v, str) or v is None}
+        run = read_row(cleaned, number)
+        if run.id in seen:
+            problems.append(f"line {number}: id '{run.id}' stands twice")
+        seen.add(run.id)
+        runs.append(run)
+    if not runs:
+        raise SpecError(f"runs file {path} has a header and no rows")
+    return runs, problems
+
+
+def read_row(values: Mapping[str, str], line: int) -> Run:
+    assumptions: list[str] = []
+    job, layout, half, reason = None, None, False, None
+    measured: dict[str, float | None] = dict.fromkeys(("tokens_per_s_per_gpu", "iter_time_s", "peak_mem_gib"))
+    try:
+        for name in measured:
+            measured[name] = number(values, name)
+        job, layout, half = _model(values, assumptions)
+    except (Unmodelled, SpecError) as error:
+        reason = str(error)
+    return Run(
+        id=values.get("id") or f"line-{line}",
+        source=values.get("source", ""),
+        system=values.get("system", ""),
+        gpu=values.get("gpu", ""),
+        trust=values.get("trust", "") or "A",
+        status=values.get("status", "") or "ok",
+        mem_kind=values.get("mem_kind", ""),
+        job=job,
+        layout=layout,
+        half_recompute=half,
+        assumptions=tuple(assumptions),
+        reason=reason,
+        values=values,
+        **measured,
+    )
+
+
+def number(values: Mapping[str, str], name: str) -> float | None:
+    text = values.get(name, "")
+    if not text or text.lower() in ("nan", "none", "null", "-"):
+        return None
+    try:
+        value = float(text.replace(",", ""))
+    except ValueError:
+        raise Unmodelled(f"{name} is '{text}', not a number") from None
+    if not 0 <= value < 1e18:
+        raise Unmodelled(f"{name} is {text}: it must not be negative")
+    return value
+
+
+def whole(values: Mapping[str, str], name: str) -> int | None:
+    value = number(values, name)
+    if value is None:
+        return None
+    if value != int(value) or value < 1:
+        raise Unmodelled(f"{name} is {values[name]}: it must be a whole number of at least 1")
+    return int(value)
+
+
+def _model(values: Mapping[str, str], assumptions: list[str]) -> tuple[Job, Layout, bool]:
+    gpus = whole(values, "gpus")
+    seq = whole(values, "seq_len")
+    if gpus is None or seq is None:
+        raise Unmodelled("gpus or seq_len is not given")
+    kind = gpu_kind(values.get("gpu", ""), assumptions)
+    per_node = min(gpus, whole(values, "gpus_per_node") or kind.gpus_per_node)
+    if gpus % per_node:
+        raise Unmodelled(f"gpus = {gpus} do not fill nodes of {per_node}")
+    framework = framework_of(values, assumptions)
+    model = shapes.model_of(values, assumptions)
+    precision = precision_of(values, kind, assumptions)
+    degrees = _degrees(values, gpus)
+    batch = _batch(values, degrees["dp"], assumptions)
+    notes = values.get("notes", "").lower()
+    balanced = model.moe is not None and ("forced balance" in notes or "balanced routing" in notes)
+    constants = {"efficiency": Efficiency(expert_imbalance=1.0)} if balanced else {}
+    cluster = Cluster.of(kind, nodes=gpus // per_node, gpus_per_node=per_node, **constants)
+    attention = "plain" if framework.attention.startswith("plain") else "flash"
+    job = build(
+        Job,
+        {
+            "model": model,
+            "cluster": cluster,
+            "seq": seq,
+            "batch_tokens": batch["mbs"] * batch["gas"] * degrees["dp"] * seq,
+            "precision": precision,
+            "attention": attention,
+            "framework": framework,
+            "dropout": framework.name.startswith("megatron") and not model.gated and model.moe is None,
+            "gradients": "bf16" if framework.states == "pure" else "fp32",
+            "optimizer": "adamw-bf16" if framework.states == "pure" else "adamw",
+        },
+        "job",
+    )
+    recompute, half = _recompute(values)
+    layout = {
+        **degrees,
+        **batch,
+        "zero": _zero(values, degrees, framework, assumptions),
+        "recompute": recompute or "none",
+        "sequence_parallel": _sequence_parallel(values, assumptions, degrees),
+        **_schedule(values, degrees, batch),
+    }
+    chosen = build(Layout, layout, "layout")
+    if recompute is None:
+        chosen = _least_recompute(job, chosen, assumptions)
+    return job, chosen, half
+
+
+def gpu_kind(text: str, assumptions: list[str]) -> GPU:
+    """`H100-80GB (DGX)`, `A100-40GB`, `B200-SXM`, `MI300X`: the preset it names."""
+    name = text.lower().replace("_", "-").replace(" ", "-")
+    if "a100" in name:
+        size = "40" if "40g" in name else "80"
+        if "40g" not in name and "80g" not in name:
+            assumptions.append("A100 with 80 GB")
+        return GPU.load(f"a100-{size}")
+    if "h100" in name:
+        if "96g" in name:
+            return GPU.load("h100-96")
+        return GPU.load("h100-94" if "94g" in name or "nvl" in name else "h100")
+    for kind in ("gb300", "gb200", "b300", "b200", "h200", "h800", "v100", "mi355x", "mi300x", "4090"):
+        if kind in name:
+            return GPU.load(kind)
+    raise Unmodelled(f"gpu is '{text}', which is no known kind: {nearest(name, GPU.presets())}")
+
+
+def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework:
+    """The engine by its name, its attention kernel and whether it was compiled."""
+    system = values.get("system", "").lower()
+    compiled = values.get("compile", "").lower() in ("yes", "true", "1")
+    eager = values.get("compile", "").lower() in ("no", "false", "0")
+    year = re.search(r"20(19|2[0-9])", system)
+    if "megatron" in system or "nemo" in system:
+        old = (year is not None and int(year[0]) <= 2022) or "ptd-p" in system
+        name = "megatron-2021" if old else "megatron-no-overlap" if "no overlap" in system else "megatron-core"
+    elif "torchtitan" in system:
+        name = "torchtitan" if compiled else "torchtitan-eager"
+    elif "nanotron" in system:
+        name = "nanotron"
+    elif "deepspeed" in system:
+        name = "deepspeed"
+    elif "fsdp1" in system or "composer" in system or "foundry" in system:
+        name = "torchtitan" if compiled else "fsdp1-eager"
+    else:
+        name = "torchtitan" if compiled else "eager"
+        assumptions.append(f"framework '{values.get('system', '')}' taken as {name}")
+    framework = Framework.load(name)
+    changes: dict[str, Any] = {}
+    attention = values.get("attention_impl", "").lower()
+    if "unfused" in attention or "plain" in attention:
+        changes["attention"] = "plain-fused" if "softmax fused" in attention else "plain"
+    elif "flash-attn 1" in attention:
+        changes["attention"] = "flash-1"
+    elif "flash" in attention and framework.attention.startswith("plain"):
+        changes["attention"] = "flash-2"
+    notes = values.get("notes", "").lower()
+    if "dispatcher a2a" in notes:
+        changes["dispatch"] = "all-to-all"
+    if ("a2a overlap" in notes or "ep overlap" in notes or "canonical recipe" in notes) and "ep overlap off" not in notes:
+        changes["expert_overlap"] = 0.7
+    if "ce fusion" in notes:
+        changes["loss"] = "fused"
+    for word in ("optimizer in backward", "activation offload"):
+        if word in notes:
+            raise Unmodelled(f"{word} is not modelled")
+    if "torchtune" in system:
+        whole_logits = not any(
+            word in values.get("notes", "").lower() for word in ("chunked", "checkpointing", "backward", "offload")
+        )
+        changes["loss"] = "fp32" if whole_logits else "chunked"
+    if "no grad-accum fusion" in values.get("notes", "").lower():
+        changes["fused_accumulation"] = False
+    if "all bf16" in values.get("precision", "").lower():
+        changes["states"] = "pure"
+    if eager and name == "torchtitan":
+        changes["elementwise"] = 2.2
+    return build(Framework, {**framework.model_dump(), **changes}, "framework")
+
+
+def precision_of(values: Mapping[str, str], kind: GPU, assumptions: list[str]) -> str:
+    text = values.get("precision", "").lower()
+    if "fp4" in text:
+        raise Unmodelled(f"precision is {values['precision']}: 4-bit training is not modelled")
+    if "fp8" in text or "float8" in text:
+        name = "fp8"
+    elif "bf16" in text or "bfloat16" in text or not text:
+        name = "bf16"
+    else:
+        name = "fp16" if "16" in text else "fp32"
+    if name == "bf16" and "bf16" not in kind.peak_tflops:
+        name = "fp16"
+    if name not in kind.peak_tflops:
+        raise Unmodelled(f"precision is {values['precision']} but {kind.name} has no {name}")
+    if not text:
+        assumptions.append("precision bf16")
+    return name
+
+
+def _degrees(values: Mapping[str, str], gpus: int) -> dict[str, int]:
+    tp, pp, cp, ep = (whole(values, name) or 1 for name in ("tp", "pp", "cp", "ep"))
+    dp = whole(values, "dp") or max(1, gpus // (tp * pp * cp))
+    if dp * tp * pp * cp != gpus:
+        raise Unmodelled(f"tp·pp·cp·dp = {tp}·{pp}·{cp}·{dp} = {tp * pp * cp * dp} but gpus = {gpus}")
+    return {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "dp": dp}
+
+
+def _batch(values: Mapping[str, str], dp: int, assumptions: list[str]) -> dict[str, int]:
+    mbs, gas, total = whole(values, "micro_batch"), whole(values, "grad_accum"), whole(values, "global_batch_seqs")
+    if mbs is None and gas is None and total is None:
+        raise Unmodelled("no batch is given: micro_batch, grad_accum or global_batch_seqs")
+    if mbs is None:
+        mbs = max(1, (total or dp) // (dp * gas)) if gas else 1
+        assumptions.append(f"micro-batch {mbs}")
+    if gas is None:
+        gas = max(1, round(total / (dp * mbs))) if total else 1
+    if total is not None and abs(total - dp * mbs * gas) > 0.5 * dp * mbs:
+        gas = max(1, round(total / (dp * mbs)))
+    return {"mbs": mbs, "gas": gas}
+
+
+def _zero(values: Mapping[str, str], degrees: dict[str, int], framework: Framework, assumptions: list[str]) -> int:
+    if degrees["dp"] * degrees["cp"] == 1:
+        return 0
+    given = number(values, "zero_stage")
+    if given is None:
+        stage = 1 if framework.name.startswith("megatron-core") else 3 if framework.states == "fp32" else 0
+        assumptions.append(f"ZeRO stage {stage}")
+        return stage
+    if given not in (0, 1, 2, 3):
+        raise Unmodelled(f"zero_stage is {values['zero_stage']}: it must be 0, 1, 2 or 3")
+    return int(given)
+
+
+def _recompute(values: Mapping[str, str]) -> tuple[str | None, bool]:
+    text = values.get("recompute", "").lower()
+    if not text or text == "unknown":
+        return None, False
+    if "2nd layer" in text or (text == "selective" and "fms" in values.get("system", "").lower()):
+        return "full", True
+    for word in ("none", "selective", "full"):
+        if text.startswith(word):
+            return word, False
+    return ("selective", False) if "norm" in text or "act" in text else (None, False)
+
+
+def _least_recompute(job: Job, layout: Layout, assumptions: list[str]) -> Layout:
+    """Where a row is silent: the least recomputation that fits; full in engines that had no other."""
+    for policy in ("full",) if job.framework.name == "megatron-2021" else ("none", "selective", "full"):
+        tried = layout.changed(recompute=policy)
+        if problem(job, tried) is not None or estimate(job, tried).fits:
+            break
+    assumptions.append(f"recompute {tried.recompute}")
+    return tried
+
+
+def _sequence_parallel(values: Mapping[str, str], assumptions: list[str], degrees: dict[str, int]) -> bool:
+    notes = values.get("notes", "").lower()
+    if degrees["tp"] == 1:
+        return True
+    if "no sp" in notes or "no sequence parallel" in notes:
+        return False
+    system = values.get("system", "").lower()
+    if re.search(r"20(19|20|21)", system) or "ptd-p" in system:
+        return False
+    if not ("sp on" in notes or "tp+sp" in notes):
+        assumptions.append("sequence parallelism with tp")
+    return True
+
+
+def _schedule(values: Mapping[str, str], degrees: dict[str, int], batch: dict[str, int]) -> dict[str, Any]:
+    vpp = whole(values, "vpp") or 1
+    if degrees["pp"] == 1:
+        return {"schedule": "1f1b", "virtual_stages": 1}
+    if vpp > 1:
+        return {"schedule": "interleaved", "virtual_stages": vpp}
+    return {"schedule": "1f1b" if batch["gas"] >= degrees["pp"] else "afab", "virtual_stages": 1}

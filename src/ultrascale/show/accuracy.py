@@ -1,0 +1,291 @@
+"""`ultrascale accuracy` and `explain --row` in the terminal: errors by group, worst rows, one run term by term."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ultrascale import __version__
+from ultrascale.cost.uncertainty import time_range
+from ultrascale.measure import accuracy
+from ultrascale.measure.accuracy import Errors, Scored
+from ultrascale.plan.reasons import CAUSE_WORDS
+from ultrascale.show.explain import memory_table, time_table
+from ultrascale.show.lines import bullets, heading
+from ultrascale.specs.units import count, seconds
+
+GROUPS = {
+    "source": lambda one: accuracy.source_group(one.run),
+    "gpu": lambda one: one.run.gpu,
+    "system": lambda one: one.run.system,
+}
+
+
+def summary(scored: Sequence[Scored], left_out: Sequence[Scored]) -> dict[str, Any]:
+    """Every figure of the report, for machines; percentages as shares."""
+    trusted = [one for one in scored if one.run.trust == "A"]
+    trusted_left_out = [one for one in left_out if one.run.trust == "A"]
+    memory = [error for _, error in accuracy.memory_errors(scored)]
+    ranks = accuracy.rankings(scored)
+    verdicts = accuracy.verdicts(scored)
+    inside = [_inside(one) for one in left_out if one.ratio is not None]
+
+    def pair(belongs: Any) -> dict[str, Any]:
+        here, there = accuracy.errors(filter(belongs, trusted)), accuracy.errors(filter(belongs, trusted_left_out))
+        return {"in_sample": vars(here) if here else None, "leave_one_source_out": vars(there) if there else None}
+
+    return {
+        "rows": len(scored),
+        "modelled": sum(one.reason is None for one in scored),
+        "dense": pair(lambda one: one.dense),
+        "experts": pair(lambda one: one.run.job is not None and not one.dense),
+        "small_single_node": pair(accuracy.small),
+        "memory": {
+            "rows": len(memory),
+            "mape": sum(map(abs, memory)) / len(memory) if memory else None,
+            "most_under": min(memory, default=None),
+        },
+        "verdicts": {"right": verdicts.right, "wrong": list(verdicts.wrong)},
+        "ranking": {
+            "groups": len(ranks),
+            "mean_tau": sum(one.tau for one in ranks) / len(ranks) if ranks else None,
+            "worst_regret": max((one.regret for one in ranks), default=None),
+        },
+        "interval_80_coverage": sum(inside) / len(inside) if inside else None,
+    }
+
+
+def _inside(one: Scored) -> bool:
+    """Does the interval from other sources hold this row?"""
+    assert one.run.job is not None
+    assert one.iter_time_s is not None
+    assert one.ratio is not None
+    low, high, _ = time_range(one.run.job, one.iter_time_s, accuracy.source_group(one.run))
+    return low <= one.iter_time_s * one.ratio <= high
+
+
+def as_json(scored: Sequence[Scored], left_out: Sequence[Scored]) -> dict[str, Any]:
+    return {
+        "rows": [
+            {
+                "id": one.run.id,
+                "predicted_tokens_per_s_per_gpu": one.tokens_per_s_per_gpu,
+                "predicted_iter_time_s": one.iter_time_s,
+                "predicted_peak_mem_gib": one.peak_mem_gib,
+                "fits": one.fits,
+                "reason": one.reason,
+                "measured_tokens_per_s_per_gpu": one.measured,
+                "ratio": one.ratio,
+                "assumptions": list(one.run.assumptions),
+            }
+            for one in scored
+        ],
+        "summary": summary(scored, left_out),
+    }
+
+
+def show(console: Console, scored: Sequence[Scored], left_out: Sequence[Scored], group: str, worst: int) -> None:
+    figures = summary(scored, left_out)
+    console.print(f"{figures['rows']} rows, {figures['modelled']} modelled; speed is predicted over measured tokens/s/GPU")
+    table = Table(title="Errors, rows of trust A; one configuration of one source is one sample", title_justify="left")
+    for name, justify in (("what", "left"), ("samples", "right"), ("mean", "right"), ("median", "right"), ("bias", "right")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    table.add_column("mean, source left out", justify="right")
+    for label, key in (("dense", "dense"), ("experts", "experts"), ("small, one node", "small_single_node")):
+        here, there = figures[key]["in_sample"], figures[key]["leave_one_source_out"]
+        if here:
+            outside = f"{there['mape']:.1%}" if there else "–"
+            table.add_row(
+                label, str(here["samples"]), *(f"{here[k]:.1%}" for k in ("mape", "median")), f"{here['bias']:+.1%}", outside
+            )
+    console.print(table)
+    _show_rest(console, figures)
+    console.print(group_table(accuracy.by(scored, GROUPS[group]), group))
+    console.print(worst_table(scored, worst))
+    reasons = [one for one in scored if one.reason is not None]
+    if reasons:
+        heading(console, f"Not modelled: {len(reasons)}")
+        bullets(console, (f"{one.run.id}: {one.reason}" for one in reasons))
+
+
+def _show_rest(console: Console, figures: dict[str, Any]) -> None:
+    memory, verdicts, ranking = figures["memory"], figures["verdicts"], figures["ranking"]
+    if memory["rows"]:
+        console.print(
+            f"Memory (allocated or active): {memory['mape']:.1%} mean error over {memory['rows']} rows, "
+            f"at most {max(0.0, -memory['most_under']):.1%} under"
+        )
+    wrong = f"; wrong: {', '.join(verdicts['wrong'])}" if verdicts["wrong"] else ""
+    console.print(f"Fit or out of memory: {verdicts['right']} right, {len(verdicts['wrong'])} wrong{wrong}")
+    if ranking["groups"]:
+        console.print(
+            f"Ranking within {ranking['groups']} groups of one job: mean Kendall τ {ranking['mean_tau']:.2f}, "
+            f"worst regret of our first choice {ranking['worst_regret']:.1%}"
+        )
+    if figures["interval_80_coverage"] is not None:
+        console.print(f"80 % ranges made without a row's source hold it in {figures['interval_80_coverage']:.0%} of the cases")
+
+
+def group_table(groups: Any, title: str) -> Table:
+    table = Table(title=f"By {title}", title_justify="left")
+    for name, justify in ((title, "left"), ("rows", "right"), ("samples", "right"), ("mean", "right"), ("median", "right")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    table.add_column("bias", justify="right")
+    one: Errors
+    for name, one in groups.items():
+        table.add_row(name, str(one.rows), str(one.samples), f"{one.mape:.1%}", f"{one.median:.1%}", f"{one.bias:+.1%}")
+    return table
+
+
+def worst_table(scored: Sequence[Scored], worst: int) -> Table:
+    table = Table(title=f"Worst {worst}", title_justify="left")
+    for name in ("id", "system", "model", "layout", "measured", "predicted", "error"):
+        table.add_column(name, justify="right" if name in ("measured", "predicted", "error") else "left")
+    rows = [one for one in scored if one.error is not None]
+    for one in sorted(rows, key=lambda row: -(row.error or 0))[:worst]:
+        run = one.run
+        table.add_row(
+            run.id,
+            run.system,
+            run.values.get("model", ""),
+            str(run.layout),
+            f"{one.measured or 0:,.0f}",
+            f"{one.tokens_per_s_per_gpu or 0:,.0f}",
+            f"{(one.ratio or 1) - 1:+.1%}",
+        )
+    return table
+
+
+def show_row(console: Console, one: Scored) -> None:
+    """One run: what was printed, what was assumed, what is predicted, term by term."""
+    run = one.run
+    console.print(f"{run.id}: {run.values.get('model', '')} on {run.values.get('gpus', '?')} × {run.gpu}, {run.system}")
+    console.print(f"source: {run.source}")
+    if one.reason is not None or run.job is None or one.estimate is None:
+        console.print(f"Not modelled: {one.reason}")
+        return
+    console.print(f"{count(run.job.model.parameters)} parameters, {run.job.precision}, {run.job.framework.name}: {run.layout}")
+    bullets(console, (f"assumed: {text}" for text in run.assumptions))
+    table = Table(title="Predicted and measured", title_justify="left")
+    for name in ("", "predicted", "measured", "difference"):
+        table.add_column(name, justify="left" if not name else "right")
+    if one.measured is not None:
+        table.add_row(
+            "tokens/s/GPU", f"{one.tokens_per_s_per_gpu or 0:,.0f}", f"{one.measured:,.0f}", f"{(one.ratio or 1) - 1:+.1%}"
+        )
+        assert one.iter_time_s is not None
+        table.add_row(
+            "step", seconds(one.iter_time_s), seconds(one.iter_time_s * (one.ratio or 1)), f"{1 / (one.ratio or 1) - 1:+.1%}"
+        )
+    if run.peak_mem_gib and one.peak_mem_gib:
+        kind = run.mem_kind or "kind not stated"
+        table.add_row(
+            f"peak memory ({kind})",
+            f"{one.peak_mem_gib:,.1f} GiB",
+            f"{run.peak_mem_gib:,.1f} GiB",
+            f"{one.peak_mem_gib / run.peak_mem_gib - 1:+.1%}",
+        )
+    console.print(table)
+    if one.estimate.range is not None:
+        span = one.estimate.range
+        console.print(
+            f"80 % range of the step: {seconds(span.step_time_low_s)} to {seconds(span.step_time_high_s)} ({span.based_on})"
+        )
+    console.print(time_table(one.estimate))
+    console.print(memory_table(one.estimate))
+    largest = max(CAUSE_WORDS, key=lambda cause: getattr(one.estimate.time, cause) if one.estimate else 0)
+    console.print(
+        f"The largest cause is {CAUSE_WORDS[largest]}; a difference of this size is most likely there or in what was assumed."
+    )
+
+
+def row_json(one: Scored) -> dict[str, Any]:
+    return {
+        "id": one.run.id,
+        "assumptions": list(one.run.assumptions),
+        "reason": one.reason,
+        "measured_tokens_per_s_per_gpu": one.measured,
+        "predicted_tokens_per_s_per_gpu": one.tokens_per_s_per_gpu,
+        "layout": one.run.layout.model_dump(mode="json") if one.run.layout else None,
+        "estimate": one.estimate.model_dump(mode="json") if one.estimate else None,
+    }
+
+
+def markdown(file: Any, scored: Sequence[Scored], left_out: Sequence[Scored]) -> str:
+    """The report as a page, with the command, the date and the version that made it."""
+    figures = summary(scored, left_out)
+    lines = [
+        "# Accuracy on measured runs",
+        "",
+        f"Written by `ultrascale accuracy {file} --report docs/accuracy.md`, version {__version__}, {date.today().isoformat()}"
+        + (f", commit {commit}." if (commit := _commit()) else "."),
+        "How the figures are made, what was assumed and what did not help: docs/time.md and docs/lab.md.",
+        "",
+        "| what | figure |",
+        "|---|---|",
+        *(f"| {name} | {value} |" for name, value in headline(figures)),
+        "",
+        "| source | rows | samples | mean | median | bias | mean, source left out |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    outside = accuracy.by(left_out, GROUPS["source"])
+    for name, one in accuracy.by(scored, GROUPS["source"]).items():
+        there = f"{outside[name].mape:.1%}" if name in outside else "–"
+        lines.append(f"| {name} | {one.rows} | {one.samples} | {one.mape:.1%} | {one.median:.1%} | {one.bias:+.1%} | {there} |")
+    lines += ["", "| GPU | rows | samples | mean | median | bias |", "|---|---|---|---|---|---|"]
+    for name, one in accuracy.by(scored, GROUPS["gpu"]).items():
+        lines.append(f"| {name} | {one.rows} | {one.samples} | {one.mape:.1%} | {one.median:.1%} | {one.bias:+.1%} |")
+    lines += ["", "Not modelled:", ""]
+    lines += [f"- {one.run.id}: {one.reason}" for one in scored if one.reason is not None]
+    return "\n".join(lines) + "\n"
+
+
+def headline(figures: dict[str, Any]) -> list[tuple[str, str]]:
+    """The figures that the project holds itself to."""
+
+    def both(key: str) -> str:
+        here, there = figures[key]["in_sample"], figures[key]["leave_one_source_out"]
+        return f"{here['mape']:.1%} / {there['mape']:.1%}" if here and there else "–"
+
+    memory, ranking, verdicts = figures["memory"], figures["ranking"], figures["verdicts"]
+    rows = [
+        ("dense rows of trust A, mean error: in sample / source left out", both("dense")),
+        ("the same, models with experts", both("experts")),
+        ("small single-node jobs (up to 3.2 B parameters, 8 GPUs)", both("small_single_node")),
+    ]
+    if memory["rows"]:
+        rows.append(
+            (
+                "memory, allocated or active: mean error / most under",
+                f"{memory['mape']:.1%} / {max(0.0, -memory['most_under']):.1%}",
+            )
+        )
+    rows.append(("fit or out of memory: right / wrong", f"{verdicts['right']} / {len(verdicts['wrong'])}"))
+    if ranking["groups"]:
+        rows.append(
+            (
+                "ranking of one job's layouts: mean Kendall τ / worst regret",
+                f"{ranking['mean_tau']:.2f} / {ranking['worst_regret']:.1%}",
+            )
+        )
+    if figures["interval_80_coverage"] is not None:
+        rows.append(("80 % ranges hold rows of sources they had not seen", f"{figures['interval_80_coverage']:.0%}"))
+    return rows
+
+
+def _commit() -> str | None:
+    """The commit of the checkout this runs from, where there is one."""
+    here = Path(__file__).resolve().parent
+    try:
+        answer = subprocess.run(
+            ["git", "-C", str(here), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=5, check=False
+        )
+    except OSError:
+        return None
+    return answer.stdout.strip() or None

@@ -1,0 +1,78 @@
+"""Framework: what the engine that runs a layout does with it. Fusions, kernels, overlap, formats of states.
+
+The same layout takes other time and memory in Megatron-Core, in FSDP without compile, or in a paper of 2020. Each field is a
+thing one can look up in the engine's code; `ultrascale` is ours.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import resources
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+from ultrascale.specs.errors import SpecError, nearest
+from ultrascale.specs.validate import build
+
+
+class Framework(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = "ultrascale"
+    elementwise: float = Field(
+        1.0, gt=0, le=20, description="bytes that memory-bound operators move, relative to a compiled block"
+    )
+    kernels: float = Field(1.0, gt=0, le=50, description="kernels launched per layer, relative to a compiled block")
+    launch: float = Field(1.0, gt=0, le=50, description="host time per kernel, relative to the cluster's kernel_launch_s")
+    attention: Literal["flash", "flash-1", "flash-2", "plain", "plain-fused"] = Field(
+        "flash",
+        description="the attention kernel; plain writes the scores out, plain-fused scales, masks and softmaxes in one pass",
+    )
+    selective: Literal["cheap", "half"] = Field(
+        "cheap",
+        description="what selective recomputation repeats: cheap operators, or (torchtitan's op policy) half the products too",
+    )
+    balanced: bool = Field(True, description="pipeline stages are cut with the head counted; else layers alone are")
+    rails: bool = Field(True, description="collectives across nodes use every NIC of a node, not one per ring")
+    loss: Literal["fused", "in-place", "fp32", "chunked"] = Field(
+        "fused",
+        description="in-place: fp32 logits become softmax, then gradient (Megatron's unfused); fp32: each is written out; "
+        "chunked: an eighth of the logits at a time",
+    )
+    eager_activation: bool = Field(False, description="autograd keeps the gate's activation beside its input and the product")
+    states: Literal["master", "fp32", "pure"] = Field(
+        "master", description="master: bf16 copy + fp32 master; fp32: FSDP's fp32 shards, cast when gathered; pure: bf16 all"
+    )
+    tensor_overlap: float = Field(0.0, ge=0, le=1, description="share of the tp exchange that hides behind products")
+    expert_overlap: float = Field(
+        0.0, ge=0, le=1, description="share of the expert exchange that hides behind other micro-batches"
+    )
+    gather_overlap: float = Field(1.0, ge=0, le=1, description="share of ZeRO's gathers that may hide")
+    reduce_overlap: float = Field(1.0, ge=0, le=1, description="share of gradient reductions that may hide")
+    grouped: bool = Field(True, description="all experts of a rank in one kernel; else products and casts per expert")
+    dispatch: Literal["all-to-all", "node-wise"] = Field(
+        "all-to-all", description="node-wise: a token crosses to a node once, however many of its experts live there"
+    )
+    fused_accumulation: bool = Field(False, description="the weight-gradient product adds into the fp32 gradient itself")
+    optimizer_passes: float = Field(1.0, gt=0, le=20, description="bytes the optimizer moves, relative to a fused one")
+    source: str = ""
+
+    @classmethod
+    def load(cls, name: str) -> Framework:
+        found = cls.presets().get(name.strip().lower())
+        if found is None:
+            raise SpecError(f"framework '{name}' is not known: {nearest(name, cls.presets())}")
+        return found
+
+    @classmethod
+    def presets(cls) -> dict[str, Framework]:
+        return dict(_presets())
+
+
+@cache
+def _presets() -> dict[str, Framework]:
+    text = resources.files("ultrascale.specs").joinpath("presets/frameworks.yaml").read_text(encoding="utf-8")
+    data: dict[str, Any] = yaml.safe_load(text)
+    return {name: build(Framework, {"name": name, **(fields or {})}, f"framework {name}") for name, fields in data.items()}
