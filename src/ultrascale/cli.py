@@ -86,7 +86,7 @@ def plan(
     attention: Annotated[str, typer.Option(help="flash, or plain (whole score matrices).")] = "flash",
     framework: Annotated[
         str,
-        typer.Option(help="The engine that would run it: [cyan]ultrascale[/], [cyan]megatron-core[/], [cyan]torchtitan[/]…"),
+        typer.Option(help="The engine that would run it: ultrascale, [cyan]megatron-core[/], [cyan]torchtitan[/]…"),
     ] = "ultrascale",
     total_tokens: Annotated[
         str | None, typer.Option("--total-tokens", help="Of the whole training, for days and cost: [cyan]15T[/].")
@@ -134,7 +134,7 @@ def explain(
     ],
     row: Annotated[
         str | None,
-        typer.Option("--row", help="The id of one measured run in the CSV: predicted against measured, term by term."),
+        typer.Option("--row", help="The id of one run in the CSV: predicted against measured, term by term."),
     ] = None,
     cheatsheet: Annotated[
         bool, typer.Option("--cheatsheet", help="The playbook's cheat-sheet with this plan's numbers in every cell.")
@@ -209,11 +209,9 @@ def accuracy(
     file: Annotated[Path, typer.Argument(help="A CSV of measured runs, published ones or your own.", metavar="RUNS.CSV")],
     json_file: Annotated[
         Path | None,
-        typer.Option("--json", help="Write every row's prediction and the summary to this file.", metavar="OUT.JSON"),
+        typer.Option("--json", help="Write every prediction and the summary there.", metavar="OUT.JSON"),
     ] = None,
-    group: Annotated[
-        str, typer.Option("--by", help="Group errors by [cyan]source[/], [cyan]gpu[/] or [cyan]system[/].")
-    ] = "source",
+    group: Annotated[str, typer.Option("--by", help="Group errors by source, gpu or system.")] = "source",
     worst: Annotated[int, typer.Option("--worst", help="How many of the worst rows to show.")] = 10,
     report: Annotated[
         Path | None, typer.Option("--report", help="Also write the report as Markdown.", metavar="OUT.MD")

@@ -8,14 +8,20 @@ import pytest
 from ultrascale.cost import params, stages
 from ultrascale.cost.columns import Columns
 from ultrascale.cost.flops import parameters_approximate
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
+
+
+def job_of(model: Model) -> Job:
+    return Job(model=model, cluster=Cluster.load("8xh100"), seq=1024, batch_tokens=2**20)
 
 
 def ranks_of(model: Model, layout: Layout) -> params.RankParameters:
     """One row per pipeline rank."""
     columns = Columns.of([layout] * layout.pp)
-    return params.on_rank(model, columns, stages.share_of(model, columns, np.arange(layout.pp)))
+    return params.on_rank(model, columns, stages.share_of(job_of(model), columns, np.arange(layout.pp)))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +132,7 @@ def test_the_layers_of_a_pipeline_leave_room_for_the_head() -> None:
 
     Llama 3 paper, section 3.3.2. The head weighs 2·16384·128256 / (2·3.187e9) = 0.66 layers, so 7 + 0.66 is below 8.
     """
-    assert stages.chunk_layers(Model.load("llama-3.1-405b"), 16, 1) == (7, *(8,) * 14, 7)
+    assert stages.chunk_layers(job_of(Model.load("llama-3.1-405b")), 16, 1) == (7, *(8,) * 14, 7)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +146,7 @@ def test_the_layers_of_a_pipeline_leave_room_for_the_head() -> None:
 def test_no_split_is_more_even(name: str, head: float, ranks: int, loops: int) -> None:
     """The slowest chunk, the head counted in layers, is the smallest that any split of whole layers can have."""
     layers, chunks = Model.load(name).layers, ranks * loops
-    counts = stages.chunk_layers(Model.load(name), ranks, loops)
+    counts = stages.chunk_layers(job_of(Model.load(name)), ranks, loops)
     assert (sum(counts), len(counts), min(counts) >= 1) == (layers, chunks, True)
     best = min(max(-(-(layers - last) // (chunks - 1)), last + head) for last in range(1, layers - chunks + 2))
     assert max(*counts[:-1], counts[-1] + head) == pytest.approx(best)
@@ -148,7 +154,7 @@ def test_no_split_is_more_even(name: str, head: float, ranks: int, loops: int) -
 
 def test_the_peak_and_the_slowest_are_among_the_representatives() -> None:
     """DeepSeek-V3 over 32 ranks: the first rank with two MoE layers is rank 2, and it is asked."""
-    shares = stages.rank_shares(Model.load("deepseek-v3"), 32, 1, False)
+    shares = stages.rank_shares(job_of(Model.load("deepseek-v3")), 32, 1, False)
     chosen = stages.representative_ranks(shares)
     assert 2 in chosen
     assert shares[2][:2] == (0, 2)

@@ -23,7 +23,7 @@ from ultrascale.specs.units import GIB
 
 def heaviest_chunk(job: Job, layout: Layout) -> float:
     """The slowest pipeline chunk over the mean, in layers, the head counted as the layers it weighs."""
-    counts = np.asarray(stages.chunk_layers(job.model, layout.pp, layout.virtual_stages), dtype=float)
+    counts = np.asarray(stages.chunk_layers(job, layout.pp, layout.virtual_stages), dtype=float)
     counts[-1] += flops.head_in_layers(job.model)
     return float(counts.max() / counts.mean())
 

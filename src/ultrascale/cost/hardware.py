@@ -36,13 +36,9 @@ class AttentionRate:
 RATES: dict[str, dict[str, AttentionRate]] = {
     "flash": {
         "volta": AttentionRate(0.35, 0.28, 450, "assumed: no flash kernel of the authors runs there"),
-        "ampere": AttentionRate(
-            0.55, 0.48, 450, "FlashAttention-2 (Dao 2023), figures 5 and 6, A100, at 0.87 of the curves as in training"
-        ),
+        "ampere": AttentionRate(0.55, 0.48, 450, "FlashAttention-2 (Dao 2023), figures 5 and 6; × 0.87 in training"),
         "ada": AttentionRate(0.53, 0.45, 450, "assumed near ampere, whose kernels it runs"),
-        "hopper": AttentionRate(
-            0.55, 0.43, 900, "FlashAttention-3 (Shah 2024), figures 5 and 6, at 0.83 of the curves as in training"
-        ),
+        "hopper": AttentionRate(0.55, 0.43, 900, "FlashAttention-3 (Shah 2024), figures 5 and 6; × 0.83 in training"),
         "blackwell": AttentionRate(0.55, 0.42, 1200, "assumed: hopper's share of a larger peak, longer rows to fill it"),
         "cdna3": AttentionRate(0.42, 0.32, 900, "assumed: two thirds of hopper's share"),
         "cdna4": AttentionRate(0.42, 0.32, 900, "assumed as cdna3"),
@@ -50,9 +46,7 @@ RATES: dict[str, dict[str, AttentionRate]] = {
     },
     # FlashAttention-2 uses none of Hopper's asynchrony: 350 of 989 TFLOP/s (Shah 2024, figure 5).
     "flash-2": {
-        "hopper": AttentionRate(
-            0.35, 0.28, 500, "FlashAttention-2 on H100, in Shah 2024, figures 5 and 6, at 0.91 of the curves"
-        ),
+        "hopper": AttentionRate(0.35, 0.28, 500, "FlashAttention-2 on H100, in Shah 2024, figures 5 and 6; × 0.91"),
     },
     # FlashAttention-1 reaches half of its successor (Dao 2023, section 1: 25-40 % of peak on A100).
     "flash-1": {

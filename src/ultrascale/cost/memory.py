@@ -105,7 +105,7 @@ def transfer_buffers(job: Job, columns: Columns, held: params.RankParameters) ->
     if model.moe is not None:
         routed = job.cluster.efficiency.expert_imbalance * model.moe.top_k * wide / columns.routed_cut
         buffers = buffers + np.where(columns.ep > 1, routed, 0.0)
-    return np.asarray(buffers + job.cluster.efficiency.workspace_gib * GIB)
+    return np.asarray(buffers)
 
 
 def _context_buffers(job: Job, columns: Columns) -> Array:

@@ -137,7 +137,7 @@ def accumulate_s(job: Job, machine: Machine, elements: Array) -> Array:
 
 
 def fp8_casts(job: Job, machine: Machine, products: list[Matmul]) -> Passes:
-    """Operands of fp8 products are read in bf16 and written in fp8 twice, as they are and transposed for the weight gradient."""
+    """Operands of fp8 products are read in bf16 and written in fp8 twice, as they are and transposed for weight gradients."""
     zero = np.asarray(0.0)
     if job.precision != "fp8":
         return Passes(zero, zero, zero)

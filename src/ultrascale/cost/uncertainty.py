@@ -28,20 +28,15 @@ def similar(job: Job, without_source: str | None = None) -> tuple[list[float], s
     rows = [row for row in _table()["time"] if row["source"] != without_source]
     experts = job.model.moe is not None
     framework, architecture = job.framework.name, job.cluster.gpu.architecture
+    on_kind = [row for row in rows if row["experts"] == experts]
+    on_chip = [row for row in on_kind if row["architecture"] == architecture]
+    kind = "models with experts" if experts else "dense models"
     circles = (
-        (
-            f"{framework} on {architecture}",
-            lambda row: row["framework"] == framework and row["architecture"] == architecture and row["experts"] == experts,
-        ),
-        (
-            f"{'expert' if experts else 'dense'} models on {architecture}",
-            lambda row: row["architecture"] == architecture and row["experts"] == experts,
-        ),
-        ("models with experts" if experts else "dense models", lambda row: row["experts"] == experts),
-        ("all models", lambda row: True),
+        (f"{framework} on {architecture}", [row for row in on_chip if row["framework"] == framework]),
+        (f"{kind} on {architecture}", on_chip),
+        (kind, on_kind),
     )
-    for words, belongs in circles:
-        found = [row for row in rows if belongs(row)]
+    for words, found in circles:
         sources = len({row["source"] for row in found})
         if len(found) >= ENOUGH and sources >= 2:
             return [row["log"] for row in found], f"{len(found)} runs of {sources} sources: {words}"

@@ -101,23 +101,23 @@ def _score_one(run: Run, adjust: Callable[[Run], Job] | None) -> Scored:
     sentence = problem(job, layout)
     if sentence is not None:
         return Scored(run, None, None, None, None, None, sentence)
-    predicted = estimate(job, layout)
-    step_s, peak = predicted.step_time_s, comparable_peak_gib(predicted, run.mem_kind)
+    predicted, workspace_gib = estimate(job, layout), job.cluster.efficiency.workspace_gib
+    step_s, peak = predicted.step_time_s, comparable_peak_gib(predicted, run.mem_kind, workspace_gib)
     if run.half_recompute:
         # Every second layer recomputed: half the way between all and none of them.
         without = estimate(job, layout.changed(recompute="none"))
         step_s = (step_s + without.step_time_s) / 2
-        peak = (peak + comparable_peak_gib(without, run.mem_kind)) / 2
+        peak = (peak + comparable_peak_gib(without, run.mem_kind, workspace_gib)) / 2
     rate = layout.batch_tokens(job.seq) / step_s / layout.gpus
     return Scored(run, predicted, rate, step_s, peak, predicted.fits, None)
 
 
-def comparable_peak_gib(predicted: Estimate, mem_kind: str) -> float:
+def comparable_peak_gib(predicted: Estimate, mem_kind: str, workspace_gib: float) -> float:
     """The peak as the row's figure means it: tensors alone, the allocator's reserve, or the whole process."""
     memory = predicted.memory[predicted.peak_stage].memory
     kind = mem_kind.lower()
     if any(word in kind for word in ALLOCATED):
-        return (memory.total - memory.runtime) / GIB
+        return (memory.total - memory.runtime) / GIB + workspace_gib
     return memory.total / GIB
 
 

@@ -13,8 +13,8 @@ from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 
-# What is fitted: its figure before any fit, from data sheets, papers and the engines' code (docs/accuracy.md says which), and how
-# far (as a share) it may move before that figure speaks as loud as one row.
+# What is fitted: its figure before any fit, from data sheets, papers and the engines' code (docs/time.md), and how far (as a
+# share) it may move before that figure speaks as loud as one row.
 FITTED: dict[str, tuple[float, float]] = {
     "sustained.ampere.bf16": (1.00, 0.06),
     "sustained.hopper.bf16": (0.95, 0.06),

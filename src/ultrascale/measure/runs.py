@@ -21,7 +21,7 @@ from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.validate import build
 
-COLUMNS = [
+COLUMNS = (
     "id",
     "source",
     "system",
@@ -62,8 +62,12 @@ COLUMNS = [
     "mem_kind",
     "flops_def",
     "trust",
-]
+)
 REQUIRED = ("id", "model", "seq_len", "gpu", "gpus")
+
+
+# torchtune's ladder is cumulative: from its chunked loss on, every rung has it.
+LATER_RUNGS = ("chunked", "checkpointing", "backward", "offload")
 
 
 class Unmodelled(Exception):

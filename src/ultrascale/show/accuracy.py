@@ -184,13 +184,9 @@ def show_row(console: Console, one: Scored) -> None:
             "step", seconds(one.iter_time_s), seconds(one.iter_time_s * (one.ratio or 1)), f"{1 / (one.ratio or 1) - 1:+.1%}"
         )
     if run.peak_mem_gib and one.peak_mem_gib:
-        kind = run.mem_kind or "kind not stated"
-        table.add_row(
-            f"peak memory ({kind})",
-            f"{one.peak_mem_gib:,.1f} GiB",
-            f"{run.peak_mem_gib:,.1f} GiB",
-            f"{one.peak_mem_gib / run.peak_mem_gib - 1:+.1%}",
-        )
+        name = f"peak memory ({run.mem_kind or 'kind not stated'})"
+        difference = f"{one.peak_mem_gib / run.peak_mem_gib - 1:+.1%}"
+        table.add_row(name, f"{one.peak_mem_gib:,.1f} GiB", f"{run.peak_mem_gib:,.1f} GiB", difference)
     console.print(table)
     if one.estimate.range is not None:
         span = one.estimate.range

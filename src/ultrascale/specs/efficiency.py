@@ -19,7 +19,7 @@ class Efficiency(BaseModel):
         ge=1e-3,
         le=2,
         examples=[0.95],
-        description="of the measured product rate; None: what the kind sustains in training",
+        description="of the measured product rate; None: what the kind sustains",
     )
     attention_forward: float | None = Field(
         None, ge=1e-3, le=1, examples=[0.6], description="of peak; None: the architecture's own figure"
@@ -44,10 +44,10 @@ class Efficiency(BaseModel):
         4.0, ge=1e-3, le=1e6, description="10⁹ parameters a second that one node's CPUs step with Adam"
     )
     expert_imbalance: float = Field(1.10, ge=1, le=64, description="busiest expert rank over the mean, in tokens")
-    action_overhead_s: float = Field(
-        1.0e-4, ge=0, le=1, description="host and synchronisation of one pipeline action of one chunk"
-    )
+    action_overhead_s: float = Field(1.0e-4, ge=0, le=1, description="host and synchronisation of one pipeline action")
     step_overhead_s: float = Field(0.005, ge=0, le=60, description="host work of a step: data, clipping's sync, logging")
-    workspace_gib: float = Field(0.2, ge=0, le=1024, description="cuBLAS workspaces and the like, inside the allocator")
-    context_gib: float = Field(0.8, ge=0, le=1024, description="CUDA context and NCCL channels of one process")
+    context_gib: float = Field(
+        1.0, ge=0, le=1024, description="CUDA context, NCCL channels and cuBLAS workspaces of one process"
+    )
+    workspace_gib: float = Field(0.2, ge=0, le=1024, description="of context_gib: what the allocator itself hands out")
     allocator_slack: float = Field(0.04, ge=0, le=1, description="of activations and buffers, lost to rounding and holes")

@@ -28,11 +28,11 @@ class Framework(BaseModel):
     launch: float = Field(1.0, gt=0, le=50, description="host time per kernel, relative to the cluster's kernel_launch_s")
     attention: Literal["flash", "flash-1", "flash-2", "plain", "plain-fused"] = Field(
         "flash",
-        description="the attention kernel; plain writes the scores out, plain-fused scales, masks and softmaxes in one pass",
+        description="the kernel; plain writes scores out, plain-fused scales, masks and softmaxes in one pass",
     )
     selective: Literal["cheap", "half"] = Field(
         "cheap",
-        description="what selective recomputation repeats: cheap operators, or (torchtitan's op policy) half the products too",
+        description="what selective recomputation repeats: cheap operators, or half the products too",
     )
     balanced: bool = Field(True, description="pipeline stages are cut with the head counted; else layers alone are")
     rails: bool = Field(True, description="collectives across nodes use every NIC of a node, not one per ring")
@@ -46,9 +46,7 @@ class Framework(BaseModel):
         "master", description="master: bf16 copy + fp32 master; fp32: FSDP's fp32 shards, cast when gathered; pure: bf16 all"
     )
     tensor_overlap: float = Field(0.0, ge=0, le=1, description="share of the tp exchange that hides behind products")
-    expert_overlap: float = Field(
-        0.0, ge=0, le=1, description="share of the expert exchange that hides behind other micro-batches"
-    )
+    expert_overlap: float = Field(0.0, ge=0, le=1, description="share of the expert exchange that hides")
     gather_overlap: float = Field(1.0, ge=0, le=1, description="share of ZeRO's gathers that may hide")
     reduce_overlap: float = Field(1.0, ge=0, le=1, description="share of gradient reductions that may hide")
     grouped: bool = Field(True, description="all experts of a rank in one kernel; else products and casts per expert")
