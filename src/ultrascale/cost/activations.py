@@ -83,14 +83,16 @@ def _attention(job: Job, columns: Columns, tokens: Array, b: int) -> dict[str, A
         # Expanded q, k and v per head, and the latents they came from (inputs of the up-projections, whole on every rank).
         latent = (model.mla.q_lora_rank or 0) + model.mla.kv_lora_rank + model.mla.qk_rope_head_dim
         expanded = model.heads * (2 * model.qk_head_dim + model.v_head_dim)
-        qkv = b * tokens * (expanded / tp + 2 * latent)
+        qkv = b * tokens * expanded / tp
     output = b * tokens * model.heads * model.v_head_dim / tp
+    latents = {} if model.mla is None else {"latents": 2 * b * tokens * latent}
     if job.attention == "flash":
-        return {"q, k, v": qkv, "attention output": output, "log-sum-exp": 4 * tokens * model.heads / tp}
+        return {**latents, "q, k, v": qkv, "attention output": output, "log-sum-exp": 4 * tokens * model.heads / tp}
     # Softmax output; with dropout also the mask (1 byte) and the dropped output: 5·a·s² of Korthikanti 2022 at two bytes.
     per_score = b + (1 + b if job.dropout else 0)
     seen = min(job.seq, model.sliding_window or job.seq)
     return {
+        **latents,
         "q, k, v": qkv,
         "attention output": output,
         "attention scores": per_score * tokens * seen * model.heads / tp,
@@ -132,6 +134,8 @@ def _apply_policy(job: Job, columns: Columns, modules: dict[str, Array], residua
     none, selective = columns.is_("recompute", "none"), columns.is_("recompute", "selective")
     # Korthikanti's selective policy: without flash attention only the score matrices are dropped.
     dropped = _CHEAP if job.attention == "flash" else ("attention scores",)
+    if job.model.mla is not None and job.attention == "flash":
+        dropped = (*dropped, "q, k, v")  # made again from the latents, by two small products
     keeps = {name: none | (selective & (name not in dropped)) for name in modules}
     kept = {name: np.where(keeps[name], bytes_, 0.0) for name, bytes_ in modules.items()}
     if job.framework.selective == "half":
@@ -165,7 +169,7 @@ def head(job: Job, columns: Columns) -> HeadActivations:
     saved, peak = {
         "fused": (b, 2.0 * b),
         "in-place": (FP32, 2.0 * FP32),
-        "fp32": (b + FP32, b + 2.0 * FP32),
+        "fp32": (b + 2.0 * FP32, b + 3.0 * FP32),
         "chunked": (b / CHUNKS, 2.0 * b / CHUNKS),
     }[job.framework.loss]
     return HeadActivations(np.asarray(norm + statistics + saved * logits), np.asarray(norm + statistics + peak * logits))

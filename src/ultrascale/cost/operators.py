@@ -160,13 +160,13 @@ def layer(job: Job, columns: Columns, machine: Machine, moe: bool) -> LayerTime:
         per_expert = KERNELS_PER_EXPERT * (2 if job.precision == "fp8" else 1)
         kernels = kernels + per_expert * job.model.moe.experts / columns.ep
     busy = matmul + scores + memory_bound
-    launch = _launch(machine, busy, kernels * job.framework.kernels * job.framework.launch)
+    host = machine.launch_s * kernels * job.framework.kernels * job.framework.launch
+    launch = _launch(busy, host + (job.framework.routing_s if moe else 0.0))
     return LayerTime(matmul, scores, memory_bound, launch, products)
 
 
-def _launch(machine: Machine, busy: Passes, kernels: Array) -> Passes:
+def _launch(busy: Passes, host: Array) -> Passes:
     """The GPU idles where the host needs longer to launch the kernels than the GPU to run them."""
-    host = machine.launch_s * kernels
     return Passes(
         np.maximum(0.0, host - busy.forward),
         np.maximum(0.0, 2 * host - busy.input_grad - busy.weight_grad),

@@ -274,6 +274,10 @@ def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework
         changes["dispatch"] = "all-to-all"
     if ("a2a overlap" in notes or "ep overlap" in notes or "canonical recipe" in notes) and "ep overlap off" not in notes:
         changes["expert_overlap"] = 0.7
+    dropping = "tokendrop" in values.get("model", "").lower()
+    if framework.routing_s and (dropping or "cuda graph" in notes or " cg;" in notes):
+        # Graphs replay what the host would launch; dropped tokens leave no counts to wait for and experts of one size.
+        changes |= {"routing_s": framework.routing_s / 2, "grouped": dropping}
     if "ce fusion" in notes:
         changes["loss"] = "fused"
     for word in ("optimizer in backward", "activation offload"):
@@ -283,7 +287,7 @@ def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework
         whole_logits = not any(
             word in values.get("notes", "").lower() for word in ("chunked", "checkpointing", "backward", "offload")
         )
-        changes["loss"] = "fp32" if whole_logits else "chunked"
+        changes["loss"] = ("in-place" if compiled else "fp32") if whole_logits else "chunked"
     if "no grad-accum fusion" in values.get("notes", "").lower():
         changes["fused_accumulation"] = False
     if "all bf16" in values.get("precision", "").lower():

@@ -49,6 +49,9 @@ class Framework(BaseModel):
     expert_overlap: float = Field(0.0, ge=0, le=1, description="share of the expert exchange that hides")
     gather_overlap: float = Field(1.0, ge=0, le=1, description="share of ZeRO's gathers that may hide")
     reduce_overlap: float = Field(1.0, ge=0, le=1, description="share of gradient reductions that may hide")
+    routing_s: float = Field(
+        0.0, ge=0, le=1, description="host time of one MoE layer's routing in forward: counts read back, permutations, loops"
+    )
     grouped: bool = Field(True, description="all experts of a rank in one kernel; else products and casts per expert")
     dispatch: Literal["all-to-all", "node-wise"] = Field(
         "all-to-all", description="node-wise: a token crosses to a node once, however many of its experts live there"
