@@ -48,9 +48,7 @@ def run(**cells: object) -> Run:
     return read_row(row(**cells), 2)
 
 
-def scored(
-    predicted: float | None = 10_000.0, peak: float | None = 50.0, fits: bool | None = True, **cells: object
-) -> Scored:
+def scored(predicted: float | None = 10_000.0, peak: float | None = 50.0, fits: bool | None = True, **cells: object) -> Scored:
     """A prediction that no model made: what is tested is what follows from it."""
     made = run(**cells)
     assert made.reason is None, made.reason

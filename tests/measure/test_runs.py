@@ -346,7 +346,9 @@ def test_an_assumption_goes_when_the_row_says_it_and_the_others_stay(words: str)
 
 def test_silent_recompute_is_the_least_that_fits() -> None:
     """Llama-3-70B on 8 × H100 with ZeRO-3 has no room for 8k of activations; the 1B model has."""
-    assert any("recompute full" in text for text in run(model="llama-3-70b", gpus=32, dp=32, seq_len=8192, recompute="").assumptions)
+    assert any(
+        "recompute full" in text for text in run(model="llama-3-70b", gpus=32, dp=32, seq_len=8192, recompute="").assumptions
+    )
     assert any("recompute none" in text for text in run(model="llama-3.2-1b", recompute="").assumptions)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import lru_cache
 
 import numpy as np
 
@@ -16,8 +15,8 @@ from ultrascale.cost.operators import layer_matmuls
 from ultrascale.cost.passes import Passes
 from ultrascale.cost.pieces import Piece, Pieces, pieces
 from ultrascale.cost.uncertainty import estimate_range
-from ultrascale.schedules import StageTimes, build, closed, makespan, peak_held, simulate_makespan
-from ultrascale.specs.estimate import OWNERS, ActivationItem, Estimate, Memory, StageMemory, Time
+from ultrascale.schedules import StageTimes, counts, makespan, simulate_makespan
+from ultrascale.specs.estimate import ActivationItem, Estimate, Memory, StageMemory, Time
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.units import GIB
@@ -131,53 +130,64 @@ def send_s(view: View) -> float:
     return float(pipeline.hop(view.job, view.row, places, view.machine).time_s[0])
 
 
-def _waiting(view: View) -> memory.Waiting:
-    """Micro-batches' worth of activations that each rank holds at its peak, counted on the action list."""
-    layout = view.layout
-    none = np.zeros(layout.pp)
-    if layout.pp == 1:
-        return memory.Waiting(np.ones(1), none, none)
-    counts = stages.chunk_layers(view.job, layout.pp, layout.virtual_stages)
-    # Beyond four rounds the list only repeats itself, and what it holds no longer grows (AFAB holds everything).
-    enough = layout.gas if layout.schedule == "afab" else min(layout.gas, _settled(layout))
-    held_layers = _held_layers(layout.schedule, layout.pp, enough, layout.virtual_stages, counts)
-    held = np.asarray(held_layers) / view.share.layers
-    put_off = closed.deferred(layout.schedule, layout.pp, np.arange(layout.pp), layout.gas, layout.virtual_stages)
-    losses = held - 1 if layout.schedule == "afab" else none
-    return memory.Waiting(held, np.minimum(put_off / layout.virtual_stages, held), losses)
-
-
-@lru_cache(maxsize=1024)
-def _held_layers(name: str, ranks: int, microbatches: int, virtual_stages: int, counts: tuple[int, ...]) -> tuple[float, ...]:
-    """Per rank: layers × micro-batches held at the peak. A search asks for few pipelines many times."""
-    schedule = build(name, ranks, microbatches, virtual_stages)
-    return tuple(peak_held(schedule, rank, counts).peak_bytes for rank in range(ranks))
-
-
 def _settled(layout: Layout) -> int:
     """The fewest micro-batches, a multiple of the ranks away from gas, at which the schedule is in its steady state."""
     least = 4 * layout.pp
     return least + (layout.gas - least) % layout.pp if layout.gas > least else layout.gas
 
 
+@dataclass(frozen=True)
+class Peak:
+    """The busiest action of a rank: bytes of activations, micro-batches' worth it holds, and what it is doing."""
+
+    activations: float
+    in_flight: float
+    moment: str
+
+
+def _peak(view: View, chunks: memory.PeakParts, layers: tuple[int, ...], rank: int) -> Peak:
+    """Walks the rank's action list with the bytes of its own chunks."""
+    layout = view.layout
+    # Beyond four rounds the list only repeats itself, and what it holds no longer grows (AFAB holds everything).
+    enough = layout.gas if layout.schedule == "afab" else min(layout.gas, _settled(layout))
+    held = counts(layout.schedule, layout.pp, enough, layout.virtual_stages, rank)
+    local = np.asarray(stages.chunks_of(rank, layout.pp, layout.virtual_stages, view.v_shaped))
+    kept, dropped, waiting_loss = chunks.kept[local], chunks.dropped[local], chunks.kept_loss[local]
+    at_loss, layer = chunks.at_loss[local][held.local], chunks.working[local][held.local]
+    split = chunks.gradients[local][held.local]
+    kinds = np.asarray([str(kind) for kind in held.kinds])
+    transient = np.where(kinds == "B", np.maximum(layer, at_loss), np.where(kinds == "I", np.maximum(split, at_loss), 0.0))
+    live = held.waiting @ (kept + waiting_loss) + held.working @ kept + held.deferred @ (kept + dropped) + transient
+    top = int(np.argmax(live))
+    worth = (held.waiting[top] + held.working[top] + held.deferred[top]) @ np.asarray(layers)[local]
+    losing = kinds[top] in ("B", "I") and at_loss[top] > (layer if kinds[top] == "B" else split)[top]
+    moment = {"F": "end of a forward", "W": "weight gradients"}.get(str(kinds[top]), "backward of a layer")
+    return Peak(float(live[top]), float(worth / view.share.layers[rank]), "loss of a micro-batch" if losing else moment)
+
+
 def _memory(view: View) -> list[StageMemory]:
-    waiting = _waiting(view)
-    in_flight = waiting.in_flight
-    owners = memory.at_peak(view.job, view.ranks, view.share, waiting)
+    job, layout = view.job, view.layout
+    ranks = memory.peak_parts(job, view.ranks, view.share)
+    share = view.chunk_share()
+    chunks = memory.peak_parts(job, view.row.take(np.zeros(len(share.layers), dtype=np.int64)), share)
+    layers = stages.chunk_layers(job, layout.pp, layout.virtual_stages)
+    state = ranks.state
     result = []
-    for rank in range(view.layout.pp):
-        bytes_ = Memory(**{owner: float(np.broadcast_to(getattr(owners, owner), view.layout.pp)[rank]) for owner in OWNERS})
-        moment = "loss of a micro-batch" if owners.loss_is_peak[rank] else "backward of a layer"
-        if view.layout.pp > 1:
-            moment += f", {in_flight[rank]:.3g} micro-batches in flight"
+    for rank in range(layout.pp):
+        peak = _peak(view, chunks, layers, rank)
+        moving = peak.activations + float(ranks.buffers[rank])
+        bytes_ = Memory(
+            parameters=float(state.parameters[rank]),
+            master=float(state.master[rank]),
+            gradients=float(state.gradients[rank]),
+            optimizer=float(state.optimizer[rank]),
+            activations=peak.activations,
+            buffers=float(ranks.buffers[rank]),
+            runtime=float(memory.runtime(job, np.asarray(moving))),
+        )
+        moment = peak.moment + (f", {peak.in_flight:.3g} micro-batches in flight" if layout.pp > 1 else "")
         result.append(
-            StageMemory(
-                stage=rank,
-                layers=int(view.share.layers[rank]),
-                in_flight=float(in_flight[rank]),
-                memory=bytes_,
-                moment=moment,
-            )
+            StageMemory(stage=rank, layers=int(view.share.layers[rank]), in_flight=peak.in_flight, memory=bytes_, moment=moment)
         )
     return result
 

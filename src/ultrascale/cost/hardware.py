@@ -72,7 +72,10 @@ MEASURED_POWER_W = {"a100_sxm": 400, "h100_sxm": 700, "h200_sxm": 700, "b200_sxm
 
 
 def sustained(gpu: GPU) -> dict[str, float]:
-    capped = min(1.0, gpu.power_w / MEASURED_POWER_W[gpu.surface]) if gpu.surface else 1.0
+    """What the kind keeps of the measured rate; a chip that was not measured keeps all of what is assumed for it."""
+    if gpu.surface is None:
+        return {"bf16": 1.0, "fp8": 1.0}
+    capped = min(1.0, gpu.power_w / MEASURED_POWER_W[gpu.surface])
     share = SUSTAINED.get(gpu.architecture, {"bf16": 0.9, "fp8": 0.9})
     same_family = not gpu.surface_note or gpu.architecture == "hopper"
     return {precision: value * (capped if same_family else 1.0) for precision, value in share.items()}
@@ -129,7 +132,8 @@ class Machine:
             multiprocessors=self.gpu.multiprocessors or surface.multiprocessors,
             quantize=False,
         )
-        return np.asarray(time / (self.efficiency.matmul or self.sustained["fp8" if fp8 else "bf16"]))
+        given = self.efficiency.matmul_fp8 if fp8 else self.efficiency.matmul
+        return np.asarray(time / (given or self.sustained["fp8" if fp8 else "bf16"]))
 
     def stream_s(self, bytes_: Array) -> Array:
         """A memory-bound pass: bytes read and written over the bandwidth that such passes get."""

@@ -18,27 +18,6 @@ from ultrascale.specs.units import GIB
 
 
 @dataclass(frozen=True)
-class OwnerBytes:
-    parameters: Array
-    master: Array
-    gradients: Array
-    optimizer: Array
-    activations: Array
-    buffers: Array
-    runtime: Array
-    loss_is_peak: Array
-    """the peak comes with the logits of the last stage, not with a layer's backward"""
-
-    @property
-    def static(self) -> Array:
-        return np.asarray(self.parameters + self.master + self.gradients + self.optimizer)
-
-    @property
-    def total(self) -> Array:
-        return np.asarray(self.static + self.activations + self.buffers + self.runtime)
-
-
-@dataclass(frozen=True)
 class StateBytes:
     """Parameters, fp32 master, gradients and optimizer states of one rank."""
 
@@ -133,6 +112,10 @@ class Waiting:
     """of these, those whose weight gradients a split backward put off: whatever was recomputed for them stays"""
     losses: Array
     """finished losses that wait for their backward: AFAB's only"""
+    together: bool = True
+    """most are in flight while most are deferred; a V defers only while it drains"""
+    one: float = 1.0
+    """one chunk, as a share of the rank's: what a split backward brings back at a time"""
 
 
 @dataclass(frozen=True)
@@ -154,7 +137,12 @@ class PeakParts:
     def activations(self, waiting: Waiting) -> Array:
         split = waiting.deferred > 0
         layer = np.where(split, self.gradients, self.working)
-        live = waiting.in_flight * self.kept + waiting.deferred * self.dropped + waiting.losses * self.kept_loss
+        live = waiting.in_flight * self.kept + waiting.losses * self.kept_loss
+        if waiting.together:
+            live = live + waiting.deferred * self.dropped
+        else:
+            draining = waiting.deferred * (self.kept + self.dropped)
+            live = np.maximum(live + waiting.one * self.dropped, draining)
         return np.asarray(live + np.maximum(layer, self.at_loss))
 
     def total(self, job: Job, waiting: Waiting) -> Array:
@@ -191,20 +179,4 @@ def peak_parts(job: Job, columns: Columns, share: RankShare) -> PeakParts:
         gradients,
         np.asarray(share.head * head.peak),
         np.asarray(share.head * head.saved),
-    )
-
-
-def at_peak(job: Job, columns: Columns, share: RankShare, waiting: Waiting) -> OwnerBytes:
-    """Every owner at the rank's peak."""
-    parts = peak_parts(job, columns, share)
-    live = parts.activations(waiting)
-    return OwnerBytes(
-        parts.state.parameters,
-        parts.state.master,
-        parts.state.gradients,
-        parts.state.optimizer,
-        live,
-        parts.buffers,
-        runtime(job, live + parts.buffers),
-        np.asarray(parts.at_loss > np.where(waiting.deferred > 0, parts.gradients, parts.working)),
     )

@@ -100,7 +100,8 @@ def waiting(name: str, pp: int, rank: int, gas: Array, loops: int) -> memory.Wai
         return memory.Waiting(one, none, none)
     held = closed.in_flight(name, pp, rank, gas, loops) / loops
     put_off = closed.deferred(name, pp, rank, gas, loops) / loops
-    return memory.Waiting(held, np.asarray(put_off), np.asarray(held - 1 if name == "afab" else none))
+    losses = np.asarray(held - 1 if name == "afab" else none)
+    return memory.Waiting(held, np.asarray(put_off), losses, together=name not in stages.V_SHAPED, one=1 / loops)
 
 
 def _steps(job: Job, cores: Columns, variants: Sequence[Variant], machine: Machine, pp: int) -> Array:

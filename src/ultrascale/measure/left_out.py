@@ -58,12 +58,13 @@ def adjusted(job: Job, multipliers: Mapping[str, float]) -> Job:
         return multipliers.get(name, 1.0)
 
     cluster, framework, gpu = job.cluster, job.framework, job.cluster.gpu
-    constants, precision = cluster.efficiency, "fp8" if job.precision == "fp8" else "bf16"
+    constants, shares = cluster.efficiency, sustained(gpu)
     rate = attention_rate(framework.attention, gpu.architecture)
     attention = times(f"attention.{framework.attention}.{gpu.architecture}")
     changed = constants.model_copy(
         update={
-            "matmul": (constants.matmul or sustained(gpu)[precision]) * times(f"sustained.{gpu.architecture}.{precision}"),
+            "matmul": (constants.matmul or shares["bf16"]) * times(f"sustained.{gpu.architecture}.bf16"),
+            "matmul_fp8": (constants.matmul_fp8 or shares["fp8"]) * times(f"sustained.{gpu.architecture}.fp8"),
             "memory_bandwidth": min(1.0, constants.memory_bandwidth * times("memory_bandwidth")),
             "network_bandwidth": min(1.0, constants.network_bandwidth * times("network_bandwidth")),
             "overlap_slowdown": min(1.0, constants.overlap_slowdown * times("overlap_slowdown")),

@@ -104,13 +104,17 @@ def read(path: Path) -> tuple[list[Run], list[str]]:
         what = "does not exist" if isinstance(error, FileNotFoundError) else "cannot be read as text"
         raise SpecError(f"runs file {path} {what}") from None
     rows = csv.DictReader(text.splitlines())
+    try:
+        lines = list(rows)
+    except csv.Error as error:
+        raise SpecError(f"runs file {path} is no table, line {rows.line_num}: {error}") from None
     header = [name.strip() for name in rows.fieldnames or []]
     missing = [name for name in REQUIRED if name not in header]
     if missing:
         raise SpecError(f"runs file {path} lacks the columns {', '.join(missing)}: it needs at least {', '.join(REQUIRED)}")
     problems = [f"column '{name}' is unknown and ignored: {nearest(name, COLUMNS)}" for name in header if name not in COLUMNS]
     runs, seen = [], set()
-    for number, values in enumerate(rows, start=2):
+    for number, values in enumerate(lines, start=2):
         cleaned = {(k or "").strip(): (v or "").strip() for k, v in values.items() if isinstance(v, str) or v is None}
         run = read_row(cleaned, number)
         if run.id in seen:
@@ -159,7 +163,7 @@ def number(values: Mapping[str, str], name: str) -> float | None:
     except ValueError:
         raise Unmodelled(f"{name} is '{text}', not a number") from None
     if not 0 <= value < 1e18:
-        raise Unmodelled(f"{name} is {text}: it must not be negative")
+        raise Unmodelled(f"{name} is {text}: it must be a number that is not negative")
     return value
 
 
@@ -179,6 +183,8 @@ def _model(values: Mapping[str, str], assumptions: list[str]) -> tuple[Job, Layo
         raise Unmodelled("gpus or seq_len is not given")
     kind = gpu_kind(values.get("gpu", ""), assumptions)
     per_node = min(gpus, whole(values, "gpus_per_node") or kind.gpus_per_node)
+    if not values.get("gpus_per_node"):
+        assumptions.append(f"{per_node} GPUs per node")
     if gpus % per_node:
         raise Unmodelled(f"gpus = {gpus} do not fill nodes of {per_node}")
     framework = framework_of(values, assumptions)
@@ -226,14 +232,19 @@ def gpu_kind(text: str, assumptions: list[str]) -> GPU:
     """`H100-80GB (DGX)`, `A100-40GB`, `B200-SXM`, `MI300X`: the preset it names."""
     name = text.lower().replace("_", "-").replace(" ", "-")
     if "a100" in name:
-        size = "40" if "40g" in name else "80"
+        # The DGX A100 of 2020 had 40 GB parts; the 80 GB ones came a year later.
+        size = "40" if "40g" in name or "2020" in name else "80"
         if "40g" not in name and "80g" not in name:
-            assumptions.append("A100 with 80 GB")
+            assumptions.append(f"A100 with {size} GB")
         return GPU.load(f"a100-{size}")
     if "h100" in name:
         if "96g" in name:
             return GPU.load("h100-96")
+        if "pcie" in name:
+            assumptions.append("H100 on PCIe taken as the SXM part")
         return GPU.load("h100-94" if "94g" in name or "nvl" in name else "h100")
+    if "gh200" in name:
+        assumptions.append("GH200 taken as an H200")
     for kind in ("gb300", "gb200", "b300", "b200", "h200", "h800", "v100", "mi355x", "mi300x", "4090"):
         if kind in name:
             return GPU.load(kind)
@@ -251,6 +262,8 @@ def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework
         name = "megatron-2021" if old else "megatron-no-overlap" if "no overlap" in system else "megatron-core"
     elif "torchtitan" in system:
         name = "torchtitan" if compiled else "torchtitan-eager"
+        if not compiled and not eager:
+            assumptions.append("not compiled")
     elif "nanotron" in system:
         name = "nanotron"
     elif "deepspeed" in system:
@@ -305,8 +318,12 @@ def precision_of(values: Mapping[str, str], kind: GPU, assumptions: list[str]) -
         name = "fp8"
     elif "bf16" in text or "bfloat16" in text or not text:
         name = "bf16"
+    elif "fp16" in text or "float16" in text or "half" in text:
+        name = "fp16"
+    elif "fp32" in text or "float32" in text or "tf32" in text:
+        name = "fp32"
     else:
-        name = "fp16" if "16" in text else "fp32"
+        raise Unmodelled(f"precision is '{values['precision']}', which is not known: such as bf16, fp16, fp8 or fp32")
     if name == "bf16" and "bf16" not in kind.peak_tflops:
         name = "fp16"
     if name not in kind.peak_tflops:

@@ -50,7 +50,10 @@ def model_of(values: Mapping[str, str], assumptions: list[str]) -> Model:
     if heads is None:
         heads = max(1, hidden // 128)
         assumptions.append(f"{heads} heads of 128")
-    kv_heads = whole(values, "kv_heads") or heads
+    kv_heads = whole(values, "kv_heads")
+    if kv_heads is None:
+        kv_heads = heads
+        assumptions.append(f"{kv_heads} kv heads, as many as heads")
     vocab = whole(values, "vocab")
     if vocab is None:
         vocab = preset.vocab if preset is not None else 51200

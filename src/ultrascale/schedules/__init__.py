@@ -6,12 +6,13 @@ from ultrascale.schedules.closed import deferred, in_flight, makespan
 from ultrascale.schedules.draw import draw
 from ultrascale.schedules.legal import SCHEDULES, legal, legal_mask
 from ultrascale.schedules.lint import lint
-from ultrascale.schedules.memory import Held, peak_held, timeline
+from ultrascale.schedules.memory import Counts, Held, counts, peak_held, timeline
 from ultrascale.schedules.simulate import DeadlockError, Event, StageTimes, Timeline, simulate, simulate_makespan
 
 __all__ = [
     "SCHEDULES",
     "Action",
+    "Counts",
     "DeadlockError",
     "Event",
     "Held",
@@ -20,6 +21,7 @@ __all__ = [
     "StageTimes",
     "Timeline",
     "build",
+    "counts",
     "deferred",
     "draw",
     "in_flight",

@@ -253,7 +253,7 @@ def headline(figures: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [
         ("dense rows of trust A, mean error: in sample / source left out", both("dense")),
         ("the same, models with experts", both("experts")),
-        ("small single-node jobs (up to 3.2 B parameters, 8 GPUs)", both("small_single_node")),
+        ("small single-node jobs (up to 3.3 B parameters, 8 GPUs)", both("small_single_node")),
     ]
     if memory["rows"]:
         rows.append(

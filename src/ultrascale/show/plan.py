@@ -43,7 +43,14 @@ def show_result(console: Console, result: Result) -> None:
 
 
 def show_costs(console: Console, plan: Plan) -> None:
-    estimate = plan.estimate
+    """The range of the estimate, then days and money where the job's total is known."""
+    estimate, span = plan.estimate, plan.estimate.range
+    if span is not None:
+        console.print(
+            f"In eight of ten cases: {seconds(span.step_time_low_s)} to {seconds(span.step_time_high_s)} per step, "
+            f"{span.peak_low_gib:,.1f} to {span.peak_high_gib:,.1f} GiB; fits with probability {span.fit_probability:.0%} "
+            f"(from {span.based_on})"
+        )
     if estimate.train_days is not None and estimate.gpu_hours is not None:
         price = f", {estimate.cost_usd:,.0f} USD" if estimate.cost_usd is not None else ""
         console.print(f"Whole training: {estimate.train_days:,.1f} days, {estimate.gpu_hours:,.0f} GPU-hours{price}")

@@ -21,6 +21,9 @@ class Efficiency(BaseModel):
         examples=[0.95],
         description="of the measured product rate; None: what the kind sustains",
     )
+    matmul_fp8: float | None = Field(
+        None, ge=1e-3, le=2, examples=[1.1], description="the same for fp8; None: what the kind sustains"
+    )
     attention_forward: float | None = Field(
         None, ge=1e-3, le=1, examples=[0.6], description="of peak; None: the architecture's own figure"
     )

@@ -1,0 +1,312 @@
+"""Engines: presets load, each field pulls time and memory the way it says, and a plan keeps its engine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ultrascale import cli
+from ultrascale.cost.estimate import estimate
+from ultrascale.plan.search import plan
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.estimate import Estimate
+from ultrascale.specs.framework import Framework
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.model import Model
+from ultrascale.specs.plan import Plan
+
+Run = Callable[..., tuple[int, str, str]]
+
+# name of a case: model, cluster, seq, layout
+CASES: dict[str, tuple[str, str, int, Layout]] = {
+    "one node": ("llama-3-8b", "8xh100", 4096, Layout(dp=8, zero=1, gas=4)),
+    "small": ("llama-3.2-1b", "8xh100", 1024, Layout(dp=8, zero=1, gas=4)),
+    "across": ("llama-3-8b", "32xh100", 2048, Layout(dp=32, zero=1)),
+    "sharded": ("llama-3-8b", "32xh100", 2048, Layout(dp=32, zero=3)),
+    "pipeline": ("llama-3-8b", "8xh100", 4096, Layout(dp=2, pp=4, gas=16)),
+    "tensor": ("llama-3-8b", "8xh100", 4096, Layout(tp=8, gas=4)),
+    "selective": ("llama-3-8b", "8xh100", 8192, Layout(dp=8, zero=3, mbs=2, gas=2, recompute="selective")),
+    "experts": ("qwen3-30b-a3b", "32xh100", 4096, Layout(dp=32, ep=32, zero=1, gas=4)),
+    "few tokens an expert": ("qwen3-30b-a3b", "32xh100", 512, Layout(dp=32, ep=8, zero=1, gas=4)),
+}
+
+
+def predicted(case: str, **fields: Any) -> Estimate:
+    model, cluster, seq, layout = CASES[case]
+    engine = Framework(**fields)
+    job = Job(
+        model=Model.load(model),
+        cluster=Cluster.load(cluster),
+        seq=seq,
+        batch_tokens=layout.batch_tokens(seq),
+        framework=engine,
+        attention="plain" if engine.attention.startswith("plain") else "flash",
+    )
+    return estimate(job, layout)
+
+
+# --------------------------------------------------------------------------------------------------------------- presets
+
+
+@pytest.mark.parametrize("name", sorted(Framework.presets()))
+def test_a_preset_loads_by_its_name_and_says_what_it_is(name: str) -> None:
+    one = Framework.load(name)
+    assert one.name == name
+    assert len(one.source.split()) >= 3
+
+
+def test_the_engines_that_the_project_promises_are_there() -> None:
+    promised = {"ultrascale", "torchtitan", "megatron-core", "megatron-2021", "nanotron", "deepspeed", "fsdp1-eager"}
+    assert promised <= set(Framework.presets())
+
+
+def test_ours_is_the_default() -> None:
+    changed = {"source": Framework.load("ultrascale").source}
+    assert Framework(**changed) == Framework.load("ultrascale")
+
+
+def test_names_are_read_without_case_or_spaces() -> None:
+    assert Framework.load(" Megatron-Core ") == Framework.load("megatron-core")
+
+
+@pytest.mark.parametrize(("name", "near"), [("megatron-cor", "megatron-core"), ("torchtitn", "torchtitan"), ("foo", "known: ")])
+def test_an_unknown_name_is_told_the_nearest(name: str, near: str) -> None:
+    with pytest.raises(SpecError, match=f"framework '{name}' is not known: .*{near}"):
+        Framework.load(name)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"elementwise": 0},
+        {"elementwise": -1},
+        {"kernels": 1000},
+        {"tensor_overlap": 1.5},
+        {"reduce_overlap": -0.1},
+        {"loss": "fast"},
+        {"attention": "flash-9"},
+        {"states": "fp64"},
+        {"colour": "blue"},
+    ],
+)
+def test_a_value_out_of_range_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(fields))):
+        Framework(**fields)
+
+
+@pytest.mark.parametrize("name", sorted(Framework.presets()))
+@pytest.mark.parametrize("case", ["one node", "pipeline", "experts"])
+def test_every_engine_runs_every_kind_of_job_no_faster_than_a_third_of_ours(name: str, case: str) -> None:
+    """An engine changes a step by its fusions and overlaps, not by an order of magnitude."""
+    ours, theirs = predicted(case), predicted(case, **Framework.load(name).model_dump())
+    assert 1 / 3 < theirs.step_time_s / ours.step_time_s < 6
+
+
+# ------------------------------------------------------------------------------------------------- what each field does
+
+
+@pytest.mark.parametrize(
+    ("case", "fast", "slow"),
+    [
+        ("one node", {"elementwise": 1.0}, {"elementwise": 2.0}),
+        ("small", {"kernels": 1.0}, {"kernels": 6.0}),
+        ("small", {"kernels": 6.0}, {"kernels": 6.0, "launch": 4.0}),
+        ("one node", {"optimizer_passes": 1.0}, {"optimizer_passes": 3.0}),
+        ("one node", {"fused_accumulation": True}, {"fused_accumulation": False}),
+        ("one node", {"loss": "fused"}, {"loss": "fp32"}),
+        ("one node", {"attention": "flash"}, {"attention": "flash-2"}),
+        ("one node", {"attention": "flash-2"}, {"attention": "flash-1"}),
+        ("one node", {"attention": "flash-1"}, {"attention": "plain-fused"}),
+        ("one node", {"attention": "plain-fused"}, {"attention": "plain"}),
+        ("across", {"reduce_overlap": 1.0}, {"reduce_overlap": 0.0}),
+        ("sharded", {"reduce_overlap": 1.0}, {"reduce_overlap": 0.0}),
+        ("across", {"gather_overlap": 1.0}, {"gather_overlap": 0.0}),
+        ("sharded", {"gather_overlap": 1.0}, {"gather_overlap": 0.0}),
+        ("across", {"rails": True}, {"rails": False}),
+        ("sharded", {"rails": True}, {"rails": False}),
+        ("pipeline", {"balanced": True}, {"balanced": False}),
+        ("tensor", {"tensor_overlap": 0.5}, {"tensor_overlap": 0.0}),
+        ("tensor", {"tensor_overlap": 1.0}, {"tensor_overlap": 0.5}),
+        ("experts", {"expert_overlap": 0.5}, {"expert_overlap": 0.0}),
+        ("experts", {"expert_overlap": 1.0}, {"expert_overlap": 0.5}),
+        ("experts", {"dispatch": "node-wise"}, {"dispatch": "all-to-all"}),
+        ("few tokens an expert", {"grouped": True}, {"grouped": False}),
+        ("selective", {"selective": "cheap"}, {"selective": "half"}),
+    ],
+)
+def test_which_is_faster(case: str, fast: dict[str, Any], slow: dict[str, Any]) -> None:
+    assert predicted(case, **fast).step_time_s < predicted(case, **slow).step_time_s
+
+
+@pytest.mark.parametrize(
+    ("case", "less", "more"),
+    [
+        ("one node", {"loss": "chunked"}, {"loss": "fused"}),
+        ("one node", {"loss": "fused"}, {"loss": "in-place"}),
+        ("one node", {"loss": "in-place"}, {"loss": "fp32"}),
+        ("one node", {"states": "pure"}, {"states": "master"}),
+        ("sharded", {"states": "pure"}, {"states": "fp32"}),
+        ("sharded", {"states": "fp32"}, {"states": "master"}),
+        ("one node", {"eager_activation": False}, {"eager_activation": True}),
+        ("one node", {"attention": "flash"}, {"attention": "plain"}),
+        ("selective", {"selective": "half"}, {"selective": "cheap"}),
+    ],
+)
+def test_which_holds_less(case: str, less: dict[str, Any], more: dict[str, Any]) -> None:
+    assert predicted(case, **less).peak_gib < predicted(case, **more).peak_gib
+
+
+@pytest.mark.parametrize(
+    ("case", "fields"),
+    [
+        ("one node", {"rails": False}),  # nothing crosses nodes
+        ("one node", {"dispatch": "node-wise"}),
+        ("one node", {"grouped": False}),
+        ("one node", {"expert_overlap": 1.0}),
+        ("one node", {"tensor_overlap": 1.0}),
+        ("one node", {"balanced": False}),  # one stage
+        ("one node", {"selective": "half"}),  # nothing is recomputed
+        ("tensor", {"reduce_overlap": 0.0}),  # one replica
+    ],
+)
+def test_a_field_changes_nothing_where_there_is_nothing_of_its_kind(case: str, fields: dict[str, Any]) -> None:
+    before, after = predicted(case), predicted(case, **fields)
+    assert after.step_time_s == before.step_time_s
+    assert after.peak_gib == before.peak_gib
+
+
+def test_unbalanced_stages_have_equal_layers_and_balanced_ones_spare_the_head() -> None:
+    even = [stage.layers for stage in predicted("pipeline", balanced=False).memory]
+    spared = [stage.layers for stage in predicted("pipeline", balanced=True).memory]
+    assert even == [8, 8, 8, 8]
+    assert sum(spared) == 32
+    assert spared[-1] < 8
+
+
+def test_a_hidden_exchange_leaves_nothing_to_see() -> None:
+    assert predicted("tensor", tensor_overlap=0.0).time.tensor_s > 0
+    assert predicted("experts", expert_overlap=1.0).time.expert_s == pytest.approx(0, abs=1e-12)
+
+
+def test_states_by_hand() -> None:
+    """ZeRO-3 over 32: fp32 shards have no bf16 copy of their own; bf16 throughout has no master."""
+    master, fp32, pure = (predicted("sharded", states=states).memory[0].memory for states in ("master", "fp32", "pure"))
+    each = 8_030_261_248 / 32
+    assert (master.parameters, master.master) == pytest.approx((2 * each, 4 * each))
+    assert (fp32.parameters, fp32.master) == pytest.approx((0.0, 4 * each))
+    assert (pure.parameters, pure.master, pure.gradients) == pytest.approx((2 * each, 0.0, 2 * each))
+
+
+SEQS, TOP = st.sampled_from([256, 1024, 4096]), st.sampled_from([8, 16, 32])
+
+
+@settings(max_examples=25, deadline=None)
+@given(seq=SEQS, ep=TOP, gas=st.sampled_from([1, 4]), precision=st.sampled_from(["bf16", "fp8"]))
+def test_no_expert_job_is_slower_node_wise_or_faster_ungrouped(seq: int, ep: int, gas: int, precision: str) -> None:
+    layout = Layout(dp=32, ep=ep, zero=1, gas=gas)
+    job = Job(
+        model=Model.load("qwen3-30b-a3b"),
+        cluster=Cluster.load("32xh100"),
+        seq=seq,
+        batch_tokens=layout.batch_tokens(seq),
+        precision=precision,  # type: ignore[arg-type]
+    )
+
+    def step_s(**fields: Any) -> float:
+        return estimate(job.changed(framework=Framework(**fields)), layout).step_time_s
+
+    assert step_s(dispatch="node-wise") <= step_s(dispatch="all-to-all") * (1 + 1e-12)
+    assert step_s(grouped=False) >= step_s(grouped=True) * (1 - 1e-12)
+
+
+# ------------------------------------------------------------------------------------------------- plans and the command
+
+
+def planned(engine: Framework) -> Plan:
+    job = Job(
+        model=Model.load("llama-3.2-1b"),
+        cluster=Cluster.load("8xh100"),
+        seq=4096,
+        batch_tokens=2**18,
+        framework=engine,
+    )
+    return plan(job, top=1).plans[0]
+
+
+def test_a_plan_names_the_engine_it_was_made_for(tmp_path: Path) -> None:
+    made = planned(Framework.load("megatron-core"))
+    again = Plan.load(made.save(tmp_path / "plan.yaml"))
+    assert made.to_mapping()["job"]["framework"] == "megatron-core"
+    assert again.job == made.job
+    assert estimate(again.job, again.layout) == estimate(made.job, made.layout)
+
+
+@pytest.mark.parametrize("changes", [{"elementwise": 2.5}, {"elementwise": 1.0}, {"loss": "fused", "name": "my fork"}])
+def test_a_plan_keeps_a_changed_engine_whole(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Also where a change is back to the default of the class, which the preset's name alone would undo."""
+    engine = Framework.load("megatron-core").model_copy(update=changes)
+    made = planned(engine)
+    again = Plan.load(made.save(tmp_path / "plan.yaml"))
+    assert again.job.framework == engine
+    assert again.job == made.job
+
+
+def test_an_unknown_engine_in_a_plan_is_told_the_nearest(tmp_path: Path) -> None:
+    mapping = planned(Framework.load("nanotron")).to_mapping()
+    mapping["job"]["framework"] = "nanotorn"
+    with pytest.raises(SpecError, match="did you mean 'nanotron'"):
+        Plan.from_mapping(mapping)
+
+
+def test_an_unknown_field_of_an_engine_in_a_plan_is_told_the_nearest() -> None:
+    mapping = planned(Framework.load("nanotron")).to_mapping()
+    mapping["job"]["framework"] = {"name": "mine", "elementwize": 2.0}
+    with pytest.raises(SpecError, match=r"elementwize.*did you mean 'elementwise'"):
+        Plan.from_mapping(mapping)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["ultrascale", *map(str, arguments)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return code, *capsys.readouterr()
+
+    return call
+
+
+SMALL = ["plan", "llama-3.2-1b", "--cluster", "8xh100", "--batch-tokens", "256k", "--seq", "4096", "--top", "1"]
+
+
+@pytest.mark.parametrize("name", ["megatron-core", "megatron-2021", "torchtitan", "nanotron"])
+def test_a_plan_for_another_engine_is_made_and_is_slower_than_for_a_compiled_one(run: Run, tmp_path: Path, name: str) -> None:
+    code, out, _ = run(*SMALL, "--framework", name, "--json", "-o", tmp_path / "plan.yaml")
+    assert code == 0
+    theirs = json.loads(out)["plans"][0]["estimate"]["step_time_s"]
+    code, out, _ = run(*SMALL, "--json")
+    assert code == 0
+    assert theirs >= json.loads(out)["plans"][0]["estimate"]["step_time_s"]
+    assert Plan.load(tmp_path / "plan.yaml").job.framework == Framework.load(name)
+    code, out, _ = run("explain", tmp_path / "plan.yaml")
+    assert code == 0
+
+
+@pytest.mark.parametrize(("name", "says"), [("foo", "megatron-core"), ("megatron-cor", "did you mean 'megatron-core'")])
+def test_a_plan_for_an_unknown_engine_is_exit_2_with_the_nearest(run: Run, name: str, says: str) -> None:
+    code, out, err = run(*SMALL, "--framework", name)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: framework '{name}' is not known: ")
+    assert says in err
