@@ -292,7 +292,7 @@ CLUSTERS: list[tuple[dict[str, Any], list[str]]] = [
     ({"efficiency": 3}, ["cluster.efficiency is 3", "try {matmul: 0.95}"]),
     ({"efficiency": {"matmul": 0}}, ["cluster.efficiency.matmul is 0", "try 0.95"]),
     ({"efficiency": {"matmul": "0.9"}}, ["cluster.efficiency.matmul is '0.9'", "try 0.95"]),
-    ({"efficiency": {"matmull": 0.9}}, ["cluster.efficiency.matmull is not a field", "did you mean 'matmul'?"]),
+    ({"efficiency": {"matmull": 0.9}}, ["cluster.efficiency.matmull is not a field", "did you mean 'matmul'"]),
     ({"efficiency": {"context_gib": INF}}, ["cluster.efficiency.context_gib is inf", "try 1.0"]),
     ({"efficiency": {"expert_imbalance": 0.5}}, ["cluster.efficiency.expert_imbalance is 0.5", "try 1.1"]),
 ]

@@ -17,6 +17,7 @@ from ultrascale.specs.units import count, seconds
 def job_line(job: Job) -> str:
     model, cluster = job.model, job.cluster
     total = f", {count(job.total_tokens)} tokens in all" if job.total_tokens else ""
+    total += f", in {job.framework.name}" if job.framework.name != "ultrascale" else ""
     return (
         f"{model.name} ({count(model.parameters)} parameters) on {cluster.gpus} × {cluster.gpu.name} "
         f"({count_of(cluster.nodes, 'node')} of {cluster.gpus_per_node}), {job.precision}, "
