@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 import yaml
 
-from ultrascale import cli
-
 
 class _Missing:
     """A field taken out; a name of its own, because test names must be the same in every process."""
@@ -44,21 +42,9 @@ NINES = "9" * 5000
 Run = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    """The command line in this process, in an empty folder: exit code, standard output, standard error."""
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["ultrascale", *map(str, arguments)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return code, *capsys.readouterr()
-
-    return call
 
 
 def flags(model: str = "llama-3.2-1b", cluster: str = "8xh100", batch: str = "64k", seq: str = "4096") -> list[str]:

@@ -12,27 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
-from ultrascale import Plan, __version__, cli, estimate
+from ultrascale import Plan, __version__, estimate
 
 Run = Callable[..., tuple[int, str, str]]
 JOB = ["llama-3-8b", "--cluster", "8xh100", "--batch-tokens", "1M", "--seq", "8192"]
 SMALL = ["llama-3.2-1b", "--cluster", "8xh100", "--batch-tokens", "256k", "--seq", "4096"]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """The command line in this process: exit code, standard output, standard error."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["ultrascale", *map(str, arguments)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return code, *capsys.readouterr()
-
-    return call
 
 
 @pytest.fixture

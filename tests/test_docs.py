@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from ultrascale import cli
-
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -22,16 +20,11 @@ def commands(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
-def test_commands_of_a_page_run_in_their_order(page, tmp_path, monkeypatch, capsys):
+def test_commands_of_a_page_run_in_their_order(page, tmp_path, monkeypatch, run):
     monkeypatch.chdir(tmp_path)
     for command in commands(page):
-        monkeypatch.setattr("sys.argv", shlex.split(command))
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code or 0
-        assert code == 0, f"{command}\n{capsys.readouterr().err}"
+        code, _, said = run(*shlex.split(command)[1:])
+        assert code == 0, f"{command}\n{said}"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)

@@ -10,7 +10,8 @@ import pytest
 from made_rows import FULL, PUBLISHED, row, run, write
 
 from ultrascale.measure.accuracy import score
-from ultrascale.measure.runs import REQUIRED, Run, framework_of, gpu_kind, read, read_row
+from ultrascale.measure.engines import framework_of, gpu_kind
+from ultrascale.measure.runs import REQUIRED, Run, read, read_row
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.gpu import GPU
 

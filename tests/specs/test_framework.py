@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ultrascale import cli
 from ultrascale.cost.estimate import estimate
 from ultrascale.plan.search import plan
 from ultrascale.specs.cluster import Cluster
@@ -272,20 +270,6 @@ def test_an_unknown_field_of_an_engine_in_a_plan_is_told_the_nearest() -> None:
     mapping["job"]["framework"] = {"name": "mine", "elementwize": 2.0}
     with pytest.raises(SpecError, match=r"elementwize.*did you mean 'elementwise'"):
         Plan.from_mapping(mapping)
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["ultrascale", *map(str, arguments)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return code, *capsys.readouterr()
-
-    return call
 
 
 SMALL = ["plan", "llama-3.2-1b", "--cluster", "8xh100", "--batch-tokens", "256k", "--seq", "4096", "--top", "1"]

@@ -12,11 +12,12 @@ from typing import Any
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.legality import problem
 from ultrascale.measure import shapes
+from ultrascale.measure.cells import Unmodelled, number, whole
+from ultrascale.measure.engines import framework_of, gpu_kind, precision_of
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.framework import Framework
-from ultrascale.specs.gpu import GPU
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.validate import build
@@ -66,14 +67,6 @@ COLUMNS = (
 REQUIRED = ("id", "model", "seq_len", "gpu", "gpus")
 
 
-# torchtune's ladder is cumulative: from its chunked loss on, every rung has it.
-LATER_RUNGS = ("chunked", "checkpointing", "backward", "offload")
-
-
-class Unmodelled(Exception):
-    """Why a row cannot be modelled."""
-
-
 @dataclass(frozen=True)
 class Run:
     """One measured run. `job` and `layout` are None when it cannot be modelled; `reason` then says why."""
@@ -114,11 +107,11 @@ def read(path: Path) -> tuple[list[Run], list[str]]:
         raise SpecError(f"runs file {path} lacks the columns {', '.join(missing)}: it needs at least {', '.join(REQUIRED)}")
     problems = [f"column '{name}' is unknown and ignored: {nearest(name, COLUMNS)}" for name in header if name not in COLUMNS]
     runs, seen = [], set()
-    for number, values in enumerate(lines, start=2):
+    for line, values in enumerate(lines, start=2):
         cleaned = {(k or "").strip(): (v or "").strip() for k, v in values.items() if isinstance(v, str) or v is None}
-        run = read_row(cleaned, number)
+        run = read_row(cleaned, line)
         if run.id in seen:
-            problems.append(f"line {number}: id '{run.id}' stands twice")
+            problems.append(f"line {line}: id '{run.id}' stands twice")
         seen.add(run.id)
         runs.append(run)
     if not runs:
@@ -152,28 +145,6 @@ def read_row(values: Mapping[str, str], line: int) -> Run:
         values=values,
         **measured,
     )
-
-
-def number(values: Mapping[str, str], name: str) -> float | None:
-    text = values.get(name, "")
-    if not text or text.lower() in ("nan", "none", "null", "-"):
-        return None
-    try:
-        value = float(text.replace(",", ""))
-    except ValueError:
-        raise Unmodelled(f"{name} is '{text}', not a number") from None
-    if not 0 <= value < 1e18:
-        raise Unmodelled(f"{name} is {text}: it must be a number that is not negative")
-    return value
-
-
-def whole(values: Mapping[str, str], name: str) -> int | None:
-    value = number(values, name)
-    if value is None:
-        return None
-    if value != int(value) or value < 1:
-        raise Unmodelled(f"{name} is {values[name]}: it must be a whole number of at least 1")
-    return int(value)
 
 
 def _model(values: Mapping[str, str], assumptions: list[str]) -> tuple[Job, Layout, bool]:
@@ -226,111 +197,6 @@ def _model(values: Mapping[str, str], assumptions: list[str]) -> tuple[Job, Layo
     if recompute is None:
         chosen = _least_recompute(job, chosen, assumptions)
     return job, chosen, half
-
-
-def gpu_kind(text: str, assumptions: list[str]) -> GPU:
-    """`H100-80GB (DGX)`, `A100-40GB`, `B200-SXM`, `MI300X`: the preset it names."""
-    name = text.lower().replace("_", "-").replace(" ", "-")
-    if "a100" in name:
-        # The DGX A100 of 2020 had 40 GB parts; the 80 GB ones came a year later.
-        size = "40" if "40g" in name or "2020" in name else "80"
-        if "40g" not in name and "80g" not in name:
-            assumptions.append(f"A100 with {size} GB")
-        return GPU.load(f"a100-{size}")
-    if "h100" in name:
-        if "96g" in name:
-            return GPU.load("h100-96")
-        if "pcie" in name:
-            assumptions.append("H100 on PCIe taken as the SXM part")
-        return GPU.load("h100-94" if "94g" in name or "nvl" in name else "h100")
-    if "gh200" in name:
-        assumptions.append("GH200 taken as an H200")
-    for kind in ("gb300", "gb200", "b300", "b200", "h200", "h800", "v100", "mi355x", "mi300x", "4090"):
-        if kind in name:
-            return GPU.load(kind)
-    raise Unmodelled(f"gpu is '{text}', which is no known kind: {nearest(name, GPU.presets())}")
-
-
-def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework:
-    """The engine by its name, its attention kernel and whether it was compiled."""
-    system = values.get("system", "").lower()
-    compiled = values.get("compile", "").lower() in ("yes", "true", "1")
-    eager = values.get("compile", "").lower() in ("no", "false", "0")
-    year = re.search(r"20(19|2[0-9])", system)
-    if "megatron" in system or "nemo" in system:
-        old = (year is not None and int(year[0]) <= 2022) or "ptd-p" in system
-        name = "megatron-2021" if old else "megatron-no-overlap" if "no overlap" in system else "megatron-core"
-    elif "torchtitan" in system:
-        name = "torchtitan" if compiled else "torchtitan-eager"
-        if not compiled and not eager:
-            assumptions.append("not compiled")
-    elif "nanotron" in system:
-        name = "nanotron"
-    elif "deepspeed" in system:
-        name = "deepspeed"
-    elif "fsdp1" in system or "composer" in system or "foundry" in system:
-        name = "torchtitan" if compiled else "fsdp1-eager"
-    else:
-        name = "torchtitan" if compiled else "eager"
-        assumptions.append(f"framework '{values.get('system', '')}' taken as {name}")
-    framework = Framework.load(name)
-    changes: dict[str, Any] = {}
-    attention = values.get("attention_impl", "").lower()
-    if "unfused" in attention or "plain" in attention:
-        changes["attention"] = "plain-fused" if "softmax fused" in attention else "plain"
-    elif "flash-attn 1" in attention:
-        changes["attention"] = "flash-1"
-    elif "flash" in attention and framework.attention.startswith("plain"):
-        changes["attention"] = "flash-2"
-    notes = values.get("notes", "").lower()
-    if "dispatcher a2a" in notes:
-        changes["dispatch"] = "all-to-all"
-    if ("a2a overlap" in notes or "ep overlap" in notes or "canonical recipe" in notes) and "ep overlap off" not in notes:
-        changes["expert_overlap"] = 0.7
-    dropping = "tokendrop" in values.get("model", "").lower()
-    if framework.routing_s and (dropping or "cuda graph" in notes or " cg;" in notes):
-        # Graphs replay what the host would launch; dropped tokens leave no counts to wait for and experts of one size.
-        changes |= {"routing_s": framework.routing_s / 2, "grouped": dropping}
-    if "ce fusion" in notes:
-        changes["loss"] = "fused"
-    for word in ("optimizer in backward", "activation offload"):
-        if word in notes:
-            raise Unmodelled(f"{word} is not modelled")
-    if "torchtune" in system:
-        whole_logits = not any(
-            word in values.get("notes", "").lower() for word in ("chunked", "checkpointing", "backward", "offload")
-        )
-        changes["loss"] = ("in-place" if compiled else "fp32") if whole_logits else "chunked"
-    if "no grad-accum fusion" in values.get("notes", "").lower():
-        changes["fused_accumulation"] = False
-    if "all bf16" in values.get("precision", "").lower():
-        changes["states"] = "pure"
-    if eager and name == "torchtitan":
-        changes["elementwise"] = 2.2
-    return build(Framework, {**framework.model_dump(), **changes}, "framework")
-
-
-def precision_of(values: Mapping[str, str], kind: GPU, assumptions: list[str]) -> str:
-    text = values.get("precision", "").lower()
-    if "fp4" in text:
-        raise Unmodelled(f"precision is {values['precision']}: 4-bit training is not modelled")
-    if "fp8" in text or "float8" in text:
-        name = "fp8"
-    elif "bf16" in text or "bfloat16" in text or not text:
-        name = "bf16"
-    elif "fp16" in text or "float16" in text or "half" in text:
-        name = "fp16"
-    elif "fp32" in text or "float32" in text or "tf32" in text:
-        name = "fp32"
-    else:
-        raise Unmodelled(f"precision is '{values['precision']}', which is not known: such as bf16, fp16, fp8 or fp32")
-    if name == "bf16" and "bf16" not in kind.peak_tflops:
-        name = "fp16"
-    if name not in kind.peak_tflops:
-        raise Unmodelled(f"precision is {values['precision']} but {kind.name} has no {name}")
-    if not text:
-        assumptions.append("precision bf16")
-    return name
 
 
 def _degrees(values: Mapping[str, str], gpus: int) -> dict[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ultrascale.specs.errors import SpecError
+from ultrascale.measure.cells import Unmodelled, number, whole
 from ultrascale.specs.model import Model
 from ultrascale.specs.validate import build
 
@@ -28,8 +28,6 @@ def preset_of(name: str) -> Model | None:
 
 
 def model_of(values: Mapping[str, str], assumptions: list[str]) -> Model:
-    from ultrascale.measure.runs import Unmodelled, number, whole
-
     name = values.get("model", "")
     if "lora" in name.lower():
         raise Unmodelled("LoRA: frozen weights have no gradients or states, which is not modelled")
@@ -87,7 +85,4 @@ def model_of(values: Mapping[str, str], assumptions: list[str]) -> Model:
 
 def _variant(fields: dict[str, object], *, gated: bool, tied: bool) -> Model:
     style = {"activation": "swiglu", "norm": "rmsnorm"} if gated else {"activation": "gelu", "norm": "layernorm"}
-    try:
-        return build(Model, {**fields, **style, "tied_embeddings": tied}, "model")
-    except SpecError:
-        raise
+    return build(Model, {**fields, **style, "tied_embeddings": tied}, "model")

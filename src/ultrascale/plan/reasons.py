@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.legality import divisors, problem
 from ultrascale.plan.candidates import Wishes
+from ultrascale.plan.objective import Objective
 from ultrascale.schedules import legal
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.estimate import CAUSES, Estimate
@@ -15,9 +16,6 @@ from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.plan import Neighbour
 from ultrascale.specs.units import GIB, count, seconds
-
-if TYPE_CHECKING:
-    from ultrascale.plan.search import Objective
 
 CAUSE_WORDS = {
     "matmul_s": "matrix products",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import Machine
 from ultrascale.plan import advice, reasons
 from ultrascale.plan.candidates import Wishes, cores, why_empty
+from ultrascale.plan.objective import OBJECTIVES, Objective
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.job import Job
@@ -22,8 +22,6 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.plan import Neighbour, Plan
 from ultrascale.specs.units import GIB
 
-Objective = Literal["throughput", "cost", "memory"]
-OBJECTIVES: tuple[str, ...] = ("throughput", "cost", "memory")
 # Closed forms and simulator differ by some percent (schedules/closed.py), so more than asked for are simulated, and more
 # than that are kept for those that the exact memory count then puts just over the edge.
 SIMULATED_AT_LEAST = 24

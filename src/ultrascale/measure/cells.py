@@ -1,0 +1,31 @@
+"""Cells of a row: blank means unknown, and what cannot be read says which cell and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class Unmodelled(Exception):
+    """Why a row cannot be modelled."""
+
+
+def number(values: Mapping[str, str], name: str) -> float | None:
+    text = values.get(name, "")
+    if not text or text.lower() in ("nan", "none", "null", "-"):
+        return None
+    try:
+        value = float(text.replace(",", ""))
+    except ValueError:
+        raise Unmodelled(f"{name} is '{text}', not a number") from None
+    if not 0 <= value < 1e18:
+        raise Unmodelled(f"{name} is {text}: it must be a number that is not negative")
+    return value
+
+
+def whole(values: Mapping[str, str], name: str) -> int | None:
+    value = number(values, name)
+    if value is None:
+        return None
+    if value != int(value) or value < 1:
+        raise Unmodelled(f"{name} is {values[name]}: it must be a whole number of at least 1")
+    return int(value)
