@@ -40,13 +40,16 @@ def estimate(job: Job, layout: Layout) -> Estimate:
     price = job.cluster.price_per_gpu_hour_usd
     days = job.total_tokens / rate / 86400 if job.total_tokens else None
     hours = days * 24 * world if days is not None else None
-    first_step = max(peak.memory.total - peak.memory.optimizer, _at_optimizer_step(peak.memory))
+    first_step = max(max(one.memory.total - one.memory.optimizer, _at_optimizer_step(one.memory)) for one in stage_memory)
 
     def utilisation(flops_per_token: float) -> float:
         return per_gpu * flops_per_token / job.peak_flops
 
     def hardware(causal: bool) -> float:
-        return flops.hardware_flops(job.model, job.seq, layout.recompute, job.attention, causal)
+        again = flops.hardware_flops(job.model, job.seq, layout.recompute, job.attention, causal)
+        if layout.recompute == "selective" and job.framework.selective == "half":
+            again += flops.products_flops(job.model) / 2
+        return again
 
     return Estimate(
         step_time_s=step_s,
@@ -103,10 +106,8 @@ class View:
 
     def chunk_share(self) -> stages.RankShare:
         """Every chunk as if it were a rank of its own."""
-        model, counts = (
-            self.job.model,
-            np.asarray(stages.chunk_layers(self.job, self.layout.pp, self.layout.virtual_stages)),
-        )
+        model = self.job.model
+        counts = np.asarray(stages.chunk_layers(self.job, self.layout.pp, self.layout.virtual_stages))
         dense_until = model.layers if model.moe is None else model.moe.dense_layers
         ends = np.cumsum(counts)
         dense = np.clip(np.minimum(ends, dense_until) - (ends - counts), 0, None)

@@ -65,11 +65,16 @@ def head_in_layers(model: Model) -> float:
     return head_flops(model) / layer_matmul_flops(model, model.moe is not None and model.moe_layers > 0)
 
 
-def forward_flops(model: Model, seq: int, causal: bool) -> float:
-    """Forward FLOPs per token of the whole model; embedding look-ups are none."""
+def products_flops(model: Model) -> float:
+    """Forward FLOPs per token of every layer's matrix products; scores and head left out."""
     dense = model.dense_layers * layer_matmul_flops(model, moe=False) if model.dense_layers else 0.0
     moe = model.moe_layers * layer_matmul_flops(model, moe=True) if model.moe_layers else 0.0
-    return dense + moe + model.layers * score_flops(model, seq, causal) + head_flops(model)
+    return dense + moe
+
+
+def forward_flops(model: Model, seq: int, causal: bool) -> float:
+    """Forward FLOPs per token of the whole model; embedding look-ups are none."""
+    return products_flops(model) + model.layers * score_flops(model, seq, causal) + head_flops(model)
 
 
 def model_flops(model: Model, seq: int, causal: bool = False) -> float:
