@@ -45,3 +45,10 @@ def test_links_between_documents_lead_somewhere():
     for page in PAGES:
         for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_figures_of_the_readme_are_those_of_the_report():
+    report = (ROOT / "docs" / "accuracy.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"\d+\.\d% / \d+\.\d%", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert len(quoted) == 2
+    assert all(f"| {figures} |" in report for figures in quoted)

@@ -55,7 +55,11 @@ def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework
     elif "nanotron" in system:
         name = "nanotron"
     elif "deepspeed" in system:
-        name = "deepspeed"
+        # ZeRO of 2021 ran without flash attention and with one ring across nodes; what came after runs on today's kernels.
+        modern = "flash" in values.get("attention_impl", "").lower() or bool(
+            re.search(r"[hb]\d00|mi3", values.get("gpu", "").lower())
+        )
+        name = "eager" if modern else "deepspeed"
     elif "fsdp1" in system or "composer" in system or "foundry" in system:
         name = "torchtitan" if compiled else "fsdp1-eager"
     else:
@@ -63,13 +67,11 @@ def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework
         assumptions.append(f"framework '{values.get('system', '')}' taken as {name}")
     framework = Framework.load(name)
     changes: dict[str, Any] = {}
-    attention = values.get("attention_impl", "").lower()
-    if "unfused" in attention or "plain" in attention:
-        changes["attention"] = "plain-fused" if "softmax fused" in attention else "plain"
-    elif "flash-attn 1" in attention:
-        changes["attention"] = "flash-1"
-    elif "flash" in attention and framework.attention.startswith("plain"):
-        changes["attention"] = "flash-2"
+    kernel = attention_kernel(values.get("attention_impl", "").lower())
+    if kernel == "flash" and framework.attention.startswith("plain"):
+        kernel = "flash-2"  # an engine of plain attention's days that was given the kernel of its time
+    if kernel is not None and not (kernel == "flash" and framework.attention.startswith("flash")):
+        changes["attention"] = kernel
     notes = values.get("notes", "").lower()
     if "dispatcher a2a" in notes:
         changes["dispatch"] = "all-to-all"
@@ -96,6 +98,19 @@ def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework
     if eager and name == "torchtitan":
         changes["elementwise"] = 2.2
     return build(Framework, {**framework.model_dump(), **changes}, "framework")
+
+
+def attention_kernel(text: str) -> str | None:
+    """The kernel that `attention_impl` names; None where it says nothing. torch's SDPA is FlashAttention-2."""
+    if not text:
+        return None
+    if "unfused" in text or "plain" in text or "eager" in text:
+        return "plain-fused" if "softmax fused" in text else "plain"
+    if "flash" in text or "sdpa" in text:
+        if re.search(r"\b(v|attn |attention |-)?1\b", text):
+            return "flash-1"
+        return "flash-2" if "sdpa" in text or re.search(r"2\b", text) else "flash"
+    return "flash" if "te" in text or "cudnn" in text else None
 
 
 def precision_of(values: Mapping[str, str], kind: GPU, assumptions: list[str]) -> str:

@@ -34,7 +34,7 @@ FITTED: dict[str, tuple[float, float]] = {
     "memory_bandwidth": (0.80, 0.05),
     "link_bandwidth": (1.00, 0.08),
     "network_bandwidth": (0.82, 0.08),
-    "overlap_slowdown": (0.10, 0.40),
+    "overlap_slowdown": (0.10, 0.25),
 }
 FAMILY = {"torchtitan-eager": "eager", "deepspeed": "eager", "megatron-no-overlap": "megatron-core"}
 

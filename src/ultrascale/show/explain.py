@@ -231,7 +231,10 @@ def show_what_if(console: Console, plan: Plan, answers: list[WhatIf]) -> None:
     if not legal:
         return
     table = _table(
-        "Each change beside today", ("", "left"), ("today", "right"), *((answer.change, "right") for answer in legal)
+        "Each change beside today; memory is the peak stage's",
+        ("", "left"),
+        ("today", "right"),
+        *((answer.change, "right") for answer in legal),
     )
     estimates = [plan.estimate, *(answer.estimate for answer in legal if answer.estimate is not None)]
 

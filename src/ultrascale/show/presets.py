@@ -67,7 +67,7 @@ def show_presets(console: Console, name: str | None) -> None:
             f"{gpu.link_bandwidth_gb_s:,.0f}",
             str(gpu.link_domain),
             f"{gpu.network_gb_s:,.4g}",
-            (gpu.surface or "not measured") + (" (borrowed)" if gpu.surface_note else ""),
+            (gpu.surface + (" (borrowed)" if gpu.surface_note else "")) if gpu.surface else "not measured",
         )
     console.print(gpus)
     console.print("Clusters: 64xh100 (GPUs × kind), '8x8 h100' (nodes × GPUs per node), or a file such as:")
