@@ -27,21 +27,26 @@ def cut(layout: Layout) -> tuple[int, int, int, int]:
 def main() -> None:
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent.parent / "data" / "published.csv"
     table = Table(title="Best layout of the sweep (dp, tp, pp, mbs) in our ranking", title_justify="left")
-    for name in ("cell", "best of the sweep", "our rank", "our first"):
+    for name in ("cell", "best of the sweep", "our rank", "of its dp, tp, pp", "our first"):
         table.add_column(name)
-    cells = hits = 0
+    cells = hits = hits_of_degrees = 0
     for run in read(path)[0]:
         if run.system != "nanotron v0.5" or run.job is None or run.layout is None:
             continue
-        ranked = list(dict.fromkeys(cut(one.layout) for one in plan(run.job, top=200, explain=False, **SWEPT).plans))
+        plans = plan(run.job, top=200, explain=False, **SWEPT).plans
+        ranked = list(dict.fromkeys(cut(one.layout) for one in plans))
         wanted = cut(run.layout)
         rank = ranked.index(wanted) + 1 if wanted in ranked else None
+        degrees = list(dict.fromkeys(layout[:3] for layout in ranked))
+        rank_of_degrees = degrees.index(wanted[:3]) + 1 if wanted[:3] in degrees else None
         cells += 1
         hits += rank is not None and rank <= 3
-        table.add_row(f"{run.job.model.name}, {run.job.cluster.gpus} GPUs", str(wanted), str(rank or "–"), str(ranked[0]))
+        hits_of_degrees += rank_of_degrees is not None and rank_of_degrees <= 3
+        cell = f"{run.job.model.name}, {run.job.cluster.gpus} GPUs"
+        table.add_row(cell, str(wanted), str(rank or "–"), str(rank_of_degrees or "–"), str(ranked[0]))
     console = Console(width=120)
     console.print(table)
-    console.print(f"{hits} of {cells} among our first three")
+    console.print(f"among our first three: {hits} of {cells} layouts, {hits_of_degrees} of {cells} dp·tp·pp")
 
 
 if __name__ == "__main__":
