@@ -2,8 +2,8 @@
 
 Left out unless the user fixes them: no sequence parallelism (same bytes, more memory; its all-reduce is faster only where tp
 leaves the fast domain, which loses anyway), the contiguous ring (zig-zag has the same bytes and no imbalance), data parallelism
-other than bucketed (same bytes, less hidden), offload (only slower; tried when nothing fits without). Tests hold these claims
-to the cost model.
+other than bucketed (same bytes, less hidden), slices of the context below 128 tokens, offload (only slower; tried when nothing
+fits without). Tests hold the claims about bytes, memory and time to the cost model.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ OFF: dict[str, Any] = {
     "offload": "none",
     "schedule": "1f1b",
 }
+SHORTEST_SLICE = 128  # tokens: below one tile of an attention kernel a rank computes padding
 MAX_LOOPS = 8  # virtual stages tried beyond those that divide the layers evenly
 
 
@@ -131,7 +132,7 @@ def _degrees(job: Job, wishes: Wishes) -> Iterator[dict[str, int]]:
     model, world = job.model, job.cluster.gpus
     experts = divisors(model.moe.experts) if model.moe is not None else [1]
     for tp in wishes.among("tp", [d for d in divisors(world) if d <= model.heads]):
-        for cp in wishes.among("cp", divisors(world // tp) if world % tp == 0 else []):
+        for cp in wishes.among("cp", _slices(job, world // tp) if world % tp == 0 else []):
             rest = world // (tp * cp)
             if tp * cp * rest != world:
                 continue
@@ -141,6 +142,11 @@ def _degrees(job: Job, wishes: Wishes) -> Iterator[dict[str, int]]:
                     continue
                 for ep in wishes.among("ep", [e for e in experts if (dp * cp * tp) % e == 0]):
                     yield {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "ep": ep}
+
+
+def _slices(job: Job, ranks: int) -> list[int]:
+    """Context-parallel degrees whose slices are no shorter than a tile of attention; without cutting is always one."""
+    return [d for d in divisors(ranks) if d == 1 or job.seq // d >= SHORTEST_SLICE]
 
 
 def _variants(job: Job, wishes: Wishes, base: dict[str, int]) -> dict[str, Array] | None:
