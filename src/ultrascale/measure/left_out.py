@@ -18,7 +18,7 @@ from ultrascale.specs.job import Job
 FITTED: dict[str, tuple[float, float]] = {
     "sustained.ampere.bf16": (1.00, 0.06),
     "sustained.hopper.bf16": (0.95, 0.06),
-    "sustained.blackwell.bf16": (0.78, 0.10),
+    "sustained.blackwell.bf16": (0.95, 0.10),
     "sustained.hopper.fp8": (1.00, 0.08),
     "sustained.blackwell.fp8": (1.00, 0.08),
     "elementwise.fsdp1-eager": (2.2, 0.20),

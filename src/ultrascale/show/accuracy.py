@@ -221,7 +221,7 @@ def markdown(file: Any, scored: Sequence[Scored], left_out: Sequence[Scored]) ->
         "",
         f"Written by `ultrascale accuracy {file} --report docs/accuracy.md`, version {__version__}, {date.today().isoformat()}"
         + (f", commit {commit}." if (commit := _commit()) else "."),
-        "How the figures are made, what was assumed and what did not help: docs/time.md and docs/lab.md.",
+        "How the figures came about, and what they owe to having seen the rows: docs/decisions/0004-fit-little-and-say-so.md.",
         "",
         "| what | figure |",
         "|---|---|",
