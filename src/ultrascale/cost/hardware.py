@@ -32,7 +32,8 @@ class AttentionRate:
     """head size 64 against 128"""
 
 
-# The authors' causal, head-size-128 curves as remembered, times what training runs leave of them; half_row is the s of rate(s) = rate(∞)·s/(s + half_row) through them.
+# The authors' causal, head-size-128 curves as remembered, times what training runs leave of them; half_row is the s of
+# rate(s) = rate(∞)·s/(s + half_row) through them.
 RATES: dict[str, dict[str, AttentionRate]] = {
     "flash": {
         "volta": AttentionRate(0.35, 0.28, 450, "assumed: no flash kernel of the authors runs there"),
