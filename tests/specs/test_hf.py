@@ -30,21 +30,29 @@ def config(family: str, layers: int, hidden: int, heads: int, kv: int, ffn: int,
 QWEN3_MOE = {"head_dim": 128, "num_experts_per_tok": 8, "mlp_only_layers": [], "decoder_sparse_step": 1}
 MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "moe_layer_freq": 1}
 
-# The shape-giving values of the published files.
+LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3_2 = {"rope_theta": 500000.0, "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 8192}}
+QWEN = {"rope_theta": 1000000, "rms_norm_eps": 1e-06}
+
+# The values of the published files that give shapes, wavelengths and norms.
 CONFIGS: dict[str, Config] = {
-    "llama-2-7b": config("llama", 32, 4096, 32, 32, 11008, 32000, tie_word_embeddings=False),
-    "llama-3-8b": config("llama", 32, 4096, 32, 8, 14336, 128256, attention_bias=False),
-    "llama-3.2-1b": config("llama", 16, 2048, 32, 8, 8192, 128256, head_dim=64, tie_word_embeddings=True, mlp_bias=False),
-    "mistral-7b": config("mistral", 32, 4096, 32, 8, 14336, 32000, sliding_window=4096, head_dim=None),
+    "llama-2-7b": config("llama", 32, 4096, 32, 32, 11008, 32000, tie_word_embeddings=False, rms_norm_eps=1e-05),
+    "llama-3-8b": config("llama", 32, 4096, 32, 8, 14336, 128256, rope_theta=500000.0, rms_norm_eps=1e-05),
+    "llama-3.2-1b": config(
+        "llama", 16, 2048, 32, 8, 8192, 128256, head_dim=64, tie_word_embeddings=True, rms_norm_eps=1e-05, **LLAMA3_2
+    ),
+    "mistral-7b": config(
+        "mistral", 32, 4096, 32, 8, 14336, 32000, sliding_window=4096, head_dim=None, rms_norm_eps=1e-05, rope_theta=10000.0
+    ),
     "mixtral-8x7b": config("mixtral", 32, 4096, 32, 8, 14336, 32000, num_local_experts=8, num_experts_per_tok=2),
     "qwen2.5-0.5b": config(
-        "qwen2", 24, 896, 14, 2, 4864, 151936, tie_word_embeddings=True, use_sliding_window=False, sliding_window=32768
+        "qwen2", 24, 896, 14, 2, 4864, 151936, tie_word_embeddings=True, use_sliding_window=False, sliding_window=32768, **QWEN
     ),
-    "qwen2.5-7b": config("qwen2", 28, 3584, 28, 4, 18944, 152064, max_window_layers=28, use_sliding_window=False),
-    "qwen3-0.6b": config("qwen3", 28, 1024, 16, 8, 3072, 151936, head_dim=128, tie_word_embeddings=True),
-    "qwen3-8b": config("qwen3", 36, 4096, 32, 8, 12288, 151936, head_dim=128, attention_bias=False),
+    "qwen2.5-7b": config("qwen2", 28, 3584, 28, 4, 18944, 152064, max_window_layers=28, use_sliding_window=False, **QWEN),
+    "qwen3-0.6b": config("qwen3", 28, 1024, 16, 8, 3072, 151936, head_dim=128, tie_word_embeddings=True, **QWEN),
+    "qwen3-8b": config("qwen3", 36, 4096, 32, 8, 12288, 151936, head_dim=128, attention_bias=False, **QWEN),
     "qwen3-30b-a3b": config(
-        "qwen3_moe", 48, 2048, 32, 4, 6144, 151936, **QWEN3_MOE, num_experts=128, moe_intermediate_size=768
+        "qwen3_moe", 48, 2048, 32, 4, 6144, 151936, **QWEN, **QWEN3_MOE, num_experts=128, moe_intermediate_size=768
     ),
     "gpt2": {
         "model_type": "gpt2",
@@ -92,7 +100,7 @@ CONFIGS: dict[str, Config] = {
         topk_method="noaux_tc",
         num_nextn_predict_layers=1,
     ),
-    "smollm3-3b": config("smollm3", 36, 2048, 16, 4, 11008, 128256, use_sliding_window=False),
+    "smollm3-3b": config("smollm3", 36, 2048, 16, 4, 11008, 128256, use_sliding_window=False, rope_theta=5000000.0),
 }
 
 
@@ -163,6 +171,18 @@ def test_biases_follow_the_config() -> None:
     assert (model.qkv_bias, model.attention_output_bias, model.mlp_bias) == (True, True, True)
 
 
+def test_rotary_wavelengths_and_norms() -> None:
+    newer = {**CONFIGS["llama-3.2-1b"], "rope_scaling": None, "rope_theta": None}
+    newer["rope_parameters"] = {**LLAMA3_2["rope_scaling"], "rope_theta": 500000.0}  # type: ignore[dict-item]
+    assert Model.from_hf(newer, "x").rope_scaling == Model.load("llama-3.2-1b").rope_scaling
+    assert Model.from_hf(newer, "x").rope_theta == 500000.0
+    bare = Model.from_hf({key: value for key, value in CONFIGS["llama-2-7b"].items() if key != "rms_norm_eps"})
+    assert (bare.rope_theta, bare.rope_scaling, bare.norm_eps) == (10000.0, None, 1e-6)  # the class's defaults
+    assert Model.from_hf({**CONFIGS["gpt2"], "layer_norm_epsilon": 1e-6}).norm_eps == 1e-6
+    yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+    assert Model.from_hf({**CONFIGS["deepseek-v3"], "rope_scaling": yarn}).rope_scaling is None  # planned, not trained
+
+
 def test_first_layers_can_be_dense() -> None:
     model = Model.from_hf({**CONFIGS["qwen3-30b-a3b"], "mlp_only_layers": [0, 1]})
     assert (model.dense_layers, model.ffn) == (2, 6144)
@@ -188,6 +208,11 @@ def test_sliding_windows() -> None:
         ("gpt2", {"n_head": True}, "config.n_head is true"),
         ("gpt2", {"activation_function": ["gelu"]}, "config.activation_function is a list"),
         ("llama-2-7b", {"hidden_act": "tanh"}, "config.hidden_act is 'tanh'"),
+        ("llama-2-7b", {"rms_norm_eps": 0}, "config.rms_norm_eps is 0 but must be a number greater than 0: try 1e-06"),
+        ("llama-2-7b", {"rope_theta": "big"}, "config.rope_theta is 'big' but must be a number greater than 0: try 10000"),
+        ("llama-2-7b", {"rope_scaling": 2}, "config.rope_scaling is 2 but must be a mapping"),
+        ("llama-2-7b", {"rope_scaling": {"type": "linear"}}, "config.rope_scaling.rope_type is 'linear' but only 'default'"),
+        ("llama-2-7b", {"rope_scaling": LLAMA3}, "model.rope_scaling.original_max_positions is missing"),
         ("llama-2-7b", {"mlp_bias": "no"}, "config.mlp_bias is 'no' but must be true or false"),
         ("llama-2-7b", {"num_key_value_heads": 5}, "model.kv_heads is 5 but must divide heads = 32: try 4 or 8"),
         ("qwen3-30b-a3b", {"decoder_sparse_step": 2}, "config.decoder_sparse_step is 2 but only 1"),

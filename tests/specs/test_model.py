@@ -170,6 +170,26 @@ def test_biases_and_learned_positions_of_gpt2_by_hand() -> None:
     assert model.embedding_parameters == (50257 + 1024) * 768
 
 
+@pytest.mark.parametrize(
+    ("name", "theta", "factor", "eps"),
+    [
+        ("llama-2-7b", 1e4, None, 1e-5),
+        ("llama-3-8b", 5e5, None, 1e-5),
+        ("llama-3.1-405b", 5e5, 8, 1e-5),
+        ("llama-3.2-1b", 5e5, 32, 1e-5),
+        ("qwen2.5-7b", 1e6, None, 1e-6),
+        ("qwen2.5-14b", 1e6, None, 1e-5),  # the base model's; its Instruct release has 1e-6
+        ("qwen3-8b", 1e6, None, 1e-6),
+        ("mistral-7b", 1e4, None, 1e-5),
+        ("smollm2-1.7b", 1.3e5, None, 1e-5),
+    ],
+)
+def test_wavelengths_and_norms_of_the_published_configs(name: str, theta: float, factor: float | None, eps: float) -> None:
+    model = Model.load(name)
+    scaling = model.rope_scaling
+    assert (model.rope_theta, scaling and scaling.factor, model.norm_eps) == (theta, factor, eps)
+
+
 def test_layer_index_is_checked() -> None:
     with pytest.raises(IndexError, match="layer 8 of a model with 8 layers"):
         Model.load("tiny").layer_parameters(8)
@@ -287,6 +307,13 @@ def test_a_folder_without_config_says_so(tmp_path: Path) -> None:
         ({"moe": {**MOE, "dense_layers": 9}}, "model.moe.dense_layers is 9 but there are only layers = 2: try 1"),
         ({"moe": {**MOE, "shared_gate": True}}, "model.moe.shared_gate is true but shared_experts is 0"),
         ({"moe": {**MOE, "shared_expert_ffn": 8}}, "model.moe.shared_expert_ffn is 8 but shared_experts is 0"),
+        ({"norm_eps": 0}, "model.norm_eps is 0 but must be greater than 0: try 1e-05"),
+        ({"rope_theta": "1e4"}, "model.rope_theta is '1e4' but must be a number greater than 0"),
+        ({"rope_scaling": {"factor": 8.0}}, "model.rope_scaling.original_max_positions is missing: give it, e.g. 8192"),
+        (
+            {"rope_scaling": {"factor": 8.0, "original_max_positions": 8192, "low_freq_factor": 4.0}},
+            "model.rope_scaling.high_freq_factor is 4 but must be greater than low_freq_factor = 4: try 16",
+        ),
         ({"mla": {}}, "model.mla.kv_lora_rank is missing: give it, e.g. 512; model.mla.qk_nope_head_dim is missing"),
     ],
 )

@@ -1,7 +1,8 @@
 """Hugging Face config.json -> Model, one short function per family.
 
-Only what changes the shape or the count of parameters is read; what a family hard-codes (Qwen2's biases, GPT-2's tying)
-stands here. A config that asks for something a Model cannot say is refused: a wrong count would be a silent guess.
+Only what changes the shape, the count of parameters or what a layer computes is read; what a family hard-codes (Qwen2's
+biases, GPT-2's tying) stands here. A config that asks for something a Model cannot say is refused: a wrong count would be
+a silent guess.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def _smollm3(config: Mapping[str, Any]) -> Fields:
     # A window would bind only the layers without rotary positions, which a Model cannot say.
     _only(config, "use_sliding_window", False)
     # Its class ties by default, so a config.json may leave the key out.
-    return {**_llama(config), "tied_embeddings": _flag(config, "tie_word_embeddings", True)}
+    positions = _positions(config, theta=2_000_000.0)
+    return {**_llama(config), **positions, "tied_embeddings": _flag(config, "tie_word_embeddings", True)}
 
 
 def _mistral(config: Mapping[str, Any]) -> Fields:
@@ -66,7 +68,8 @@ def _mixtral(config: Mapping[str, Any]) -> Fields:
         "top_k": _count(config, "num_experts_per_tok"),
         "expert_ffn": _count(config, "intermediate_size"),
     }
-    return {**_common(config), "sliding_window": _optional_count(config, "sliding_window"), "moe": moe}
+    fields = {**_common(config), **_positions(config, theta=1_000_000.0), "norm_eps": _number(config, "rms_norm_eps", 1e-5)}
+    return {**fields, "sliding_window": _optional_count(config, "sliding_window"), "moe": moe}
 
 
 def _qwen2(config: Mapping[str, Any]) -> Fields:
@@ -110,6 +113,7 @@ def _gpt2(config: Mapping[str, Any]) -> Fields:
         "vocab": _count(config, "vocab_size"),
         "activation": _activation(config, "activation_function", _PLAIN, "gelu_new"),
         "norm": "layernorm",
+        "norm_eps": _number(config, "layer_norm_epsilon", 1e-5),
         "positions": "learned",
         "max_positions": _count(config, "n_positions"),
         "tied_embeddings": _flag(config, "tie_word_embeddings", True),
@@ -171,6 +175,8 @@ def _common(config: Mapping[str, Any]) -> Fields:
         "heads": _count(config, "num_attention_heads"),
         "vocab": _count(config, "vocab_size"),
         "activation": _activation(config, "hidden_act", _GATED, "silu"),
+        "norm_eps": _number(config, "rms_norm_eps", 1e-6),
+        **_positions(config),
         "max_positions": _optional_count(config, "max_position_embeddings"),
         "tied_embeddings": _flag(config, "tie_word_embeddings"),
     }
@@ -179,6 +185,28 @@ def _common(config: Mapping[str, Any]) -> Fields:
         if value := _optional_count(config, key):
             fields[field] = value
     return fields
+
+
+def _positions(config: Mapping[str, Any], theta: float = 10_000.0) -> Fields:
+    """Rotary wavelengths: newer releases of transformers write in rope_parameters what rope_theta and rope_scaling held."""
+    where = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
+    rope = config.get(where)
+    if rope is not None and not isinstance(rope, Mapping):
+        raise SpecError(f"config.{where} is {shown(rope)} but must be a mapping: try {{rope_theta: 10000.0}} or leave it out")
+    rope = {"rope_theta": _number(config, "rope_theta", theta), **(rope or {})}
+    fields = {"rope_theta": _number(rope, "rope_theta", theta)}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    # Latent attention is planned, not trained, and DeepSeek's yarn changes no cost.
+    if kind == "default" or "kv_lora_rank" in config:
+        return fields
+    if kind != "llama3":
+        raise SpecError(
+            f"config.{where}.rope_type is {shown(kind)} but only 'default' and 'llama3' are known: "
+            f"try 'default', which has the same cost"
+        )
+    keys = {key: key for key in ("factor", "low_freq_factor", "high_freq_factor")}
+    keys["original_max_positions"] = "original_max_position_embeddings"
+    return {**fields, "rope_scaling": {field: rope[key] for field, key in keys.items() if key in rope}}
 
 
 def _sparse(config: Mapping[str, Any], shared: Fields) -> Fields:
@@ -221,6 +249,13 @@ def _count(config: Mapping[str, Any], key: str, least: int = 1, default: int | N
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise SpecError(f"config.{key} is {shown(value)} but must be a whole number of at least {least}: try 8")
     return value
+
+
+def _number(config: Mapping[str, Any], key: str, default: float) -> float:
+    value = default if config.get(key) is None else config[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise SpecError(f"config.{key} is {shown(value)} but must be a number greater than 0: try {default:g}")
+    return float(value)
 
 
 def _experts(config: Mapping[str, Any], key: str) -> int:

@@ -25,6 +25,7 @@ from ultrascale.specs.validate import build
 Count = Annotated[int, Field(strict=True, gt=0, le=2**31)]
 CountOrZero = Annotated[int, Field(strict=True, ge=0, le=2**31)]
 Layers = Annotated[int, Field(strict=True, gt=0, le=2**16)]  # Schedules and stages walk the layers one by one.
+Factor = Annotated[float, Field(strict=True, gt=0, le=1e9, allow_inf_nan=False)]
 Flag = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(strict=True, min_length=1)]
 
@@ -39,6 +40,26 @@ class MLA(BaseModel):
     qk_nope_head_dim: Count = Field(examples=[128])
     qk_rope_head_dim: Count = Field(examples=[64])
     v_head_dim: Count = Field(examples=[128])
+
+
+class RopeScaling(BaseModel):
+    """Llama 3.1's stretching of rotary positions: waves longer than the original context are slowed by `factor`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    factor: Factor = Field(examples=[8.0])
+    low_freq_factor: Factor = Field(default=1.0, description="Waves that turn fewer times in the original context slow down.")
+    high_freq_factor: Factor = Field(default=4.0, description="Waves that turn more often stay as they are.")
+    original_max_positions: Count = Field(examples=[8192])
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"model.rope_scaling.high_freq_factor is {self.high_freq_factor:g} but must be greater than "
+                f"low_freq_factor = {self.low_freq_factor:g}: try {4 * self.low_freq_factor:g}"
+            )
+        return self
 
 
 class MoE(BaseModel):
@@ -93,9 +114,14 @@ class Model(BaseModel):
     head_dim: Count = Field(default_factory=lambda known: _default_head_dim(known), examples=[128])
     ffn: CountOrZero = Field(default=0, description="Dense MLP width; 0 when every layer is MoE.", examples=[14336])
     vocab: Count = Field(examples=[128256])
-    activation: Literal["swiglu", "geglu", "gelu", "relu"] = "swiglu"
+    activation: Literal["swiglu", "geglu", "gelu", "relu"] = Field(
+        default="swiglu", description="gelu and the gate of geglu are the tanh approximation (gelu_new), as in GPT-2."
+    )
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_eps: Factor = Field(default=1e-5, description="Added to the variance inside every norm.", examples=[1e-5])
     positions: Literal["rotary", "learned", "none"] = "rotary"
+    rope_theta: Factor = Field(default=10000.0, description="Base of the rotary wavelengths.", examples=[500000.0])
+    rope_scaling: RopeScaling | None = Field(default=None, examples=[{"factor": 8.0, "original_max_positions": 8192}])
     max_positions: Count | None = Field(default=None, examples=[8192])
     tied_embeddings: Flag = False
     qkv_bias: Flag = False

@@ -1,0 +1,132 @@
+"""Attention with its log-sum-exp, forward and backward as plain functions, and a causal form that keeps grouped heads.
+
+Layout [b, s, heads, d] throughout; k and v may have fewer heads than q. Pieces of one attention can be computed apart and
+joined by their log-sum-exp: `attend_backward` of a piece takes the joined output and log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+aten = torch.ops.aten
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """The output [b, s, heads, d] and its log-sum-exp [b, heads, s] in fp32 (float64 for float64).
+
+    `causal` needs q and k of one length; without it their lengths may differ.
+    """
+    if _flash_on_gpu(q):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+        return out.transpose(1, 2), lse
+    groups = q.shape[2] // k.shape[2]
+    q, k, v = q.transpose(1, 2), _expand(k, groups), _expand(v, groups)
+    if q.device.type == "cpu":
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    else:
+        out, lse = _plain(q, k, v, causal, scale)
+    return out.transpose(1, 2), lse
+
+
+def attend_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> Gradients:
+    """Gradients of q, k and v in their own layouts; a head of k and v sums over the heads of q that read it."""
+    if _flash_on_gpu(q):
+        return _flash_backward_on_gpu(grad_out, q, k, v, out, lse, causal, scale)
+    groups = q.shape[2] // k.shape[2]
+    grad_out, q, out = (x.transpose(1, 2) for x in (grad_out, q, out))
+    k, v = _expand(k, groups), _expand(v, groups)
+    if q.device.type == "cpu":
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        dq, dk, dv = backward(grad_out, q, k, v, out, lse, 0.0, causal, scale=scale)
+    else:
+        dq, dk, dv = _plain_backward(grad_out, q, k, v, out, lse, causal, scale)
+    return dq.transpose(1, 2), _gather(dk, groups), _gather(dv, groups)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Keeps q, k, v, the output and the log-sum-exp for backward, k and v with their own few heads."""
+    return _Causal.apply(q, k, v, scale)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Causal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        out, lse = attend(q, k, v, True, scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        return *attend_backward(grad_out, q, k, v, out, lse, True, ctx.scale), None
+
+
+def _flash_on_gpu(q: Tensor) -> bool:
+    # The kernel takes half precision and heads of a multiple of 8 up to 256 wide; all else goes the plain way.
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+
+
+def _flash_backward_on_gpu(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> Gradients:
+    grad_out, q, k, v, out = (x.transpose(1, 2) for x in (grad_out, q, k, v, out))
+    # The last two carry the random state of a dropout that is off here.
+    unused = torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, dtype=torch.uint64, device=q.device)
+    backward = aten._scaled_dot_product_flash_attention_backward
+    lengths = q.shape[2], k.shape[2]
+    grads = backward(grad_out, q, k, v, out, lse, None, None, *lengths, 0.0, causal, *unused, scale=scale)
+    dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
+    return dq, dk, dv
+
+
+def _expand(x: Tensor, groups: int) -> Tensor:
+    """[b, s, kv_heads, d] -> [b, heads, s, d]."""
+    return x.transpose(1, 2) if groups == 1 else x.transpose(1, 2).repeat_interleave(groups, dim=1)
+
+
+def _gather(grad: Tensor, groups: int) -> Tensor:
+    """[b, heads, s, d] -> [b, s, kv_heads, d], summed over the heads of a group."""
+    if groups > 1:
+        batch, heads, length, width = grad.shape
+        grad = grad.view(batch, heads // groups, groups, length, width).sum(2)
+    return grad.transpose(1, 2)
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    scores = q @ k.transpose(-1, -2) * scale
+    if causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(future, float("-inf"))
+    return scores
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """[b, heads, s, d], with the scores in memory: for what no kernel takes, such as fp32 on a GPU."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = _scores(q.to(wide), k.to(wide), causal, scale)
+    lse = scores.logsumexp(-1)
+    return ((scores - lse.unsqueeze(-1)).exp() @ v.to(wide)).to(q.dtype), lse
+
+
+def _plain_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> Gradients:
+    kind, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
+    grad_out, q, k, v, out = (x.to(wide) for x in (grad_out, q, k, v, out))
+    weights = (_scores(q, k, causal, scale) - lse.unsqueeze(-1)).exp()
+    # Flash attention 2 (Dao 2023), algorithm 2: the row sums of grad·out stand for the softmax's own correction.
+    grad_scores = weights * (grad_out @ v.transpose(-1, -2) - (grad_out * out).sum(-1, keepdim=True)) * scale
+    grads = grad_scores @ k, grad_scores.transpose(-1, -2) @ q, weights.transpose(-1, -2) @ grad_out
+    dq, dk, dv = (grad.to(kind) for grad in grads)
+    return dq, dk, dv

@@ -1,0 +1,39 @@
+"""Initial weights: each a function of the seed and the parameter's name alone, so that no layout can change them."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+from ultrascale.model.transformer import Transformer
+from ultrascale.specs.model import Model
+
+STD = 0.02  # GPT-2's; products that end in the residual stream divide it by sqrt(2 · layers), their number
+
+
+def initialize(module: Transformer, seed: int, model: Model) -> None:
+    """Fill every parameter of a plain model, or of a slice of one, in place."""
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(full_weight(name, parameter.shape, seed, model, parameter.device))
+
+
+def full_weight(name: str, shape: torch.Size, seed: int, model: Model, device: torch.device | str) -> Tensor:
+    """The whole initial tensor in fp32; a rank that holds a shard cuts its part out of it."""
+    if name.endswith("norm.weight"):
+        return torch.ones(shape, device=device)
+    if name.endswith(".bias"):
+        return torch.zeros(shape, device=device)
+    if name == "head.linear.weight" and model.tied_embeddings:
+        name = "embed.tokens.weight"  # a stage with the head alone must draw what the first stage draws
+    residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
+    std = STD / math.sqrt(2 * model.layers) if residual else STD
+    return torch.empty(shape, device=device).normal_(0.0, std, generator=_generator(name, seed, device))
+
+
+def _generator(name: str, seed: int, device: torch.device | str) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)  # 63 bits: a generator's seed is signed

@@ -1,0 +1,118 @@
+"""Norms and activations that keep for backward only what the memory law counts: their inputs, and one scale per row.
+
+Eager autograd would keep every intermediate of the plain formulas. On a GPU and under torch.compile the plain formulas
+are fused and lean already, so the hand-written backward passes serve eager execution on other devices.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension, computed in at least fp32, in the dtype of x."""
+    if _fused_elsewhere(x):
+        return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), eps)
+    return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up."""
+    if _fused_elsewhere(gate):
+        return F.silu(gate) * up
+    return _SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gelu(gate) · up."""
+    if _fused_elsewhere(gate):
+        return gelu(gate) * up
+    return _GeGLU.apply(gate, up)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def gelu(x: Tensor) -> Tensor:
+    """The tanh approximation, as GPT-2 trains with; torch's own operator keeps its input only."""
+    return F.gelu(x, approximate="tanh")
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """Torch's operator: fp32 inside, and it keeps its input, one mean and one scale per row."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        return F.layer_norm(x, (x.shape[-1],), weight, bias, self.eps).to(x.dtype)
+
+
+def _fused_elsewhere(x: Tensor) -> bool:
+    return x.is_cuda or torch.compiler.is_compiling()
+
+
+def _wide(x: Tensor) -> Tensor:
+    """fp32 for half precision, else as it is: float64 must stay exact for gradient checks."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = _wide(x)
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale * _wide(weight)).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        unit, wide_grad = _wide(x) * scale, _wide(grad)
+        grad_weight = (wide_grad * unit).flatten(0, -2).sum(0)
+        grad_unit = wide_grad * _wide(weight)
+        grad_x = scale * (grad_unit - unit * (grad_unit * unit).mean(-1, keepdim=True))
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate) * up
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
+
+
+class _GeGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return gelu(gate) * up
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh"), grad * gelu(gate)

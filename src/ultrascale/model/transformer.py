@@ -1,0 +1,194 @@
+"""The decoder-only transformer of the dense presets, in plain PyTorch.
+
+Nothing here knows a layout: parallelism replaces submodules from outside, so head counts and lengths are read from the
+tensors that arrive. A pipeline stage is a slice of the model, and its parameters keep the whole model's names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ultrascale.model.attention import causal_attention
+from ultrascale.model.operators import LayerNorm, RMSNorm, geglu, gelu, swiglu
+from ultrascale.model.rotary import Rope, rotate, tables
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.model import Model
+
+IGNORED = -100  # the target of a token that carries no loss
+
+_ACTIVATIONS: dict[str, Callable[..., Tensor]] = {"swiglu": swiglu, "geglu": geglu, "gelu": gelu, "relu": F.relu}
+
+
+class Fan(nn.Module):
+    """Several products of one input, so that whoever gathers or casts the input does so once."""
+
+    def __init__(self, width: int, outputs: Mapping[str, int], bias: bool) -> None:
+        super().__init__()
+        for name, output in outputs.items():
+            self.add_module(name, nn.Linear(width, output, bias=bias))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(product(x) for product in self.children())
+
+
+class Core(nn.Module):
+    """Causal attention: q [b, s, heads, d], k and v [b, s, kv_heads, d] -> [b, s, heads, d]."""
+
+    def __init__(self, sliding_window: int | None = None) -> None:
+        super().__init__()
+        self.sliding_window = sliding_window
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        length = q.shape[1]
+        mask = None
+        if self.sliding_window is not None and self.sliding_window < length:
+            near = torch.ones(length, length, dtype=torch.bool, device=q.device)
+            mask = near.tril().triu(1 - self.sliding_window)  # a token sees itself and the window - 1 before it
+        elif q.device.type == "cpu" and not torch.compiler.is_compiling():
+            return causal_attention(q, k, v, q.shape[-1] ** -0.5)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+        return out.transpose(1, 2)
+
+
+class Attention(nn.Module):
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.head_dim = model.head_dim
+        self.qkv = Fan(model.hidden, {"q": model.q_dim, "k": model.kv_dim, "v": model.kv_dim}, model.qkv_bias)
+        self.q_norm = RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
+        self.k_norm = RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
+        self.core = Core(model.sliding_window)
+        self.out = nn.Linear(model.q_dim, model.hidden, bias=model.attention_output_bias)
+
+    def forward(self, x: Tensor, rope: Rope | None) -> Tensor:
+        q, k, v = (product.unflatten(-1, (-1, self.head_dim)) for product in self.qkv(x))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q, k = rotate(q, rope), rotate(k, rope)
+        out: Tensor = self.out(self.core(q, k, v).flatten(-2))
+        return out
+
+
+class MLP(nn.Module):
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        names = ("gate", "up") if model.gated else ("up",)
+        self.inputs = Fan(model.hidden, dict.fromkeys(names, model.ffn), model.mlp_bias)
+        self.activation = _ACTIVATIONS[model.activation]
+        self.down = nn.Linear(model.ffn, model.hidden, bias=model.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.activation(*self.inputs(x)))
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.attention_norm = _norm(model)
+        self.attention = Attention(model)
+        self.mlp_norm = _norm(model)
+        self.mlp = MLP(model)
+
+    def forward(self, x: Tensor, rope: Rope | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rope)
+        out: Tensor = x + self.mlp(self.mlp_norm(x))
+        return out
+
+
+class Embedding(nn.Module):
+    """tokens [b, s] and their positions [s] -> [b, s, hidden]."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(model.vocab, model.hidden)
+        learned = model.positions == "learned" and model.max_positions is not None
+        self.positions = nn.Embedding(model.max_positions or 0, model.hidden) if learned else None
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x: Tensor = self.tokens(tokens)
+        return x if self.positions is None else x + self.positions(positions)
+
+
+class Criterion(nn.Module):
+    """Summed cross-entropy in fp32 of logits [b, s, vocab]: a sum, so that parts of a batch add up to the whole."""
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+class Head(nn.Module):
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.norm = _norm(model)
+        self.linear = nn.Linear(model.hidden, model.vocab, bias=False)
+        self.criterion = Criterion()
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        logits: Tensor = self.linear(self.norm(x))
+        if targets is None:
+            return logits
+        loss: Tensor = self.criterion(logits, targets)
+        return loss
+
+
+class Transformer(nn.Module):
+    """The whole model, or the slice of it that a pipeline stage holds."""
+
+    def __init__(self, model: Model, layers: range | None = None, embed: bool = True, head: bool = True) -> None:
+        super().__init__()
+        _check(model)
+        self.model = model
+        self.embed = Embedding(model) if embed else None
+        layers = range(model.layers) if layers is None else layers
+        # Keyed by the layer's index in the whole model: a parameter has one name, whatever the stage that holds it.
+        self.blocks = nn.ModuleDict({str(index): Block(model) for index in layers})
+        self.head = Head(model) if head else None
+        self.tie()
+
+    def tie(self) -> None:
+        """One Parameter at both ends where the model says so and this slice holds both."""
+        if self.model.tied_embeddings and self.embed is not None and self.head is not None:
+            self.head.linear.weight = self.embed.tokens.weight
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Transformer:
+        # Moving off the meta device makes a new Parameter for each name, which would part the two ends.
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.tie()
+        return self
+
+    def forward(self, x: Tensor, positions: Tensor, targets: Tensor | None = None) -> Tensor:
+        """x: tokens [b, s], or hidden states [b, s, hidden] without an embedding; positions [s]: the tokens' own.
+
+        Hidden states without a head; with one, logits, or the summed loss of `targets` [b, s].
+        """
+        rope = tables(self.model, positions) if self.model.positions == "rotary" else None
+        if self.embed is not None:
+            x = self.embed(x, positions)
+        for block in self.blocks.values():
+            x = block(x, rope)
+        if self.head is not None:
+            x = self.head(x, targets)
+        return x
+
+
+def _norm(model: Model) -> nn.Module:
+    kind = LayerNorm if model.norm == "layernorm" else RMSNorm
+    return kind(model.hidden, model.norm_eps)
+
+
+def _check(model: Model) -> None:
+    for part in ("moe", "mla"):
+        if getattr(model, part) is not None:
+            raise SpecError(f"model.{part} is set ({model.name}) but only dense models can be trained: try llama-3-8b")
+    if model.positions == "rotary" and model.head_dim % 2:
+        raise SpecError(
+            f"model.head_dim is {model.head_dim} but rotary positions turn pairs of numbers: try {model.head_dim + 1}"
+        )

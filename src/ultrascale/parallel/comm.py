@@ -1,0 +1,187 @@
+"""The collectives that every technique uses: over one axis of the mesh, along any dimension, with the wait on record.
+
+An axis of size 1 has no group and every function here is the identity on it. Each collective has a `_start` form that returns
+a Handle, so that computing can go on until `.wait()`; the plain form is start and wait.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Op = Literal["sum", "mean", "max"]
+Result = TypeVar("Result", Tensor, list[Tensor])
+
+_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
+
+# torch 2.13 warns at the names that are the only ones 2.11 has.
+_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Clock:
+    """Seconds spent waiting for other ranks, by the name of the axis."""
+
+    def __init__(self) -> None:
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def waiting(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] += time.perf_counter() - start
+
+    def take(self) -> dict[str, float]:
+        """What was recorded since the last call."""
+        seconds = dict(self._seconds)
+        self._seconds.clear()
+        return seconds
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the mesh as this rank sees it."""
+
+    name: str
+    group: dist.ProcessGroup | None
+    """None when size is 1"""
+    rank: int
+    """this rank's place on the axis"""
+    size: int
+    ranks: tuple[int, ...]
+    """the global ranks on the axis, in order"""
+    clock: Clock = field(default_factory=Clock, compare=False, repr=False)
+
+
+class Handle(Generic[Result]):
+    """A collective under way. `wait` returns its result; calling it again returns the same."""
+
+    def __init__(self, works: Sequence[dist.Work], axis: Axis, kept: Sequence[Tensor], finish: Callable[[], Result]) -> None:
+        self._works = list(works)
+        self._axis = axis
+        self._kept = list(kept)  # what is being sent must outlive the sending
+        self._finish: Callable[[], Result] = finish
+        self._result: Result | None = None
+
+    def wait(self) -> Result:
+        if self._result is None:
+            self._wait_for_works()
+            self._result = self._finish()
+            self._kept = []
+        return self._result
+
+    def then(self, change: Callable[[Result], Result]) -> Handle[Result]:
+        """The same exchange; its result passes through `change` when it is waited for."""
+        finish = self._finish
+        self._finish = lambda: change(finish())
+        return self
+
+    def _wait_for_works(self) -> None:
+        # On a GPU wait() only orders streams and returns at once: its seconds would say nothing.
+        if self._works and self._kept[0].device.type == "cpu":
+            with self._axis.clock.waiting(self._axis.name):
+                for work in self._works:
+                    work.wait()
+        else:
+            for work in self._works:
+                work.wait()
+        self._works = []
+
+
+def all_reduce_start(x: Tensor, axis: Axis, op: Op = "sum") -> Handle[Tensor]:
+    """In place; `x` must be contiguous and left alone until `wait`."""
+    if axis.size == 1:
+        return done(x, axis)
+    work = dist.all_reduce(x, _OPS[op], group=axis.group, async_op=True)
+    return Handle(_works(work), axis, [x], lambda: x)
+
+
+def all_gather_start(x: Tensor, axis: Axis, dim: int = 0) -> Handle[Tensor]:
+    if axis.size == 1:
+        return done(x, axis)
+    x = x.contiguous()
+    whole = x.new_empty(axis.size * x.numel())
+    work = _gather_into(whole, x.view(-1), group=axis.group, async_op=True)
+    return Handle(_works(work), axis, [x], lambda: _join(whole.view(axis.size, *x.shape), dim % x.dim()))
+
+
+def reduce_scatter_start(x: Tensor, axis: Axis, dim: int = 0, op: Op = "sum") -> Handle[Tensor]:
+    if axis.size == 1:
+        return done(x, axis)
+    parts = _cut(x, axis, dim % x.dim())
+    own = torch.empty_like(parts[0])
+    work = _scatter_into(own.view(-1), parts.view(-1), op=_OPS[op], group=axis.group, async_op=True)
+    return Handle(_works(work), axis, [parts], lambda: own)
+
+
+def all_to_all_start(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Handle[Tensor]:
+    if axis.size == 1:
+        return done(x, axis)
+    parts = _cut(x, axis, split_dim % x.dim())
+    received = torch.empty_like(parts)
+    work = dist.all_to_all_single(received.view(-1), parts.view(-1), group=axis.group, async_op=True)
+    return Handle(_works(work), axis, [parts], lambda: _join(received, concat_dim % x.dim()))
+
+
+def shift_start(tensors: Sequence[Tensor], axis: Axis) -> Handle[list[Tensor]]:
+    """Each tensor to the next rank of the ring, and the previous rank's in return; every rank must bring the same shapes.
+
+    All of it is one batch: on NCCL a lone send and a lone receive would wait for one another.
+    """
+    sent = [x.contiguous() for x in tensors]
+    if axis.size == 1 or not sent:
+        return done(sent, axis)
+    received = [torch.empty_like(x) for x in sent]
+    after, before = axis.ranks[(axis.rank + 1) % axis.size], axis.ranks[axis.rank - 1]
+    operations = [dist.P2POp(dist.isend, x, after, axis.group, tag) for tag, x in enumerate(sent)]
+    operations += [dist.P2POp(dist.irecv, x, before, axis.group, tag) for tag, x in enumerate(received)]
+    return Handle(dist.batch_isend_irecv(operations), axis, sent, lambda: received)
+
+
+def all_reduce(x: Tensor, axis: Axis, op: Op = "sum") -> Tensor:
+    """In place; returns `x`."""
+    return all_reduce_start(x, axis, op).wait()
+
+
+def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """Every rank's `x`, joined along `dim` in the order of ranks."""
+    return all_gather_start(x, axis, dim).wait()
+
+
+def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, op: Op = "sum") -> Tensor:
+    """This rank's slice along `dim` of the sum over ranks."""
+    return reduce_scatter_start(x, axis, dim, op).wait()
+
+
+def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
+    """Slice i along `split_dim` goes to rank i; what comes is joined along `concat_dim`."""
+    return all_to_all_start(x, axis, split_dim, concat_dim).wait()
+
+
+def _works(work: dist.Work | None) -> list[dist.Work]:
+    return [] if work is None else [work]
+
+
+def done(x: Result, axis: Axis) -> Handle[Result]:
+    """A handle of something that needs no waiting."""
+    return Handle([], axis, [], lambda: x)
+
+
+def _cut(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """[size, ...]: the slices of `x` along `dim`, each in one piece."""
+    return torch.unflatten(x, dim, (axis.size, -1)).movedim(dim, 0).contiguous()
+
+
+def _join(parts: Tensor, dim: int) -> Tensor:
+    """The inverse of `_cut`: a view where `dim` is the first, a copy elsewhere."""
+    return parts.movedim(0, dim).flatten(dim, dim + 1)

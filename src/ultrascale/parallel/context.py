@@ -1,0 +1,239 @@
+"""Context parallelism: each rank holds a slice of the sequence, and attention fetches the keys and values it lacks.
+
+Four ways, for causal attention:
+
+- `allgather`: everybody's keys and values at once; each rank reads those before its own.
+- `ring`: keys and values travel round, one neighbour's slice at a time (Liu et al. 2023), behind the attention of the slice
+  that is there. The causal mask leaves rank 0 one slice to read and the last rank all of them.
+- `zigzag`: the same ring, but rank r holds slices r and 2·cp − 1 − r, so that every rank reads as much as any other.
+- `ulysses`: an all-to-all trades the cut of the sequence for a cut of the heads and back (Jacobs et al. 2023).
+
+The first three compute attention in blocks of queries and keys, joined by their log-sum-exp in fp32, and keep for backward
+only this rank's q, k, v, output and log-sum-exp: backward fetches the others' keys and values again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ultrascale.model.attention import Gradients, attend, attend_backward
+from ultrascale.model.transformer import Attention, Core
+from ultrascale.parallel import comm
+from ultrascale.parallel.comm import Axis
+from ultrascale.parallel.exchange import switch
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.layout import ContextParallel
+
+ALL = slice(None)
+
+
+def positions(seq: int, axis: Axis, variant: ContextParallel) -> Tensor:
+    """[seq / cp]: where in the whole sequence the tokens of this rank stand."""
+    if variant == "zigzag" and axis.size > 1:
+        slices = torch.unflatten(torch.arange(seq), 0, (2 * axis.size, -1))
+        return torch.cat([slices[axis.rank], slices[2 * axis.size - 1 - axis.rank]])
+    return torch.unflatten(torch.arange(seq), 0, (axis.size, -1))[axis.rank]
+
+
+def apply(model: nn.Module, axis: Axis, variant: ContextParallel, seq: int | None = None) -> None:
+    """Replaces the core of every attention. A sliding window that spans the whole of `seq` is no window."""
+    if axis.size == 1:
+        return
+    for block in cast(nn.ModuleDict, model.blocks).values():
+        attention = cast(Attention, block.attention)
+        window = attention.core.sliding_window
+        reaches_all = window is not None and seq is not None and window >= seq
+        attention.core = cast(Core, ContextCore(axis, variant, None if reaches_all else window))
+
+
+class ContextCore(nn.Module):
+    """Causal attention over the whole sequence from slices: q [b, s/cp, heads, d], k and v [b, s/cp, kv_heads, d] -> like q."""
+
+    def __init__(self, axis: Axis, variant: ContextParallel, sliding_window: int | None = None) -> None:
+        super().__init__()
+        if sliding_window is not None and variant != "ulysses":
+            raise SpecError(
+                f"layout.context_parallel is {variant} but the model has a sliding window of {sliding_window} tokens, shorter "
+                f"than the sequence, which only ulysses can cut: try context_parallel=ulysses or cp=1"
+            )
+        self.axis = axis
+        self.variant: ContextParallel = variant
+        self.whole = Core(sliding_window) if variant == "ulysses" else None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.whole is not None:
+            return _ulysses(q, k, v, self.axis, self.whole)
+        return cast(Tensor, _InBlocks.apply(q, k, v, self.axis, self.variant))  # type: ignore[no-untyped-call]
+
+
+def _ulysses(q: Tensor, k: Tensor, v: Tensor, axis: Axis, core: Core) -> Tensor:
+    copies = max(1, axis.size // k.shape[2])
+    if copies > 1:  # fewer kv heads than ranks: neighbouring ranks read the same one
+        k, v = (x.repeat_interleave(copies, dim=2) for x in (k, v))
+    q, k, v = (switch(x, axis, split_dim=2, concat_dim=1) for x in (q, k, v))
+    return switch(core(q, k, v), axis, split_dim=1, concat_dim=2)
+
+
+@dataclass(frozen=True)
+class Block:
+    """What of a rank's queries (`rows`) sees what of an owner's keys."""
+
+    rows: slice
+    keys: slice
+    causal: bool
+
+
+OWN = Block(ALL, ALL, causal=True)
+"""A rank's queries and its own keys; in zigzag too, because its second slice comes after its first."""
+
+
+def visible(variant: ContextParallel, rank: int, owner: int, length: int) -> Block | None:
+    """The part of `owner`'s keys that the causal mask leaves to the queries of `rank`, in `length` tokens each."""
+    if owner == rank:
+        return OWN
+    if variant == "zigzag":
+        first, second = slice(0, length // 2), slice(length // 2, length)
+        return Block(ALL, first, causal=False) if owner < rank else Block(second, ALL, causal=False)
+    return Block(ALL, ALL, causal=False) if owner < rank else None
+
+
+class _Joined:
+    """The output over the keys seen so far, with its log-sum-exp, in fp32 or wider."""
+
+    def __init__(self, out: Tensor, lse: Tensor) -> None:
+        self.out = _wide(out)
+        self.lse = lse
+
+    def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        before = self.lse[:, :, rows]
+        share = torch.sigmoid(lse - before).transpose(1, 2).unsqueeze(-1)  # of the new keys, [b, s, heads, 1]
+        self.out[:, rows].lerp_(_wide(out), share)
+        before.copy_(torch.logaddexp(before, lse))
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What backward has of this rank: the blocks' gradients need the joined output and log-sum-exp."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    grad_out: Tensor
+
+    def backward(self, block: Block, k: Tensor, v: Tensor) -> Gradients:
+        rows = block.rows
+        return attend_backward(
+            self.grad_out[:, rows],
+            self.q[:, rows],
+            k[:, block.keys],
+            v[:, block.keys],
+            self.out[:, rows],
+            self.lse[:, :, rows].contiguous(),
+            block.causal,
+            _scale(self.q),
+        )
+
+
+class _InBlocks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, variant: ContextParallel) -> Tensor:
+        joined = _gathered_forward(q, k, v, axis) if variant == "allgather" else _ring_forward(q, k, v, axis, variant)
+        out = joined.out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, joined.lse)
+        ctx.axis, ctx.variant = axis, variant
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        saved = _Saved(q, k, v, out, lse, grad_out.contiguous())
+        if ctx.variant == "allgather":
+            return *_gathered_backward(saved, ctx.axis), None, None
+        return *_ring_backward(saved, ctx.axis, ctx.variant), None, None
+
+
+def _gathered_forward(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> _Joined:
+    coming = [comm.all_gather_start(x, axis, dim=1) for x in (k, v)]
+    joined = _Joined(*attend(q, k, v, True, _scale(q)))
+    keys, values = (x.wait() for x in coming)
+    if axis.rank > 0:
+        earlier = slice(0, axis.rank * q.shape[1])
+        joined.add(ALL, *attend(q, keys[:, earlier], values[:, earlier], False, _scale(q)))
+    return joined
+
+
+def _gathered_backward(saved: _Saved, axis: Axis) -> Gradients:
+    length = saved.k.shape[1]
+    coming = [comm.all_gather_start(x, axis, dim=1) for x in (saved.k, saved.v)]
+    dq, *own = saved.backward(OWN, saved.k, saved.v)
+    keys, values = (x.wait() for x in coming)
+    grads = [torch.zeros_like(x) for x in (keys, values)]
+    start = axis.rank * length
+    for whole, part in zip(grads, own, strict=True):
+        whole[:, start : start + length] = part
+    if start > 0:
+        earlier = slice(0, start)
+        more, *before = saved.backward(Block(ALL, earlier, causal=False), keys, values)
+        dq = (_wide(dq) + more).to(dq.dtype)
+        for whole, part in zip(grads, before, strict=True):
+            whole[:, earlier] = part
+    dk, dv = (x.wait() for x in [comm.reduce_scatter_start(x, axis, dim=1) for x in grads])
+    return dq, dk, dv
+
+
+def _ring_forward(q: Tensor, k: Tensor, v: Tensor, axis: Axis, variant: ContextParallel) -> _Joined:
+    coming = comm.shift_start([k, v], axis)
+    joined = _Joined(*attend(q, k, v, True, _scale(q)))
+    for step in range(1, axis.size):
+        held = coming.wait()
+        if step + 1 < axis.size:
+            coming = comm.shift_start(held, axis)
+        block = visible(variant, axis.rank, (axis.rank - step) % axis.size, q.shape[1])
+        if block is not None:
+            keys, values = (x[:, block.keys] for x in held)
+            joined.add(block.rows, *attend(q[:, block.rows], keys, values, block.causal, _scale(q)))
+    return joined
+
+
+def _ring_backward(saved: _Saved, axis: Axis, variant: ContextParallel) -> Gradients:
+    """The sums of dk and dv follow their block one step behind, and after the last step are one hop from its owner.
+
+    The owner's own share stays at home, which saves a hop: sums travel cp − 1 times, as keys and values do. They travel in
+    the type of the keys, as a reduce-scatter of them would.
+    """
+    coming = comm.shift_start([saved.k, saved.v], axis)
+    dq, dk, dv = saved.backward(OWN, saved.k, saved.v)
+    dq = _wide(dq)
+    held, sums = coming.wait(), list[Tensor]()
+    for step in range(1, axis.size):
+        onward = held if step + 1 < axis.size else []
+        coming = comm.shift_start([*onward, *sums], axis)
+        block = visible(variant, axis.rank, (axis.rank - step) % axis.size, saved.q.shape[1])
+        grads = saved.backward(block, *held) if block is not None else None
+        arrived = coming.wait()
+        sums = arrived[len(onward) :] or [torch.zeros_like(x) for x in held]
+        held = arrived[: len(onward)]
+        if block is not None and grads is not None:
+            dq[:, block.rows] += grads[0]
+            sums[0][:, block.keys] += grads[1]
+            sums[1][:, block.keys] += grads[2]
+    if axis.size > 1:
+        home = comm.shift_start(sums, axis).wait()
+        dk, dv = dk + home[0], dv + home[1]
+    return dq.to(saved.q.dtype), dk, dv
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _scale(q: Tensor) -> float:
+    return float(q.shape[-1] ** -0.5)

@@ -1,0 +1,157 @@
+"""The processes of a layout as axes: tp innermost, then cp, then dp, and pp outermost, as cost/mesh.py counts them.
+
+A mesh is made once and handed on; nothing in the package keeps one to itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import product
+
+import torch
+import torch.distributed as dist
+
+from ultrascale.parallel.comm import Axis, Clock
+from ultrascale.specs.layout import Layout
+
+
+@dataclass(frozen=True)
+class Place:
+    """Coordinates of one rank."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+    @classmethod
+    def of(cls, layout: Layout, rank: int) -> Place:
+        rank, tp = divmod(rank, layout.tp)
+        rank, cp = divmod(rank, layout.cp)
+        pp, dp = divmod(rank, layout.dp)
+        return cls(pp, dp, cp, tp)
+
+    def rank(self, layout: Layout) -> int:
+        return ((self.pp * layout.dp + self.dp) * layout.cp + self.cp) * layout.tp + self.tp
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """What one rank knows of the others. Axes of size 1 have no group: every exchange over them is the identity."""
+
+    layout: Layout
+    rank: int
+    place: Place
+    device: torch.device
+    tp: Axis
+    cp: Axis
+    pp: Axis
+    data: Axis
+    """every rank with the same weights: dp × cp"""
+    shard: Axis
+    """the data ranks that ZeRO shards over"""
+    replica: Axis
+    """HSDP: the ranks that hold the same shard"""
+    kv: Axis
+    """tp ranks that hold the same kv heads, where there are fewer heads than ranks"""
+    ends: Axis
+    """first and last pipeline rank: both hold a tied embedding"""
+    parts: Axis
+    """every rank with another part of the weights, gradients and states: the norm adds up over them"""
+    world: Axis
+    clock: Clock = field(default_factory=Clock)
+
+    @classmethod
+    def build(cls, layout: Layout, kv_heads: int, rank: int = 0, device: torch.device | str = "cpu") -> Mesh:
+        """Joins this rank's groups. A process group for the whole world must exist unless the layout is one process."""
+        place, clock = Place.of(layout, rank), Clock()
+        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+        def axis(name: str, ranks: Iterable[int]) -> Axis:
+            members = tuple(ranks)
+            group = None
+            if len(members) > 1:
+                if members not in groups:
+                    groups[members] = _join(members)
+                group = groups[members]
+            return Axis(name, group, members.index(rank), len(members), members, clock)
+
+        def along(
+            *, pp: Iterable[int] = (), dp: Iterable[int] = (), cp: Iterable[int] = (), tp: Iterable[int] = ()
+        ) -> list[int]:
+            """Ranks that share this one's coordinates but for those given."""
+            ways = product(list(pp) or [place.pp], list(dp) or [place.dp], list(cp) or [place.cp], list(tp) or [place.tp])
+            return [Place(*coordinates).rank(layout) for coordinates in ways]
+
+        every = {name: range(getattr(layout, name)) for name in ("pp", "dp", "cp", "tp")}
+        data = along(dp=every["dp"], cp=every["cp"])
+        shards = layout.shards if layout.zero else 1
+        mine, offset = divmod(data.index(rank), shards)
+        copies = max(1, layout.tp // kv_heads)
+        first = place.tp - place.tp % copies
+        stage_parts = [
+            other
+            for pp, tp in product(every["pp"], every["tp"])
+            for other in _data_ranks(layout, pp, tp)[mine * shards : (mine + 1) * shards]
+        ]
+        if not layout.zero:
+            stage_parts = along(pp=every["pp"], tp=every["tp"])
+        return cls(
+            layout=layout,
+            rank=rank,
+            place=place,
+            device=torch.device(device),
+            tp=axis("tp", along(tp=every["tp"])),
+            cp=axis("cp", along(cp=every["cp"])),
+            pp=axis("pp", along(pp=every["pp"])),
+            data=axis("dp", data),
+            shard=axis("zero", data[mine * shards : (mine + 1) * shards]),
+            replica=axis("dp", data[offset::shards]),
+            kv=axis("tp", along(tp=range(first, first + copies))),
+            ends=_ends(axis, along(pp=[0, layout.pp - 1]), rank, layout.pp),
+            parts=axis("norm", sorted(stage_parts)),
+            world=axis("world", range(layout.gpus)),
+            clock=clock,
+        )
+
+    def links(self) -> dict[tuple[int, int], dist.ProcessGroup]:
+        """One group per pipeline neighbour and direction: messages of one link then never wait for those of another."""
+        ring, found = self.pp.ranks, {}
+        edges = [(i, (i + 1) % len(ring)) for i in range(len(ring) if len(ring) > 2 else 1)]
+        for turn in range(3):
+            # Neighbouring edges take turns, so that a rank joins at most one of them at a time.
+            mine = [
+                (ring[a], ring[b])
+                for a, b in edges
+                if (2 if len(ring) % 2 and b == 0 else a % 2) == turn and self.rank in (ring[a], ring[b])
+            ]
+            for way in (0, 1):
+                a, b = mine[0] if mine else (self.rank, self.rank)
+                group = _join(tuple(sorted({a, b})))
+                if mine:
+                    found[(a, b) if way == 0 else (b, a)] = group
+        return found
+
+
+def _join(members: tuple[int, ...]) -> dist.ProcessGroup:
+    """A group that only its members make: thousands of ranks need not wait for groups they are not in.
+
+    torch names such a group by its members and by how many groups a rank has made before. So all ranks make the same
+    number in the same order, and one that has no part in a turn makes a group of its own.
+    """
+    group = dist.new_group(list(members), use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _ends(axis: Callable[[str, Iterable[int]], Axis], ends: list[int], rank: int, pp: int) -> Axis:
+    if rank in ends:
+        return axis("pp", sorted(set(ends)))
+    if pp > 2:
+        _join((rank,))
+    return axis("pp", [rank])
+
+
+def _data_ranks(layout: Layout, pp: int, tp: int) -> list[int]:
+    return [Place(pp, dp, cp, tp).rank(layout) for dp in range(layout.dp) for cp in range(layout.cp)]

@@ -1,0 +1,246 @@
+"""Pipeline parallelism: runs exactly the action lists that schedules/ gives the planner. One rank is a pipeline too.
+
+A rank computes its actions in order. Messages between two ranks travel in the order in which the sender computes them, on a
+group of their own per direction, and are received in that order: no link can wait for another. The law is cost/pipeline.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ultrascale.parallel.comm import Clock
+from ultrascale.parallel.data import Gradients
+from ultrascale.parallel.mesh import Mesh
+from ultrascale.parallel.products import Later
+from ultrascale.schedules import Action, Kind, Schedule
+
+Actions = Sequence[Sequence[Action]]
+
+
+class Message(NamedTuple):
+    """What stage `stage` made of a micro-batch: its output on the way down, its input's gradient on the way up."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where stages live, and which messages each link carries, in order."""
+
+    schedule: Schedule
+    actions: Actions
+
+    def target(self, action: Action) -> int | None:
+        """The rank that waits for what an action makes; None: nobody, or only its weights."""
+        schedule = self.schedule
+        if action.kind is Kind.F:
+            return schedule.rank_of(action.stage + 1) if action.stage + 1 < schedule.stages else None
+        if action.kind is Kind.W:
+            return None
+        return schedule.rank_of(action.stage - 1) if action.stage > 0 else None
+
+    def messages(self, source: int, target: int) -> list[Message]:
+        return [_message(action) for action in self.actions[source] if self.target(action) == target != source]
+
+
+def _message(action: Action) -> Message:
+    return Message(Kind.F if action.kind is Kind.F else Kind.B, action.stage, action.microbatch)
+
+
+def forwards_only(schedule: Schedule) -> Route:
+    """The route of an evaluation: every stage of a rank in turn, all micro-batches through each."""
+    actions = [
+        [Action(Kind.F, stage, k) for stage in schedule.stages_of(rank) for k in range(schedule.microbatches)]
+        for rank in range(schedule.ranks)
+    ]
+    return Route(schedule, actions)
+
+
+@dataclass
+class Chunk:
+    """One stage on this rank."""
+
+    stage: int
+    gradients: Gradients
+    later: Later
+
+
+@dataclass
+class Batch:
+    """One rank's tokens of a step, by micro-batch, and the positions of its part of the sequence."""
+
+    inputs: Callable[[int], torch.Tensor]
+    targets: Callable[[int], torch.Tensor]
+    positions: torch.Tensor
+
+
+@dataclass
+class _Kept:
+    """A micro-batch between its forward and its backward on one stage."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@dataclass
+class Links:
+    """This rank's ends of the links to its pipeline neighbours."""
+
+    mesh: Mesh
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    groups: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.mesh.pp.size > 1:
+            self.groups = self.mesh.links()
+
+    def send(self, x: torch.Tensor, target: int, tag: int) -> dist.Work | None:
+        there = self.mesh.pp.ranks[target]
+        return dist.isend(x, there, group=self.groups[self.mesh.rank, there], tag=tag)
+
+    def receive(self, source: int, tag: int) -> tuple[torch.Tensor, dist.Work | None]:
+        there = self.mesh.pp.ranks[source]
+        x = torch.empty(self.shape, dtype=self.dtype, device=self.mesh.device)
+        return x, dist.irecv(x, there, group=self.groups[there, self.mesh.rank], tag=tag)
+
+
+class _Mail:
+    """The messages of one step: posts receives in the sender's order, hands over what stays on the rank."""
+
+    def __init__(self, route: Route, rank: int, links: Links, clock: Clock) -> None:
+        self.rank, self.links, self.clock = rank, links, clock
+        others = [other for other in range(route.schedule.ranks) if other != rank]
+        self.expected = {other: deque(enumerate(route.messages(other, rank))) for other in others}
+        self.sent = dict.fromkeys(others, 0)
+        self.arriving: dict[Message, tuple[torch.Tensor, dist.Work | None]] = {}
+        self.leaving: list[tuple[torch.Tensor, dist.Work | None]] = []
+
+    def give(self, message: Message, x: torch.Tensor, target: int) -> None:
+        if target == self.rank:
+            self.arriving[message] = (x, None)
+            return
+        x = x.contiguous()
+        self.leaving.append((x, self.links.send(x, target, self.sent[target])))
+        self.sent[target] += 1
+
+    def take(self, message: Message, source: int) -> torch.Tensor:
+        queue = self.expected.get(source)
+        while message not in self.arriving:
+            assert queue, f"{message} never leaves rank {source}"
+            tag, following = queue.popleft()
+            self.arriving[following] = self.links.receive(source, tag)
+        x, work = self.arriving.pop(message)
+        if work is not None:
+            with self.clock.waiting("pp"):
+                work.wait()
+        return x
+
+    def close(self) -> None:
+        for _, work in self.leaving:
+            if work is not None:
+                work.wait()
+        self.leaving = []
+
+
+class Pipeline:
+    """The chunks of one rank and the order in which they work."""
+
+    def __init__(
+        self, chunks: Sequence[Chunk], schedule: Schedule, mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        self.mesh, self.schedule = mesh, schedule
+        self.rank = mesh.pp.rank
+        self.chunks = {chunk.stage: chunk for chunk in chunks}
+        self.route = Route(schedule, schedule.actions)
+        self.links = Links(mesh, shape, dtype)
+        self.last_stage = schedule.stages - 1
+        mine = schedule.actions[self.rank]
+        self.split = {action.stage for action in mine if action.kind is Kind.W}
+        finals = {action.stage: place for place, action in enumerate(mine) if action.kind in (Kind.B, Kind.W)}
+        self.finals = set(finals.values())
+        self.ran: list[Action] = []
+        """what the last step computed, in order"""
+
+    def step(self, batch: Batch, scale: float) -> torch.Tensor:
+        """All forwards and backwards of one step; the sum of this rank's losses. `scale` weighs each token's loss."""
+        mail = _Mail(self.route, self.rank, self.links, self.mesh.clock)
+        kept: dict[tuple[int, int], _Kept] = {}
+        owed: dict[tuple[int, int], list[Callable[[], None]]] = {}
+        total = torch.zeros((), device=self.mesh.device)
+        self.ran = []
+        for chunk in self.chunks.values():
+            chunk.gradients.begin()
+        for place, action in enumerate(self.schedule.actions[self.rank]):
+            chunk, key = self.chunks[action.stage], (action.stage, action.microbatch)
+            last, split = place in self.finals, action.stage in self.split
+            if action.kind is Kind.F:
+                kept[key] = self._forward(chunk, action, batch, mail)
+                if action.stage == self.last_stage:
+                    total += kept[key].y.detach()
+            elif action.kind is Kind.W:
+                for pay in owed.pop(key):
+                    pay()
+                chunk.gradients.after_backward(last, split)
+            else:
+                chunk.later.open = action.kind is Kind.I
+                chunk.gradients.before_backward(last, split)
+                self._backward(action, kept.pop(key), scale, mail)
+                chunk.later.open = False
+                if action.kind is Kind.I:
+                    owed[key] = chunk.later.take()
+                else:
+                    chunk.gradients.after_backward(last, split)
+            self.ran.append(action)
+        mail.close()
+        for chunk in self.chunks.values():
+            chunk.gradients.finish()
+        return total
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> torch.Tensor:
+        """All forwards; the sum of this rank's losses."""
+        route = forwards_only(self.schedule)
+        mail = _Mail(route, self.rank, self.links, self.mesh.clock)
+        total = torch.zeros((), device=self.mesh.device)
+        for action in route.actions[self.rank]:
+            y = self._forward(self.chunks[action.stage], action, batch, mail).y
+            if action.stage == self.last_stage:
+                total += y
+        mail.close()
+        return total
+
+    def _forward(self, chunk: Chunk, action: Action, batch: Batch, mail: _Mail) -> _Kept:
+        stage, k = action.stage, action.microbatch
+        if stage == 0:
+            x = batch.inputs(k)
+        else:
+            x = mail.take(Message(Kind.F, stage - 1, k), self.schedule.rank_of(stage - 1)).requires_grad_(
+                torch.is_grad_enabled()
+            )
+        targets = batch.targets(k) if stage == self.last_stage else None
+        y = chunk.gradients.module(x, batch.positions, targets)
+        target = self.route.target(Action(Kind.F, stage, k))
+        if target is not None:
+            mail.give(Message(Kind.F, stage, k), y.detach(), target)
+        return _Kept(x, y)
+
+    def _backward(self, action: Action, kept: _Kept, scale: float, mail: _Mail) -> None:
+        stage, k = action.stage, action.microbatch
+        if stage == self.last_stage:
+            grad = torch.full_like(kept.y, scale)
+        else:
+            grad = mail.take(Message(Kind.B, stage + 1, k), self.schedule.rank_of(stage + 1))
+        torch.autograd.backward(kept.y, grad)
+        target = self.route.target(action)
+        if target is not None:
+            assert kept.x.grad is not None
+            mail.give(_message(action), kept.x.grad, target)

@@ -1,0 +1,184 @@
+"""Tensor and sequence parallelism: column, then row; heads, vocabulary and loss cut over tp; norms on slices of the sequence.
+
+Megatron's pairs (Shoeybi 2019, Korthikanti 2022) applied to a plain model from outside: parameters shrink to this rank's
+part and modules that end a cut gain an exchange. The law is cost/tensor.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ultrascale.model.transformer import IGNORED, Criterion, Embedding, Fan, Transformer
+from ultrascale.parallel import comm
+from ultrascale.parallel.comm import Axis
+from ultrascale.parallel.exchange import reduce_from, scatter_to
+from ultrascale.parallel.mesh import Mesh
+from ultrascale.parallel.products import SEQUENCE, Later, products
+from ultrascale.parallel.shards import Shard
+
+
+class ColumnFan(nn.Module):
+    """Products whose outputs are cut; with sequence parallelism the input arrives in slices and is gathered for all at once."""
+
+    def __init__(self, plain: Fan, axis: Axis, sequence: bool, later: Later) -> None:
+        super().__init__()
+        for name, linear in plain.named_children():
+            self.add_module(name, linear)
+        self.axis, self.sequence, self.later = axis, sequence, later
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        linears = list(self.children())
+        weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
+        return products(x, weights, biases, self.later, self.axis, self.sequence)
+
+
+class RowLinear(nn.Module):
+    """A product whose input is cut: the parts are summed over tp, and left in slices of the sequence where those are wanted."""
+
+    def __init__(self, plain: nn.Linear, axis: Axis, sequence: bool, later: Later) -> None:
+        super().__init__()
+        self.weight, self.bias = plain.weight, plain.bias
+        self.axis, self.sequence, self.later = axis, sequence, later
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (part,) = products(x, [self.weight], [None], self.later)
+        y = scatter_to(part, self.axis, SEQUENCE) if self.sequence else reduce_from(part, self.axis)
+        return y if self.bias is None else y + self.bias
+
+
+class VocabularyEmbedding(nn.Module):
+    """Rows of the table cut over tp: each rank looks up the tokens it has, the rest are zero, the sum is the embedding."""
+
+    def __init__(self, plain: nn.Embedding, axis: Axis, sequence: bool) -> None:
+        super().__init__()
+        self.weight = plain.weight
+        self.axis, self.sequence = axis, sequence
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        rows = self.weight.shape[0]
+        local = tokens - self.axis.rank * rows
+        absent = (local < 0) | (local >= rows)
+        part = F.embedding(local.masked_fill(absent, 0), self.weight).masked_fill(absent.unsqueeze(-1), 0)
+        return scatter_to(part, self.axis, SEQUENCE) if self.sequence else reduce_from(part, self.axis)
+
+
+class SlicedPositions(nn.Module):
+    """Learned positions, looked up for this rank's slice of the sequence only."""
+
+    def __init__(self, plain: nn.Embedding, axis: Axis) -> None:
+        super().__init__()
+        self.weight, self.axis = plain.weight, axis
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        return F.embedding(positions.chunk(self.axis.size)[self.axis.rank], self.weight)
+
+
+class VocabularyLinear(nn.Module):
+    """The head: every rank has the logits of its rows of the vocabulary."""
+
+    def __init__(self, plain: nn.Linear, axis: Axis, sequence: bool, later: Later) -> None:
+        super().__init__()
+        self.weight = plain.weight
+        self.axis, self.sequence, self.later = axis, sequence, later
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (logits,) = products(x, [self.weight], [None], self.later, self.axis, self.sequence)
+        return logits
+
+
+class VocabularyCriterion(Criterion):
+    """Cross-entropy of logits cut by vocabulary: a maximum and two sums travel, never the logits."""
+
+    def __init__(self, axis: Axis) -> None:
+        super().__init__()
+        self.axis = axis
+
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = _VocabularyLoss.apply(logits, targets, self.axis)  # type: ignore[no-untyped-call]
+        return loss
+
+
+class _VocabularyLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits: torch.Tensor, targets: torch.Tensor, axis: Axis) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        scores = logits.float()
+        top = comm.all_reduce(scores.amax(dim=-1), axis, op="max")
+        shares = (scores - top.unsqueeze(-1)).exp_()
+        rows = logits.shape[-1]
+        local = targets - axis.rank * rows
+        here = (local >= 0) & (local < rows)
+        local = local.masked_fill(~here, 0)
+        own = scores.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0)
+        sums = comm.all_reduce(torch.stack((shares.sum(dim=-1), own)), axis)
+        total, target_score = sums.unbind()
+        counts = targets != IGNORED
+        shares.div_(total.unsqueeze(-1))
+        ctx.save_for_backward(shares, local, here, counts)
+        ctx.dtype = logits.dtype
+        return ((total.log() + top - target_score) * counts).sum()
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[no-untyped-def, override]
+        shares, local, here, counts = ctx.saved_tensors
+        # The softmax is not needed again: its memory becomes the gradient's.
+        shares.scatter_add_(-1, local.unsqueeze(-1), -here.to(shares.dtype).unsqueeze(-1))
+        return shares.mul_((counts * grad).unsqueeze(-1)).to(ctx.dtype), None, None
+
+
+def apply(model: Transformer, mesh: Mesh, later: Later) -> dict[str, Shard]:
+    """Cuts the model (built on the meta device) to this rank's part; says which part that is, per parameter."""
+    axis, sequence = mesh.tp, mesh.layout.sequence_parallel and mesh.tp.size > 1
+    shards = {name: _shard(name, tuple(weight.shape), mesh, sequence) for name, weight in model.named_parameters()}
+    for name, shard in shards.items():
+        if shard.dim is not None:
+            _shrink(model, name, shard)
+    model.tie()
+    if axis.size > 1 or later.used:
+        _exchange(model, axis, sequence, later)
+    return shards
+
+
+def _shard(name: str, shape: tuple[int, ...], mesh: Mesh, sequence: bool) -> Shard:
+    """Rows of column-parallel weights and biases, columns of row-parallel weights, all of the rest."""
+    axis, kv, path = mesh.tp, mesh.kv, name.split(".")
+    if axis.size == 1:
+        return Shard(name, shape)
+    if path[-3:-1] in (["qkv", "k"], ["qkv", "v"]):
+        length = shape[0] * kv.size // axis.size
+        partial = kv if kv.size > 1 else None
+        return Shard(name, shape, 0, axis.rank // kv.size * length, length, partial, kv.rank == 0)
+    if "qkv" in path or "inputs" in path or name in ("embed.tokens.weight", "head.linear.weight"):
+        length = shape[0] // axis.size
+        return Shard(name, shape, 0, axis.rank * length, length)
+    if path[-2:] in (["out", "weight"], ["down", "weight"]):
+        length = shape[1] // axis.size
+        return Shard(name, shape, 1, axis.rank * length, length)
+    # Norms of queries and keys see this rank's heads, all others its slice of the sequence, if it has one.
+    sees_a_part = sequence or path[-2] in ("q_norm", "k_norm")
+    return Shard(name, shape, partial=axis if sees_a_part else None, counted=axis.rank == 0)
+
+
+def _shrink(model: Transformer, name: str, shard: Shard) -> None:
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    setattr(module, leaf, nn.Parameter(shard.of(module.get_parameter(leaf).data).contiguous()))
+
+
+def _exchange(model: Transformer, axis: Axis, sequence: bool, later: Later) -> None:
+    for block in model.blocks.values():
+        attention, mlp = block.attention, block.mlp
+        attention.qkv = ColumnFan(attention.qkv, axis, sequence, later)
+        attention.out = RowLinear(attention.out, axis, sequence, later)
+        mlp.inputs = ColumnFan(mlp.inputs, axis, sequence, later)
+        mlp.down = RowLinear(mlp.down, axis, sequence, later)
+    if model.embed is not None and axis.size > 1:
+        embed: Embedding = model.embed
+        embed.tokens = VocabularyEmbedding(embed.tokens, axis, sequence)
+        if embed.positions is not None and sequence:
+            embed.positions = SlicedPositions(embed.positions, axis)
+    if model.head is not None:
+        model.head.linear = VocabularyLinear(model.head.linear, axis, sequence, later)
+        if axis.size > 1:
+            model.head.criterion = VocabularyCriterion(axis)

@@ -1,0 +1,104 @@
+"""ZeRO 1, 2 and 3, HSDP and offload: torch's FSDP2, with three settings for the three stages.
+
+| stage | parameters gathered         | gradients scattered      |
+|-------|-----------------------------|--------------------------|
+| 1     | once a step                 | in the last micro-batch  |
+| 2     | once a step                 | in every micro-batch     |
+| 3     | before each layer's passes  | in every micro-batch     |
+
+The law is cost/zero.py. Shards are the fp32 weights; what is gathered has the format that computes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from ultrascale.model.transformer import Transformer
+from ultrascale.parallel.data import Gradients
+from ultrascale.parallel.mesh import Mesh
+
+
+def apply(model: Transformer, mesh: Mesh, compute: torch.dtype, reduce: torch.dtype) -> None:
+    """Shards every block and then the rest, in place; the model may be on the meta device."""
+    layout = mesh.layout
+    formats = (
+        MixedPrecisionPolicy() if compute == torch.float32 else MixedPrecisionPolicy(compute, reduce, cast_forward_inputs=False)
+    )
+    options: dict[str, Any] = {"mesh": _device_mesh(mesh), "mp_policy": formats, "offload_policy": _offload(mesh)}
+    between = layout.zero == 3 and not layout.keep_gathered
+    blocks = list(model.blocks.values())
+    for block in blocks:
+        fully_shard(block, reshard_after_forward=between, **options)
+    # Embedding and head stay gathered: backward needs the head at once, and forward the embedding.
+    fully_shard(model, reshard_after_forward=False, **options)
+    for block, following in zip(blocks, blocks[1:], strict=False):
+        block.set_modules_to_forward_prefetch([following])
+
+
+def _device_mesh(mesh: Mesh) -> DeviceMesh:
+    kind = mesh.device.type
+    assert mesh.shard.group is not None
+    if mesh.replica.group is None:
+        return DeviceMesh.from_group(mesh.shard.group, kind)
+    data = torch.tensor(mesh.data.ranks).view(mesh.replica.size, mesh.shard.size)
+    return DeviceMesh.from_group([mesh.replica.group, mesh.shard.group], kind, mesh=data, mesh_dim_names=("replica", "shard"))
+
+
+def _offload(mesh: Mesh) -> OffloadPolicy:
+    if mesh.layout.offload != "parameters":
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
+
+
+class Sharded(Gradients):
+    """Gradients that FSDP2 scatters."""
+
+    def __init__(self, module: Transformer, mesh: Mesh) -> None:
+        super().__init__(module)
+        assert isinstance(module, FSDPModule)
+        self.fsdp: FSDPModule = module
+        self.zero, self.gather_again = mesh.layout.zero, mesh.layout.zero == 3
+
+    def begin(self) -> None:
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+    def before_backward(self, last: bool, split: bool) -> None:
+        in_one = not split
+        self._set(
+            sync=in_one and (last or self.zero >= 2), last=last and in_one, reshard=self.gather_again or (last and in_one)
+        )
+
+    def after_backward(self, last: bool, split: bool) -> None:
+        if split and (last or self.zero >= 2):
+            self._set(sync=True, last=last, reshard=self.gather_again or last)
+            self._scatter()
+
+    def of(self, parameter: nn.Parameter) -> torch.Tensor:
+        assert isinstance(parameter.grad, DTensor)
+        return parameter.grad.to_local()
+
+    def _set(self, sync: bool, last: bool, reshard: bool) -> None:
+        self.fsdp.set_requires_gradient_sync(sync)
+        self.fsdp.set_is_last_backward(last)
+        self.fsdp.set_reshard_after_backward(reshard)
+
+    def _scatter(self) -> None:
+        """What FSDP2 does after a backward, for gradients that came outside one; torch's own pipelines call the same."""
+        root = fully_shard.state(self.module)  # type: ignore[attr-defined]
+        for state in root._state_ctx.all_states:
+            for group in _parameter_groups(state):
+                group.post_backward()
+        root._root_post_backward_final_callback()
+
+
+def _parameter_groups(state: Any) -> list[Any]:
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11

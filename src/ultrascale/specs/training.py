@@ -1,0 +1,177 @@
+"""Training: how long, with which learning rate, data, clipping, reduction and logs. What is trained is the Job's business.
+
+Nothing here depends on how the job is cut: the same Training under another Layout gives the same losses.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, Self, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from ultrascale.specs.errors import SpecError, nearest
+from ultrascale.specs.validate import build, shown
+
+WHAT = "train"  # the fields' first word, in files, overrides and sentences
+LONGEST_WARMUP = 2000  # steps; what Llama 2 used for 500,000 (Touvron 2023, section 2.2)
+
+LrSchedule = Literal["cosine", "linear", "wsd", "constant"]
+Data = Literal["stdlib", "synthetic"]
+Compress = Literal["none", "bf16", "int8"]
+Sink = Literal["tensorboard", "wandb"]
+_POWER = re.compile(r"[0-9]+(?:\.[0-9]*)?[eE][+-]?[0-9]{1,3}")
+
+
+class Training(BaseModel):
+    """The run around the job: steps, optimizer constants, data, evaluation, gradient reduction, logs."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    steps: int = Field(100, ge=1, le=2**40, strict=True, description="optimizer steps")
+    seed: int = Field(0, ge=0, lt=2**63, strict=True, description="of initial weights and of the data's order")
+    lr: float = Field(3e-4, gt=0, le=100, strict=True, description="highest learning rate")
+    min_lr_ratio: float = Field(
+        0.1, ge=0, le=1, strict=True, description="lowest learning rate after warm-up, over the highest"
+    )
+    warmup_steps: int | None = Field(
+        None,
+        ge=0,
+        le=2**40,
+        strict=True,
+        examples=[10],
+        description=f"steps of linear warm-up; null: a tenth of the steps, at most {LONGEST_WARMUP:,}",
+    )
+    lr_schedule: LrSchedule = Field("cosine", description="after warm-up; wsd: stay, then decay linearly at the end")
+    decay_fraction: float = Field(0.2, ge=0, le=1, strict=True, description="wsd: the last share of the steps, which decays")
+    weight_decay: float = Field(0.1, ge=0, le=10, strict=True, description="decoupled, of matrices; norms and biases have none")
+    beta1: float = Field(
+        0.9, ge=0, lt=1, strict=True, description="Adam's decay of the mean gradient; momentum of SGD and Muon"
+    )
+    beta2: float = Field(0.95, ge=0, lt=1, strict=True, description="Adam's decay of the mean squared gradient")
+    eps: float = Field(1e-8, gt=0, le=1, strict=True, description="Adam's term below the fraction")
+    clip: float = Field(1.0, ge=0, le=1e6, strict=True, description="highest gradient norm; 0: no clipping")
+    eval_every: int = Field(0, ge=0, le=2**40, strict=True, description="steps between evaluations; 0: none")
+    eval_batches: int = Field(4, ge=1, le=2**20, strict=True, description="global batches in one evaluation")
+    data: Data = Field("stdlib", description="stdlib: Python's own library as bytes; synthetic: uniform random tokens")
+    bucket_mb: float = Field(25.0, gt=0, le=1e5, strict=True, description="10⁶ bytes of gradients reduced together")
+    compress: Compress = Field("none", description="numbers in which gradients travel between data ranks")
+    reduce_every_microbatch: bool = Field(
+        False, strict=True, description="the naive baseline: reduce gradients after each micro-batch, not once a step"
+    )
+    loss_scale: float = Field(65536.0, ge=1, le=2.0**40, strict=True, description="fp16: first factor of the loss")
+    loss_scale_window: int = Field(
+        1000, ge=1, le=2**40, strict=True, description="fp16: steps without overflow before the factor doubles"
+    )
+    log: tuple[Sink, ...] = Field((), examples=["tensorboard"], description="where metrics go beside metrics.jsonl")
+    log_every: int = Field(1, ge=1, le=2**40, strict=True, description="steps between records of metrics")
+
+    @field_validator("lr", "eps", "weight_decay", mode="before")
+    @classmethod
+    def _power_of_ten(cls, value: Any) -> Any:
+        # YAML 1.1 reads 1e-3 as text, since it has no point; people write learning rates that way.
+        return float(value) if isinstance(value, str) and _POWER.fullmatch(value) else value
+
+    @field_validator("log", mode="before")
+    @classmethod
+    def _log_from_text(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            value = [word.strip().lower() for word in value.split(",") if word.strip()]
+        if isinstance(value, list) and all(isinstance(word, str) for word in value):
+            return tuple(dict.fromkeys(value))  # a sink named twice is written once
+        return value
+
+    @model_validator(mode="after")
+    def _the_phases_fit_into_the_steps(self) -> Self:
+        if self.warmup_steps and self.warmup_steps >= self.steps:
+            raise ValueError(
+                f"{WHAT}.warmup_steps is {self.warmup_steps} but must be less than {WHAT}.steps = {self.steps}: "
+                f"try {_usual_warmup(self.steps)}"
+            )
+        if self.lr_schedule == "wsd" and self.warmup + self.decay_steps > self.steps:
+            raise ValueError(
+                f"{WHAT}.decay_fraction is {self.decay_fraction:g}: {self.decay_steps} steps of decay after {self.warmup} of "
+                f"warm-up but {WHAT}.steps is {self.steps}: try {max(0, self.steps - self.warmup) // 2 / self.steps:.2g}"
+            )
+        return self
+
+    @property
+    def warmup(self) -> int:
+        """Steps of warm-up, given or usual."""
+        return _usual_warmup(self.steps) if self.warmup_steps is None else self.warmup_steps
+
+    @property
+    def decay_steps(self) -> int:
+        """wsd: the steps at the end over which the rate falls."""
+        return round(self.decay_fraction * self.steps)
+
+    def changed(self, **fields: Any) -> Training:
+        return build(Training, {**self.model_dump(), **fields}, WHAT)
+
+
+def _usual_warmup(steps: int) -> int:
+    return min(steps // 10, LONGEST_WARMUP)
+
+
+_TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_NOTHING = ("none", "null", "auto")
+
+
+def training_value(field: str, text: str) -> Any:
+    """The value of `field` written as text on a command line (`lr=1e-3`, `log=tensorboard`), or SpecError."""
+    if field not in Training.model_fields:
+        raise SpecError(f"{WHAT} has no field {shown(field)}: {nearest(field.lower(), Training.model_fields)}")
+    text = text.strip()
+    annotation = Training.model_fields[field].annotation
+    if annotation is bool:
+        if text.lower() not in _TRUTH:
+            raise SpecError(f"{WHAT}.{field} is {shown(text)} but must be true or false, such as {field}=true")
+        return _TRUTH[text.lower()]
+    if field == "log":
+        return _alone(field, "" if text.lower() in ("none", "null") else text)
+    if field == "warmup_steps" and text.lower() in _NOTHING:
+        return None
+    if choices := [choice for choice in get_args(annotation) if isinstance(choice, str)]:
+        return _choice(field, text, choices)
+    return _alone(field, _float(field, text) if annotation is float else _int(field, text))
+
+
+def _choice(field: str, text: str, choices: list[str]) -> str:
+    if text.lower() in choices:
+        return text.lower()
+    hint = nearest(text.lower(), choices)
+    advice = hint if hint.startswith("did you mean") else f"try {field}={choices[0]}"
+    raise SpecError(f"{WHAT}.{field} is {shown(text)} but must be one of {', '.join(choices)}: {advice}")
+
+
+def _int(field: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise SpecError(
+            f"{WHAT}.{field} is {shown(text)} but must be a whole number, such as {field}={_example(field)}"
+        ) from None
+
+
+def _float(field: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise SpecError(f"{WHAT}.{field} is {shown(text)} but must be a number, such as {field}={_example(field)}") from None
+
+
+def _example(field: str) -> str:
+    found = Training.model_fields[field]
+    return shown(found.examples[0] if found.examples else found.default)
+
+
+def _alone(field: str, value: Any) -> Any:
+    """The value once its own bounds hold; whether it fits beside the others is seen when all are built together."""
+    # As many steps as a run may have, so that no field is refused for the default of another.
+    beside = {} if field == "steps" else {"steps": 2**40}
+    return getattr(build(Training, {**beside, field: value}, WHAT), field)
+
+
+def from_mapping(data: Mapping[str, Any]) -> Training:
+    return build(Training, data, WHAT)

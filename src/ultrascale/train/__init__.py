@@ -1,0 +1,1 @@
+"""Runs a plan: build, step, optimizer, precision, data, metrics."""

@@ -1,0 +1,146 @@
+"""One training step on this rank: forward and backward by the pipeline, gradients brought together, norm, clip, update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ultrascale.parallel import comm, context
+from ultrascale.parallel.comm import Axis
+from ultrascale.parallel.mesh import Mesh
+from ultrascale.parallel.pipeline import Batch
+from ultrascale.specs.job import Job
+from ultrascale.specs.training import Training
+from ultrascale.train.build import build
+from ultrascale.train.data import Batches, rows_of
+from ultrascale.train.lr import learning_rate
+from ultrascale.train.optimizer import LossScale, Optimizer, Weight
+
+
+class NotFiniteError(RuntimeError):
+    """The loss or a gradient is no longer a number."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    loss: float
+    """mean over the tokens of the global batch"""
+    grad_norm: float
+    lr: float
+    skipped: bool
+    """fp16: gradients overflowed, the weights were left alone and the loss scale halved"""
+
+
+class Engine:
+    """A job cut by a layout, as one rank runs it."""
+
+    def __init__(self, job: Job, mesh: Mesh, training: Training, batches: Batches) -> None:
+        self.job, self.mesh, self.training, self.batches = job, mesh, training, batches
+        built = build(job, mesh, training)
+        self.pipeline, self.weights = built.pipeline, built.weights
+        self.optimizer = Optimizer(self.weights, job, training, mesh)
+        self.scale = LossScale(training, used=job.precision == "fp16")
+        self.tokens = mesh.layout.batch_tokens(job.seq)
+        self.positions = context.positions(job.seq, mesh.cp, mesh.layout.context_parallel).to(mesh.device)
+        self._ties = [weight for weight in self.weights if job.model.tied_embeddings and _is_end(weight)]
+
+    def step(self, number: int) -> StepResult:
+        """Step `number`, counted from 0."""
+        loss = self.backward(number)
+        norm = self.optimizer.norm() / self.scale.value
+        return self.update(number, loss, norm)
+
+    def backward(self, number: int) -> torch.Tensor:
+        """Forward and backward of the step's batch; leaves the (scaled) gradients in place. Returns the mean loss."""
+        # Data ranks take the mean of their gradients: weighed so, it is the gradient of the mean over all tokens.
+        weight = self.scale.value * self.mesh.data.size / self.tokens
+        loss = self.pipeline.step(self._batch(number), weight)
+        self._complete_gradients()
+        return self._mean_loss(loss)
+
+    def update(self, number: int, loss: torch.Tensor, norm: torch.Tensor) -> StepResult:
+        rate = learning_rate(self.training, number)
+        result = StepResult(float(loss), float(norm), rate, skipped=False)
+        if not (_finite(result.loss) and _finite(result.grad_norm)):
+            if not self.scale.used:
+                raise NotFiniteError(self._what_broke(number, result))
+            self.scale.update(overflow=True)
+            return StepResult(result.loss, result.grad_norm, rate, skipped=True)
+        factor = 1 / self.scale.value
+        if self.training.clip:
+            factor *= min(1.0, self.training.clip / (result.grad_norm + 1e-6))
+        if factor != 1.0:
+            self.optimizer.scale_gradients(factor)
+        self.optimizer.step(rate)
+        self.scale.update(overflow=False)
+        return result
+
+    def evaluate(self, batches: int) -> float:
+        """Mean loss over so many global batches of held-out text."""
+        total = torch.zeros((), device=self.mesh.device)
+        for number in range(batches):
+            total += self._mean_loss(self.pipeline.evaluate(self._batch(number, held_out=True)))
+        return float(total) / batches
+
+    def _batch(self, number: int, held_out: bool = False) -> Batch:
+        layout, place, device = self.mesh.layout, self.mesh.place, self.mesh.device
+        read = self.batches.evaluation if held_out else self.batches.train
+        here = self.positions.cpu()
+        rows = {k: read(number, rows_of(layout, place.dp, k)) for k in range(layout.gas)}
+        cut = {k: (inputs[:, here].to(device), targets[:, here].to(device)) for k, (inputs, targets) in rows.items()}
+        return Batch(lambda k: cut[k][0], lambda k: cut[k][1], self.positions)
+
+    def _complete_gradients(self) -> None:
+        """Sums what ranks with the same parameter computed in shares: norms on slices, repeated kv heads, tied ends."""
+        by_axis: dict[int, tuple[Axis, list[torch.Tensor]]] = {}
+        for weight in self.weights:
+            axis = weight.shard.partial
+            if axis is not None:
+                by_axis.setdefault(id(axis.group), (axis, []))[1].append(weight.gradient)
+        for axis, gradients in by_axis.values():
+            _sum_together(gradients, axis)
+        self._tie()
+
+    def _tie(self) -> None:
+        if self.mesh.pp.size == 1 or not self._ties:
+            return
+        if len(self._ties) == 2:  # a V has both ends on its first rank
+            first, last = (weight.gradient for weight in self._ties)
+            first += last
+            last.copy_(first)
+        else:
+            _sum_together([self._ties[0].gradient], self.mesh.ends)
+
+    def _mean_loss(self, total: torch.Tensor) -> torch.Tensor:
+        """Only last stages have a loss; each of their tp ranks has the same."""
+        return comm.all_reduce(total.clone(), self.mesh.world) / (self.mesh.tp.size * self.tokens)
+
+    def _what_broke(self, number: int, result: StepResult) -> str:
+        mine = self.optimizer.unfinished()
+        everyone: list[str | None] = [mine]
+        if self.mesh.world.group is not None:
+            everyone = [None] * self.mesh.world.size
+            torch.distributed.all_gather_object(everyone, mine, group=self.mesh.world.group)
+        broken = next((name for name in everyone if name is not None), None)
+        where = f"the gradient of {broken} is not finite" if broken else "every gradient is finite"
+        return (
+            f"step {number + 1}: loss {result.loss}, gradient norm {result.grad_norm}; {where}. The weights are those of step "
+            f"{number}. Try a lower train.lr, a longer train.warmup_steps, or a smaller train.clip"
+        )
+
+
+def _is_end(weight: Weight) -> bool:
+    return weight.shard.name in ("embed.tokens.weight", "head.linear.weight")
+
+
+def _finite(value: float) -> bool:
+    return value - value == 0.0
+
+
+def _sum_together(tensors: Sequence[torch.Tensor], axis: Axis) -> None:
+    """One all-reduce for many small tensors."""
+    flat = comm.all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]), axis)
+    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))

@@ -1,0 +1,238 @@
+"""What a step reports, and where it goes: metrics.jsonl, TensorBoard, Weights & Biases, and a line on the screen."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.layout import Layout
+
+FILE = "metrics.jsonl"
+FIRST_LINES = 5  # steps that a pipe shows one by one, so that a bad start is seen at once
+REDRAW_S = 0.5
+RECENT = 20  # steps whose mean gives the time that is left
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step as seen by the user. The last five fields are written only where they are known."""
+
+    step: int
+    """steps completed, this one included"""
+    tokens: int
+    """seen since the first step of the run"""
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens_per_s_per_gpu: float
+    mfu: float | None
+    """None where the peak of the hardware is unknown"""
+    peak_gib: float | None
+    data_wait_s: float | None = None
+    step_time_s: float | None = None
+    skipped: bool | None = None
+    """the loss scale was too high and no update was made"""
+    loss_scale: float | None = None
+    eval_loss: float | None = None
+
+    def values(self) -> dict[str, Any]:
+        """Fields in order, as JSON holds them: what is not finite is null."""
+        known = {name: value for name, value in asdict(self).items() if value is not None or name in _ALWAYS}
+        return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in known.items()}
+
+
+_ALWAYS = ("step", "tokens", "loss", "grad_norm", "lr", "tokens_per_s_per_gpu", "mfu", "peak_gib")
+
+
+class Sink(Protocol):
+    """A place beside the file that takes records."""
+
+    def write(self, record: StepRecord) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsLog:
+    """metrics.jsonl in a run's folder, one line per record and whole at any moment, and the sinks beside it."""
+
+    def __init__(self, folder: Path, resume: bool = False, sinks: Iterable[Sink] = ()) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / FILE
+        self._cut = resume and self.path.exists()
+        self._file = self.path.open("a" if resume else "w", encoding="utf-8")
+        self._sinks = tuple(sinks)
+
+    def write(self, record: StepRecord) -> None:
+        if self._cut:
+            self._forget_from(record.step)
+        self._file.write(json.dumps(record.values(), allow_nan=False) + "\n")
+        self._file.flush()
+        for sink in self._sinks:
+            sink.write(record)
+
+    def close(self) -> None:
+        self._file.close()
+        for sink in self._sinks:
+            sink.close()
+
+    def _forget_from(self, step: int) -> None:
+        """A run that resumes repeats the steps after its checkpoint; a line cut short by its end goes too."""
+        self._cut = False
+        kept = [line for line in self.path.read_text(encoding="utf-8").splitlines() if _step_of(line) < step]
+        self._file.close()
+        beside = self.path.with_suffix(".tmp")
+        beside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        beside.replace(self.path)
+        self._file = self.path.open("a", encoding="utf-8")
+
+
+def _step_of(line: str) -> float:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+class TensorBoard:
+    def __init__(self, folder: Path) -> None:
+        self._writer = _module("torch.utils.tensorboard", "tensorboard").SummaryWriter(log_dir=str(folder / "tensorboard"))
+
+    def write(self, record: StepRecord) -> None:
+        for name, value in _curves(record).items():
+            self._writer.add_scalar(name, value, global_step=record.step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        wandb = _module("wandb", "wandb")
+        # The folder's name is the run's identity, so that a resumed run continues its curves.
+        self._run = wandb.init(
+            project="ultrascale", name=folder.name, id=folder.name, resume="allow", dir=str(folder), config=dict(config)
+        )
+
+    def write(self, record: StepRecord) -> None:
+        self._run.log(_curves(record), step=record.step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def open_sinks(names: Iterable[str], folder: Path, config: Mapping[str, Any]) -> list[Sink]:
+    """The sinks of `train.log`, in its order; SpecError where one's package is not installed."""
+    makers: dict[str, Callable[[], Sink]] = {
+        "tensorboard": lambda: TensorBoard(folder),
+        "wandb": lambda: WandB(folder, config),
+    }
+    return [makers[name]() for name in names]
+
+
+def _curves(record: StepRecord) -> dict[str, float]:
+    return {name: float(value) for name, value in record.values().items() if name != "step" and value is not None}
+
+
+def _module(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise SpecError(
+            f"train.log is {package} but {package} is not installed: try `pip install {package}`, or train.log=none"
+        ) from None
+
+
+class Progress:
+    """Shows steps on a stream: on a terminal one line that is rewritten, in a pipe a line now and then."""
+
+    def __init__(
+        self, stream: TextIO, total: int, every: int | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._stream, self._total, self._clock = stream, total, clock
+        self._every = every
+        self._terminal = stream.isatty()
+        self._shown_at = -math.inf
+        self._first: int | None = None
+        self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT + 1)
+
+    def show(self, record: StepRecord) -> None:
+        now = self._clock()
+        self._first = record.step if self._first is None else self._first
+        self._recent.append((record.step, now))
+        if not self._due(record.step, now):
+            return
+        self._shown_at = now
+        line = progress_line(record, self._total, self._left_s(record))
+        if self._terminal:
+            width = shutil.get_terminal_size().columns
+            self._stream.write("\r" + line[: width - 1] + "\x1b[K" + ("\n" if record.step == self._total else ""))
+        else:
+            self._stream.write(line + "\n")
+        self._stream.flush()
+
+    def _due(self, step: int, now: float) -> bool:
+        assert self._first is not None
+        if step == self._total:
+            return True
+        if self._every is not None:
+            return step % self._every == 0
+        if self._terminal:
+            return now - self._shown_at >= REDRAW_S
+        return step - self._first < FIRST_LINES or step % max(1, self._total // 10) == 0
+
+    def _left_s(self, record: StepRecord) -> float | None:
+        (old, then), (new, now) = self._recent[0], self._recent[-1]
+        each = (now - then) / (new - old) if new > old else record.step_time_s
+        return None if each is None else each * (self._total - record.step)
+
+
+def progress_line(record: StepRecord, total_steps: int, eta_s: float | None) -> str:
+    """`step 12/200 · loss 2.341 · norm 1.02 · …`; what is unknown is left out."""
+    words = [f"step {record.step}/{total_steps}", f"loss {record.loss:.3f}"]
+    if record.eval_loss is not None:
+        words.append(f"eval {record.eval_loss:.3f}")
+    words += [f"norm {record.grad_norm:.2f}", f"lr {record.lr:.1e}", f"{_thousands(record.tokens_per_s_per_gpu)} tokens/s/GPU"]
+    if record.mfu is not None:
+        words.append(f"MFU {record.mfu * 100:.1f} %")
+    if record.peak_gib is not None:
+        words.append(f"peak {record.peak_gib:.2f} GiB" if record.peak_gib >= 0.1 else f"peak {record.peak_gib * 1024:.1f} MiB")
+    if record.data_wait_s is not None:
+        words.append(f"data {record.data_wait_s * 1e3:.1f} ms")
+    if record.skipped:
+        words.append("skipped")
+    if eta_s is not None:
+        words.append(f"ETA {duration(eta_s)}")
+    return " · ".join(words)
+
+
+def batch_line(layout: Layout, seq: int) -> str:
+    """The global batch in sequences and in tokens, and what it is made of."""
+    sequences = layout.mbs * layout.dp * layout.gas
+    noun = "sequence" if sequences == 1 else "sequences"
+    made = f"mbs {layout.mbs} × dp {layout.dp} × gas {layout.gas}"
+    return f"batch: {sequences:,} {noun} × {seq} = {layout.batch_tokens(seq):,} tokens ({made})"
+
+
+def duration(value_s: float) -> str:
+    """`20 s`, `1 min 20 s`, `2 h 5 min`, `3 d 4 h`: two units are enough to plan with."""
+    whole = round(value_s)
+    for large, small, size, part in (("d", "h", 86400, 3600), ("h", "min", 3600, 60), ("min", "s", 60, 1)):
+        if whole >= size:
+            return f"{whole // size} {large} {whole % size // part} {small}"
+    return f"{whole} s"
+
+
+def _thousands(value: float) -> str:
+    if not math.isfinite(value) or value < 1000:
+        return f"{value:.0f}"
+    return f"{value / 1e3:.1f}k" if value < 1e6 else f"{value / 1e6:.2f}M"

@@ -1,0 +1,119 @@
+"""The optimizer on this rank's part of the weights: fp32 masters, global norm, clipping, learning rate, loss scale.
+
+Every layout ends here with the same thing: a list of local tensors, their gradients, and the axis over which norms add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ultrascale.parallel import comm
+from ultrascale.parallel.data import Gradients
+from ultrascale.parallel.mesh import Mesh
+from ultrascale.parallel.shards import Shard
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.job import Job
+from ultrascale.specs.training import Training
+
+
+@dataclass
+class Weight:
+    """One parameter as this rank steps it."""
+
+    shard: Shard
+    parameter: nn.Parameter
+    local: torch.Tensor
+    """what computes, or its shard"""
+    master: torch.Tensor
+    """what the optimizer steps: `local` itself in fp32, else a copy of its own"""
+    owner: Gradients
+    counted: bool
+    """in the norm: one of equal copies is"""
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        return self.owner.of(self.parameter)
+
+
+SUPPORTED = ("adamw", "sgd-momentum", "sgd")
+
+
+class Optimizer:
+    def __init__(self, weights: Sequence[Weight], job: Job, training: Training, mesh: Mesh) -> None:
+        self.weights, self.training, self.mesh = list(weights), training, mesh
+        self.inner = _inner(self.weights, job, training)
+
+    def norm(self) -> torch.Tensor:
+        """The norm of the whole gradient, the same number on every rank of every layout."""
+        counted = [weight.gradient for weight in self.weights if weight.counted and weight.gradient.numel()]
+        squares = torch.zeros((), device=self.mesh.device)
+        if counted:
+            squares = torch.stack(torch._foreach_norm(counted, dtype=torch.float32)).to(self.mesh.device).square().sum()
+        return comm.all_reduce(squares, self.mesh.parts).sqrt()
+
+    def scale_gradients(self, factor: torch.Tensor | float) -> None:
+        gradients = [weight.gradient for weight in self.weights]
+        if isinstance(factor, torch.Tensor):
+            factor = factor.to(gradients[0].device)
+        torch._foreach_mul_(gradients, factor)
+
+    def step(self, learning_rate: float) -> None:
+        for group in self.inner.param_groups:
+            group["lr"] = learning_rate
+        for weight in self.weights:
+            gradient = weight.gradient
+            weight.master.grad = gradient.to(weight.master) if gradient.device != weight.master.device else gradient
+        self.inner.step()
+        apart = [weight for weight in self.weights if weight.master is not weight.local]
+        if apart:
+            with torch.no_grad():
+                torch._foreach_copy_([weight.local for weight in apart], [weight.master for weight in apart])
+        for weight in self.weights:
+            weight.master.grad = None
+
+    def state_tensors(self) -> list[torch.Tensor]:
+        """Moments, for the account of memory."""
+        states = self.inner.state.values()
+        return [value for state in states for value in state.values() if isinstance(value, torch.Tensor) and value.dim()]
+
+    def unfinished(self) -> str | None:
+        """The first parameter whose gradient is not finite."""
+        return next((w.shard.name for w in self.weights if not bool(torch.isfinite(w.gradient).all())), None)
+
+
+def _inner(weights: list[Weight], job: Job, training: Training) -> torch.optim.Optimizer:
+    groups = [
+        {"params": [w.master for w in weights if w.shard.decays == decays], "weight_decay": decay}
+        for decays, decay in ((True, training.weight_decay), (False, 0.0))
+    ]
+    groups = [group for group in groups if group["params"]]
+    if job.optimizer == "adamw":
+        fused = all(weight.master.is_cuda for weight in weights)
+        betas = (training.beta1, training.beta2)
+        return torch.optim.AdamW(groups, lr=training.lr, betas=betas, eps=training.eps, fused=fused or None)
+    if job.optimizer in ("sgd", "sgd-momentum"):
+        momentum = training.beta1 if job.optimizer == "sgd-momentum" else 0.0
+        return torch.optim.SGD(groups, lr=training.lr, momentum=momentum)
+    raise SpecError(f"job.optimizer is {job.optimizer} but the engine steps with {', '.join(SUPPORTED)}: try adamw")
+
+
+class LossScale:
+    """fp16's range ends at 6·10⁻⁸: the loss is scaled up so that small gradients survive, down when large ones overflow."""
+
+    def __init__(self, training: Training, used: bool) -> None:
+        self.value = training.loss_scale if used else 1.0
+        self.used, self.window, self.good = used, training.loss_scale_window, 0
+
+    def update(self, overflow: bool) -> None:
+        if not self.used:
+            return
+        if overflow:
+            self.value, self.good = max(1.0, self.value / 2), 0
+            return
+        self.good += 1
+        if self.good == self.window:
+            self.value, self.good = self.value * 2, 0

@@ -1,0 +1,121 @@
+"""Tokens: what the corpora hold, that order depends on seed and step alone, and that held-out windows never train."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.training import Training
+from ultrascale.train.data import Batches, Bytes, Synthetic, corpus, permuted, rows_of, standard_library
+
+COUNTING = Bytes(np.arange(101, dtype=np.uint8))
+
+
+def first_tokens(batches: Batches, steps: range) -> list[int]:
+    return [int(token) for step in steps for token in batches.train(step, slice(None))[0][:, 0]]
+
+
+@given(size=st.integers(1, 300), key=st.integers(0, 2**64 - 1))
+@settings(max_examples=60, deadline=None)
+def test_every_place_is_taken_once(size: int, key: int) -> None:
+    assert sorted(permuted(place, size, key) for place in range(size)) == list(range(size))
+
+
+def test_the_permutation_shuffles() -> None:
+    size = 10_000
+    order = np.array([permuted(place, size, 7) for place in range(size)])
+    assert abs(np.corrcoef(np.arange(size), order)[0, 1]) < 0.03  # three standard deviations of chance
+    assert np.mean(np.diff(order) == 1) < 0.002
+
+
+def test_targets_are_inputs_one_token_on_and_windows_tile_the_text() -> None:
+    batches = Batches(COUNTING, seq=10, batch=3, seed=0)
+    assert (batches.train_windows, batches.evaluation_windows) == (9, 1)
+    inputs, targets = batches.train(0, [0, 2])
+    assert inputs.shape == targets.shape == (2, 10)
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert torch.equal(targets, inputs + 1)
+    assert sorted(first_tokens(batches, range(3))) == list(range(0, 90, 10))
+
+
+def test_each_epoch_holds_each_window_once_in_another_order() -> None:
+    batches = Batches(COUNTING, seq=2, batch=7, seed=3)
+    assert batches.train_windows == 49
+    first, second = first_tokens(batches, range(7)), first_tokens(batches, range(7, 14))
+    assert sorted(first) == sorted(second) == list(range(0, 98, 2))
+    assert first != second
+
+
+def test_a_batch_may_span_two_epochs() -> None:
+    batches = Batches(COUNTING, seq=10, batch=4, seed=0)
+    seen = first_tokens(batches, range(9))
+    assert [sorted(seen[at : at + 9]) for at in range(0, 36, 9)] == [list(range(0, 90, 10))] * 4
+
+
+def test_order_is_a_function_of_seed_and_sample_number_alone() -> None:
+    whole = first_tokens(Batches(COUNTING, seq=2, batch=8, seed=5), range(6))
+    assert first_tokens(Batches(COUNTING, seq=2, batch=4, seed=5), range(12)) == whole
+    assert first_tokens(Batches(COUNTING, seq=2, batch=8, seed=6), range(6)) != whole
+    later = Batches(COUNTING, seq=2, batch=8, seed=5)
+    assert torch.equal(later.train(4, [3])[0][0, 0], torch.tensor(whole[4 * 8 + 3]))
+
+
+def test_held_out_windows_are_the_last_and_come_in_order() -> None:
+    batches = Batches(Bytes(np.arange(251, dtype=np.uint8)), seq=2, batch=3, seed=0)
+    assert (batches.train_windows, batches.evaluation_windows) == (123, 2)
+    assert batches.evaluation(0, slice(None))[0][:, 0].tolist() == [246, 248, 246]
+    assert batches.evaluation(1, [0, 2])[0][:, 0].tolist() == [248, 248]
+    assert max(first_tokens(batches, range(80))) < 246
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp=4, mbs=2, gas=3), Layout(dp=3, tp=2, mbs=1, gas=2)])
+def test_the_ranks_share_the_rows_of_a_batch(layout: Layout) -> None:
+    rows = [row for gas in range(layout.gas) for rank in range(layout.dp) for row in rows_of(layout, rank, gas)]
+    assert rows == list(range(layout.dp * layout.mbs * layout.gas))
+
+
+def test_rows_of_a_rank() -> None:
+    assert rows_of(Layout(dp=4, mbs=2, gas=3), dp_rank=1, microbatch=2) == [18, 19]
+
+
+def test_the_standard_library_is_quick_python_text() -> None:
+    standard_library.cache_clear()
+    start = time.perf_counter()
+    text = standard_library()
+    assert time.perf_counter() - start < 2  # 0.1 s as a rule
+    assert text is standard_library()
+    assert 2**21 < len(text) <= 16 * 2**20
+    assert bytes(text).count(b"\ndef ") > 1000
+    assert not text.flags.writeable
+
+
+def test_synthetic_windows_are_uniform_and_repeatable() -> None:
+    source = Synthetic(vocab=16, seed=1)
+    tokens = source.window(3, 16_000)
+    assert np.array_equal(tokens, Synthetic(16, 1).window(3, 16_000))
+    assert tokens.dtype == np.int64
+    assert np.all(np.abs(np.bincount(tokens, minlength=16) - 1000) < 160)  # five standard deviations
+    for other in (source.window(4, 16_000), Synthetic(16, 2).window(3, 16_000)):
+        assert np.mean(tokens == other) < 0.08
+    assert np.array_equal(source.window(3, 5), tokens[:6])
+
+
+def test_a_vocabulary_below_a_byte_is_refused() -> None:
+    sentence = r"train.data is stdlib \(bytes: 256 tokens\) but model.vocab is 128: try train.data=synthetic"
+    with pytest.raises(SpecError, match=sentence):
+        corpus(Training(), vocab=128)
+    assert isinstance(corpus(Training(data="synthetic"), vocab=128), Synthetic)
+    assert isinstance(corpus(Training(), vocab=256), Bytes)
+
+
+def test_a_text_too_short_is_refused_with_a_length_that_works() -> None:
+    with pytest.raises(SpecError, match=r"job.seq is 60 but .* try 32"):
+        Batches(COUNTING, seq=60, batch=1, seed=0)
+    assert Batches(COUNTING, seq=32, batch=1, seed=0).train_windows == 2

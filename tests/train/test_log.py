@@ -1,0 +1,210 @@
+"""Metrics: lines that stay whole, resuming without a step twice, sinks, and what the screen shows."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.layout import Layout
+from ultrascale.train.log import MetricsLog, Progress, StepRecord, batch_line, duration, open_sinks, progress_line
+
+FIELDS = ["step", "tokens", "loss", "grad_norm", "lr", "tokens_per_s_per_gpu", "mfu", "peak_gib"]
+
+
+def record(step: int = 12, **fields: Any) -> StepRecord:
+    usual = {"tokens": 4096 * step, "loss": 2.3412, "grad_norm": 1.02, "lr": 3e-4, "tokens_per_s_per_gpu": 12_345.0}
+    return StepRecord(**{"step": step, **usual, "mfu": 0.412, "peak_gib": 3.21, **fields})
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_line_has_the_fields_in_order_and_is_on_disk_at_once(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "run")
+    log.write(record(1, mfu=None))
+    log.write(record(2, data_wait_s=0.001, skipped=False))
+    first, second = lines(log.path)  # before close
+    assert list(first) == FIELDS
+    assert first["mfu"] is None
+    assert (first["step"], first["tokens"]) == (1, 4096)
+    assert list(second) == [*FIELDS, "data_wait_s", "skipped"]
+    assert second["skipped"] is False
+    log.close()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_null(tmp_path: Path, value: float) -> None:
+    log = MetricsLog(tmp_path)
+    log.write(record(loss=value, grad_norm=value, eval_loss=value))
+    log.close()
+    text = log.path.read_text()
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    assert [lines(log.path)[0][name] for name in ("loss", "grad_norm", "eval_loss")] == [None] * 3
+
+
+def test_a_new_run_starts_anew_and_a_resumed_one_repeats_no_step(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path)
+    for step in (1, 2, 3, 4):
+        log.write(record(step, loss=1.0))
+    log.close()
+    with log.path.open("a") as file:
+        file.write('{"step": 5, "lo')  # the process was ended here
+    again = MetricsLog(tmp_path, resume=True)
+    again.write(record(3, loss=2.0))
+    again.write(record(4, loss=2.0))
+    again.close()
+    assert [(line["step"], line["loss"]) for line in lines(log.path)] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
+    MetricsLog(tmp_path).close()
+    assert lines(log.path) == []
+
+
+def test_resuming_where_there_is_no_file_begins_one(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, resume=True)
+    log.write(record(7))
+    log.close()
+    assert [line["step"] for line in lines(log.path)] == [7]
+
+
+@pytest.mark.parametrize(("name", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
+def test_a_sink_that_is_not_installed_says_how_to_install_it(
+    name: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(SpecError, match=f"train.log is {name} .* try `pip install {name}`"):
+        open_sinks([name], tmp_path, {})
+
+
+class Recorder:
+    """Stands for SummaryWriter and for wandb's run."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.fields, self.seen, self.closed = fields, {}, False
+
+    def add_scalar(self, name: str, value: float, global_step: int) -> None:
+        self.seen[name, global_step] = value
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.seen |= {(name, step): value for name, value in values.items()}
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None:
+        self.closed = True
+
+    finish = close
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "maker"), [("tensorboard", "torch.utils.tensorboard", "SummaryWriter"), ("wandb", "wandb", "init")]
+)
+def test_sinks_get_every_known_number(
+    name: str, module: str, maker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Recorder] = []
+
+    def make(**fields: Any) -> Recorder:
+        made.append(Recorder(**fields))
+        return made[-1]
+
+    stand_in = ModuleType(module)
+    setattr(stand_in, maker, make)
+    monkeypatch.setitem(sys.modules, module, stand_in)
+    log = MetricsLog(tmp_path, sinks=open_sinks([name], tmp_path, {"layout": {"dp": 2}}))
+    log.write(record(3, mfu=None, loss=math.nan))
+    log.close()
+    assert set(made[0].seen) == {(field, 3) for field in FIELDS if field not in ("step", "mfu", "loss")}
+    assert made[0].seen["lr", 3] == 3e-4
+    assert made[0].closed
+    if name == "wandb":
+        assert made[0].fields["config"] == {"layout": {"dp": 2}}
+
+
+def test_the_line_shows_what_is_known() -> None:
+    assert progress_line(record(data_wait_s=0.0002), 200, 80) == (
+        "step 12/200 · loss 2.341 · norm 1.02 · lr 3.0e-04 · 12.3k tokens/s/GPU · MFU 41.2 % · peak 3.21 GiB · "
+        "data 0.2 ms · ETA 1 min 20 s"
+    )
+    bare = record(mfu=None, peak_gib=0.01, tokens_per_s_per_gpu=812.0, eval_loss=2.5, skipped=True)
+    assert progress_line(bare, 200, None) == (
+        "step 12/200 · loss 2.341 · eval 2.500 · norm 1.02 · lr 3.0e-04 · 812 tokens/s/GPU · peak 10.2 MiB · skipped"
+    )
+
+
+def test_a_loss_that_is_no_number_is_shown_as_such() -> None:
+    assert "loss nan" in progress_line(record(loss=math.nan), 20, None)
+
+
+@pytest.mark.parametrize(
+    ("value_s", "text"), [(0.4, "0 s"), (59.6, "1 min 0 s"), (80, "1 min 20 s"), (7500, "2 h 5 min"), (273_600, "3 d 4 h")]
+)
+def test_durations(value_s: float, text: str) -> None:
+    assert duration(value_s) == text
+
+
+def test_the_batch_in_sequences_and_tokens() -> None:
+    assert batch_line(Layout(mbs=2, dp=2, gas=2), 512) == "batch: 8 sequences × 512 = 4,096 tokens (mbs 2 × dp 2 × gas 2)"
+    assert batch_line(Layout(), 128) == "batch: 1 sequence × 128 = 128 tokens (mbs 1 × dp 1 × gas 1)"
+
+
+def shown_steps(text: str) -> list[int]:
+    return [int(line.removeprefix("step ").split("/")[0]) for line in text.splitlines()]
+
+
+def test_a_pipe_gets_the_first_steps_every_tenth_part_and_the_last() -> None:
+    stream = io.StringIO()
+    progress = Progress(stream, total=52)
+    for step in range(1, 53):
+        progress.show(record(step))
+    assert shown_steps(stream.getvalue()) == [1, 2, 3, 4, 5, 10, 15, 20, 25, 30, 35, 40, 45, 50, 52]
+
+
+def test_a_resumed_run_shows_its_own_first_steps_and_every_overrules() -> None:
+    stream = io.StringIO()
+    progress = Progress(stream, total=100)
+    for step in range(71, 78):
+        progress.show(record(step))
+    assert shown_steps(stream.getvalue()) == [71, 72, 73, 74, 75]
+    stream = io.StringIO()
+    progress = Progress(stream, total=10, every=4)
+    for step in range(1, 11):
+        progress.show(record(step))
+    assert shown_steps(stream.getvalue()) == [4, 8, 10]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_sees_one_line_rewritten_twice_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    seconds = iter(0.125 * step for step in range(1, 17))
+    stream = Terminal()
+    progress = Progress(stream, total=16, clock=lambda: next(seconds))
+    for step in range(1, 17):
+        progress.show(record(step))
+    text = stream.getvalue()
+    drawn = text.removesuffix("\n").split("\r")[1:]
+    assert [int(one.removeprefix("step ").split("/")[0]) for one in drawn] == [1, 5, 9, 13, 16]
+    assert all(len(one.removesuffix("\x1b[K")) < 60 for one in drawn)
+    assert text.count("\n") == 1
+
+
+def test_the_time_left_is_the_mean_of_recent_steps() -> None:
+    seconds = iter([0.0, 30.0, 40.0, 50.0])  # the first step compiled
+    stream = io.StringIO()
+    progress = Progress(stream, total=4, clock=lambda: next(seconds))
+    for step in (1, 2, 3, 4):
+        progress.show(record(step, step_time_s=2.0))
+    etas = [line.rsplit("ETA ", 1)[1] for line in stream.getvalue().splitlines()]
+    assert etas == ["6 s", "1 min 0 s", "20 s", "0 s"]
