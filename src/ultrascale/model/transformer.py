@@ -7,6 +7,7 @@ tensors that arrive. A pipeline stage is a slice of the model, and its parameter
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -153,6 +154,9 @@ class Transformer(nn.Module):
         self.head = Head(model) if head else None
         self.tie()
 
+    def each_block(self) -> list[Block]:
+        return cast(list[Block], list(self.blocks.values()))
+
     def tie(self) -> None:
         """One Parameter at both ends where the model says so and this slice holds both."""
         if self.model.tied_embeddings and self.embed is not None and self.head is not None:
@@ -172,7 +176,7 @@ class Transformer(nn.Module):
         rope = tables(self.model, positions) if self.model.positions == "rotary" else None
         if self.embed is not None:
             x = self.embed(x, positions)
-        for block in self.blocks.values():
+        for block in self.each_block():
             x = block(x, rope)
         if self.head is not None:
             x = self.head(x, targets)

@@ -82,7 +82,7 @@ class Reduced(Gradients):
         self.bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
         self.views = {parameter: view for bucket in self.buckets for parameter, view in _views(bucket)}
         for parameter in backward_order:
-            parameter.register_post_accumulate_grad_hook(self._made)
+            parameter.register_post_accumulate_grad_hook(self._made)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         for bucket in self.buckets:
@@ -156,7 +156,7 @@ def _bucket(parameters: list[nn.Parameter], dtype: torch.dtype) -> Bucket:
 
 
 def _views(bucket: Bucket) -> Iterable[tuple[nn.Parameter, torch.Tensor]]:
-    parts = bucket.flat.split([parameter.numel() for parameter in bucket.parameters])
+    parts = torch.split(bucket.flat, [parameter.numel() for parameter in bucket.parameters])
     return ((parameter, part.view_as(parameter)) for parameter, part in zip(bucket.parameters, parts, strict=True))
 
 

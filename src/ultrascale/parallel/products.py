@@ -60,7 +60,7 @@ class _Products(torch.autograd.Function):
             meeting = comm.reduce_scatter_start(dx, axis, SEQUENCE) if ctx.sequence else comm.all_reduce_start(dx, axis)
         if later.open:
             later.owed.append(_owed(whole, grads, ctx.parameters))
-            dw = [None] * len(weights)
+            dw: list[torch.Tensor | None] = [None] * len(weights)
         else:
             dw = [_weight_gradient(grad, whole) for grad in grads]
         db = [grad.flatten(0, -2).sum(0) if has else None for grad, has in zip(grads, ctx.has_bias, strict=True)]

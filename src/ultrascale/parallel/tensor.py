@@ -6,6 +6,8 @@ part and modules that end a cut gain an exchange. The law is cost/tensor.py.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -19,72 +21,72 @@ from ultrascale.parallel.products import SEQUENCE, Later, products
 from ultrascale.parallel.shards import Shard
 
 
-class ColumnFan(nn.Module):
+class ColumnFan(Fan):
     """Products whose outputs are cut; with sequence parallelism the input arrives in slices and is gathered for all at once."""
 
     def __init__(self, plain: Fan, axis: Axis, sequence: bool, later: Later) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # the plain module's parameters are taken over as they are
         for name, linear in plain.named_children():
             self.add_module(name, linear)
         self.axis, self.sequence, self.later = axis, sequence, later
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        linears = list(self.children())
+        linears = cast(list[nn.Linear], list(self.children()))
         weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
         return products(x, weights, biases, self.later, self.axis, self.sequence)
 
 
-class RowLinear(nn.Module):
+class RowLinear(nn.Linear):
     """A product whose input is cut: the parts are summed over tp, and left in slices of the sequence where those are wanted."""
 
     def __init__(self, plain: nn.Linear, axis: Axis, sequence: bool, later: Later) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.weight, self.bias = plain.weight, plain.bias
         self.axis, self.sequence, self.later = axis, sequence, later
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        (part,) = products(x, [self.weight], [None], self.later)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        (part,) = products(input, [self.weight], [None], self.later)
         y = scatter_to(part, self.axis, SEQUENCE) if self.sequence else reduce_from(part, self.axis)
         return y if self.bias is None else y + self.bias
 
 
-class VocabularyEmbedding(nn.Module):
+class VocabularyEmbedding(nn.Embedding):
     """Rows of the table cut over tp: each rank looks up the tokens it has, the rest are zero, the sum is the embedding."""
 
     def __init__(self, plain: nn.Embedding, axis: Axis, sequence: bool) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.weight = plain.weight
         self.axis, self.sequence = axis, sequence
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         rows = self.weight.shape[0]
-        local = tokens - self.axis.rank * rows
+        local = input - self.axis.rank * rows
         absent = (local < 0) | (local >= rows)
         part = F.embedding(local.masked_fill(absent, 0), self.weight).masked_fill(absent.unsqueeze(-1), 0)
         return scatter_to(part, self.axis, SEQUENCE) if self.sequence else reduce_from(part, self.axis)
 
 
-class SlicedPositions(nn.Module):
+class SlicedPositions(nn.Embedding):
     """Learned positions, looked up for this rank's slice of the sequence only."""
 
     def __init__(self, plain: nn.Embedding, axis: Axis) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.weight, self.axis = plain.weight, axis
 
-    def forward(self, positions: torch.Tensor) -> torch.Tensor:
-        return F.embedding(positions.chunk(self.axis.size)[self.axis.rank], self.weight)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return F.embedding(input.chunk(self.axis.size)[self.axis.rank], self.weight)
 
 
-class VocabularyLinear(nn.Module):
+class VocabularyLinear(nn.Linear):
     """The head: every rank has the logits of its rows of the vocabulary."""
 
     def __init__(self, plain: nn.Linear, axis: Axis, sequence: bool, later: Later) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.weight = plain.weight
         self.axis, self.sequence, self.later = axis, sequence, later
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        (logits,) = products(x, [self.weight], [None], self.later, self.axis, self.sequence)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        (logits,) = products(input, [self.weight], [None], self.later, self.axis, self.sequence)
         return logits
 
 
@@ -120,7 +122,7 @@ class _VocabularyLoss(torch.autograd.Function):
         return ((total.log() + top - target_score) * counts).sum()
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[no-untyped-def, override]
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[no-untyped-def]
         shares, local, here, counts = ctx.saved_tensors
         # The softmax is not needed again: its memory becomes the gradient's.
         shares.scatter_add_(-1, local.unsqueeze(-1), -here.to(shares.dtype).unsqueeze(-1))
@@ -167,7 +169,7 @@ def _shrink(model: Transformer, name: str, shard: Shard) -> None:
 
 
 def _exchange(model: Transformer, axis: Axis, sequence: bool, later: Later) -> None:
-    for block in model.blocks.values():
+    for block in model.each_block():
         attention, mlp = block.attention, block.mlp
         attention.qkv = ColumnFan(attention.qkv, axis, sequence, later)
         attention.out = RowLinear(attention.out, axis, sequence, later)

@@ -11,6 +11,7 @@ The law is cost/zero.py. Shards are the fp32 weights; what is gathered has the f
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -32,12 +33,10 @@ def apply(model: Transformer, mesh: Mesh, compute: torch.dtype, reduce: torch.dt
     )
     options: dict[str, Any] = {"mesh": _device_mesh(mesh), "mp_policy": formats, "offload_policy": _offload(mesh)}
     between = layout.zero == 3 and not layout.keep_gathered
-    blocks = list(model.blocks.values())
-    for block in blocks:
-        fully_shard(block, reshard_after_forward=between, **options)
+    blocks = [fully_shard(block, reshard_after_forward=between, **options) for block in model.each_block()]
     # Embedding and head stay gathered: backward needs the head at once, and forward the embedding.
     fully_shard(model, reshard_after_forward=False, **options)
-    for block, following in zip(blocks, blocks[1:], strict=False):
+    for block, following in pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])
 
 

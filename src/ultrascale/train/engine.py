@@ -142,5 +142,5 @@ def _finite(value: float) -> bool:
 def _sum_together(tensors: Sequence[torch.Tensor], axis: Axis) -> None:
     """One all-reduce for many small tensors."""
     flat = comm.all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]), axis)
-    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+    for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(part.view_as(tensor))

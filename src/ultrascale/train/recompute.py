@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ultrascale.model.transformer import Transformer
@@ -29,14 +28,16 @@ def apply(model: Transformer, policy: Recompute) -> None:
     """Wraps the forward of every block; names and modules stay."""
     if policy == "none":
         return
-    for block in model.blocks.values():
-        contexts = {} if policy == "full" else {"context_fn": partial(_contexts, block.mlp.down.weight.shape[1])}
+    for block in model.each_block():
         # No dropout anywhere: there is no random state to restore.
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **contexts)
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        if policy == "selective":
+            options["context_fn"] = partial(_contexts, block.mlp.down.weight.shape[1])
+        block.forward = partial(checkpoint, block.forward, **options)  # type: ignore[method-assign]
 
 
 def _contexts(ffn: int) -> Any:
-    return create_selective_checkpoint_contexts(partial(_policy, ffn))
+    return create_selective_checkpoint_contexts(partial(_policy, ffn))  # type: ignore[no-untyped-call]
 
 
 def _policy(ffn: int, _: Any, operator: Any, *arguments: Any, **__: Any) -> CheckpointPolicy:
@@ -49,7 +50,7 @@ def _policy(ffn: int, _: Any, operator: Any, *arguments: Any, **__: Any) -> Chec
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def compile_blocks(model: nn.Module) -> None:
+def compile_blocks(model: Transformer) -> None:
     """torch.compile, one graph for all blocks alike."""
-    for block in model.blocks.values():  # type: ignore[operator, union-attr]
+    for block in model.each_block():
         block.compile()
