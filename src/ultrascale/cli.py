@@ -1,6 +1,6 @@
 """The verbs. Each is one thin function over the Python API; heavy imports wait until a verb runs.
 
-Exit codes: 0 done, 1 the answer is no (nothing fits), 2 the input cannot be used as given.
+Exit codes: 0 done, 1 the answer is no (nothing fits, layouts differ, a run ended early), 2 the input cannot be used as given.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ultrascale.specs.job import Job
+    from ultrascale.specs.layout import Layout
+    from ultrascale.train.request import Request
 
 app = typer.Typer(
     name="ultrascale",
@@ -29,6 +32,7 @@ app = typer.Typer(
 )
 
 NO, BAD_INPUT = 1, 2
+SPREAD = 24  # layouts that `verify --world` tries without --all
 PLAN, RUN = "Plan", "Run"
 
 ModelArgument = Annotated[
@@ -288,6 +292,166 @@ def quickstart(
     console.print(f"\nThe plan is in {output}. All of it: ultrascale explain {output}")
 
 
+@app.command(rich_help_panel=RUN)
+def train(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="A plan, and changes to it: [cyan]plan.yaml layout.tp=4 train.lr=1e-3 job.seq=2048[/]. "
+            "dp follows from the processes, gas from the batch.",
+            metavar="[PLAN.YAML] [SECTION.FIELD=VALUE]…",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Without a plan: a preset such as [cyan]tiny[/], or a model file.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option("--steps", help="Optimizer steps (train.steps).")] = None,
+    nproc: Annotated[
+        int | None, typer.Option("--nproc", help="Start so many processes here; not needed under torchrun or srun.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Of weights and data order (train.seed).")] = None,
+    seq: Annotated[str | None, typer.Option("--seq", help="Sequence length (job.seq).")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The run's folder: plan, metrics, measurement. Default: runs/MODEL-TIME.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a plan, or try a model: any layout, on CPUs or GPUs, measured and compared with the prediction.
+
+    [dim]ultrascale train --model tiny --steps 20 --nproc 4 layout.dp=2 layout.tp=2[/]
+    [dim]torchrun --nproc-per-node 8 -m ultrascale train plan.yaml --out runs/first layout.tp=4[/]
+
+    Sections: [cyan]layout.[/] dp tp pp cp zero sequence_parallel data_parallel context_parallel schedule virtual_stages mbs gas
+    recompute offload; [cyan]train.[/] steps seed lr lr_schedule warmup_steps weight_decay clip eval_every data compress log …;
+    [cyan]job.[/] seq batch_tokens precision gradients optimizer.
+    """
+    from ultrascale.show import run as show
+    from ultrascale.train import launch
+    from ultrascale.train.log import batch_line
+    from ultrascale.train.world import seat
+
+    mine = seat() if nproc is None else None
+    request = _request(words or [], model, steps, seed, seq, mine.world if mine else nproc or 1, launch.has_gpu())
+    out = out or Path("runs") / f"{request.job.model.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    console, first = _console(to_errors=True), mine is None or mine.rank == 0
+    if first:
+        console.print(f"{request.job.model.name}: {request.layout}; {batch_line(request.layout, request.job.seq)}")
+        for note in request.notes:
+            console.print(f"note: {note}")
+    with _progress() as say:
+        say("measuring this machine, for a prediction to compare with")
+        machine = launch.machine(request.layout.gpus, request.job.precision) if first or launch.has_gpu() else None
+    run = launch.train(request, out, nproc, machine)
+    if run is None:
+        return
+    if as_json:
+        _print_json(show.run_json(run))
+    else:
+        show.show_comparison(_console(), run)
+        _console().print(f"The run is in {out}")
+
+
+@app.command(rich_help_panel=RUN)
+def verify(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(help="A plan, and changes to it.", metavar="[PLAN.YAML] [SECTION.FIELD=VALUE]…"),
+    ] = None,
+    world: Annotated[int | None, typer.Option("--world", help="Compositions of so many processes, without a plan.")] = None,
+    only: Annotated[
+        str | None, typer.Option("--only", help="Those that use each of these: [cyan]pp,cp[/] (dp tp pp cp zero recompute).")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every composition, not a spread of them.")] = False,
+    model: Annotated[str, typer.Option("--model", "-m", help="The model to verify on, with --world.")] = "tiny",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write every difference there.", metavar="OUT.JSON")] = None,
+) -> None:
+    """Prove that a layout computes what one process computes: losses of three steps, every gradient, in fp32, within 1e-5.
+
+    [dim]ultrascale verify plan.yaml[/]
+    [dim]ultrascale verify --world 8 --only pp,cp[/]
+
+    Exit 1 if any layout differs.
+    """
+    from ultrascale.show import run as show
+    from ultrascale.specs.errors import SpecError
+    from ultrascale.specs.files import write_text
+    from ultrascale.train import launch
+
+    launch.import_torch()
+    from ultrascale.measure import verify as measure
+
+    if (world is None) == (not words):
+        raise SpecError("verify takes a plan or --world, one of them: try `ultrascale verify --world 4`")
+    job, layouts, notes = _to_verify(words or [], world, only, everything, model)
+    for note in notes:
+        typer.echo(f"note: {note}", err=True)
+    found = []
+    for number, difference in enumerate(measure.verify(job, layouts), 1):
+        found.append(difference)
+        typer.echo(f"{number:>{len(str(len(layouts)))}}/{len(layouts)}  {show.verify_row(difference)}")
+    wrong = [one for one in found if not one.ok]
+    if json_file is not None:
+        write_text(json_file, json.dumps(show.verify_json(found), indent=1, allow_nan=False) + "\n")
+    typer.echo(
+        f"{len(found) - len(wrong)} of {len(found)} layouts compute what one process computes "
+        f"(bound {measure.BOUND:g} relative, {measure.STEPS} steps, fp32)"
+    )
+    if wrong:
+        raise typer.Exit(NO)
+
+
+def _to_verify(
+    words: list[str], world: int | None, only: str | None, everything: bool, model: str
+) -> tuple[Job, list[Layout], tuple[str, ...]]:
+    from ultrascale.measure import verify as measure
+    from ultrascale.measure.compositions import compositions, spread
+    from ultrascale.specs.errors import SpecError
+    from ultrascale.specs.model import Model
+    from ultrascale.specs.plan import Plan
+    from ultrascale.train.request import Overrides, from_plan
+
+    if world is None:
+        plan, changes = Plan.load(words[0]), Overrides.parse(words[1:])
+        request = from_plan(plan, changes, plan.layout.changed(**changes.layout).gpus)
+        small = measure.reduced(request.job, request.layout)
+        return small.job, [small.layout], small.notes
+    if not 1 <= world <= measure.MOST_PROCESSES:
+        raise SpecError(f"--world is {world} but must be from 1 to {measure.MOST_PROCESSES}, such as 8")
+    shape = Model.load(model)
+    if shape.parameters > measure.LARGEST:
+        raise SpecError(f"--model is {model} with {shape.parameters:,} parameters, too many to try every layout: try tiny")
+    sequences = 16 if 16 % world == 0 else 4 * world
+    job = measure.small_job(shape, world, sequences=sequences)
+    layouts = compositions(job, world, [word.strip() for word in only.split(",") if word.strip()] if only else [])
+    if not layouts:
+        raise SpecError(f"no layout of {world} processes uses {only}: try --world 8, or fewer words in --only")
+    return job, layouts if everything else spread(layouts, SPREAD), ()
+
+
+def _request(
+    words: list[str], model: str | None, steps: int | None, seed: int | None, seq: str | None, world: int, gpu: bool
+) -> Request:
+    """The plan or model and the changes, checked; nothing has started yet."""
+    from ultrascale.specs.errors import SpecError
+    from ultrascale.specs.model import Model
+    from ultrascale.specs.plan import Plan
+    from ultrascale.train.request import Overrides, from_model, from_plan
+
+    file = words[0] if words and "=" not in words[0] else None
+    if (file is None) == (model is None):
+        raise SpecError("train takes a plan or --model, one of them: try `ultrascale train --model tiny`, or `train plan.yaml`")
+    options = {"train.steps": steps, "train.seed": seed, "job.seq": seq}
+    given = [f"{name}={value}" for name, value in options.items() if value is not None]
+    changes = Overrides.parse([*given, *(words if file is None else words[1:])])
+    if file is None:
+        return from_model(Model.load(str(model)), changes, world, precision="bf16" if gpu else "fp32")
+    plan = Plan.load(file)
+    if not gpu and plan.job.precision != "fp32" and "precision" not in changes.job:
+        typer.echo(f"note: no GPU here, so this computes in fp32, not in {plan.job.precision}", err=True)
+        changes = Overrides.parse([*given, "job.precision=fp32", *words[1:]])
+    return from_plan(plan, changes, world)
+
+
 def _job(
     model: str,
     cluster: str,
@@ -326,10 +490,10 @@ def _job(
     )
 
 
-def _console() -> Console:
+def _console(to_errors: bool = False) -> Console:
     from ultrascale.show.lines import terminal
 
-    return terminal()
+    return terminal(to_errors)
 
 
 class _progress:
@@ -353,7 +517,7 @@ def _print_json(data: Any) -> None:
 
 def main() -> None:
     """Run the command line; a SpecError is one sentence and exit code 2, never a traceback."""
-    from ultrascale.specs.errors import SpecError
+    from ultrascale.specs.errors import RunError, SpecError
 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # signs that a terminal's encoding lacks (×, ·, █) become `?`
@@ -363,5 +527,8 @@ def main() -> None:
     except SpecError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(BAD_INPUT)
+    except RunError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(NO)
     except BrokenPipeError:
         sys.exit(0)

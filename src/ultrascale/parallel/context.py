@@ -106,8 +106,9 @@ class _Joined:
     """The output over the keys seen so far, with its log-sum-exp, in fp32 or wider."""
 
     def __init__(self, out: Tensor, lse: Tensor) -> None:
-        self.out = _wide(out)
-        self.lse = lse
+        # Copies: selective recomputation keeps what attention returned, and `add` writes into these.
+        self.out = out.to(torch.promote_types(out.dtype, torch.float32), copy=True)
+        self.lse = lse.clone()
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         before = self.lse[:, :, rows]

@@ -47,6 +47,10 @@ class Gradients:
     def of(self, parameter: nn.Parameter) -> torch.Tensor:
         raise NotImplementedError
 
+    def held(self) -> list[torch.Tensor]:
+        """Memory of gradients now, for the account of a run."""
+        return [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+
 
 @dataclass
 class Bucket:
@@ -130,6 +134,9 @@ class Reduced(Gradients):
     def of(self, parameter: nn.Parameter) -> torch.Tensor:
         return self.views[parameter]
 
+    def held(self) -> list[torch.Tensor]:
+        return [bucket.flat for bucket in self.buckets]
+
     def _meets(self, last: bool) -> bool:
         return self.axis.size > 1 and (last or self.every_microbatch)
 
@@ -207,6 +214,8 @@ class TorchDDP(Gradients):
 
     def before_backward(self, last: bool, split: bool) -> None:
         if last or self.every_microbatch:
+            # DDP rebuilds its buckets in the forward after the first reduction; here another reduction may come first.
+            self.ddp.reducer._rebuild_buckets()
             self.ddp.reducer.prepare_for_backward([])
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor:

@@ -14,20 +14,31 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from ultrascale.specs.errors import RunError, SpecError
+
 GRACE_S = 5.0  # between asking the surviving ranks to end and ending them
 
 
-class RankError(RuntimeError):
+class RankError(RunError):
     """A rank failed; `rank` says which, the text holds its traceback."""
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(f"rank {rank} failed:\n{text.rstrip()}")
         self.rank = rank
         self.text = text
+
+
+@dataclass(frozen=True)
+class _Failure:
+    rank: int
+    text: str
+    kind: type[Exception] | None = None
+    """an error that is a sentence for the user: it is raised again as it was"""
 
 
 def run(function: Callable[..., Any], nproc: int, *arguments: Any, timeout_s: float | None = None) -> list[Any]:
@@ -63,8 +74,8 @@ def _rank(
     try:
         _send(pipe, True, function(rank, nproc, store, *arguments))
     except BaseException as error:
-        text = str(error) if type(error).__name__ == "SpecError" else traceback.format_exc()
-        _send(pipe, False, text)
+        kind = next((known for known in (SpecError, RunError) if isinstance(error, known)), None)
+        _send(pipe, False, _Failure(rank, str(error) if kind else traceback.format_exc(), kind))
         pipe.close()
         os._exit(1)  # peers may be stuck in a collective with us: no clean-up that waits for them
 
@@ -78,7 +89,7 @@ def _collect(pipes: list[Connection], processes: list[Any], timeout_s: float | N
     results: dict[int, Any] = {}
     open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
     limit = None if timeout_s is None else time.monotonic() + timeout_s
-    failures: list[tuple[int, str]] = []
+    failures: list[_Failure] = []
     while open_pipes and not failures:
         left = None if limit is None else max(0.0, limit - time.monotonic())
         ready = wait(list(open_pipes), timeout=left)
@@ -94,16 +105,17 @@ def _collect(pipes: list[Connection], processes: list[Any], timeout_s: float | N
                 fine, value = pickle.loads(pipe.recv_bytes())
             except (EOFError, OSError):  # nothing, or a message cut short
                 processes[rank].join(GRACE_S)
-                fine, value = False, f"the process ended without a word ({_exit(processes[rank].exitcode)})"
+                fine = False
+                value = _Failure(rank, f"the process ended without a word ({_exit(processes[rank].exitcode)})")
             if fine:
                 results[rank] = value
             else:
-                failures.append((rank, value))
+                failures.append(value)
     if failures:
         # A rank that lost its peer says so; the one that was lost says why. Prefer the latter.
         consequence = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-        rank, text = min(failures, key=lambda one: (any(word in one[1] for word in consequence), one[0]))
-        raise RankError(rank, text)
+        first = min(failures, key=lambda one: (any(word in one.text for word in consequence), one.rank))
+        raise first.kind(first.text) if first.kind else RankError(first.rank, first.text)
     return [results[rank] for rank in sorted(results)]
 
 

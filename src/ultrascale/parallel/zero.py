@@ -11,6 +11,7 @@ The law is cost/zero.py. Shards are the fp32 weights; what is gathered has the f
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -82,6 +83,19 @@ class Sharded(Gradients):
     def of(self, parameter: nn.Parameter) -> torch.Tensor:
         assert isinstance(parameter.grad, DTensor)
         return parameter.grad.to_local()
+
+    def gathered(self) -> list[torch.Tensor]:
+        """Where gathered parameters live, empty between uses, for the account of a run."""
+        return [output for parameter in self._parameters() for output in parameter.all_gather_outputs]
+
+    def unsharded(self) -> list[nn.Parameter]:
+        """The gathered parameters, whose gradients backward makes before they are scattered."""
+        return [parameter.unsharded_param for parameter in self._parameters() if hasattr(parameter, "_unsharded_param")]
+
+    def _parameters(self) -> Iterator[Any]:
+        for state in fully_shard.state(self.module)._state_ctx.all_states:  # type: ignore[attr-defined]
+            for group in _parameter_groups(state):
+                yield from group.fsdp_params
 
     def _set(self, sync: bool, last: bool, reshard: bool) -> None:
         self.fsdp.set_requires_gradient_sync(sync)

@@ -11,9 +11,11 @@ from rich.text import Text
 PIPE_WIDTH = 150  # where there is no terminal: wide enough that no table is cut
 
 
-def terminal() -> Console:
-    console = Console(markup=False, emoji=False, highlight=False)
-    return console if console.is_terminal else Console(markup=False, emoji=False, highlight=False, width=PIPE_WIDTH)
+def terminal(to_errors: bool = False) -> Console:
+    console = Console(markup=False, emoji=False, highlight=False, stderr=to_errors)
+    if console.is_terminal:
+        return console
+    return Console(markup=False, emoji=False, highlight=False, stderr=to_errors, width=PIPE_WIDTH)
 
 
 def heading(console: Console, text: str) -> None:

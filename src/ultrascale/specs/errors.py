@@ -1,4 +1,4 @@
-"""The one error a user meets: what was given, what is allowed, and a value that works."""
+"""The errors a user meets: input that cannot be used (what was given, what is allowed, a value that works), a run that ended."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ class SpecError(ValueError):
 
     The message is one sentence for the person who has to fix it; the command line prints it and exits with code 2.
     """
+
+
+class RunError(RuntimeError):
+    """A run that cannot go on, told in a sentence: no traceback would add to it. Exit code 1."""
 
 
 def nearest(given: str, known: Iterable[str]) -> str:

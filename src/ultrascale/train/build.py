@@ -23,7 +23,7 @@ from ultrascale.schedules import build as build_schedule
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import Training
-from ultrascale.train import recompute
+from ultrascale.train import compile, recompute
 from ultrascale.train.optimizer import Weight
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -75,7 +75,7 @@ def _chunk(
     context.apply(module, mesh.cp, layout.context_parallel, job.seq)
     recompute.apply(module, layout.recompute)  # inside what ZeRO gathers, so that recomputing finds it gathered
     if mesh.device.type == "cuda" and mesh.tp.size == mesh.cp.size == 1 and not later.used:
-        recompute.compile_blocks(module)
+        compile.apply(module)
     if sharded:
         zero.apply(module, mesh, compute, reduce)
     else:

@@ -11,6 +11,7 @@ from ultrascale.parallel import comm, context
 from ultrascale.parallel.comm import Axis
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.parallel.pipeline import Batch
+from ultrascale.specs.errors import RunError
 from ultrascale.specs.job import Job
 from ultrascale.specs.training import Training
 from ultrascale.train.build import build
@@ -19,7 +20,7 @@ from ultrascale.train.lr import learning_rate
 from ultrascale.train.optimizer import LossScale, Optimizer, Weight
 
 
-class NotFiniteError(RuntimeError):
+class NotFiniteError(RunError):
     """The loss or a gradient is no longer a number."""
 
 
@@ -48,19 +49,20 @@ class Engine:
 
     def step(self, number: int) -> StepResult:
         """Step `number`, counted from 0."""
-        loss = self.backward(number)
-        norm = self.optimizer.norm() / self.scale.value
-        return self.update(number, loss, norm)
+        loss = self.backward(self.read(number))
+        return self.update(number, loss)
 
-    def backward(self, number: int) -> torch.Tensor:
-        """Forward and backward of the step's batch; leaves the (scaled) gradients in place. Returns the mean loss."""
+    def backward(self, batch: Batch) -> torch.Tensor:
+        """Forward and backward of a step's batch; leaves the (scaled) gradients in place. Returns the mean loss."""
         # Data ranks take the mean of their gradients: weighed so, it is the gradient of the mean over all tokens.
         weight = self.scale.value * self.mesh.data.size / self.tokens
-        loss = self.pipeline.step(self._batch(number), weight)
+        loss = self.pipeline.step(batch, weight)
         self._complete_gradients()
         return self._mean_loss(loss)
 
-    def update(self, number: int, loss: torch.Tensor, norm: torch.Tensor) -> StepResult:
+    def update(self, number: int, loss: torch.Tensor) -> StepResult:
+        """Norm, clipping and the optimizer's step, from the gradients that `backward` left."""
+        norm = self.optimizer.norm() / self.scale.value
         rate = learning_rate(self.training, number)
         result = StepResult(float(loss), float(norm), rate, skipped=False)
         if not (_finite(result.loss) and _finite(result.grad_norm)):
@@ -81,10 +83,11 @@ class Engine:
         """Mean loss over so many global batches of held-out text."""
         total = torch.zeros((), device=self.mesh.device)
         for number in range(batches):
-            total += self._mean_loss(self.pipeline.evaluate(self._batch(number, held_out=True)))
+            total += self._mean_loss(self.pipeline.evaluate(self.read(number, held_out=True)))
         return float(total) / batches
 
-    def _batch(self, number: int, held_out: bool = False) -> Batch:
+    def read(self, number: int, held_out: bool = False) -> Batch:
+        """This rank's part of the batch of step `number`, or of that batch of the held-out text."""
         layout, place, device = self.mesh.layout, self.mesh.place, self.mesh.device
         read = self.batches.evaluation if held_out else self.batches.train
         here = self.positions.cpu()

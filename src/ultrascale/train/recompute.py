@@ -6,14 +6,19 @@ makes norms, rotations and gates again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from ultrascale.model.rotary import Rope
 from ultrascale.model.transformer import Transformer
 from ultrascale.specs.layout import Recompute
+
+Forward = Callable[[Tensor, Rope | None], Tensor]
 
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 _ATTENTION = {
@@ -33,7 +38,16 @@ def apply(model: Transformer, policy: Recompute) -> None:
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         if policy == "selective":
             options["context_fn"] = partial(_contexts, block.mlp.down.weight.shape[1])
-        block.forward = partial(checkpoint, block.forward, **options)  # type: ignore[method-assign]
+        block.forward = _again(block.forward, options)  # type: ignore[method-assign, assignment]
+
+
+def _again(forward: Forward, options: dict[str, Any]) -> Forward:
+    # Written out and no `partial` of `checkpoint`: torch.compile passes over torch's own frames and would skip the block.
+    def recomputed(x: Tensor, rope: Rope | None) -> Tensor:
+        out: Tensor = checkpoint(forward, x, rope, **options)
+        return out
+
+    return recomputed
 
 
 def _contexts(ffn: int) -> Any:
@@ -48,9 +62,3 @@ def _policy(ffn: int, _: Any, operator: Any, *arguments: Any, **__: Any) -> Chec
         contracted = arguments[-1].shape[-2]
         return CheckpointPolicy.PREFER_RECOMPUTE if contracted == ffn else CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def compile_blocks(model: Transformer) -> None:
-    """torch.compile, one graph for all blocks alike."""
-    for block in model.each_block():
-        block.compile()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ultrascale.measure.live import LiveBytes
+from ultrascale.train.live import LiveBytes
 from ultrascale.parallel.local import run
 
 KIB = 1024

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ultrascale.cost.estimate import estimate
-from ultrascale.measure import machine
-from ultrascale.measure.machine import LinkRate, Rates, cpu_cluster, detect, kind_of_gpu, memory_bytes, seconds_each
+from ultrascale.train import machine
+from ultrascale.train.machine import LinkRate, Rates, cpu_cluster, detect, kind_of_gpu, memory_bytes, seconds_each
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.gpu import GPU
@@ -103,7 +103,7 @@ def test_a_driver_that_does_not_answer_shows_no_gpus(monkeypatch: pytest.MonkeyP
 
 def test_gpus_are_found_without_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gpus(monkeypatch, tmp_path, "NVIDIA H200")
-    code = "import sys; from ultrascale.measure.machine import detect; detect(1); print('torch' in sys.modules)"
+    code = "import sys; from ultrascale.train.machine import detect; detect(1); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 

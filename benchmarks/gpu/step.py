@@ -1,0 +1,199 @@
+"""Training steps on one GPU, timed: `python benchmarks/gpu/step.py [--model 1b|3b] [--mbs 8 4 2] [--recompute none full]`.
+
+Builds the engine as `ultrascale train` does and steps it on synthetic tokens. Prints one row per combination of what was asked
+for; `--profile` adds where one step's time goes, by kind of kernel. Compilation and the first steps are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import platform
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from ultrascale import Cluster, Job, Layout, Model
+from ultrascale.cost.flops import model_flops
+from ultrascale.parallel import local
+from ultrascale.parallel.mesh import Mesh
+from ultrascale.specs.training import Training
+from ultrascale.specs.units import GIB
+from ultrascale.train.data import Batches, corpus
+from ultrascale.train.engine import Engine
+
+SEQ = 4096
+WARM_UP = 4  # steps: compilation, the optimizer's states, the allocator's first blocks
+
+# Shapes of Llama 3.2, the embedding and the head each with a matrix of their own.
+MODELS = {
+    "1b": Model(
+        name="llama-1b-untied", layers=16, hidden=2048, ffn=8192, heads=32, kv_heads=8, head_dim=64, vocab=128256,
+        rope_theta=500000.0,
+    ),
+    "3b": Model(
+        name="llama-3b-untied", layers=28, hidden=3072, ffn=8192, heads=24, kv_heads=8, head_dim=128, vocab=128256,
+        rope_theta=500000.0,
+    ),
+}  # fmt: skip
+MBS = {"1b": 8, "3b": 4}
+
+# Parts of kernels' names, in the order in which they are tried.
+KINDS = {
+    "attention": ("flash", "fmha", "cudnn"),
+    "matrix products": ("gemm", "nvjet", "cutlass", "xmma", "splitk"),
+    "loss": ("softmax", "nll"),
+    "optimizer": ("multi_tensor", "foreach", "adam"),
+    "fused by inductor": ("triton",),
+    "embedding": ("embedding", "gather", "scatter", "compute_grad_weight", "sort"),
+    "gradients into fp32": ("cudafunctor_add",),
+    "copies and zeros": ("memcpy", "memset", "fillfunctor", "copy"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    model: str
+    mbs: int
+    recompute: str
+    step_ms: float
+    tokens_per_s: float
+    mfu: float
+    """forward and backward without the causal mask's saving or what is recomputed, over the preset's peak"""
+    allocated_gib: float
+    reserved_gib: float
+    loss: float
+    """after the last step: a check that it trains"""
+    ready_s: float
+    """from nothing to the end of the warm-up"""
+
+
+class Kernel(NamedTuple):
+    name: str
+    ms: float
+    calls: int
+
+
+def build(model: Model, mbs: int, recompute: str, steps: int, device: str = "cuda", seq: int = SEQ) -> Engine:
+    layout = Layout(mbs=mbs, gas=1, recompute=recompute)
+    job = Job(model=model, cluster=Cluster.load("1xh200"), seq=seq, batch_tokens=mbs * seq, precision="bf16")
+    training = Training(steps=steps, data="synthetic", clip=1.0)
+    batches = Batches(corpus(training, model.vocab), seq, mbs, training.seed)
+    return Engine(job, Mesh.build(layout, model.kv_heads, 0, device), training, batches)
+
+
+def measure(name: str, mbs: int, recompute: str, steps: int, profiled: bool) -> tuple[Measured, list[Kernel], str]:
+    began = time.perf_counter()
+    engine = build(MODELS[name], mbs, recompute, WARM_UP + steps)
+    for number in range(WARM_UP):
+        engine.step(number)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
+    for number in range(WARM_UP, WARM_UP + steps):
+        result = engine.step(number)
+    torch.cuda.synchronize()
+    step_s = (time.perf_counter() - started) / steps
+    tokens_per_s = engine.tokens / step_s
+    row = Measured(
+        model=name,
+        mbs=mbs,
+        recompute=recompute,
+        step_ms=step_s * 1e3,
+        tokens_per_s=tokens_per_s,
+        mfu=tokens_per_s * model_flops(MODELS[name], SEQ) / engine.job.peak_flops,
+        allocated_gib=torch.cuda.max_memory_allocated() / GIB,
+        reserved_gib=torch.cuda.max_memory_reserved() / GIB,
+        loss=result.loss,
+        ready_s=started - began,
+    )
+    return row, profile(engine, WARM_UP + steps) if profiled else [], torch.cuda.get_device_name()
+
+
+def measure_apart(name: str, mbs: int, recompute: str, steps: int, profiled: bool) -> tuple[Measured, list[Kernel], str]:
+    """In a process of its own, so that every row finds the GPU empty."""
+
+    def rank(_: int, __: int, ___: str) -> tuple[Measured, list[Kernel], str]:
+        return measure(name, mbs, recompute, steps, profiled)
+
+    (result,) = local.run(rank, 1)
+    return result  # type: ignore[no-any-return]
+
+
+def profile(engine: Engine, number: int) -> list[Kernel]:
+    """The kernels of one step, longest first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        engine.step(number)
+        torch.cuda.synchronize()
+    kernels = [Kernel(event.key, event.self_device_time_total / 1e3, event.count) for event in seen.key_averages()]
+    return sorted((kernel for kernel in kernels if kernel.ms > 0), key=lambda kernel: -kernel.ms)
+
+
+def kind_of(kernel: str) -> str:
+    lower = kernel.lower()
+    return next((kind for kind, words in KINDS.items() if any(word in lower for word in words)), "other")
+
+
+def by_kind(kernels: Sequence[Kernel]) -> dict[str, float]:
+    sums: dict[str, float] = defaultdict(float)
+    for kernel in kernels:
+        sums[kind_of(kernel.name)] += kernel.ms
+    return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+
+def machine(gpu: str) -> str:
+    versions = f"torch {torch.__version__} · Python {platform.python_version()}"
+    return f"{gpu} · {versions} · {datetime.date.today()} · sequences of {SEQ}, bf16"
+
+
+def show(rows: Sequence[Measured], title: str) -> None:
+    table = Table(title=title)
+    for heading in ("model", "mbs", "recompute", "step ms", "tokens/s", "MFU %", "peak GiB", "reserved GiB", "loss", "ready s"):
+        table.add_column(heading, justify="left" if heading in ("model", "recompute") else "right")
+    for row in rows:
+        figures = f"{row.step_ms:.1f}", f"{row.tokens_per_s:,.0f}", f"{100 * row.mfu:.1f}"
+        memory = f"{row.allocated_gib:.2f}", f"{row.reserved_gib:.2f}"
+        table.add_row(row.model, str(row.mbs), row.recompute, *figures, *memory, f"{row.loss:.3f}", f"{row.ready_s:.0f}")
+    Console(width=128).print(table)
+
+
+def show_profile(kernels: Sequence[Kernel], longest: int = 25) -> None:
+    total = sum(kernel.ms for kernel in kernels)
+    print(f"one step's kernels: {total:.1f} ms")
+    for kind, milliseconds in by_kind(kernels).items():
+        print(f"{milliseconds:8.2f} ms {100 * milliseconds / total:5.1f} %  {kind}")
+    for kernel in kernels[:longest]:
+        print(f"{kernel.ms:8.2f} ms {kernel.calls:5d} ×  {kernel.name[:100]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=list(MODELS), default="1b")
+    parser.add_argument("--mbs", type=int, nargs="+", help="sequences in a micro-batch; default 8 for 1b, 4 for 3b")
+    parser.add_argument("--recompute", nargs="+", choices=("none", "selective", "full"), default=["none"])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--profile", action="store_true", help="one more step, by kernel")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    rows = []
+    for mbs, recompute in product(options.mbs or [MBS[options.model]], options.recompute):
+        row, kernels, gpu = measure_apart(options.model, mbs, recompute, options.steps, options.profile)
+        rows.append(row)
+        if kernels:
+            show_profile(kernels)
+    if options.json:
+        print(json.dumps({"machine": machine(gpu), "rows": [dataclasses.asdict(row) for row in rows]}, indent=1))
+    else:
+        show(rows, machine(gpu))
+
+
+if __name__ == "__main__":
+    main()

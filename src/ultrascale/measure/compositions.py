@@ -1,0 +1,97 @@
+"""The layouts that `verify` tries for a number of processes: every way to cut, every variant on every way. No torch.
+
+What may interact is crossed in full: axes, ZeRO stage, schedule, way of context parallelism. The rest (sequence parallelism,
+recomputation, ways of data parallelism, HSDP, micro-batch) takes turns, so that each value meets many of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import combinations, product
+from typing import Any
+
+from ultrascale.cost.legality import divisors
+from ultrascale.schedules.legal import SCHEDULES
+from ultrascale.specs.errors import SpecError, nearest
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.training import Training
+from ultrascale.train.supported import factors, layout_problem
+
+AXES = ("dp", "tp", "pp", "cp")
+TECHNIQUES = (*AXES, "zero", "recompute")
+_CONTEXT = ("allgather", "ring", "zigzag", "ulysses")
+_RECOMPUTE = ("none", "selective", "full")
+_DATA = ("bucketed", "hooks", "naive", "ddp")
+_STAGES = {"interleaved": 2, "zb-v": 2, "dualpipe-v": 2}
+
+
+def compositions(job: Job, world: int, only: Sequence[str] = ()) -> list[Layout]:
+    """Every layout of `world` processes that the job can take; `only`: those that use each of these techniques."""
+    for word in only:
+        if word not in TECHNIQUES:
+            raise SpecError(f"--only names '{word:.40}': {nearest(word, TECHNIQUES)}")
+    found = [layout for axes in factors(world) for layout in _of_axes(job, axes)]
+    return [layout for layout in found if all(_uses(layout, word) for word in only)]
+
+
+def _of_axes(job: Job, axes: tuple[int, int, int, int]) -> Iterable[Layout]:
+    dp, tp, pp, cp = axes
+    schedules = SCHEDULES if pp > 1 else ("1f1b",)
+    contexts = _CONTEXT if cp > 1 else ("zigzag",)
+    stages = range(4) if dp * cp > 1 else range(1)
+    crossed = product(stages, schedules, contexts)
+    for turn, (zero, schedule, context) in enumerate(crossed):
+        turn += 3 * dp + 5 * tp + 7 * pp + 11 * cp  # another beginning for every way to cut
+        fields: dict[str, Any] = {
+            "dp": dp,
+            "tp": tp,
+            "pp": pp,
+            "cp": cp,
+            "zero": zero,
+            "schedule": schedule,
+            "virtual_stages": _STAGES.get(schedule, 1),
+            "context_parallel": context,
+            "recompute": _RECOMPUTE[turn % 3],
+            "sequence_parallel": bool(turn % 2) or tp == 1,
+            "data_parallel": _DATA[turn % 4] if zero == 0 and dp * cp > 1 else "bucketed",
+            "zero_shards": dp * cp // 2 if zero and dp * cp >= 4 and turn % 4 == 1 else None,
+            "keep_gathered": zero == 3 and turn % 5 == 0,
+        }
+        layout = _with_batch(job, Layout(**fields))
+        training = Training()
+        if layout_problem(job, layout, training) is not None and layout.data_parallel == "ddp":
+            layout = layout.model_copy(update={"data_parallel": "bucketed"})
+        if layout_problem(job, layout, training) is None:
+            yield layout
+
+
+def _with_batch(job: Job, layout: Layout) -> Layout:
+    """As few micro-batches as accumulation or the schedule need: more repeat what these prove."""
+    each = job.sequences // layout.dp
+    least = max(2, layout.pp * (2 if layout.schedule == "dualpipe-v" else 1)) if layout.pp > 1 else 2
+    gas = next((count for count in divisors(max(1, each)) if count >= least), max(1, each))
+    return layout.model_copy(update={"mbs": max(1, each // gas), "gas": gas})
+
+
+def _uses(layout: Layout, technique: str) -> bool:
+    value = getattr(layout, technique)
+    return bool(value != "none") if technique == "recompute" else value > (0 if technique == "zero" else 1)
+
+
+def spread(layouts: Sequence[Layout], most: int) -> list[Layout]:
+    """A few of them that between them hold as many pairs of values as possible: the greedy choice of pairwise testing."""
+    left = list(layouts)
+    chosen: list[Layout] = []
+    seen: set[tuple[Any, ...]] = set()
+    while left and len(chosen) < most:
+        best = max(left, key=lambda layout: len(_pairs(layout) - seen))
+        chosen.append(best)
+        seen |= _pairs(best)
+        left.remove(best)
+    return chosen
+
+
+def _pairs(layout: Layout) -> set[tuple[Any, ...]]:
+    values = {name: value for name, value in layout.model_dump().items() if name not in ("mbs", "gas")}
+    return set(combinations(sorted(values.items()), 2))

@@ -1,0 +1,84 @@
+"""Measurement: what a run was seen to do. The fields are the Estimate's, so that comparing is a subtraction; unseen is null."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict
+
+from ultrascale.specs.files import read_mapping, write_text
+from ultrascale.specs.validate import build
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class MeasuredMemory(_Frozen):
+    """Bytes by owner at the peak of one step."""
+
+    parameters: float
+    master: float
+    gradients: float
+    optimizer: float
+    activations: float
+    buffers: float
+    runtime: float | None = None
+
+    @property
+    def total(self) -> float:
+        seen = (self.parameters, self.master, self.gradients, self.optimizer, self.activations, self.buffers)
+        return sum(seen) + (self.runtime or 0.0)
+
+
+class MeasuredStage(_Frozen):
+    stage: int
+    layers: int
+    memory: MeasuredMemory
+
+
+class MeasuredTime(_Frozen):
+    """Seconds of one step by cause, the mean over ranks; computing is what is left, and cannot be taken apart from outside."""
+
+    computing_s: float | None = None
+    """matmul_s + attention_s + memory_bound_s + recompute_s + launch_s of an Estimate"""
+    tensor_s: float | None = None
+    context_s: float | None = None
+    zero_s: float | None = None
+    data_s: float | None = None
+    bubble_s: float | None = None
+    """waiting for messages of other stages: bubble_s + send_s of an Estimate"""
+    optimizer_s: float | None = None
+    overhead_s: float | None = None
+    """reading data"""
+
+
+class Measurement(_Frozen):
+    step_time_s: float
+    """median of the steps after the first"""
+    tokens_per_s: float
+    tokens_per_s_per_gpu: float
+    mfu: float | None = None
+    hfu: float | None = None
+    mfu_causal: float | None = None
+    hfu_causal: float | None = None
+    model_tflops_per_gpu: float
+    peak_gib: float
+    """tensors alive at the peak of a step, of the fullest rank; on a GPU, what the allocator handed out"""
+    capacity_gib: float | None = None
+    peak_stage: int
+    memory: tuple[MeasuredStage, ...]
+    time: MeasuredTime
+    steps: int
+    """how many the medians are taken over"""
+    processes: int
+    device: str
+    notes: tuple[str, ...] = ()
+
+    def save(self, path: Path) -> None:
+        write_text(path, self.model_dump_json(indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        return build(cls, read_mapping(path, "measurement"), "measurement")

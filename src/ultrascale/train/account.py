@@ -1,0 +1,96 @@
+"""Whose memory is whose on this rank: the bytes of a step by owner, as the Estimate counts them.
+
+On a CPU every storage is followed through one step; on a GPU the allocator tells the peak, states are counted, and what is
+left is activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from ultrascale.parallel.zero import Sharded
+from ultrascale.specs.measurement import MeasuredMemory
+from ultrascale.train.engine import Engine
+from ultrascale.train.live import LiveBytes
+
+OWNERS = ("parameters", "master", "gradients", "optimizer", "activations", "buffers")
+
+
+def account(engine: Engine, step: Callable[[], object]) -> MeasuredMemory:
+    """Runs `step`, one whole training step that is not the first, and says what was alive at its peak."""
+    return _followed(engine, step) if engine.mesh.device.type == "cpu" else _allocated(engine, step)
+
+
+def states(engine: Engine) -> dict[str, list[torch.Tensor]]:
+    """Tensors that outlive a step, by owner; what an offload put on the host is not the device's."""
+    layout, device = engine.mesh.layout, engine.mesh.device
+    # ZeRO-3's shards are the parameters, unless a gathered copy or another format computes.
+    shards_compute = layout.zero == 3 and not layout.keep_gathered and engine.job.precision == "fp32"
+    found: dict[str, list[torch.Tensor]] = {owner: [] for owner in OWNERS}
+    for weight in engine.weights:
+        sharded = isinstance(weight.parameter, DTensor)
+        found["parameters" if not sharded or shards_compute else "master"].append(weight.local)
+        if weight.master is not weight.local:
+            found["master"].append(weight.master)
+    found["optimizer"] = engine.optimizer.state_tensors()
+    for chunk in engine.pipeline.chunks.values():
+        found["gradients"] += chunk.gradients.held()
+        if isinstance(chunk.gradients, Sharded):
+            kept = layout.zero < 3 or layout.keep_gathered
+            found["parameters" if kept else "buffers"] += chunk.gradients.gathered()
+    if layout.offload != "none":
+        found["optimizer"], found["master"] = [], []
+        if device.type == "cpu" and layout.offload == "parameters":
+            found["parameters"] = []
+    return found
+
+
+def _followed(engine: Engine, step: Callable[[], object]) -> MeasuredMemory:
+    live = LiveBytes()
+    hooks = []
+    with live:
+        for owner, tensors in states(engine).items():
+            live.track(tensors, owner)
+        for chunk in engine.pipeline.chunks.values():
+            if isinstance(chunk.gradients, Sharded):
+                # Whole gradients on their way into the scatter; ZeRO-1 keeps them through the step.
+                owner = "gradients" if engine.mesh.layout.zero == 1 else "buffers"
+                hooks += [_watch(parameter, partial(_made, live, owner)) for parameter in chunk.gradients.unsharded()]
+        live.reset_peak()
+        step()
+    for hook in hooks:
+        hook.remove()
+    return MeasuredMemory(**{owner: live.peak_by_owner.get(owner, 0) for owner in OWNERS})
+
+
+def _watch(parameter: torch.Tensor, seen: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(seen)  # type: ignore[no-untyped-call]
+    return handle
+
+
+def _made(live: LiveBytes, owner: str, parameter: torch.Tensor) -> None:
+    if parameter.grad is not None:
+        live.track([parameter.grad], owner)
+
+
+def _allocated(engine: Engine, step: Callable[[], object]) -> MeasuredMemory:
+    device = engine.mesh.device
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    sizes = {owner: _bytes(tensors, device) for owner, tensors in states(engine).items()}
+    peak = torch.cuda.max_memory_allocated(device)
+    reserved = torch.cuda.max_memory_reserved(device)
+    rest = peak - sum(sizes.values())
+    return MeasuredMemory(**{**sizes, "activations": max(0, rest), "runtime": reserved - peak})
+
+
+def _bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
+    """Each storage once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors if tensor.device == device}
+    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())

@@ -1,0 +1,13 @@
+"""torch.compile where it pays on a GPU: every block, and the head with its loss."""
+
+from __future__ import annotations
+
+from ultrascale.model.transformer import Transformer
+
+
+def apply(model: Transformer) -> None:
+    """One graph for all blocks alike, recomputation included; one for the head, whose fp32 logits then never reach memory."""
+    for block in model.each_block():
+        block.compile()
+    if model.head is not None:
+        model.head.compile()

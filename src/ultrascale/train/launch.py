@@ -1,0 +1,140 @@
+"""`train`: from a request to a finished run, in this process, in local ones, or as one rank of many."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ultrascale.cost.estimate import estimate
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.estimate import Estimate
+from ultrascale.specs.files import write_text
+from ultrascale.specs.measurement import Measurement
+from ultrascale.specs.plan import Plan
+from ultrascale.train.request import Request
+from ultrascale.train.world import Seat, seat
+
+PLAN, ENVIRONMENT, MEASUREMENT, METRICS = "plan.yaml", "env.json", "measurement.json", "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run: what was asked, what was predicted, what was seen, and the folder that holds all of it."""
+
+    request: Request
+    predicted: Estimate | None
+    measured: Measurement
+    folder: Path | None
+
+
+def train(
+    request: Request,
+    out: Path | None = None,
+    nproc: int | None = None,
+    predict: Cluster | None = None,
+    quiet: bool = False,
+) -> Run | None:
+    """Trains and measures. `predict`: the machine, for an estimate to compare with. None on all ranks but the first."""
+    mine = seat() if nproc is None else None
+    here = mine or Seat()
+    if here.rank == 0 and out is not None:
+        _refuse_used(out)
+    peak = predicted = None
+    if predict is not None:
+        request = request.on(predict)
+        # A CPU's rate was measured, its peak is not known: utilisation would be of a guess.
+        peak = request.job.peak_flops if predict.gpu.name != "cpu" else None
+        predicted = estimate(request.job, request.layout) if here.rank == 0 else None
+    if here.rank == 0 and out is not None:
+        _write_folder(request, predicted, out)
+    measured = _start(request, out, nproc, mine, peak, quiet)
+    if measured is None:
+        return None
+    if out is not None:
+        measured.save(out / MEASUREMENT)
+    return Run(request, predicted, measured, out)
+
+
+def _start(
+    request: Request, out: Path | None, nproc: int | None, mine: Seat | None, peak: float | None, quiet: bool
+) -> Measurement | None:
+    import_torch()
+    from ultrascale.parallel import local
+    from ultrascale.train.run import run_rank
+
+    if mine is not None or request.layout.gpus == 1:
+        return run_rank(request, mine or Seat(), out, peak, quiet)
+    world = request.layout.gpus
+    results: list[Measurement | None] = local.run(_local_rank, world, request, out, peak, quiet)
+    return results[0]
+
+
+def _local_rank(
+    rank: int, nproc: int, store: str, request: Request, out: Path | None, peak: float | None, quiet: bool
+) -> Measurement | None:
+    from ultrascale.train.run import run_rank
+
+    return run_rank(request, Seat(rank, nproc, rank, nproc, store), out, peak, quiet)
+
+
+def import_torch() -> None:
+    """Before processes fork, so that none of them has to; a clear word where torch is missing."""
+    try:
+        import torch._dynamo
+        import torch.distributed  # noqa: F401
+    except ModuleNotFoundError as missing:
+        raise SpecError(
+            f"training needs torch, and {missing.name} is not installed: try pip install 'ultrascale[train]'"
+        ) from None
+
+
+def _refuse_used(out: Path) -> None:
+    if (out / METRICS).exists():
+        raise SpecError(f"--out is {out} but that folder holds a run already ({METRICS}): try another, such as {out}-2")
+
+
+def _write_folder(request: Request, predicted: Estimate | None, out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SpecError(f"--out is {out} but no folder can be made there ({error.strerror}): try runs/first") from None
+    if predicted is not None:
+        Plan(job=request.job, layout=request.layout, estimate=predicted).save(out / PLAN)
+    import_torch()
+    import torch
+
+    environment = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "processes": request.layout.gpus,
+        "training": request.training.model_dump(mode="json"),
+        "command": sys.argv,
+    }
+    write_text(out / ENVIRONMENT, json.dumps(environment, indent=1) + "\n")
+
+
+def has_gpu() -> bool:
+    """Without touching it: processes are forked later."""
+    from ultrascale.train.machine import gpu_names
+
+    return bool(gpu_names())
+
+
+def machine(world: int, precision: str) -> Cluster | None:
+    """This machine, for a prediction; None where its kind is unknown or has no number for that precision."""
+    import_torch()
+    from ultrascale.train.machine import detect
+
+    try:
+        cluster = detect(world)
+    except SpecError:
+        return None
+    return cluster if precision in cluster.gpu.peak_tflops else None

@@ -1,0 +1,123 @@
+"""What the engine can run, beyond what cost/legality.py calls legal. Said before any process starts, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+from ultrascale.cost import legality
+from ultrascale.cost.legality import divisors, near
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.training import Training
+
+OPTIMIZERS = ("adamw", "sgd-momentum", "sgd")
+PRECISIONS = ("fp32", "bf16", "fp16")
+SPLIT = ("zero-bubble", "zb-v", "dualpipe-v")  # schedules whose weight gradients come apart
+
+
+def check(job: Job, layout: Layout, training: Training) -> None:
+    """Raises SpecError with the first problem and, where another layout would do, two that work."""
+    sentence = job_problem(job)
+    if sentence is None and (sentence := layout_problem(job, layout, training)) is not None:
+        found = [str(one) for one in islice(alternatives(job, layout, training), 2)]
+        if found:
+            sentence += f". Layouts of {job.cluster.gpus} processes that work: {'; '.join(found)}"
+    if sentence is not None:
+        raise SpecError(sentence)
+
+
+def job_problem(job: Job) -> str | None:
+    model = job.model
+    for part in ("moe", "mla"):
+        if getattr(model, part) is not None:
+            return f"model.{part} is set ({model.name}) but the engine trains dense models: try llama-3-8b or tiny"
+    if job.precision not in PRECISIONS:
+        return f"job.precision is {job.precision} but the engine computes in {', '.join(PRECISIONS)}: try bf16"
+    if job.optimizer not in OPTIMIZERS:
+        return f"job.optimizer is {job.optimizer} but the engine steps with {', '.join(OPTIMIZERS)}: try adamw"
+    if job.dropout:
+        return "job.dropout is true but the engine has no dropout: try false"
+    if job.attention != "flash":
+        return f"job.attention is {job.attention} but the engine never writes scores out: try flash"
+    return None
+
+
+def layout_problem(job: Job, layout: Layout, training: Training) -> str | None:
+    return legality.problem(job, layout) or next(
+        (sentence for rule in _RULES if (sentence := rule(job, layout, training)) is not None), None
+    )
+
+
+def _vocabulary(job: Job, layout: Layout, _: Training) -> str | None:
+    vocab = job.model.vocab
+    if vocab % layout.tp == 0:
+        return None
+    return f"layout.tp is {layout.tp} but must divide vocab = {vocab}: try {near(layout.tp, divisors(vocab))}"
+
+
+def _ddp(job: Job, layout: Layout, training: Training) -> str | None:
+    if layout.data_parallel != "ddp" or layout.data_ranks == 1:
+        return None
+    if job.precision != "fp32":
+        return f"layout.data_parallel = ddp reduces in {job.precision}, not in fp32: try data_parallel=bucketed"
+    if layout.pp > 1 and layout.schedule in SPLIT:
+        return f"layout.data_parallel = ddp does not see the split backward of {layout.schedule}: try data_parallel=bucketed"
+    if training.compress != "none":
+        return f"train.compress is {training.compress} but data_parallel = ddp has no such hook: try data_parallel=bucketed"
+    return None
+
+
+def _compress(job: Job, layout: Layout, training: Training) -> str | None:
+    if training.compress == "none" or not layout.zero or layout.data_ranks == 1:
+        return None
+    return f"train.compress is {training.compress} but ZeRO-{layout.zero} scatters in full: try zero=0 or train.compress=none"
+
+
+def _window(job: Job, layout: Layout, _: Training) -> str | None:
+    window = job.model.sliding_window
+    if window is None or window >= job.seq or layout.cp == 1 or layout.context_parallel == "ulysses":
+        return None
+    return (
+        f"layout.context_parallel is {layout.context_parallel} but a window of {window} tokens is only kept by ulysses: "
+        "try context_parallel=ulysses or cp=1"
+    )
+
+
+_RULES: tuple[Callable[[Job, Layout, Training], str | None], ...] = (_vocabulary, _ddp, _compress, _window)
+
+
+def alternatives(job: Job, layout: Layout, training: Training) -> Iterator[Layout]:
+    """Layouts of as many processes that work, those nearest to what was asked first."""
+    world, sequences = job.cluster.gpus, job.sequences
+
+    def distance(axes: tuple[int, int, int, int]) -> int:
+        asked = (layout.dp, layout.tp, layout.pp, layout.cp)
+        return sum(abs(a.bit_length() - b.bit_length()) for a, b in zip(axes, asked, strict=True))
+
+    for dp, tp, pp, cp in sorted(factors(world), key=distance):
+        for mbs in (layout.mbs, 1):
+            if sequences % (dp * mbs):
+                continue
+            for schedule, virtual in ((layout.schedule, layout.virtual_stages), ("1f1b", 1)):
+                fields = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "mbs": mbs, "gas": sequences // (dp * mbs)}
+                candidate = layout.model_copy(
+                    update={**fields, "schedule": schedule, "virtual_stages": virtual, "zero_shards": None}
+                )
+                if layout_problem(job, candidate, training) is None:
+                    yield candidate
+                    break
+            else:
+                continue
+            break
+
+
+def factors(world: int) -> list[tuple[int, int, int, int]]:
+    """Every (dp, tp, pp, cp) of so many processes."""
+    return [
+        (world // (tp * pp * cp), tp, pp, cp)
+        for tp in divisors(world)
+        for pp in divisors(world // tp)
+        for cp in divisors(world // tp // pp)
+    ]

@@ -1,0 +1,212 @@
+"""Runs an Engine in as many processes as a layout wants and holds every rank's losses, norms and gradients to one process's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+import torch._dynamo  # FSDP2 imports it late: once here, and not once in every fork
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from ultrascale.parallel import local
+from ultrascale.parallel.mesh import Mesh
+from ultrascale.parallel.shards import Shard
+from ultrascale.schedules import Action
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.model import Model
+from ultrascale.specs.training import Training
+from ultrascale.train import supported
+from ultrascale.train.data import Batches, corpus
+from ultrascale.train.engine import Engine
+from ultrascale.train.optimizer import Weight
+
+torch.set_num_threads(1)
+
+SEQ = 32
+CLOSE = 1e-5
+NOISE = 1e-4  # of the largest gradient: below it (a key's bias, which softmax ignores) only rounding is left to compare
+
+_SMALL: dict[str, Any] = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 64}
+_GPT2 = {
+    "norm": "layernorm",
+    "positions": "learned",
+    "activation": "gelu",
+    "max_positions": 64,
+    "kv_heads": 4,
+    "qkv_bias": True,
+    "attention_output_bias": True,
+    "mlp_bias": True,
+    "tied_embeddings": True,
+}
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "tied": {"tied_embeddings": True},
+    "gpt2": _GPT2,
+    "qwen2": {"qkv_bias": True, "tied_embeddings": True},
+    "qwen3": {"qk_norm": True, "head_dim": 16},
+    "window": {"sliding_window": 8},
+    "one-kv-head": {"kv_heads": 1},
+    "odd-vocabulary": {"vocab": 61, "tied_embeddings": True},
+    "narrow": {"hidden": 6, "heads": 3, "kv_heads": 1, "head_dim": 2, "ffn": 5},
+    "eight": {"layers": 8, "hidden": 16, "heads": 2, "ffn": 24},
+    "eight-tied": {"layers": 8, "hidden": 16, "heads": 2, "ffn": 24, "tied_embeddings": True},
+}
+
+
+def family(name: str) -> Model:
+    return Model(name=name, **{**_SMALL, **_FAMILIES[name]})
+
+
+def job_of(model: str | Model, **fields: Any) -> Job:
+    shape = family(model) if isinstance(model, str) else model
+    given = {"seq": SEQ, "batch_tokens": SEQ, "precision": "fp32", **fields}
+    return Job(model=shape, cluster=Cluster.load("1xh100"), **given)
+
+
+def training_of(**fields: Any) -> Training:
+    """Biases are zero and norms one at first: a high rate shows from the second step whether they are used rightly.
+
+    A large eps keeps Adam from turning the rounding of gradients near zero into whole steps.
+    """
+    return Training(**{"steps": 3, "seed": 1, "lr": 1e-2, "warmup_steps": 0, "eps": 1e-4, "data": "synthetic", **fields})
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One rank's part of one gradient of the first step."""
+
+    shard: Shard
+    chunk: tuple[int, int] | None
+    """which of how many pieces FSDP2 cut the shard into"""
+    gradient: torch.Tensor
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        part = self.shard.of(whole)
+        if self.chunk is None:
+            return part
+        number, count = self.chunk
+        pieces = part.chunk(count)
+        return pieces[number] if number < len(pieces) else part[:0]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank saw of a few steps."""
+
+    losses: list[float]
+    norms: list[float]
+    pieces: list[Piece]
+    ran: list[Action]
+
+
+def in_ranks(work: Callable[..., Any], job: Job, layout: Layout, training: Training, *arguments: Any) -> list[Any]:
+    """`work(engine, *arguments)` on every rank of the layout."""
+    return local.run(_rank, layout.gpus, work, job, layout, training, arguments, timeout_s=90)
+
+
+def _rank(
+    rank: int, nproc: int, store: str, work: Callable[..., Any], job: Job, layout: Layout, training: Training, arguments: Any
+) -> Any:
+    torch.set_num_threads(1)
+    if nproc > 1:
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
+    result = work(engine_of(job, layout, training, rank), *arguments)
+    if nproc > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+    return result
+
+
+def engine_of(job: Job, layout: Layout, training: Training, rank: int = 0) -> Engine:
+    mesh = Mesh.build(layout, job.model.kv_heads, rank)
+    batches = Batches(corpus(training, job.model.vocab), job.seq, layout.dp * layout.mbs * layout.gas, training.seed)
+    return Engine(job, mesh, training, batches)
+
+
+def train(engine: Engine) -> Seen:
+    """All steps of the training; the gradients of the first, before anything scales or clips them."""
+    losses, norms, pieces = [], [], list[Piece]()
+    for number in range(engine.training.steps):
+        loss = engine.backward(engine.read(number))
+        if number == 0:
+            pieces = [_piece(weight, engine.mesh) for weight in engine.weights]
+        result = engine.update(number, loss)
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+    return Seen(losses, norms, pieces, engine.pipeline.ran)
+
+
+def _piece(weight: Weight, mesh: Mesh) -> Piece:
+    chunk = (mesh.shard.rank, mesh.shard.size) if isinstance(weight.parameter, DTensor) else None
+    return Piece(replace(weight.shard, partial=None), chunk, weight.gradient.clone())
+
+
+@cache
+def one_process(job: Job, batch: int, training: Training) -> Seen:
+    """The whole batch in one forward, on one rank, with nothing cut."""
+    return train(engine_of(job, Layout(mbs=batch), training))
+
+
+def whole_gradients(job: Job, seen: Seen) -> Mapping[str, torch.Tensor]:
+    found = {piece.shard.name: piece.gradient for piece in seen.pieces}
+    if job.model.tied_embeddings:
+        found["head.linear.weight"] = found["embed.tokens.weight"]  # a stage with the head alone has a copy
+    return found
+
+
+def check(model: str | Model, training: Training | None = None, close: float = CLOSE, **fields: Any) -> list[Seen]:
+    """Trains under the layout of `fields` and asserts that every rank agrees with one process."""
+    job, training, layout = job_of(model), training or training_of(), Layout(**{"gas": 4, **fields})
+    assert supported.layout_problem(_as_cut(job, layout), layout, training) is None
+    ranks: list[Seen] = in_ranks(train, job, layout, training)
+    assert_same(ranks, one_process(job, layout.dp * layout.mbs * layout.gas, Training(**plain(training))), job, close)
+    return ranks
+
+
+def _as_cut(job: Job, layout: Layout) -> Job:
+    cluster = Cluster.load(f"{layout.gpus}xh100")
+    return job.changed(cluster=cluster, batch_tokens=layout.batch_tokens(job.seq))
+
+
+def plain(training: Training) -> dict[str, Any]:
+    """The training of one process: nothing that only concerns how ranks exchange."""
+    given = training.model_dump()
+    return {name: value for name, value in given.items() if name not in ("bucket_mb", "compress", "reduce_every_microbatch")}
+
+
+def assert_same(ranks: list[Seen], reference: Seen, job: Job, close: float = CLOSE) -> None:
+    for rank, seen in enumerate(ranks):
+        assert relative(seen.losses, reference.losses) < close, (rank, seen.losses, reference.losses)
+        assert relative(seen.norms, reference.norms) < 10 * close, (rank, seen.norms, reference.norms)
+    errors = gradient_errors(ranks, reference, job)
+    worst = max(errors, key=lambda name: errors[name])
+    assert errors[worst] < close, {name: error for name, error in errors.items() if error >= close}
+
+
+def relative(found: list[float], wanted: list[float]) -> float:
+    return max(abs(one - other) / abs(other) for one, other in zip(found, wanted, strict=True))
+
+
+def gradient_errors(ranks: list[Seen], reference: Seen, job: Job) -> dict[str, float]:
+    """Per parameter, the largest difference over the largest element; asserts that the ranks' pieces make up the whole."""
+    wholes = whole_gradients(job, reference)
+    floor = NOISE * max(float(whole.abs().max()) for whole in wholes.values())
+    missing = {name: torch.ones(whole.shape, dtype=torch.bool) for name, whole in wholes.items()}
+    errors = dict.fromkeys(wholes, 0.0)
+    for piece in (piece for seen in ranks for piece in seen.pieces):
+        name, wanted = piece.shard.name, piece.of(wholes[piece.shard.name])
+        assert piece.gradient.shape == wanted.shape, (name, piece.gradient.shape, wanted.shape)
+        piece.of(missing[name]).fill_(False)
+        if wanted.numel():
+            largest = max(float(wholes[name].abs().max()), floor)
+            errors[name] = max(errors[name], float((piece.gradient - wanted).abs().max()) / largest)
+    if job.model.tied_embeddings:
+        missing.pop("head.linear.weight")
+    assert not [name for name, left in missing.items() if left.any()]
+    return errors

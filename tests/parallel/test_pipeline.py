@@ -1,0 +1,133 @@
+"""Every schedule against one process, and the runtime against the schedule's own list: what ran, in which order, when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from parallel.harness import check, engine_of, in_ranks, job_of, relative, training_of
+
+from ultrascale.parallel import products
+from ultrascale.schedules import Kind, build
+from ultrascale.specs.layout import Layout
+from ultrascale.train.engine import Engine
+
+V: dict[str, Any] = {"virtual_stages": 2}
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "afab": {"schedule": "afab"},
+    "1f1b": {"schedule": "1f1b"},
+    "interleaved": {"schedule": "interleaved", **V},
+    "zero-bubble": {"schedule": "zero-bubble"},
+    "zero-bubble-2": {"schedule": "zero-bubble", **V},
+    "zb-v": {"schedule": "zb-v", **V},
+    "dualpipe-v": {"schedule": "dualpipe-v", **V},
+}
+every_schedule = pytest.mark.parametrize("name", list(SCHEDULES))
+slow = pytest.mark.slow
+
+
+@every_schedule
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("tied", marks=slow), pytest.param("qwen3", marks=slow)])
+def test_two_ranks(family: str, name: str) -> None:
+    """GPT-2 has a tied embedding: its ends are two copies on two ranks, or in a V on the first."""
+    layout = {"pp": 2, "gas": 4, **SCHEDULES[name]}
+    ranks = check(family, **layout)
+    wanted = build(layout["schedule"], 2, 4, layout.get("virtual_stages", 1))
+    assert [tuple(seen.ran) for seen in ranks] == list(wanted.actions)
+
+
+@every_schedule
+@pytest.mark.parametrize("pp", [pytest.param(3, marks=slow), 4])
+def test_more_ranks(pp: int, name: str) -> None:
+    if name == "zero-bubble-2" and pp == 4:
+        pytest.skip("as many stages as interleaved has, and three ranks show it")
+    layout = {"pp": pp, "gas": 2 * pp, **SCHEDULES[name]}
+    ranks = check("eight-tied", **layout)
+    wanted = build(layout["schedule"], pp, 2 * pp, layout.get("virtual_stages", 1))
+    assert [tuple(seen.ran) for seen in ranks] == list(wanted.actions)
+
+
+@slow
+@every_schedule
+@pytest.mark.parametrize("policy", ["none", "selective", "full"])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_with_tensor_parallelism(name: str, policy: str, sequence_parallel: bool) -> None:
+    check("gpt2", pp=2, tp=2, recompute=policy, sequence_parallel=sequence_parallel, **SCHEDULES[name])
+
+
+@pytest.mark.parametrize("policy", ["selective", "full"])
+def test_a_deferred_weight_gradient_recomputes_once(policy: str) -> None:
+    check("qwen2", pp=2, recompute=policy, **SCHEDULES["zb-v"])
+
+
+def test_with_everything() -> None:
+    check("tied", pp=2, tp=2, cp=2, **SCHEDULES["zb-v"])
+
+
+@slow
+@every_schedule
+@pytest.mark.parametrize("data_parallel", ["naive", "hooks", "bucketed"])
+@pytest.mark.parametrize("every", [True, False])
+def test_with_data_parallelism(name: str, data_parallel: str, every: bool) -> None:
+    training = training_of(bucket_mb=0.001, reduce_every_microbatch=every)
+    check("gpt2", training, pp=2, dp=2, data_parallel=data_parallel, **SCHEDULES[name])
+
+
+def _when(engine: Engine) -> list[Kind]:
+    """What the pipeline was at whenever a weight's gradient was computed."""
+    plain, seen = products._weight_gradient, list[Kind]()
+    actions = engine.pipeline.schedule.actions[engine.pipeline.rank]
+
+    def watched(grad: Any, x: Any) -> Any:
+        seen.append(actions[len(engine.pipeline.ran)].kind)
+        return plain(grad, x)
+
+    products._weight_gradient = watched
+    engine.backward(engine.read(0))
+    assert not any(chunk.later.owed or chunk.later.open for chunk in engine.pipeline.chunks.values())
+    return seen
+
+
+@pytest.mark.parametrize("name", ["zero-bubble", "zb-v"])
+def test_weight_gradients_wait_for_their_turn(name: str) -> None:
+    layout = Layout(pp=2, gas=4, **SCHEDULES[name])
+    schedule = build(layout.schedule, 2, 4, layout.virtual_stages)
+    ranks = in_ranks(_when, job_of("llama"), layout, training_of())
+    for rank, seen in enumerate(ranks):
+        assert Kind.I not in seen
+        # Seven products a layer, and the head's on the last stage; each in the one W or B of its micro-batch.
+        assert seen.count(Kind.W) > 0
+        assert len(seen) == 4 * 7 * 2 + (4 if schedule.stages - 1 in schedule.stages_of(rank) else 0)
+
+
+def _evaluated(engine: Engine) -> tuple[float, float, float, float]:
+    """Loss of a batch by evaluation and by training; loss of held-out text before and after a step."""
+    batch = engine.read(0)
+    same = float(engine._mean_loss(engine.pipeline.evaluate(batch)))
+    before = engine.evaluate(2)
+    trained = engine.step(0).loss
+    return same, trained, before, engine.evaluate(2)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"pp": 2, **SCHEDULES["zb-v"]},
+        {"pp": 2, **SCHEDULES["interleaved"]},
+        {"tp": 2},
+        {"cp": 2},
+        *({"dp": 2, "zero": zero} for zero in (0, 1, 3)),
+        {"dp": 2, "data_parallel": "ddp"},
+        pytest.param({"pp": 4, "gas": 8, **SCHEDULES["dualpipe-v"]}, marks=slow),
+        pytest.param({"pp": 2, "dp": 2, "zero": 2, **SCHEDULES["zero-bubble"]}, marks=slow),
+    ],
+    ids=lambda fields: "-".join(f"{value}" for value in fields.values()),
+)
+def test_evaluation(fields: dict[str, Any]) -> None:
+    layout = Layout(**{"gas": 4, **fields})
+    model = "eight-tied" if layout.pp == 4 else "tied"
+    wanted = _evaluated(engine_of(job_of(model), Layout(mbs=layout.dp * layout.gas), training_of()))
+    assert wanted[0] == pytest.approx(wanted[1], rel=1e-6)
+    assert abs(wanted[3] - wanted[2]) > 1e-4  # the step changed what is evaluated
+    for seen in in_ranks(_evaluated, job_of(model), layout, training_of()):
+        assert relative(list(seen), list(wanted)) < 1e-5
