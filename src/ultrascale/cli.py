@@ -17,6 +17,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ultrascale.specs.cluster import Cluster
     from ultrascale.specs.job import Job
     from ultrascale.specs.layout import Layout
     from ultrascale.train.request import Request
@@ -40,7 +41,11 @@ ModelArgument = Annotated[
 ]
 ClusterOption = Annotated[
     str,
-    typer.Option("--cluster", "-c", help="[cyan]64xh100[/], [cyan]'8x8 h100'[/] (nodes x GPUs), or a cluster file."),
+    typer.Option(
+        "--cluster",
+        "-c",
+        help="[cyan]64xh100[/], [cyan]'8x8 h100'[/] (nodes x GPUs), a cluster file, or [cyan]here[/]: this machine.",
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")]
 
@@ -269,27 +274,45 @@ def presets(
 @app.command(rich_help_panel=RUN)
 def quickstart(
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the plan is written.")] = Path("plan.yaml"),
+    out: Annotated[Path | None, typer.Option("--out", help="The run's folder. Default: runs/quickstart-TIME.")] = None,
+    seconds: Annotated[int, typer.Option("--seconds", help="About how long to train.", min=1, max=3600)] = 45,
 ) -> None:
-    """See the main job in ten seconds: plan Llama-3-8B on 8 H100s, write plan.yaml, ask three questions of it."""
-    from ultrascale.plan import what_if as changes
+    """Close the loop on this machine: detect it, plan a small model, train it on real text, predicted beside measured."""
     from ultrascale.plan.search import plan as search
-    from ultrascale.show import explain
-    from ultrascale.show import plan as show
+    from ultrascale.show import plan as show_plan
+    from ultrascale.show import run as show
     from ultrascale.show.lines import heading
+    from ultrascale.train import launch
+    from ultrascale.train.log import batch_line
+    from ultrascale.train.request import Overrides, from_plan
 
-    console = _console()
-    command = "ultrascale plan llama-3-8b --cluster 8xh100 --batch-tokens 1M --seq 8192"
-    heading(console, f"$ {command} -o {output}")
+    console, gpu = _console(), launch.has_gpu()
+    heading(
+        console,
+        f"$ ultrascale plan mini --cluster here --batch-tokens 8k --seq 256 --precision {'bf16' if gpu else 'fp32'} -o {output}",
+    )
     with _progress() as say:
-        result = search(_job("llama-3-8b", "8xh100", "1M", "8192"), top=5, progress=say)
+        say("measuring this machine")
+        job = _job("mini", "here", "8k", "256", precision="bf16" if gpu else "fp32")
+        result = search(job, top=3, progress=say)
     best = result.plans[0]
     best.save(output)
-    show.show_result(console, result)
-    heading(console, f"\n$ ultrascale explain {output} --what-if zero=3 --what-if recompute=full")
-    explain.show_what_if(console, best, [changes.what_if(best, change) for change in ("zero=3", "recompute=full")])
-    heading(console, f"\n$ ultrascale explain {output} --largest seq")
-    explain.show_largest(console, best, changes.largest(best, "seq"))
-    console.print(f"\nThe plan is in {output}. All of it: ultrascale explain {output}")
+    show_plan.show_result(console, result)
+    steps = max(5, min(500, round(seconds / best.estimate.step_time_s)))
+    folder = out or Path("runs") / f"quickstart-{datetime.now():%Y%m%d-%H%M%S}"
+    world = best.layout.gpus
+    heading(
+        console,
+        f"\n$ ultrascale train {output} --nproc {world} --steps {steps} --out {folder} train.lr=1e-3 train.eval_every={steps}",
+    )
+    request = from_plan(best, Overrides.parse([f"train.steps={steps}", "train.lr=1e-3", f"train.eval_every={steps}"]), world)
+    console.print(f"{request.layout}; {batch_line(request.layout, request.job.seq)}; text: Python's standard library, as bytes")
+    run = launch.train(request, folder, world, job.cluster)
+    assert run is not None  # only ranks of torchrun get nothing back
+    show.show_comparison(console, run)
+    console.print(
+        f"The plan is in {output}, the run in {folder}. Next: ultrascale verify {output}, ultrascale explain {output}"
+    )
 
 
 @app.command(rich_help_panel=RUN)
@@ -465,18 +488,18 @@ def _job(
     framework: str = "ultrascale",
 ) -> Job:
     from ultrascale.specs import units
-    from ultrascale.specs.cluster import Cluster
     from ultrascale.specs.framework import Framework
     from ultrascale.specs.job import Job
     from ultrascale.specs.model import Model
     from ultrascale.specs.validate import build
 
-    engine = Framework.load(framework)
+    place = _cluster(cluster)
+    engine = Framework.load("ultrascale-eager" if framework == "ultrascale" and place.gpu.name == "cpu" else framework)
     return build(
         Job,
         {
             "model": Model.load(model),
-            "cluster": Cluster.load(cluster),
+            "cluster": place,
             "seq": units.tokens(seq, "--seq", "8192 or 8k"),
             "batch_tokens": units.tokens(batch_tokens, "--batch-tokens"),
             "precision": precision,
@@ -488,6 +511,19 @@ def _job(
         },
         "job",
     )
+
+
+def _cluster(name: str) -> Cluster:
+    """A preset, a file, or `here`: this machine, its GPUs or two processes of its CPU; `4xhere` for four."""
+    from ultrascale.specs.cluster import Cluster
+
+    count, _, place = name.strip().lower().rpartition("x")
+    if place != "here" or not (count == "" or count.isdigit()):
+        return Cluster.load(name)
+    from ultrascale.train import launch, machine
+
+    launch.import_torch()
+    return machine.detect(int(count) if count else len(machine.gpu_names()) or 2)
 
 
 def _console(to_errors: bool = False) -> Console:

@@ -180,6 +180,8 @@ class Machine:
     def notes(self) -> list[str]:
         """What is borrowed or assumed about this hardware."""
         gpu, notes = self.gpu, []
+        if self.efficiency.synchronous:
+            return [f"{gpu.name}: rates of this machine, measured when it was detected; one rate for products of every shape"]
         if self.surface is None:
             notes.append(
                 f"{gpu.name} has no measured matrix products: {UNMEASURED_MATMUL:.0%} of its peak is assumed for every shape"

@@ -161,7 +161,8 @@ def layer(job: Job, columns: Columns, machine: Machine, moe: bool) -> LayerTime:
         kernels = kernels + per_expert * job.model.moe.experts / columns.ep
     busy = matmul + scores + memory_bound
     host = machine.launch_s * kernels * job.framework.kernels * job.framework.launch
-    launch = _launch(busy, host + (job.framework.routing_s if moe else 0.0))
+    host = host + (job.framework.routing_s if moe else 0.0)
+    launch = Passes(host, 2 * host, zero) if machine.efficiency.synchronous else _launch(busy, host)
     return LayerTime(matmul, scores, memory_bound, launch, products)
 
 

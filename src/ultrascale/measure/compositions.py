@@ -31,7 +31,7 @@ def compositions(job: Job, world: int, only: Sequence[str] = ()) -> list[Layout]
     for word in only:
         if word not in TECHNIQUES:
             raise SpecError(f"--only names '{word:.40}': {nearest(word, TECHNIQUES)}")
-    found = [layout for axes in factors(world) for layout in _of_axes(job, axes)]
+    found = dict.fromkeys(layout for axes in factors(world) for layout in _of_axes(job, axes))
     return [layout for layout in found if all(_uses(layout, word) for word in only)]
 
 
@@ -40,30 +40,38 @@ def _of_axes(job: Job, axes: tuple[int, int, int, int]) -> Iterable[Layout]:
     schedules = SCHEDULES if pp > 1 else ("1f1b",)
     contexts = _CONTEXT if cp > 1 else ("zigzag",)
     stages = range(4) if dp * cp > 1 else range(1)
-    crossed = product(stages, schedules, contexts)
-    for turn, (zero, schedule, context) in enumerate(crossed):
+    alone = sum(size > 1 for size in axes) == 1  # one axis: the rest is crossed in full as well
+    for turn, (zero, schedule, context) in enumerate(product(stages, schedules, contexts)):
         turn += 3 * dp + 5 * tp + 7 * pp + 11 * cp  # another beginning for every way to cut
-        fields: dict[str, Any] = {
-            "dp": dp,
-            "tp": tp,
-            "pp": pp,
-            "cp": cp,
-            "zero": zero,
-            "schedule": schedule,
-            "virtual_stages": _STAGES.get(schedule, 1),
-            "context_parallel": context,
-            "recompute": _RECOMPUTE[turn % 3],
-            "sequence_parallel": bool(turn % 2) or tp == 1,
-            "data_parallel": _DATA[turn % 4] if zero == 0 and dp * cp > 1 else "bucketed",
-            "zero_shards": dp * cp // 2 if zero and dp * cp >= 4 and turn % 4 == 1 else None,
-            "keep_gathered": zero == 3 and turn % 5 == 0,
-        }
-        layout = _with_batch(job, Layout(**fields))
-        training = Training()
-        if layout_problem(job, layout, training) is not None and layout.data_parallel == "ddp":
-            layout = layout.model_copy(update={"data_parallel": "bucketed"})
-        if layout_problem(job, layout, training) is None:
-            yield layout
+        ways = _DATA if zero == 0 and dp * cp > 1 else ("bucketed",)
+        rests = product(_RECOMPUTE, (True, False) if tp > 1 else (True,), ways)
+        for recompute, sequence, way in (
+            rests if alone else [(_turn(_RECOMPUTE, turn), bool(turn % 2) or tp == 1, _turn(ways, turn))]
+        ):
+            fields: dict[str, Any] = {
+                "dp": dp,
+                "tp": tp,
+                "pp": pp,
+                "cp": cp,
+                "zero": zero,
+                "schedule": schedule,
+                "virtual_stages": _STAGES.get(schedule, 1),
+                "context_parallel": context,
+                "recompute": recompute,
+                "sequence_parallel": sequence,
+                "data_parallel": way,
+                "zero_shards": dp * cp // 2 if zero and dp * cp >= 4 and turn % 4 == 1 else None,
+                "keep_gathered": zero == 3 and turn % 5 == 0,
+            }
+            layout = _with_batch(job, Layout(**fields))
+            if way == "ddp" and layout_problem(job, layout, Training()) is not None:
+                layout = layout.model_copy(update={"data_parallel": "bucketed"})
+            if layout_problem(job, layout, Training()) is None:
+                yield layout
+
+
+def _turn(values: Sequence[Any], turn: int) -> Any:
+    return values[turn % len(values)]
 
 
 def _with_batch(job: Job, layout: Layout) -> Layout:

@@ -203,8 +203,8 @@ def reduced(job: Job, layout: Layout) -> Reduced:
         cut = layout.model_copy(update={"dp": dp, "zero_shards": None})
         if cut.gpus > MOST_PROCESSES:
             raise SpecError(
-                f"layout.tp·pp·cp is {layout.tp}·{layout.pp}·{layout.cp} = {layout.gpus // layout.dp}, but verify starts at most "
-                f"{MOST_PROCESSES} processes on one machine: try smaller ones, such as layout.pp=2"
+                f"layout.tp·pp·cp is {layout.tp}·{layout.pp}·{layout.cp} = {layout.gpus // layout.dp}, but verify starts at "
+                f"most {MOST_PROCESSES} processes on one machine: try smaller ones, such as layout.pp=2"
             )
         notes.append(f"dp {cut.dp} instead of {layout.dp}: more replicas compute what these do")
     if layout.mbs * layout.gas > MOST_SEQUENCES:

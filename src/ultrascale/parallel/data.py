@@ -20,6 +20,7 @@ from ultrascale.parallel.comm import Axis, Handle
 Variant = Literal["naive", "hooks", "bucketed"]
 Compress = Literal["none", "bf16", "int8"]
 MEGABYTE = 1e6
+BLOCK = 256  # numbers with one int8 scale: a scale for a whole bucket would round its small gradients to zero
 
 
 class Gradients:
@@ -178,12 +179,12 @@ def mean_start(flat: torch.Tensor, axis: Axis, compress: Compress = "none") -> H
 
 def _eight_bits_start(flat: torch.Tensor, axis: Axis) -> Handle[torch.Tensor]:
     """A reduce-scatter and an all-gather of bytes: slices meet in fp32 and are rounded once on either way."""
-    length = -(-flat.numel() // axis.size)
-    padded = flat.new_zeros(axis.size * length)
+    blocks = -(-flat.numel() // (axis.size * BLOCK))
+    padded = flat.new_zeros(axis.size * blocks * BLOCK)
     padded[: flat.numel()] = flat
-    codes, scales = _quantised(padded.view(axis.size, length))
+    codes, scales = _quantised(padded.view(-1, BLOCK))
     met = comm.all_to_all(codes, axis, 0, 0).float() * comm.all_to_all(scales, axis, 0, 0)
-    code, scale = _quantised(met.mean(dim=0, keepdim=True))
+    code, scale = _quantised(met.view(axis.size, blocks, BLOCK).mean(dim=0))
     whole = comm.all_gather(code, axis).float() * comm.all_gather(scale, axis)
     flat.copy_(whole.view(-1)[: flat.numel()])
     return comm.done(flat, axis)

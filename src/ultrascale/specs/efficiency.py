@@ -32,6 +32,9 @@ class Efficiency(BaseModel):
     )
     memory_bandwidth: float = Field(0.87, ge=1e-3, le=1, description="of the data sheet, in memory-bound operators")
     kernel_launch_s: float = Field(5.0e-6, ge=0, le=1e-2, description="host time to launch one kernel")
+    synchronous: bool = Field(
+        False, strict=True, description="operators run in the host's own time, as on a CPU: nothing hides their launch"
+    )
     link_latency_s: float | None = Field(
         None, ge=0, le=1, examples=[2e-6], description="per hop inside the fast domain; None: measured"
     )

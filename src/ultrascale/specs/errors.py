@@ -1,4 +1,4 @@
-"""The errors a user meets: input that cannot be used (what was given, what is allowed, a value that works), a run that ended."""
+"""The errors a user meets: input that cannot be used (what was given, what is allowed, what works), and a run that ended."""
 
 from __future__ import annotations
 

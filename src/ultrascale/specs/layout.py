@@ -78,6 +78,10 @@ class Layout(BaseModel):
             words.append(self.schedule + (f"·v{self.virtual_stages}" if self.virtual_stages > 1 else ""))
         if self.cp > 1:
             words.append(self.context_parallel)
+        if self.tp > 1 and not self.sequence_parallel:
+            words.append("no sp")
+        if self.data_parallel != "bucketed" and self.data_ranks > 1 and not self.zero:
+            words.append(self.data_parallel)
         words.append(f"mbs{self.mbs}·gas{self.gas}")
         if self.recompute != "none":
             words.append(f"{self.recompute} recompute")

@@ -114,7 +114,7 @@ def _cpu(nproc: int) -> Cluster:
 
 def cpu_cluster(nproc: int, rates: Rates, link: LinkRate, memory: float) -> Cluster:
     """The measured numbers as a GPU kind called `cpu`, of which a step gets all: they are no data sheet."""
-    together = f"measured here with {nproc} processes at work, one thread each"
+    together = f"measured here with {nproc} processes at work on {cores()} cores"
     bandwidth, between = rates.stream_bytes_s / 1e9, link.bytes_s / 1e9
     sources = {
         "memory_gib": f"this machine's, or its control group's, over {nproc} processes",
@@ -156,6 +156,7 @@ def _efficiency(nproc: int, rates: Rates, link: LinkRate) -> Efficiency:
         attention_backward=_share(rates.attention_backward_flops / reach, rates.products_flops),
         memory_bandwidth=1.0,
         kernel_launch_s=min(1e-2, rates.operator_s),
+        synchronous=True,
         link_latency_s=min(1.0, link.latency_s),
         link_bandwidth=1.0,
         network_bandwidth=1.0,
@@ -195,7 +196,7 @@ def _rates(rank: int, nproc: int, store: str) -> Rates:
     import torch.distributed as dist
     from torch.nn.functional import scaled_dot_product_attention
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(max(1, cores() // nproc))
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
 
     def timed(action: Callable[[], object], for_s: float) -> float:

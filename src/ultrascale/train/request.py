@@ -12,6 +12,7 @@ from typing import Any
 
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError, nearest
+from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout, field_value
 from ultrascale.specs.model import Model
@@ -73,8 +74,9 @@ class Request:
     """what followed from what was given"""
 
     def on(self, cluster: Cluster) -> Request:
-        """The same run, its job on another machine of as many processes."""
-        return replace(self, job=self.job.changed(cluster=cluster))
+        """The same run on the machine that is there; on a CPU nothing is compiled."""
+        engine = Framework.load("ultrascale-eager" if cluster.gpu.name == "cpu" else "ultrascale")
+        return replace(self, job=self.job.changed(cluster=cluster, framework=engine))
 
 
 def from_plan(plan: Plan, overrides: Overrides, world: int, training: Training | None = None) -> Request:

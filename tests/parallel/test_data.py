@@ -1,0 +1,194 @@
+"""Data parallelism without ZeRO: every variant against one process, when and how often it reduces, what travels."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from parallel.harness import check, gradient_errors, in_ranks, job_of, one_process, relative, train, training_of
+
+from ultrascale.parallel import comm, data, local
+from ultrascale.parallel.comm import Axis
+from ultrascale.parallel.data import mean_start
+from ultrascale.specs.layout import Layout
+from ultrascale.train.engine import Engine
+
+VARIANTS = ["naive", "hooks", "bucketed", "ddp"]
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize("every", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_against_one_process(variant: str, every: bool) -> None:
+    training = training_of(bucket_mb=0.001, reduce_every_microbatch=every)
+    check("gpt2", training, dp=2, gas=3, data_parallel=variant)
+
+
+@pytest.mark.parametrize("schedule", ["afab", "1f1b"])
+@pytest.mark.parametrize("every", [False, True])
+def test_torch_ddp_in_a_pipeline(schedule: str, every: bool) -> None:
+    """Its forwards run ahead of its backwards, which DDP was not made for."""
+    training = training_of(bucket_mb=0.001, reduce_every_microbatch=every)
+    check("gpt2", training, dp=2, pp=2, schedule=schedule, data_parallel="ddp")
+
+
+@slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_with_context_parallelism(variant: str) -> None:
+    check("qwen3", dp=2, cp=2, gas=2, data_parallel=variant)
+
+
+def _recorded(engine: Engine) -> list[str]:
+    """Reductions and ends of backwards of one step, in order."""
+    events: list[str] = []
+    reduce, after = data.mean_start, data.Reduced.after_backward
+
+    def started(*arguments: Any) -> Any:
+        events.append("reduce")
+        return reduce(*arguments)
+
+    def ended(self: Any, last: bool, split: bool) -> None:
+        events.append("end")
+        after(self, last, split)
+
+    data.mean_start = started
+    data.Reduced.after_backward = ended  # type: ignore[method-assign]
+    engine.backward(engine.read(0))
+    return events
+
+
+PARAMETERS = 3 + 4 * 9  # of llama: two ends and a norm; seven products and two norms a layer
+
+
+@pytest.mark.parametrize(
+    ("variant", "bucket_mb", "every", "wanted"),
+    [
+        ("naive", 25.0, False, ["end"] * 3 + ["reduce"] * PARAMETERS),
+        ("naive", 25.0, True, 3 * (["end"] + ["reduce"] * PARAMETERS)),
+        ("hooks", 25.0, False, ["end"] * 2 + ["reduce"] * PARAMETERS + ["end"]),
+        ("hooks", 25.0, True, 3 * (["reduce"] * PARAMETERS + ["end"])),
+        ("bucketed", 25.0, False, ["end"] * 2 + ["reduce"] + ["end"]),
+        ("bucketed", 1e-9, False, ["end"] * 2 + ["reduce"] * PARAMETERS + ["end"]),
+        ("bucketed", 0.02, True, 3 * (["reduce"] * 8 + ["end"])),
+    ],
+)
+def test_when_gradients_meet(variant: str, bucket_mb: float, every: bool, wanted: list[str]) -> None:
+    """Hooks and buckets are under way before their backward ends; the naive way waits for the end."""
+    layout = Layout(dp=2, gas=3, data_parallel=variant)
+    training = training_of(bucket_mb=bucket_mb, reduce_every_microbatch=every)
+    for seen in in_ranks(_recorded, job_of("llama"), layout, training):
+        assert seen == wanted
+
+
+def _order(engine: Engine) -> list[int]:
+    """For each reduction, how many of the parameters had no gradient yet when it began."""
+    made, left = 0, list[int]()
+    total, start = len(engine.weights), data.mean_start
+
+    def count(_: Any) -> None:
+        nonlocal made
+        made += 1
+
+    def started(*arguments: Any) -> Any:
+        left.append(total - made)
+        return start(*arguments)
+
+    for weight in engine.weights:
+        weight.parameter.register_post_accumulate_grad_hook(count)
+    data.mean_start = started
+    engine.backward(engine.read(0))
+    return left
+
+
+def test_buckets_fill_one_after_the_other() -> None:
+    """The first starts while most gradients are still to come, and none waits for a parameter of a much later layer."""
+    training = training_of(bucket_mb=0.02)
+    for left in in_ranks(_order, job_of("llama"), Layout(dp=2), training):
+        assert left == sorted(left, reverse=True)
+        assert left[0] > PARAMETERS / 2
+
+
+def _compressed(engine: Engine) -> tuple[Any, Counter[torch.dtype]]:
+    """What training saw, and the bytes that travelled between the data ranks in the first step, by format."""
+    sent: Counter[torch.dtype] = Counter()
+    for name in ("all_reduce_start", "all_to_all", "all_gather"):
+        setattr(comm, name, _watched(getattr(comm, name), engine.mesh.data, sent))
+    return train(engine), sent
+
+
+def _watched(function: Callable[..., Any], axis: Axis, sent: Counter[torch.dtype]) -> Callable[..., Any]:
+    def watched(x: torch.Tensor, on: Axis, *arguments: Any, **more: Any) -> Any:
+        if on is axis:
+            sent[x.dtype] += x.nbytes
+        return function(x, on, *arguments, **more)
+
+    return watched
+
+
+@pytest.mark.parametrize("variant", ["hooks", "bucketed"])
+@pytest.mark.parametrize(
+    ("compress", "dtype", "each", "bound"), [("bf16", torch.bfloat16, 2, 2.0**-7), ("int8", torch.int8, 1.5, 4 / 127)]
+)
+def test_compressed_gradients(variant: str, compress: str, dtype: torch.dtype, each: float, bound: float) -> None:
+    """Near one process's and the same on all ranks, to the bit; and the small format is really what travels."""
+    job, layout, training = job_of("llama"), Layout(dp=2, gas=2, data_parallel=variant), training_of(compress=compress, steps=2)
+    found = in_ranks(_compressed, job, layout, training)
+    ranks = [seen for seen, _ in found]
+    reference = one_process(job, 4, training_of(steps=2))
+    assert max(gradient_errors(ranks, reference, job).values()) < bound
+    assert relative(ranks[0].losses, reference.losses) < 1e-2
+    assert ranks[0].losses == ranks[1].losses
+    for mine, other in zip(ranks[0].pieces, ranks[1].pieces, strict=True):
+        assert torch.equal(mine.gradient, other.gradient)
+    numbers = 2 * sum(piece.gradient.numel() for piece in ranks[0].pieces)
+    for _, sent in found:
+        # int8: all of it one way, this rank's half back; fp32 are the scales and nothing else. Norms are padded to a block.
+        assert each * numbers <= sent[dtype] < each * numbers * (1.01 if variant == "bucketed" else 1.25)
+        assert sent[torch.float32] < 0.03 * sent[torch.int8]
+
+
+def _mean(rank: int, nproc: int, store: str, compress: data.Compress, length: int) -> torch.Tensor:
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
+    axis = Axis("dp", dist.group.WORLD, rank, nproc, tuple(range(nproc)))
+    result = mean_start(_values(rank, length), axis, compress).wait()
+    dist.destroy_process_group()
+    return result
+
+
+def _values(rank: int, length: int) -> torch.Tensor:
+    return torch.randn(length, generator=torch.Generator().manual_seed(rank)) * 10.0 ** (rank - 1)
+
+
+@pytest.mark.parametrize("length", [1, 7, 1000])
+def test_the_mean_of_three_ranks_in_eight_bits(length: int) -> None:
+    """Each number is rounded to 1/254 of its slice's largest when it leaves, and once more when the mean comes back."""
+    everybody = torch.stack([_values(rank, length) for rank in range(3)])
+    results = local.run(_mean, 3, "int8", length, timeout_s=60)
+    bound = (everybody.abs().amax(dim=1).mean() + everybody.mean(0).abs().max() * (1 + 1 / 127)) / 254
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert float((results[0] - everybody.mean(0)).abs().max()) <= float(bound) * (1 + 1e-5)
+
+
+def _apart(rank: int, nproc: int, store: str) -> torch.Tensor:
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
+    axis = Axis("dp", dist.group.WORLD, rank, nproc, tuple(range(nproc)))
+    values = torch.cat([torch.ones(2048), torch.full((2048,), 1e-4)])
+    result = mean_start(values, axis, "int8").wait()
+    dist.destroy_process_group()
+    return result
+
+
+def test_small_gradients_survive_beside_large_ones_in_eight_bits() -> None:
+    for result in local.run(_apart, 2, timeout_s=60):
+        torch.testing.assert_close(result[2048:], torch.full((2048,), 1e-4), rtol=1e-2, atol=0)
+
+
+def test_a_gradient_that_is_not_finite_survives_eight_bits() -> None:
+    codes, scales = data._quantised(torch.tensor([[1.0, float("nan")], [1.0, float("inf")], [0.0, 0.0]]))
+    back = codes.float() * scales
+    assert not bool(torch.isfinite(back[:2]).any())
+    assert torch.equal(back[2], torch.zeros(2))

@@ -1,0 +1,200 @@
+"""The step: one process against plain torch, clipping, the guard against NaN, and that a missing reduction would be seen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from parallel.harness import (
+    SEQ,
+    assert_same,
+    check,
+    engine_of,
+    gradient_errors,
+    in_ranks,
+    job_of,
+    one_process,
+    train,
+    training_of,
+)
+from torch import nn
+
+from ultrascale.model.init import initialize
+from ultrascale.model.transformer import Transformer
+from ultrascale.parallel.mesh import Mesh
+from ultrascale.specs.errors import RunError
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.training import Training
+from ultrascale.train import engine as engines
+from ultrascale.train.data import Batches, corpus
+from ultrascale.train.engine import Engine, NotFiniteError
+from ultrascale.train.lr import learning_rate
+
+FAMILIES = ["llama", "tied", "gpt2", "qwen2", "qwen3", "window", "one-kv-head"]
+
+
+def by_hand(family: str, training: Training, batch: int) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Losses, norms and last weights of plain torch: one model, its own cross-entropy, AdamW and clipping."""
+    job = job_of(family)
+    model = Transformer(job.model)
+    initialize(model, training.seed, job.model)
+    named = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in named.values() if p.dim() > 1], "weight_decay": training.weight_decay},
+            {"params": [p for p in named.values() if p.dim() == 1], "weight_decay": 0.0},
+        ],
+        betas=(training.beta1, training.beta2),
+        eps=training.eps,
+    )
+    batches = Batches(corpus(training, job.model.vocab), SEQ, batch, training.seed)
+    losses, norms = [], []
+    for step in range(training.steps):
+        inputs, targets = batches.train(step, range(batch))
+        logits = model(inputs, torch.arange(SEQ))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(named.values(), training.clip)))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(training, step)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, norms, {name: parameter.detach() for name, parameter in named.items()}
+
+
+def _weights(engine: Engine) -> dict[str, Any]:
+    """Trained to the end, the rank's part of each weight."""
+    seen = train(engine)
+    return {
+        "seen": seen,
+        "weights": [replace(piece, gradient=w.local.clone()) for piece, w in zip(seen.pieces, engine.weights, strict=True)],
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_process_is_plain_torch(family: str) -> None:
+    training = training_of(clip=0.3)
+    losses, norms, weights = by_hand(family, training, 4)
+    done = _weights(engine_of(job_of(family), Layout(gas=2, mbs=2), training))
+    assert done["seen"].losses == pytest.approx(losses, rel=1e-6)
+    assert done["seen"].norms == pytest.approx(norms, rel=1e-5)
+    assert max(norms) > training.clip
+    assert {piece.shard.name for piece in done["weights"]} == weights.keys()
+    for piece in done["weights"]:
+        torch.testing.assert_close(piece.gradient, weights[piece.shard.name], rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"dp": 2, "zero": 0},
+        {"dp": 2, "zero": 3},
+        {"tp": 2},
+        {"pp": 2, "gas": 2, "schedule": "zb-v", "virtual_stages": 2},
+        pytest.param({"dp": 2, "tp": 2, "zero": 2}, marks=pytest.mark.slow),
+        pytest.param({"pp": 2, "cp": 2, "gas": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_clipped_weights(fields: dict[str, Any]) -> None:
+    """Weights after three clipped steps, with plain SGD so that the length of the gradient decides."""
+    job, training, layout = job_of("gpt2", optimizer="sgd"), training_of(clip=0.1, lr=1.0), Layout(**{"gas": 1, **fields})
+    batch = layout.dp * layout.mbs * layout.gas
+    wanted = _weights(engine_of(job, Layout(mbs=batch), training))
+    assert min(wanted["seen"].norms) > 3 * training.clip
+    wholes = {piece.shard.name: piece.gradient for piece in wanted["weights"]}
+    wholes["head.linear.weight"] = wholes["embed.tokens.weight"]
+    for rank in in_ranks(_weights, job, layout, training):
+        assert rank["seen"].norms == pytest.approx(wanted["seen"].norms, rel=1e-5)
+        for piece in rank["weights"]:
+            torch.testing.assert_close(piece.gradient, piece.of(wholes[piece.shard.name]), rtol=1e-5, atol=1e-6)
+
+
+def _planted(engine: Engine) -> str:
+    """Trains a step, makes one number of one weight NaN on the rank that has it, trains on; what the error says."""
+    engine.step(0)
+    for weight in engine.weights:
+        if weight.shard.name == "blocks.2.mlp.down.weight" and weight.local.numel() and engine.mesh.data.rank == 0:
+            weight.local.view(-1)[0] = float("nan")
+    before = [weight.local.clone() for weight in engine.weights]
+    with pytest.raises(NotFiniteError) as error:
+        engine.step(1)
+    # The guard comes before the update: what was there is there.
+    assert all(torch.equal(old, w.local) for old, w in zip(before, engine.weights, strict=True) if not old.isnan().any())
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"dp": 2},
+        {"dp": 2, "zero": 3},
+        {"tp": 2},
+        {"pp": 2, "gas": 2},
+        pytest.param({"pp": 2, "gas": 2, "dp": 2, "zero": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_nan_ends_the_run_on_every_rank_and_is_named(fields: dict[str, Any]) -> None:
+    said = in_ranks(_planted, job_of("llama"), Layout(**fields), training_of())
+    assert len(set(said)) == 1
+    assert said[0].startswith("step 2: loss nan")
+    assert "the gradient of" in said[0]
+    assert "weights are those of step 1" in said[0]
+
+
+def test_a_gradient_alone_that_is_not_finite_is_named_exactly() -> None:
+    engine = engine_of(job_of("llama"), Layout(), training_of())
+    loss = engine.backward(engine.read(0))
+    weight = engine.weights[7]
+    weight.gradient.view(-1)[3] = float("inf")
+    with pytest.raises(RunError, match=rf"step 1: .*the gradient of {weight.shard.name} is not finite"):
+        engine.update(0, loss)
+
+
+# What follows plants mistakes: each must be seen by the comparison that all other tests rely on.
+
+
+def _wrong(fields: dict[str, Any], family: str = "gpt2") -> float:
+    """The largest error of a gradient, with the comparison failing; 0 where it passes."""
+    layout, job = Layout(**{"gas": 2, **fields}), job_of(family)
+    ranks = in_ranks(train, job, layout, training_of())
+    reference = one_process(job, layout.dp * layout.mbs * layout.gas, training_of())
+    try:
+        assert_same(ranks, reference, job)
+    except AssertionError:
+        return max(gradient_errors(ranks, reference, job).values())
+    return 0.0
+
+
+def test_data_ranks_without_cp_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """picotron's mistake: gradients reduced over dp alone, though cp ranks see other tokens too."""
+    whole = Mesh.build.__func__  # type: ignore[attr-defined]
+
+    def build(cls: type[Mesh], *arguments: Any, **more: Any) -> Mesh:
+        mesh: Mesh = whole(cls, *arguments, **more)
+        return replace(mesh, data=replace(mesh.replica, group=None, rank=0, size=1, ranks=(mesh.rank,)))
+
+    assert _wrong({"cp": 2}) == 0
+    monkeypatch.setattr(Mesh, "build", classmethod(build))
+    assert _wrong({"cp": 2}) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("fields", "family"),
+    [({"tp": 2}, "gpt2"), ({"tp": 4, "sequence_parallel": False}, "one-kv-head"), ({"pp": 2}, "gpt2"), ({"tp": 2}, "qwen3")],
+)
+def test_a_sum_that_is_left_out_would_be_seen(
+    fields: dict[str, Any], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms on slices of the sequence, repeated kv heads, tied ends: each is completed by one sum after backward."""
+    monkeypatch.setattr(engines, "_sum_together", lambda tensors, axis: None)
+    assert _wrong(fields, family) > 1e-2
+
+
+def test_more_than_one_sequence_in_a_micro_batch() -> None:
+    check("gpt2", dp=2, mbs=3, gas=2)
