@@ -6,15 +6,14 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 .PHONY: quickstart test test-slow check format bench clean
 
-quickstart: $(VENV)/.base
+quickstart: $(VENV)/.train
 	$(BIN)/ultrascale quickstart
 
 test: check
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
-# The long tail, and the comparison of our schedules with torch's.
-test-slow: $(VENV)/.dev
-	$(PIP) --editable '.[dev,train]'
+# With the long tail: every composition of layouts, and our schedules beside torch's.
+test-slow: check
 	$(BIN)/python -m pytest -n 2
 
 check: $(VENV)/.dev
@@ -38,7 +37,12 @@ $(VENV)/.base: pyproject.toml constraints.txt
 	$(PIP) --editable .
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.base
+$(VENV)/.train: $(VENV)/.base
+	@echo "Adding torch"
+	$(PIP) --editable '.[train]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.train
 	@echo "Adding the tools of development"
-	$(PIP) --editable '.[dev]'
+	$(PIP) --editable '.[dev,train]'
 	@touch $@

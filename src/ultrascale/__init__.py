@@ -1,10 +1,12 @@
-"""Ultrascale: the Ultra-Scale Playbook as software. Plan a training run; know its memory, its time and the reasons.
+"""Ultrascale: the Ultra-Scale Playbook as software. Plan a training run, run it, know what it should do and what it did.
 
-from ultrascale import Cluster, Job, Model, plan
+from ultrascale import Cluster, Job, Model, Trainer, Training, plan
 
-job = Job(model=Model.load("llama-3-8b"), cluster=Cluster.load("8xh100"), seq=8192, batch_tokens=2**20)
+job = Job(model=Model.load("tiny"), cluster=Cluster.load("2xh100"), seq=128, batch_tokens=2048)
 best = plan(job).plans[0]
-print(best.layout, best.estimate.step_time_s, best.estimate.peak_gib)
+training = Training(steps=20, data="stdlib")
+trainer = Trainer(best, training)
+run = trainer.run("runs/first")
 """
 
 from __future__ import annotations
@@ -18,13 +20,17 @@ if TYPE_CHECKING:
     from ultrascale.cost.estimate import estimate
     from ultrascale.plan import Result, plan
     from ultrascale.specs.cluster import Cluster
-    from ultrascale.specs.errors import SpecError
+    from ultrascale.specs.errors import RunError, SpecError
     from ultrascale.specs.estimate import Estimate
     from ultrascale.specs.gpu import GPU
     from ultrascale.specs.job import Job
     from ultrascale.specs.layout import Layout
+    from ultrascale.specs.measurement import Measurement
     from ultrascale.specs.model import Model
     from ultrascale.specs.plan import Plan
+    from ultrascale.specs.training import Training
+    from ultrascale.train.launch import Run
+    from ultrascale.train.trainer import Trainer
 
 __version__ = "0.1.0"
 
@@ -37,6 +43,11 @@ _HOME = {
     "Estimate": "ultrascale.specs.estimate",
     "Plan": "ultrascale.specs.plan",
     "SpecError": "ultrascale.specs.errors",
+    "RunError": "ultrascale.specs.errors",
+    "Measurement": "ultrascale.specs.measurement",
+    "Training": "ultrascale.specs.training",
+    "Trainer": "ultrascale.train.trainer",
+    "Run": "ultrascale.train.launch",
     "estimate": "ultrascale.cost.estimate",
     "Result": "ultrascale.plan",
 }
@@ -47,10 +58,15 @@ __all__ = [
     "Estimate",
     "Job",
     "Layout",
+    "Measurement",
     "Model",
     "Plan",
     "Result",
+    "Run",
+    "RunError",
     "SpecError",
+    "Trainer",
+    "Training",
     "__version__",
     "estimate",
     "plan",

@@ -287,13 +287,11 @@ def quickstart(
     from ultrascale.train.request import Overrides, from_plan
 
     console, gpu = _console(), launch.has_gpu()
-    heading(
-        console,
-        f"$ ultrascale plan mini --cluster here --batch-tokens 8k --seq 256 --precision {'bf16' if gpu else 'fp32'} -o {output}",
-    )
+    precision = "bf16" if gpu else "fp32"
+    heading(console, f"$ ultrascale plan mini --cluster here --batch-tokens 4k --seq 256 --precision {precision} -o {output}")
     with _progress() as say:
         say("measuring this machine")
-        job = _job("mini", "here", "8k", "256", precision="bf16" if gpu else "fp32")
+        job = _job("mini", "here", "4k", "256", precision=precision)
         result = search(job, top=3, progress=say)
     best = result.plans[0]
     best.save(output)
@@ -330,7 +328,8 @@ def train(
     ] = None,
     steps: Annotated[int | None, typer.Option("--steps", help="Optimizer steps (train.steps).")] = None,
     nproc: Annotated[
-        int | None, typer.Option("--nproc", help="Start so many processes here; not needed under torchrun or srun.")
+        int | None,
+        typer.Option("--nproc", min=1, max=1024, help="Start so many processes here; not needed under torchrun or srun."),
     ] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Of weights and data order (train.seed).")] = None,
     seq: Annotated[str | None, typer.Option("--seq", help="Sequence length (job.seq).")] = None,
@@ -468,11 +467,7 @@ def _request(
     changes = Overrides.parse([*given, *(words if file is None else words[1:])])
     if file is None:
         return from_model(Model.load(str(model)), changes, world, precision="bf16" if gpu else "fp32")
-    plan = Plan.load(file)
-    if not gpu and plan.job.precision != "fp32" and "precision" not in changes.job:
-        typer.echo(f"note: no GPU here, so this computes in fp32, not in {plan.job.precision}", err=True)
-        changes = Overrides.parse([*given, "job.precision=fp32", *words[1:]])
-    return from_plan(plan, changes, world)
+    return from_plan(Plan.load(file), changes, world, gpu=gpu)
 
 
 def _job(

@@ -14,7 +14,7 @@ SIZES = (1, 2, 3, 4)
 LAYOUTS = [
     Layout(dp=dp, tp=tp, pp=pp, cp=cp)
     for dp, tp, pp, cp in product(SIZES, (1, 2, 4), (1, 2, 3, 4, 5), (1, 2))
-    if dp * tp * pp * cp <= 24
+    if dp * tp * pp * cp <= 16
 ]
 SHARDED = [
     layout.changed(zero=3, zero_shards=shards)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from parallel.harness import check
 from parallel.test_pipeline import SCHEDULES, every_schedule
 
@@ -18,13 +19,13 @@ def test_two_ranks(family: str, zero: int) -> None:
     check(family, dp=2, gas=3, zero=zero)
 
 
-@stages
+@pytest.mark.parametrize("zero", [1, pytest.param(2, marks=slow), 3])
 def test_uneven_and_empty_shards(zero: int) -> None:
     """Four ranks share two rows of a key's weight and five of the MLP's: some hold less, some nothing."""
-    check("narrow", dp=4, gas=2, zero=zero)
+    check("narrow", dp=4, gas=1, zero=zero)
 
 
-@stages
+@pytest.mark.parametrize("zero", [pytest.param(1, marks=slow), 2, pytest.param(3, marks=slow)])
 def test_shards_of_three_ranks(zero: int) -> None:
     check("odd-vocabulary", dp=3, gas=2, zero=zero)
 
@@ -34,7 +35,7 @@ def test_hsdp(zero: int) -> None:
     check("tied", dp=4, gas=2, zero=zero, zero_shards=2)
 
 
-@pytest.mark.parametrize("policy", ["none", "selective", "full"])
+@pytest.mark.parametrize("policy", ["none", *(pytest.param(policy, marks=slow) for policy in ("selective", "full"))])
 def test_kept_gathered(policy: str) -> None:
     check("tied", dp=2, gas=2, zero=3, keep_gathered=True, recompute=policy)
 
@@ -42,7 +43,7 @@ def test_kept_gathered(policy: str) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"zero": 0, "offload": "optimizer"},
+        pytest.param({"zero": 0, "offload": "optimizer"}, marks=slow),
         pytest.param({"zero": 1, "offload": "optimizer"}, marks=slow),
         {"zero": 3, "offload": "optimizer"},
         {"zero": 3, "offload": "parameters"},
@@ -60,15 +61,15 @@ def test_in_every_schedule(name: str, zero: int, policy: str) -> None:
     check("tied", dp=2, pp=2, zero=zero, recompute=policy, **SCHEDULES[name])
 
 
-@pytest.mark.parametrize(("name", "zero"), [("1f1b", 1), ("zero-bubble", 2), ("zb-v", 3), ("dualpipe-v", 1)])
+@pytest.mark.parametrize(("name", "zero"), [pytest.param("1f1b", 1, marks=slow), ("zero-bubble", 2), ("zb-v", 3)])
 def test_in_a_pipeline(name: str, zero: int) -> None:
     check("tied", dp=2, pp=2, zero=zero, recompute="full", **SCHEDULES[name])
 
 
 def test_with_context_and_tensor_parallelism() -> None:
     """Shards go over dp and cp together."""
-    check("gpt2", dp=2, cp=2, gas=2, zero=3)
-    check("qwen3", dp=2, tp=2, gas=2, zero=2)
+    check("gpt2", dp=2, cp=2, gas=1, zero=3)
+    check("qwen3", dp=2, tp=2, gas=1, zero=2)
 
 
 @slow

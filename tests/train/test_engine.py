@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
 from parallel.harness import (
     SEQ,
     assert_same,
@@ -19,8 +21,6 @@ from parallel.harness import (
     train,
     training_of,
 )
-from torch import nn
-
 from ultrascale.model.init import initialize
 from ultrascale.model.transformer import Transformer
 from ultrascale.parallel.mesh import Mesh
@@ -90,7 +90,7 @@ def test_one_process_is_plain_torch(family: str) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"dp": 2, "zero": 0},
+        pytest.param({"dp": 2, "zero": 0}, marks=pytest.mark.slow),
         {"dp": 2, "zero": 3},
         {"tp": 2},
         {"pp": 2, "gas": 2, "schedule": "zb-v", "virtual_stages": 2},
@@ -188,9 +188,7 @@ def test_data_ranks_without_cp_would_be_seen(monkeypatch: pytest.MonkeyPatch) ->
     ("fields", "family"),
     [({"tp": 2}, "gpt2"), ({"tp": 4, "sequence_parallel": False}, "one-kv-head"), ({"pp": 2}, "gpt2"), ({"tp": 2}, "qwen3")],
 )
-def test_a_sum_that_is_left_out_would_be_seen(
-    fields: dict[str, Any], family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sum_that_is_left_out_would_be_seen(fields: dict[str, Any], family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms on slices of the sequence, repeated kv heads, tied ends: each is completed by one sum after backward."""
     monkeypatch.setattr(engines, "_sum_together", lambda tensors, axis: None)
     assert _wrong(fields, family) > 1e-2

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ultrascale.train.live import LiveBytes
 from ultrascale.parallel.local import run
+from ultrascale.train.live import LiveBytes
 
 KIB = 1024
 

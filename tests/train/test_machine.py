@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from ultrascale.cost.estimate import estimate
-from ultrascale.train import machine
-from ultrascale.train.machine import LinkRate, Rates, cpu_cluster, detect, kind_of_gpu, memory_bytes, seconds_each
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.gpu import GPU
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
+from ultrascale.train import machine
+from ultrascale.train.machine import LinkRate, Rates, cpu_cluster, detect, kind_of_gpu, memory_bytes, seconds_each
 
 RATES = Rates(
     products_flops=50e9,

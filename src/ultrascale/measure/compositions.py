@@ -101,5 +101,14 @@ def spread(layouts: Sequence[Layout], most: int) -> list[Layout]:
 
 
 def _pairs(layout: Layout) -> set[tuple[Any, ...]]:
-    values = {name: value for name, value in layout.model_dump().items() if name not in ("mbs", "gas")}
-    return set(combinations(sorted(values.items()), 2))
+    """Pairs of values that are at work: the schedule of one stage, or the ring of one rank, is none."""
+    idle = {
+        "mbs": True,
+        "gas": True,
+        "schedule": layout.pp == 1,
+        "virtual_stages": layout.pp == 1,
+        "context_parallel": layout.cp == 1,
+        "sequence_parallel": layout.tp == 1,
+        "data_parallel": layout.zero > 0 or layout.data_ranks == 1,
+    }
+    return set(combinations(sorted((name, value) for name, value in layout.model_dump().items() if not idle.get(name)), 2))

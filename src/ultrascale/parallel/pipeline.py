@@ -6,9 +6,11 @@ group of their own per direction, and are received in that order: no link can wa
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -49,6 +51,19 @@ class Route:
 
     def messages(self, source: int, target: int) -> list[Message]:
         return [_message(action) for action in self.actions[source] if self.target(action) == target != source]
+
+    @cached_property
+    def made_at(self) -> list[dict[Message, int]]:
+        """Per rank, the place in its list at which it makes each message."""
+        return [
+            {_message(action): place for place, action in enumerate(actions) if action.kind is not Kind.W}
+            for actions in self.actions
+        ]
+
+    def used_at(self, message: Message, target: int) -> int:
+        """The place in the target's list that takes a message: the same pass of the stage next on its way."""
+        following = message.stage + (1 if message.kind is Kind.F else -1)
+        return self.made_at[target][message._replace(stage=following)]
 
 
 def _message(action: Action) -> Message:
@@ -117,19 +132,21 @@ class _Mail:
     """The messages of one step: posts receives in the sender's order, hands over what stays on the rank."""
 
     def __init__(self, route: Route, rank: int, links: Links, clock: Clock) -> None:
-        self.rank, self.links, self.clock = rank, links, clock
+        self.route, self.rank, self.links, self.clock = route, rank, links, clock
         others = [other for other in range(route.schedule.ranks) if other != rank]
         self.expected = {other: deque(enumerate(route.messages(other, rank))) for other in others}
         self.sent = dict.fromkeys(others, 0)
         self.arriving: dict[Message, tuple[torch.Tensor, dist.Work | None]] = {}
-        self.leaving: list[tuple[torch.Tensor, dist.Work | None]] = []
+        self.leaving: dict[int, list[tuple[int, torch.Tensor, dist.Work | None]]] = {other: [] for other in others}
+        """per target: when it uses what was sent, and what must live until then"""
 
     def give(self, message: Message, x: torch.Tensor, target: int) -> None:
         if target == self.rank:
             self.arriving[message] = (x, None)
             return
         x = x.contiguous()
-        self.leaving.append((x, self.links.send(x, target, self.sent[target])))
+        work = self.links.send(x, target, self.sent[target])
+        self.leaving[target].append((self.route.used_at(message, target), x, work))
         self.sent[target] += 1
 
     def take(self, message: Message, source: int) -> torch.Tensor:
@@ -142,13 +159,19 @@ class _Mail:
         if work is not None:
             with self.clock.waiting("pp"):
                 work.wait()
+            self._let_go(source, self.route.made_at[source][message])
         return x
 
     def close(self) -> None:
-        for _, work in self.leaving:
-            if work is not None:
+        for other in self.leaving:
+            self._let_go(other)
+
+    def _let_go(self, target: int, place: float = math.inf) -> None:
+        """Frees what the target has used before `place`: a message that it made there says so, long before gloo would."""
+        for used, _, work in self.leaving[target]:
+            if used <= place and work is not None:
                 work.wait()
-        self.leaving = []
+        self.leaving[target] = [one for one in self.leaving[target] if one[0] > place]
 
 
 class Pipeline:

@@ -65,8 +65,7 @@ class Optimizer:
         for group in self.inner.param_groups:
             group["lr"] = learning_rate
         for weight in self.weights:
-            gradient = weight.gradient
-            weight.master.grad = gradient.to(weight.master) if gradient.device != weight.master.device else gradient
+            weight.master.grad = weight.gradient.to(weight.master)  # itself, unless a host steps or it is in half precision
         self.inner.step()
         apart = [weight for weight in self.weights if weight.master is not weight.local]
         if apart:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from ultrascale.specs.cluster import Cluster
@@ -79,9 +80,15 @@ class Request:
         return replace(self, job=self.job.changed(cluster=cluster, framework=engine))
 
 
-def from_plan(plan: Plan, overrides: Overrides, world: int, training: Training | None = None) -> Request:
+def from_plan(plan: Plan, overrides: Overrides, world: int, training: Training | None = None, gpu: bool = True) -> Request:
     """A plan as it stands, or changed; dp is fitted to the processes that are there unless it is given."""
-    return _request(plan.job, plan.layout, overrides, world, training or Training())
+    job, notes = plan.job, []
+    if not gpu and job.precision != "fp32" and "precision" not in overrides.job:
+        notes.append(
+            f"no GPU here: this computes in fp32, not in {job.precision} as planned (job.precision={job.precision} insists)"
+        )
+        job = job.changed(precision="fp32")
+    return _request(job, plan.layout, overrides, world, training or Training(), notes)
 
 
 def from_model(
@@ -107,17 +114,16 @@ def from_model(
         mbs = asked.get("mbs", 1)
         if "mbs" in asked or TRY_SEQUENCES % (dp * asked["gas"]):
             job = job.changed(batch_tokens=dp * mbs * asked["gas"] * seq)
-    return _request(job, Layout(), overrides, world, training or Training())
+    return _request(job, Layout(), overrides, world, training or Training(), [])
 
 
-def _request(job: Job, base: Layout, overrides: Overrides, world: int, training: Training) -> Request:
+def _request(job: Job, base: Layout, overrides: Overrides, world: int, training: Training, notes: list[str]) -> Request:
     training = training.changed(**overrides.train)
     job = job.changed(**overrides.job)
     if job.cluster.gpus != world:
         job = job.changed(cluster=_resized(job.cluster, world))
     asked = overrides.layout
     layout = base.changed(**asked)
-    notes: list[str] = []
     follows: dict[str, Any] = {"dp": _data_parallel(layout, asked, world)}
     if layout.pp == 1 and "schedule" not in asked:
         follows |= {"schedule": "1f1b", "virtual_stages": 1}
@@ -159,11 +165,7 @@ def _resized(cluster: Cluster, world: int) -> Cluster:
 
 
 def _world_sentence(job: Job, layout: Layout, training: Training, world: int) -> str:
-    found = []
-    for one in supported.alternatives(job, layout, training):
-        found.append(f"{one}")
-        if len(found) == 2:
-            break
+    found = [str(one) for one in islice(supported.alternatives(job, layout, training), 2)]
     here = "one process" if world == 1 else f"{world} processes"
     ways = f"; with {here} these work: {'; '.join(found)}" if found else ""
     return (

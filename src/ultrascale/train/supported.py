@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import islice, product
 
 from ultrascale.cost import legality
 from ultrascale.cost.legality import divisors, near
@@ -96,21 +96,16 @@ def alternatives(job: Job, layout: Layout, training: Training) -> Iterator[Layou
         asked = (layout.dp, layout.tp, layout.pp, layout.cp)
         return sum(abs(a.bit_length() - b.bit_length()) for a, b in zip(axes, asked, strict=True))
 
+    seen = set()
     for dp, tp, pp, cp in sorted(factors(world), key=distance):
-        for mbs in (layout.mbs, 1):
-            if sequences % (dp * mbs):
-                continue
-            for schedule, virtual in ((layout.schedule, layout.virtual_stages), ("1f1b", 1)):
-                fields = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "mbs": mbs, "gas": sequences // (dp * mbs)}
-                candidate = layout.model_copy(
-                    update={**fields, "schedule": schedule, "virtual_stages": virtual, "zero_shards": None}
-                )
-                if layout_problem(job, candidate, training) is None:
-                    yield candidate
-                    break
-            else:
-                continue
-            break
+        schedules = dict.fromkeys([(layout.schedule, layout.virtual_stages), ("1f1b", 1), ("afab", 1)])
+        for mbs, (schedule, virtual) in product((layout.mbs, 1), schedules):
+            fields = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "mbs": mbs, "gas": max(1, sequences // (dp * mbs))}
+            fields |= {"schedule": schedule, "virtual_stages": virtual, "zero_shards": None}
+            candidate = layout.model_copy(update=fields)
+            if candidate not in seen and layout_problem(job, candidate, training) is None:
+                seen.add(candidate)
+                yield candidate
 
 
 def factors(world: int) -> list[tuple[int, int, int, int]]:

@@ -1,0 +1,66 @@
+"""The layouts that verify tries: all legal, all different, every value present."""
+
+from __future__ import annotations
+
+import pytest
+
+from ultrascale.measure.compositions import compositions, spread
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.job import Job
+from ultrascale.specs.model import Model
+from ultrascale.specs.training import Training
+from ultrascale.train.supported import layout_problem
+
+
+def job(world: int) -> Job:
+    return Job(model=Model.load("tiny"), cluster=Cluster.load(f"{world}xh100"), seq=64, batch_tokens=1024, precision="fp32")
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_every_layout_is_legal_and_there_once(world):
+    layouts = compositions(job(world), world)
+    assert len(set(layouts)) == len(layouts) > 0
+    assert all(layout.gpus == world for layout in layouts)
+    assert all(layout_problem(job(world), layout, Training()) is None for layout in layouts)
+
+
+def test_eight_processes_give_more_than_150_and_hold_every_value():
+    layouts = compositions(job(8), 8)
+    assert len(layouts) >= 150
+    for field, values in {
+        "schedule": {"afab", "1f1b", "interleaved", "zero-bubble", "zb-v", "dualpipe-v"},
+        "context_parallel": {"allgather", "ring", "zigzag", "ulysses"},
+        "data_parallel": {"naive", "hooks", "bucketed", "ddp"},
+        "recompute": {"none", "selective", "full"},
+        "zero": {0, 1, 2, 3},
+        "sequence_parallel": {True, False},
+        "keep_gathered": {True, False},
+    }.items():
+        assert {getattr(layout, field) for layout in layouts} == values, field
+    assert any(layout.zero_shards for layout in layouts)
+    assert any(min(layout.dp, layout.tp, layout.pp) > 1 for layout in layouts)
+    assert any(min(layout.dp, layout.cp, layout.pp) > 1 and layout.zero == 3 for layout in layouts)
+
+
+def test_only_keeps_those_that_use_each_technique():
+    layouts = compositions(job(8), 8, ["pp", "cp", "zero"])
+    assert layouts
+    assert all(layout.pp > 1 and layout.cp > 1 and layout.zero for layout in layouts)
+    with pytest.raises(SpecError, match="did you mean"):
+        compositions(job(8), 8, ["ppp"])
+
+
+def test_a_spread_of_24_holds_every_schedule_and_way():
+    few = spread(compositions(job(8), 8), 24)
+    assert len(few) == 24
+    assert {layout.schedule for layout in few if layout.pp > 1} == {
+        "afab",
+        "1f1b",
+        "interleaved",
+        "zero-bubble",
+        "zb-v",
+        "dualpipe-v",
+    }
+    assert {layout.context_parallel for layout in few if layout.cp > 1} == {"allgather", "ring", "zigzag", "ulysses"}
+    assert {layout.zero for layout in few} == {0, 1, 2, 3}

@@ -1,0 +1,123 @@
+"""verify says yes to what computes right, no to a planted mistake, and compares everything there is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._dynamo
+
+from ultrascale.cost.estimate import estimate
+from ultrascale.measure import verify as measure
+from ultrascale.measure.compositions import compositions, spread
+from ultrascale.measure.verify import BOUND, reduced, small_job, verify
+from ultrascale.parallel import mesh as meshes
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.model import Model
+
+torch.set_num_threads(1)
+TINY = Model.load("tiny")
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_a_spread_of_compositions_computes_what_one_process_computes(world):
+    job = small_job(TINY, world)
+    for difference in verify(job, spread(compositions(job, world), {2: 6, 4: 8, 8: 6}[world])):
+        assert difference.ok, difference
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3, 4, 6])
+def test_all_compositions_of_fewer_processes(world):
+    job = small_job(TINY, world, sequences=16 if 16 % world == 0 else 4 * world)
+    differences = list(verify(job, compositions(job, world)))
+    assert not [one for one in differences if not one.ok]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Model(name="tied", layers=8, hidden=32, heads=4, kv_heads=2, ffn=64, vocab=256, tied_embeddings=True, qk_norm=True),
+        Model(
+            name="gpt",
+            layers=8,
+            hidden=32,
+            heads=4,
+            ffn=64,
+            vocab=256,
+            activation="gelu",
+            norm="layernorm",
+            positions="learned",
+            max_positions=64,
+            tied_embeddings=True,
+            qkv_bias=True,
+            attention_output_bias=True,
+            mlp_bias=True,
+        ),
+    ],
+    ids=lambda model: model.name,
+)
+def test_other_families(model):
+    layouts = [
+        Layout(tp=2, pp=2, schedule="zb-v", virtual_stages=2, gas=4, mbs=2),
+        Layout(dp=2, tp=2, zero=3, gas=2, mbs=2, sequence_parallel=False),
+        Layout(cp=2, pp=2, schedule="1f1b", gas=2, mbs=4, zero=2, recompute="full"),
+    ]
+    for difference in verify(small_job(model, 4, seq=32, sequences=8), layouts):
+        assert difference.ok, difference
+
+
+def test_a_reduction_left_out_under_context_parallelism_is_seen(monkeypatch):
+    """Gradients reduced over dp alone, as if ranks with other tokens of the same sequences were none of our business."""
+    build = meshes.Mesh.build.__func__
+
+    def without_cp(cls, layout, kv_heads, rank=0, device="cpu"):
+        mesh = build(cls, layout, kv_heads, rank, device)
+        object.__setattr__(mesh, "data", mesh.kv)  # an axis of this rank alone
+        return mesh
+
+    monkeypatch.setattr(meshes.Mesh, "build", classmethod(without_cp))
+    (difference,) = verify(small_job(TINY, 2), [Layout(cp=2, mbs=8, gas=2)])
+    assert not difference.ok
+    assert difference.grad_error > 100 * BOUND
+
+
+def test_a_parameter_that_nobody_compares_is_seen(monkeypatch):
+    monkeypatch.setattr(measure, "_first_replica", lambda mesh: mesh.rank == 0)
+    (difference,) = verify(small_job(TINY, 2), [Layout(tp=2, mbs=8, gas=2)])
+    assert not difference.ok
+    assert "were compared" in difference.problem
+
+
+def test_a_rank_that_fails_is_a_difference_and_not_the_end(monkeypatch):
+    def broken(*_: object) -> None:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(measure, "_error", broken)
+    (difference,) = verify(small_job(TINY, 2), [Layout(dp=2, mbs=4, gas=2)])
+    assert not difference.ok
+    assert "out of luck" in difference.problem
+
+
+def large(layout: Layout) -> Job:
+    model, batch = Model.load("llama-3-70b"), layout.batch_tokens(8192)
+    return Job(model=model, cluster=Cluster.load(f"{layout.gpus}xh100"), seq=8192, batch_tokens=batch)
+
+
+def test_a_large_plan_is_made_small_but_keeps_its_layout():
+    layout = Layout(dp=8, tp=4, pp=2, schedule="interleaved", virtual_stages=2, zero=1, gas=64)
+    estimate(large(layout), layout)  # legal as planned
+    small = reduced(large(layout), layout)
+    assert small.layout.gpus <= measure.MOST_PROCESSES
+    assert (small.layout.tp, small.layout.pp, small.layout.schedule, small.layout.zero) == (4, 2, "interleaved", 1)
+    assert (small.job.model.layers, small.job.model.heads, small.job.model.kv_heads) == (80, 64, 8)
+    assert small.job.precision == "fp32"
+    assert len(small.notes) == 5
+
+
+def test_a_plan_with_too_many_ranks_per_replica_is_refused():
+    layout = Layout(tp=8, pp=8, gas=64)
+    with pytest.raises(SpecError, match="at most 16 processes"):
+        reduced(large(layout), layout)

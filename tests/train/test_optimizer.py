@@ -1,0 +1,90 @@
+"""The optimizers against their formulas written out, which weights decay, and the learning rate of each step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from parallel.harness import engine_of, job_of, training_of
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.layout import Layout
+from ultrascale.train.engine import Engine
+
+LR, DECAY, BETA1, BETA2, EPS = 0.1, 0.2, 0.9, 0.95, 1e-8
+FIELDS = {"lr": LR, "weight_decay": DECAY, "clip": 0.0, "lr_schedule": "constant", "steps": 3, "beta1": BETA1, "eps": EPS}
+
+
+def engine(optimizer: str, **fields: object) -> Engine:
+    return engine_of(job_of("gpt2", optimizer=optimizer), Layout(), training_of(**{**FIELDS, **fields}))
+
+
+def stepped(optimizer: str) -> list[tuple[str, list[torch.Tensor], list[torch.Tensor]]]:
+    """Per parameter: the values before and after each of three steps, and the gradients between."""
+    made = engine(optimizer)
+    values = [[weight.local.clone()] for weight in made.weights]
+    gradients: list[list[torch.Tensor]] = [[] for _ in made.weights]
+    for step in range(3):
+        loss = made.backward(made.read(step))
+        for kept, weight in zip(gradients, made.weights, strict=True):
+            kept.append(weight.gradient.clone())
+        made.update(step, loss)
+        for kept, weight in zip(values, made.weights, strict=True):
+            kept.append(weight.local.clone())
+    return [(w.shard.name, v, g) for w, v, g in zip(made.weights, values, gradients, strict=True)]
+
+
+def decay(name: str) -> float:
+    return 0.0 if "norm" in name or name.endswith("bias") else DECAY
+
+
+def test_adamw() -> None:
+    for name, values, gradients in stepped("adamw"):
+        weight, mean, square = values[0].double(), torch.zeros(()), torch.zeros(())
+        for step, gradient in enumerate(gradients, 1):
+            mean = BETA1 * mean + (1 - BETA1) * gradient.double()
+            square = BETA2 * square + (1 - BETA2) * gradient.double() ** 2
+            weight = weight * (1 - LR * decay(name))
+            weight = weight - LR * (mean / (1 - BETA1**step)) / ((square / (1 - BETA2**step)).sqrt() + EPS)
+            torch.testing.assert_close(values[step].double(), weight, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("optimizer", "momentum"), [("sgd", 0.0), ("sgd-momentum", BETA1)])
+def test_sgd(optimizer: str, momentum: float) -> None:
+    """As torch has it: the decay is part of the gradient, and so of the momentum."""
+    for name, values, gradients in stepped(optimizer):
+        weight, moving = values[0].double(), torch.zeros(())
+        for step, gradient in enumerate(gradients):
+            moving = momentum * moving + gradient.double() + decay(name) * weight
+            weight = weight - LR * moving
+            torch.testing.assert_close(values[step + 1].double(), weight, rtol=1e-5, atol=1e-6)
+
+
+def test_matrices_decay_and_norms_and_biases_do_not() -> None:
+    made = engine("adamw")
+    loss = made.backward(made.read(0))
+    made.optimizer.scale_gradients(0.0)
+    before = [weight.local.clone() for weight in made.weights]
+    made.update(0, loss)
+    for old, weight in zip(before, made.weights, strict=True):
+        kept = 1 - LR * decay(weight.shard.name)
+        torch.testing.assert_close(weight.local, old * kept)
+    assert sum(decay(weight.shard.name) == 0 for weight in made.weights) == 2 + 4 * (4 + 6)
+
+
+def test_the_rate_is_that_of_the_step() -> None:
+    made = engine("sgd", warmup_steps=2, weight_decay=0.0)
+    rates = []
+    for step in range(3):
+        loss = made.backward(made.read(step))
+        before, gradient = made.weights[0].local.clone(), made.weights[0].gradient.clone()
+        result = made.update(step, loss)
+        torch.testing.assert_close(made.weights[0].local, before - result.lr * gradient)
+        rates.append(result.lr)
+    assert rates == pytest.approx([LR / 2, LR, LR])
+
+
+def test_an_optimizer_it_does_not_have_is_refused() -> None:
+    with pytest.raises(
+        SpecError, match=r"job\.optimizer is muon but the engine steps with adamw, sgd-momentum, sgd: try adamw"
+    ):
+        engine("muon")

@@ -1,0 +1,58 @@
+"""Recomputation: the same numbers, and exactly those operators a second time that the policy names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallel.harness import check, engine_of, job_of, training_of
+from ultrascale.specs.layout import Layout
+
+aten = torch.ops.aten
+LAYERS = 4
+
+
+@pytest.mark.parametrize("policy", ["selective", "full"])
+@pytest.mark.parametrize("family", ["gpt2", "qwen3", "window"])
+def test_against_none(family: str, policy: str) -> None:
+    check(family, gas=2, recompute=policy)
+
+
+@pytest.mark.parametrize("policy", ["selective", "full"])
+def test_with_zero_3(policy: str) -> None:
+    """What is computed again finds its layer gathered again."""
+    check("gpt2", dp=2, gas=2, zero=3, recompute=policy)
+
+
+class _Counted(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _counted(family: str, policy: str) -> Counter[Any]:
+    engine = engine_of(job_of(family), Layout(recompute=policy), training_of())
+    with _Counted() as counted:
+        engine.backward(engine.read(0))
+    return counted.calls
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_what_is_computed_again(family: str) -> None:
+    plain, selective, full = (_counted(family, policy) for policy in ("none", "selective", "full"))
+    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert (plain[attention], selective[attention], full[attention]) == (LAYERS, LAYERS, 2 * LAYERS)
+    products = [sum(calls[op] for op in (aten.mm.default, aten.addmm.default)) for calls in (plain, selective, full)]
+    # The last product of a block is what the next one starts from: no backward asks for it.
+    per_block = 7 if family == "llama" else 6
+    assert products == [products[0], products[0], products[0] + LAYERS * (per_block - 1)]
+    cheap = aten.silu.default if family == "llama" else aten.native_layer_norm.default
+    assert selective[cheap] > plain[cheap]

@@ -1,0 +1,125 @@
+"""From words to a run: overrides, what follows from them, and refusals before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from ultrascale.cost.estimate import estimate
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.model import Model
+from ultrascale.specs.plan import Plan
+from ultrascale.train.request import TRY_SEQUENCES, Overrides, from_model, from_plan
+
+TINY = Model.load("tiny")
+
+
+def tried(*words: str, world: int = 1):
+    return from_model(TINY, Overrides.parse(words), world)
+
+
+def planned(layout: Layout, seq: int = 128, precision: str = "fp32") -> Plan:
+    job = Job(
+        model=TINY,
+        cluster=Cluster.load(f"{layout.gpus}xh100"),
+        seq=seq,
+        batch_tokens=layout.batch_tokens(seq),
+        precision=precision,
+    )
+    return Plan(job=job, layout=layout, estimate=estimate(job, layout))
+
+
+@pytest.mark.parametrize(
+    ("words", "world"),
+    [
+        ((), 1),
+        (("layout.dp=2", "layout.tp=2"), 4),
+        (("layout.pp=4", "layout.schedule=zb-v"), 4),
+        (("layout.gas=4",), 2),
+        (("layout.mbs=2",), 2),
+        (("layout.cp=2", "layout.context_parallel=ring", "layout.zero=3"), 2),
+    ],
+)
+def test_a_try_has_one_batch_whatever_its_layout(words, world):
+    request = tried(*words, world=world)
+    assert request.layout.dp * request.layout.mbs * request.layout.gas == TRY_SEQUENCES
+    assert request.layout.gpus == world
+
+
+def test_micro_batch_and_accumulation_together_are_the_batch():
+    layout = tried("layout.mbs=1", "layout.gas=3", world=2).layout
+    assert (layout.dp, layout.mbs, layout.gas) == (2, 1, 3)
+
+
+def test_the_processes_give_dp():
+    assert tried("layout.tp=2", world=8).layout.dp == 4
+
+
+def test_schedules_with_two_stages_per_rank_get_them():
+    assert tried("layout.pp=2", "layout.schedule=dualpipe-v", world=2).layout.virtual_stages == 2
+    assert tried("layout.pp=2", "layout.schedule=interleaved", "layout.virtual_stages=4", world=2).layout.virtual_stages == 4
+
+
+def test_a_plan_is_fitted_to_the_processes_and_says_so():
+    request = from_plan(planned(Layout(dp=4, gas=2)), Overrides.parse(["layout.tp=2"]), 4)
+    assert (request.layout.dp, request.layout.tp, request.layout.gas) == (2, 2, 4)
+    assert any("layout.dp=2" in note for note in request.notes)
+
+
+def test_a_plan_in_bf16_runs_in_fp32_where_there_is_no_gpu():
+    plan = planned(Layout(), precision="bf16")
+    request = from_plan(plan, Overrides(), 1, gpu=False)
+    assert request.job.precision == "fp32"
+    assert "fp32" in request.notes[0]
+    assert from_plan(plan, Overrides.parse(["job.precision=bf16"]), 1, gpu=False).job.precision == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "says"),
+    [
+        (["tp=2"], 1, "layout.tp=2"),
+        (["layout.tq=2"], 1, "did you mean 'tp'"),
+        (["layut.tp=2"], 1, "layout"),
+        (["layout.tp"], 1, "section.field=value"),
+        (["job.model=x"], 1, "job.model"),
+        (["train.lr=fast"], 1, "train.lr"),
+        (["train.steps=0"], 1, "train.steps"),
+        (["layout.dp=4"], 1, "4·1·1·1 = 4 but there is one process"),
+        (["layout.tp=8"], 4, "= 8 but there are 4 processes"),
+        (["layout.tp=2"], 3, "these work: pp3"),
+        (["layout.tp=16"], 16, "heads = 8"),
+        (["layout.pp=16"], 16, "8 layers"),
+        (["layout.cp=2", "job.seq=127"], 2, "seq = 127"),
+        (["layout.pp=4", "layout.schedule=dualpipe-v", "layout.mbs=1", "layout.gas=4"], 4, "at least 8"),
+        (["job.precision=fp8"], 1, "try bf16"),
+        (["job.optimizer=muon"], 1, "try adamw"),
+        (["layout.data_parallel=ddp", "job.precision=bf16"], 2, "data_parallel=bucketed"),
+        (["layout.data_parallel=ddp", "layout.pp=2", "layout.schedule=zero-bubble"], 4, "data_parallel=bucketed"),
+        (["layout.zero=2", "train.compress=bf16"], 2, "train.compress=none"),
+        (["layout.ep=2"], 2, "no experts"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_what_would(words, world, says):
+    with pytest.raises(SpecError) as refused:
+        tried(*words, world=world)
+    assert says in str(refused.value)
+
+
+def test_a_refused_layout_names_two_that_work():
+    with pytest.raises(SpecError) as refused:
+        tried("layout.dp=4")
+    assert str(refused.value).count("mbs") == 2
+
+
+def test_vocabularies_that_tp_does_not_divide_are_refused():
+    odd = TINY.model_copy(update={"vocab": 257})
+    with pytest.raises(SpecError, match="must divide vocab = 257"):
+        from_model(odd, Overrides.parse(["layout.tp=2"]), 2)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "mixtral-8x7b"])
+def test_models_that_are_not_dense_are_refused(name):
+    with pytest.raises(SpecError, match="the engine trains dense models"):
+        from_model(Model.load(name), Overrides(), 1)

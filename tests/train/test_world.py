@@ -1,0 +1,38 @@
+"""Which process this is, from what torchrun and Slurm say."""
+
+from __future__ import annotations
+
+import pytest
+
+from ultrascale.specs.errors import SpecError
+from ultrascale.train.world import Seat, seat
+
+
+def test_a_process_started_by_hand_has_no_seat():
+    assert seat({}) is None
+    assert seat({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
+
+
+def test_torchrun():
+    given = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    assert seat(given) == Seat(5, 8, 1, 4, "env://")
+
+
+def test_slurm():
+    given = {
+        "SLURM_PROCID": "3",
+        "SLURM_NTASKS": "16",
+        "SLURM_LOCALID": "3",
+        "SLURM_NTASKS_PER_NODE": "8",
+        "SLURM_NODELIST": "gpu[07-08,11]",
+        "SLURM_JOB_ID": "41234",
+    }
+    assert seat(given) == Seat(3, 16, 3, 8, "tcp://gpu07:21234")
+    assert seat({**given, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}).address == "tcp://10.0.0.1:29500"
+    assert seat({**given, "SLURM_NODELIST": "one,two"}).address.startswith("tcp://one:")
+
+
+@pytest.mark.parametrize("given", [{"RANK": "x", "WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2"}])
+def test_nonsense_is_refused(given):
+    with pytest.raises(SpecError, match="environment"):
+        seat(given)
