@@ -241,12 +241,16 @@ def test_one_preset_shows_every_field_with_its_source(run: Run) -> None:
     assert json.loads(run("presets", "gpt2", "--json")[1])["models"]["gpt2"]["parameters"] == 124_439_808
 
 
-def test_quickstart_writes_a_plan_and_shows_the_commands(run: Run, tmp_path: Path) -> None:
-    code, out, _ = run("quickstart", "-o", tmp_path / "plan.yaml")
+def test_quickstart_plans_trains_and_compares(run: Run, tmp_path: Path) -> None:
+    code, out, _ = run("quickstart", "-o", tmp_path / "plan.yaml", "--out", tmp_path / "run", "--seconds", 1)
     assert code == 0
-    assert "$ ultrascale plan llama-3-8b --cluster 8xh100" in out
-    assert "--largest seq" in out
-    assert Plan.load(tmp_path / "plan.yaml").job.model.name == "llama-3-8b"
+    assert "$ ultrascale plan mini --cluster here" in out
+    assert "$ ultrascale train" in out
+    assert "predicted and measured" in out
+    assert Plan.load(tmp_path / "plan.yaml").job.model.name == "mini"
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert "eval_loss" in lines[-1]
 
 
 def test_names_with_brackets_are_printed_as_they_are(run: Run, tmp_path: Path) -> None:

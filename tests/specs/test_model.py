@@ -96,6 +96,7 @@ BY_HAND = {
     + 2880,
     # 8 layers of q and o 64·64, k and v 64·32, three 64·192 and two norms; two 256·64 tables and a norm.
     "tiny": 8 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192 + 2 * 64) + 2 * 256 * 64 + 64,
+    "mini": 2 * 256 * 256 + 6 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 768 + 2 * 256) + 256,
 }
 
 FIELDS: dict[str, Any] = {"name": "x", "layers": 2, "hidden": 64, "heads": 8, "ffn": 128, "vocab": 100}

@@ -48,13 +48,21 @@ def states(job: Job, columns: Columns, held: params.RankParameters) -> StateByte
     # ZeRO-3 keeping its layers gathered holds the whole copy through the step, as ZeRO-2 does.
     stage_of_parameters = np.where(columns.keep_gathered == 1, 4, 3)
     parameters = np.where(zero >= stage_of_parameters, sharded(compute, 3), sharded(compute, 4))
-    if job.framework.states == "fp32" and job.precision != "fp32":
-        # FSDP's shards are the fp32 weights; a copy in the compute format exists only where it is gathered.
-        parameters = np.where(zero >= stage_of_parameters, 0.0, parameters)
+    master = sharded(activations.FP32 if has_master(job) else 0, 1)
+    gradients = sharded(activations.gradient_bytes(job), 2)
+    if job.framework.states == "fp32":
+        # FSDP's shards are the fp32 weights. A copy in the compute format exists only where it is gathered; in fp32 a copy that
+        # stays gathered stands beside them.
+        apart = (zero >= stage_of_parameters) & (job.precision != "fp32")
+        parameters = np.where(apart, 0.0, parameters)
+        beside = (zero >= 1) & (zero < stage_of_parameters) & (shards > 1) & (job.precision == "fp32")
+        master = np.where(beside, sharded(activations.FP32, 1), master)
+        # With one micro-batch each layer's gradients are scattered as soon as they are made, in ZeRO-1 too.
+        gradients = np.where((columns.gas == 1) & (columns.pp == 1), sharded(activations.gradient_bytes(job), 1), gradients)
     return StateBytes(
         parameters=np.where(columns.is_("offload", "parameters"), 0.0, parameters),
-        master=np.where(on_gpu, sharded(activations.FP32 if has_master(job) else 0, 1), 0.0),
-        gradients=sharded(activations.gradient_bytes(job), 2),
+        master=np.where(on_gpu, master, 0.0),
+        gradients=gradients,
         optimizer=np.where(on_gpu, sharded(OPTIMIZER_STATE_BYTES[job.optimizer], 1), 0.0),
     )
 

@@ -133,7 +133,12 @@ def _layer(job: Job, columns: Columns, machine: Machine, places: Mesh, moe: bool
         exchange = expert.traffic(job, columns, places, machine)
         expert_passes = Passes(exchange.forward_s, exchange.backward_s, nothing)
     forward = compute.total.forward + tensor_passes.forward + context_passes.forward + expert_passes.forward
-    repeated = np.where(columns.is_("recompute", "full"), forward, nothing)
+    whole = forward
+    if job.framework.early_stop and not moe:
+        # torch.utils.checkpoint stops at the last tensor that backward asks for; a layer's output is not among them.
+        last = [product for product in compute.matmuls if product.name == "mlp down"]
+        whole = forward - operators.matmul_passes(machine, last).forward
+    repeated = np.where(columns.is_("recompute", "full"), whole, nothing)
     cheap = compute.memory_bound.forward if job.attention == "flash" else compute.attention.forward
     if job.framework.selective == "half":
         cheap = cheap + 0.5 * compute.matmul.forward

@@ -180,7 +180,7 @@ def _exchange(model: Transformer, axis: Axis, sequence: bool, later: Later) -> N
         embed.tokens = VocabularyEmbedding(embed.tokens, axis, sequence)
         if embed.positions is not None and sequence:
             embed.positions = SlicedPositions(embed.positions, axis)
-    if model.head is not None:
-        model.head.linear = VocabularyLinear(model.head.linear, axis, sequence, later)
-        if axis.size > 1:
-            model.head.criterion = VocabularyCriterion(axis)
+    if model.head is not None and axis.size > 1:
+        # The head's weight gradient is never put off: until it is made, the gradient of all logits must live.
+        model.head.linear = VocabularyLinear(model.head.linear, axis, sequence, Later(used=False))
+        model.head.criterion = VocabularyCriterion(axis)

@@ -45,7 +45,7 @@ class Training(BaseModel):
     )
     lr_schedule: LrSchedule = Field("cosine", description="after warm-up; wsd: stay, then decay linearly at the end")
     decay_fraction: float = Field(0.2, ge=0, le=1, strict=True, description="wsd: the last share of the steps, which decays")
-    weight_decay: float = Field(0.1, ge=0, le=10, strict=True, description="decoupled, of matrices; norms and biases have none")
+    weight_decay: float = Field(0.1, ge=0, le=10, strict=True, description="of matrices alone; decoupled with AdamW")
     beta1: float = Field(
         0.9, ge=0, lt=1, strict=True, description="Adam's decay of the mean gradient; momentum of SGD and Muon"
     )

@@ -44,7 +44,8 @@ class Engine:
         self.optimizer = Optimizer(self.weights, job, training, mesh)
         self.scale = LossScale(training, used=job.precision == "fp16")
         self.tokens = mesh.layout.batch_tokens(job.seq)
-        self.positions = context.positions(job.seq, mesh.cp, mesh.layout.context_parallel).to(mesh.device)
+        self.here = context.positions(job.seq, mesh.cp, mesh.layout.context_parallel)
+        self.positions = self.here.to(mesh.device)
         self._ties = [weight for weight in self.weights if job.model.tied_embeddings and _is_end(weight)]
 
     def step(self, number: int) -> StepResult:
@@ -66,7 +67,7 @@ class Engine:
         rate = learning_rate(self.training, number)
         result = StepResult(float(loss), float(norm), rate, skipped=False)
         if not (_finite(result.loss) and _finite(result.grad_norm)):
-            if not self.scale.used:
+            if self.scale.value <= 1.0:  # not fp16, or no smaller scale would help
                 raise NotFiniteError(self._what_broke(number, result))
             self.scale.update(overflow=True)
             return StepResult(result.loss, result.grad_norm, rate, skipped=True)
@@ -88,12 +89,16 @@ class Engine:
 
     def read(self, number: int, held_out: bool = False) -> Batch:
         """This rank's part of the batch of step `number`, or of that batch of the held-out text."""
-        layout, place, device = self.mesh.layout, self.mesh.place, self.mesh.device
+        layout, place = self.mesh.layout, self.mesh.place
         read = self.batches.evaluation if held_out else self.batches.train
-        here = self.positions.cpu()
         rows = {k: read(number, rows_of(layout, place.dp, k)) for k in range(layout.gas)}
-        cut = {k: (inputs[:, here].to(device), targets[:, here].to(device)) for k, (inputs, targets) in rows.items()}
+        cut = {k: (self._mine(inputs), self._mine(targets)) for k, (inputs, targets) in rows.items()}
         return Batch(lambda k: cut[k][0], lambda k: cut[k][1], self.positions)
+
+    def _mine(self, tokens: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the sequences, on its device; from pinned memory, so that nobody waits for the copy."""
+        part = tokens[:, self.here]
+        return part.pin_memory().to(self.mesh.device, non_blocking=True) if self.mesh.device.type == "cuda" else part
 
     def _complete_gradients(self) -> None:
         """Sums what ranks with the same parameter computed in shares: norms on slices, repeated kv heads, tied ends."""
