@@ -252,13 +252,14 @@ def test_deferred_weight_gradients_bring_dropped_tensors_back() -> None:
     """Zero-bubble on 4 ranks, selective: every rank holds 4 micro-batches, and r + 1 of them wait with their whole layers.
 
     B/token and layer over tp 8: whole (4·16,384 + q, output 32,768 + k, v 4,096 + log-sum-exp 256 + MLP 3·57,344) / 8 = 34,336;
-    kept 23,072. The layer in backward adds gradients only, 18,432 B/token: what it dropped is counted with the waiting.
+    kept 23,072. The layer in backward adds gradients only, (3·57,344 + 4·16,384) / 8 = 29,696 B/token, since a split backward
+    frees nothing on its way: what it dropped is counted with the waiting.
     """
     layout = Layout(tp=8, pp=4, gas=16, schedule="zero-bubble", recompute="selective")
     predicted = predict("llama-3-70b", "32xh100", 8192, layout)
     assert [stage.in_flight for stage in predicted.memory] == [4] * 4
     stage_1 = predicted.memory[1]
-    by_hand = 21 * 8192 * (4 * 23_072 + 2 * (34_336 - 23_072)) + 8192 * 18_432
+    by_hand = 21 * 8192 * (4 * 23_072 + 2 * (34_336 - 23_072)) + 8192 * 29_696
     assert stage_1.memory.activations == pytest.approx(by_hand, rel=0.001)
 
 

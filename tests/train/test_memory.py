@@ -14,6 +14,7 @@ from ultrascale.cost.estimate import estimate
 from ultrascale.parallel.zero import Sharded
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.estimate import Memory
+from ultrascale.specs.framework import Framework
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 from ultrascale.train.engine import Engine
@@ -68,7 +69,8 @@ def compared(fields: dict[str, Any]) -> list[tuple[Held, Memory]]:
     """Per pipeline stage, what its first rank held and what the law says."""
     layout = Layout(**{"mbs": 2, **fields})
     cluster = Cluster.load(f"{layout.gpus}xh100")
-    job = job_of(MODEL, seq=128).changed(cluster=cluster, batch_tokens=layout.batch_tokens(128))
+    engine = Framework.load("ultrascale-eager")
+    job = job_of(MODEL, seq=128).changed(cluster=cluster, batch_tokens=layout.batch_tokens(128), framework=engine)
     ranks = in_ranks(_measured, job, layout, training_of())
     stages = estimate(job, layout).memory
     return [(ranks[stage.stage * layout.gpus // layout.pp], stage.memory) for stage in stages]
@@ -108,7 +110,7 @@ def test_states_without_zero(fields: dict[str, Any]) -> None:
     ids=str,
 )
 def test_states_with_zero(fields: dict[str, Any]) -> None:
-    """FSDP2 holds its shard beside what it gathered from it: that is one more copy, of 1 / shards, than the law's one."""
+    """FSDP2 holds its shard beside what it keeps gathered: the law calls that the master."""
     layout = Layout(**fields)
     for held, law in compared(fields):
         assert held.top["optimizer"] == pytest.approx(law.optimizer, rel=0.03)
@@ -121,6 +123,7 @@ def test_states_with_zero(fields: dict[str, Any]) -> None:
             assert held.top["gathered"] < 0.8 * whole
         else:
             assert held.top["gathered"] == pytest.approx(law.parameters, rel=0.03)
+            assert held.top["weights"] == pytest.approx(law.master, rel=0.03)
         if layout.zero == 1:
             assert held.top["gradients"] == pytest.approx(law.gradients, rel=0.03)  # whole from one micro-batch to the next
         else:

@@ -63,7 +63,11 @@ def layer(job: Job, columns: Columns, moe: bool) -> LayerActivations:
         modules["dropout masks"] = 2 * residual / b
     whole = np.asarray(sum(modules.values()))
     width = _active_width(model, moe)
-    gradients = b * tokens * (2 if model.gated else 1) * width / columns.tp + 2 * residual
+    # A backward in one go frees what it has used; a split one keeps inputs and output gradients for the weights' turn, so that
+    # the gradient of the activation and of both residual branches come on top.
+    split = columns.is_("schedule", "zero-bubble") | columns.is_("schedule", "zb-v") | columns.is_("schedule", "dualpipe-v")
+    wide = (2 if model.gated else 1) + np.where(split, 1, 0)
+    gradients = b * tokens * wide * width / columns.tp + np.where(split, 4, 2) * residual
     kept = _apply_policy(job, columns, modules, residual, moe)
     return LayerActivations(kept, whole, residual, np.asarray(gradients))
 
@@ -171,7 +175,8 @@ def head(job: Job, columns: Columns) -> HeadActivations:
         "overwritten": (b, b),
         "fused": (b, 2.0 * b),
         "in-place": (FP32, 2.0 * FP32),
-        "fp32": (b + 2.0 * FP32, b + 3.0 * FP32),
+        # Logits that are fp32 already are not cast, and of them only the log-softmax is kept.
+        "fp32": (b + 2.0 * FP32, b + 3.0 * FP32) if b < FP32 else (1.0 * FP32, 3.0 * FP32),
         "chunked": (b / CHUNKS, 2.0 * b / CHUNKS),
     }[job.framework.loss]
     return HeadActivations(np.asarray(norm + statistics + saved * logits), np.asarray(norm + statistics + peak * logits))

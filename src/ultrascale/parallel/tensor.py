@@ -21,6 +21,16 @@ from ultrascale.parallel.products import SEQUENCE, Later, products
 from ultrascale.parallel.shards import Shard
 
 
+class _Cut(nn.Module):
+    """A module that took over a plain one's parameters: what it prints is what this rank holds."""
+
+    weight: torch.Tensor
+    axis: Axis
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, part {self.axis.rank + 1} of {self.axis.size}"
+
+
 class ColumnFan(Fan):
     """Products whose outputs are cut; with sequence parallelism the input arrives in slices and is gathered for all at once."""
 
@@ -36,7 +46,7 @@ class ColumnFan(Fan):
         return products(x, weights, biases, self.later, self.axis, self.sequence)
 
 
-class RowLinear(nn.Linear):
+class RowLinear(_Cut, nn.Linear):
     """A product whose input is cut: the parts are summed over tp, and left in slices of the sequence where those are wanted."""
 
     def __init__(self, plain: nn.Linear, axis: Axis, sequence: bool, later: Later) -> None:
@@ -50,7 +60,7 @@ class RowLinear(nn.Linear):
         return y if self.bias is None else y + self.bias
 
 
-class VocabularyEmbedding(nn.Embedding):
+class VocabularyEmbedding(_Cut, nn.Embedding):
     """Rows of the table cut over tp: each rank looks up the tokens it has, the rest are zero, the sum is the embedding."""
 
     def __init__(self, plain: nn.Embedding, axis: Axis, sequence: bool) -> None:
@@ -66,7 +76,7 @@ class VocabularyEmbedding(nn.Embedding):
         return scatter_to(part, self.axis, SEQUENCE) if self.sequence else reduce_from(part, self.axis)
 
 
-class SlicedPositions(nn.Embedding):
+class SlicedPositions(_Cut, nn.Embedding):
     """Learned positions, looked up for this rank's slice of the sequence only."""
 
     def __init__(self, plain: nn.Embedding, axis: Axis) -> None:
@@ -77,7 +87,7 @@ class SlicedPositions(nn.Embedding):
         return F.embedding(input.chunk(self.axis.size)[self.axis.rank], self.weight)
 
 
-class VocabularyLinear(nn.Linear):
+class VocabularyLinear(_Cut, nn.Linear):
     """The head: every rank has the logits of its rows of the vocabulary."""
 
     def __init__(self, plain: nn.Linear, axis: Axis, sequence: bool, later: Later) -> None:

@@ -35,19 +35,20 @@ class Framework(BaseModel):
         description="what selective recomputation repeats: cheap operators, or half the products too",
     )
     early_stop: bool = Field(
-        True,
+        False,
         description="full recomputation ends at the last tensor that backward needs: a layer's last product is not repeated",
     )
     balanced: bool = Field(True, description="pipeline stages are cut with the head counted; else layers alone are")
     rails: bool = Field(True, description="collectives across nodes use every NIC of a node, not one per ring")
     loss: Literal["overwritten", "fused", "in-place", "fp32", "chunked"] = Field(
-        "overwritten",
-        description="fused: no fp32 logits; overwritten: and their gradient takes their place; in-place: fp32 logits become softmax, then gradient (Megatron's unfused); fp32: each is written out; "
+        "fused",
+        description="fused: no fp32 logits; overwritten: and their gradient takes their place; in-place: fp32 logits become "
+        "softmax, then gradient (Megatron's unfused); fp32: each is written out; "
         "chunked: an eighth of the logits at a time",
     )
     eager_activation: bool = Field(False, description="autograd keeps the gate's activation beside its input and the product")
     states: Literal["master", "fp32", "pure"] = Field(
-        "fp32", description="master: bf16 copy + fp32 master; fp32: FSDP's fp32 shards, cast when gathered; pure: bf16 all"
+        "master", description="master: bf16 copy + fp32 master; fp32: FSDP's fp32 shards, cast when gathered; pure: bf16 all"
     )
     tensor_overlap: float = Field(0.0, ge=0, le=1, description="share of the tp exchange that hides behind products")
     expert_overlap: float = Field(0.0, ge=0, le=1, description="share of the expert exchange that hides")

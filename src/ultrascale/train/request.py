@@ -76,7 +76,7 @@ class Request:
 
     def on(self, cluster: Cluster) -> Request:
         """The same run on the machine that is there; on a CPU nothing is compiled."""
-        engine = Framework.load("ultrascale-eager" if cluster.gpu.name == "cpu" else "ultrascale")
+        engine = Framework.load("ultrascale-eager" if cluster.gpu.name == "cpu" else "ultrascale-gpu")
         return replace(self, job=self.job.changed(cluster=cluster, framework=engine))
 
 
