@@ -24,6 +24,7 @@ from ultrascale.parallel.shards import Shard
 class _Cut(nn.Module):
     """A module that took over a plain one's parameters: what it prints is what this rank holds."""
 
+    sparse = False  # torch's DDP asks every embedding
     weight: torch.Tensor
     axis: Axis
 
