@@ -49,7 +49,9 @@ def comparison(predicted: Estimate | None, measured: Measurement) -> list[Row]:
     stage = measured.memory[measured.peak_stage]
     held = predicted.memory[measured.peak_stage].memory if predicted else None
     where = f" (stage {stage.stage})" if len(measured.memory) > 1 else ""
-    rows.append((f"memory at the peak{where}", held.total if held else None, stage.memory.total, "B"))
+    # Tensors on both sides: a CUDA context or an allocator's holes are nobody's.
+    tensors = [sum(getattr(side, owner) for owner in OWNERS) if side else None for side in (held, stage.memory)]
+    rows.append((f"tensors at the peak{where}", tensors[0], tensors[1], "B"))
     for owner in OWNERS:
         before, seen = getattr(held, owner) if held else None, getattr(stage.memory, owner)
         if before or seen:
