@@ -1,0 +1,177 @@
+"""`ultrascale train` and `verify` as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch._dynamo  # noqa: F401  (before processes fork)
+
+from ultrascale.specs.measurement import Measurement
+from ultrascale.specs.plan import Plan
+from ultrascale.train import launch
+from ultrascale.train.machine import LinkRate, Rates, cpu_cluster
+
+Run = Callable[..., tuple[int, str, str]]
+FIELDS = ["step", "tokens", "loss", "grad_norm", "lr", "tokens_per_s_per_gpu", "mfu", "peak_gib"]
+
+
+@pytest.fixture(autouse=True)
+def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that need not be measured again for every test."""
+    rates, link = Rates(1e10, 1e10, 5e-6, 5e9, 5e9), LinkRate(1e9, 1e-4)
+    monkeypatch.setattr(launch, "machine", lambda world, precision: cpu_cluster(world, rates, link, 2.0**34))
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_try_leaves_a_whole_folder(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    arguments = ("--steps", 5, "--nproc", 4, "--seed", 1, "--out", out, "layout.dp=2", "layout.tp=2")
+    code, printed, said = run("train", "--model", "tiny", *arguments)
+    assert code == 0, said
+    lines = metrics(out)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert all(list(line)[: len(FIELDS)] == FIELDS for line in lines)
+    assert [line["tokens"] for line in lines] == [2048 * step for step in range(1, 6)]
+    assert all(line["mfu"] is None for line in lines)
+    assert "predicted" in printed
+    assert "difference" in printed
+    plan = Plan.load(out / "plan.yaml")
+    assert (plan.layout.dp, plan.layout.tp) == (2, 2)
+    seen = Measurement.load(out / "measurement.json")
+    held, predicted = seen.memory[0].memory, plan.estimate.memory[0].memory
+    for owner in ("parameters", "gradients", "optimizer"):
+        assert getattr(held, owner) == pytest.approx(getattr(predicted, owner), rel=0.03)
+    assert held.activations == pytest.approx(predicted.activations + predicted.buffers, rel=0.1)
+    assert seen.time.tensor_s > 0
+    assert json.loads((out / "env.json").read_text())["processes"] == 4
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("layout.pp=2", "layout.schedule=zero-bubble"), ("layout.cp=2", "layout.context_parallel=ulysses", "layout.zero=3")],
+    ids=str,
+)
+def test_the_same_numbers_on_every_layout(run: Run, tmp_path: Path, words: tuple[str, ...]) -> None:
+    for name, nproc, given in (("one", 1, ()), ("cut", 2, words)):
+        arguments = ("--steps", 3, "--nproc", nproc, "--out", tmp_path / name, "train.eval_every=3", *given)
+        code, _, said = run("train", "--model", "tiny", *arguments)
+        assert code == 0, said
+    for one, cut in zip(metrics(tmp_path / "one"), metrics(tmp_path / "cut"), strict=True):
+        for field in ("loss", "grad_norm"):
+            assert cut[field] == pytest.approx(one[field], rel=1e-5)
+    assert metrics(tmp_path / "cut")[-1]["eval_loss"] == pytest.approx(metrics(tmp_path / "one")[-1]["eval_loss"], rel=1e-5)
+
+
+def test_a_plan_runs_as_it_stands_and_is_verified(run: Run, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    arguments = (
+        "--cluster",
+        "2xh100",
+        "--batch-tokens",
+        2048,
+        "--seq",
+        128,
+        "--fix",
+        "pp=2",
+        "--fix",
+        "schedule=1f1b",
+        "-o",
+        plan,
+    )
+    assert run("plan", "tiny", *arguments)[0] == 0
+    code, _, said = run("train", plan, "--nproc", 2, "--steps", 2, "--out", tmp_path / "run")
+    assert code == 0, said
+    assert "in fp32" in said
+    code, printed, said = run("verify", plan, "--json", tmp_path / "out.json")
+    assert code == 0, said
+    assert "1 of 1 layouts compute what one process computes" in printed
+    (row,) = json.loads((tmp_path / "out.json").read_text())["layouts"]
+    assert row["ok"] is True
+    assert row["layout"]["pp"] == 2
+    assert max(row["loss_error"], row["grad_error"]) <= 1e-5
+
+
+def test_json_is_for_machines(run: Run, tmp_path: Path) -> None:
+    code, printed, _ = run("train", "--model", "tiny", "--steps", 2, "--json", "--out", tmp_path / "run")
+    assert code == 0
+    told = json.loads(printed)
+    assert set(told) == {"folder", "layout", "predicted", "measured"}
+    assert told["measured"]["processes"] == 1
+
+
+def test_a_loss_that_is_no_number_ends_the_run_with_step_and_parameter(run: Run, tmp_path: Path) -> None:
+    words = ("train.lr=100", "train.clip=0", "train.warmup_steps=0", "job.optimizer=sgd")
+    code, _, said = run("train", "--model", "tiny", "--steps", 40, "--nproc", 2, "--out", tmp_path / "run", *words)
+    assert code == 1
+    assert "error: step" in said
+    assert "Try a lower train.lr" in said
+    assert "Traceback" not in said
+    assert metrics(tmp_path / "run")
+
+
+def test_a_rank_that_dies_fails_the_run(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ultrascale.train import run as loop
+
+    def die(request: Any, seat: Any, *_: Any) -> None:
+        if seat.rank == 1:
+            os._exit(3)
+
+    monkeypatch.setattr(loop, "run_rank", die)
+    code, _, said = run("train", "--model", "tiny", "--steps", 2, "--nproc", 2, "--out", tmp_path / "run")
+    assert code == 1
+    assert "rank 1" in said
+    assert "exit code 3" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("train",), "a plan or --model"),
+        (("train", "plan.yaml", "--model", "tiny"), "a plan or --model"),
+        (("train", "--model", "tinny"), "tiny"),
+        (("train", "nothing.yaml"), "nothing.yaml"),
+        (("train", "--model", "tiny", "layout.dp=2"), "there is one process"),
+        (("train", "--model", "tiny", "--nproc", "2", "layout.tq=2"), "did you mean 'tp'"),
+        (("train", "--model", "tiny", "train.log=tensorbord"), "tensorboard"),
+        (("verify",), "a plan or --world"),
+        (("verify", "--world", "99"), "from 1 to 16"),
+        (("verify", "--world", "2", "--only", "ep"), "--only"),
+        (("verify", "--world", "2", "--only", "pp,tp"), "no layout of 2 processes"),
+        (("verify", "--world", "2", "--model", "llama-3-8b"), "try tiny"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_used_is_told_in_a_sentence(run: Run, tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
+    code, _, said = run(*arguments, *(("--out", tmp_path / "x") if arguments[0] == "train" else ()))
+    assert code == 2
+    assert says in said
+    assert "Traceback" not in said
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_folder_that_holds_a_run_is_left_alone(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("kept\n")
+    code, _, said = run("train", "--model", "tiny", "--steps", 1, "--out", tmp_path)
+    assert code == 2
+    assert "holds a run already" in said
+    assert (tmp_path / "metrics.jsonl").read_text() == "kept\n"
+
+
+@pytest.mark.slow
+def test_under_torchrun(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ultrascale"]
+    words = ["train", "--model", "tiny", "--steps", "2", "--out", str(tmp_path / "run"), "layout.tp=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(metrics(tmp_path / "run")) == 2
