@@ -408,6 +408,7 @@ ENGINES = {
     ("torchtitan FSDP2", ""): "torchtitan-eager",
     ("torchtitan FSDP2", "no"): "torchtitan-eager",
     ("torchtitan FSDP2", "yes"): "torchtitan",
+    ("flash-attn training (Lightning)", "no"): "flash-training",
     ("nanotron", ""): "nanotron",
     ("nanotron", "no"): "nanotron",
     ("nanotron v0.5", "no"): "nanotron",
@@ -438,7 +439,6 @@ ENGINES = {
 UNKNOWN_ENGINES = {
     ("torchtune full_finetune_single_device", "yes"): "torchtitan",
     ("torchtune full_finetune_single_device", "no"): "eager",
-    ("flash-attn training (Lightning)", "no"): "eager",
     ("lit-gpt + flash-attn", ""): "eager",
 }
 
@@ -480,9 +480,25 @@ def test_an_unknown_engine_is_taken_by_compile_and_that_is_said(system: str, com
         ({"system": "Megatron-Core", "attention_impl": "flash-attn 1"}, "attention", "flash-1"),
         ({"system": "Megatron-Core", "notes": "dispatcher a2a"}, "dispatch", "all-to-all"),
         ({"system": "Megatron-Core", "notes": "CE fusion on"}, "loss", "fused"),
+        ({"system": "Megatron-LM", "notes": "First and last stage have one layer less."}, "head_as_layer", True),
         ({"system": "Megatron-Core", "notes": "no grad-accum fusion"}, "fused_accumulation", False),
         ({"system": "eager thing", "precision": "bf16 (params, grads, Adam all bf16)"}, "states", "pure"),
     ],
 )
 def test_what_a_row_says_of_its_engine_is_a_field_of_it(cells: dict[str, str], field: str, value: object) -> None:
     assert getattr(framework_of(cells, []), field) == value
+
+
+def test_a_row_s_network_sharding_and_gradients_are_those_it_says() -> None:
+    silent = run(gpus=16, dp=16)
+    said = run(gpus=16, dp=16, notes="HSDP; inter-node 400Gbps")
+    recipe = run(gpus=16, dp=16, system="NeMo/Megatron-Core")
+    assert silent.job is not None
+    assert said.job is not None
+    assert recipe.job is not None
+    assert silent.layout is not None
+    assert said.layout is not None
+    assert said.job.cluster.network_gb_s == pytest.approx(400 / 8 / 8)
+    assert silent.job.cluster.network_gb_s > said.job.cluster.network_gb_s
+    assert (silent.layout.zero_shards, said.layout.zero_shards) == (None, 8)
+    assert (silent.job.gradients, recipe.job.gradients) == ("fp32", "bf16")

@@ -129,6 +129,7 @@ def test_every_engine_runs_every_kind_of_job_no_faster_than_a_third_of_ours(name
         ("sharded", {"reduce_overlap": 1.0}, {"reduce_overlap": 0.0}),
         ("across", {"gather_overlap": 1.0}, {"gather_overlap": 0.0}),
         ("sharded", {"gather_overlap": 1.0}, {"gather_overlap": 0.0}),
+        ("across", {"zero1_all_reduce": False}, {"zero1_all_reduce": True}),
         ("across", {"rails": True}, {"rails": False}),
         ("sharded", {"rails": True}, {"rails": False}),
         ("pipeline", {"balanced": True}, {"balanced": False}),
@@ -155,6 +156,7 @@ def test_which_is_faster(case: str, fast: dict[str, Any], slow: dict[str, Any]) 
         ("sharded", {"states": "pure"}, {"states": "fp32"}),
         ("sharded", {"states": "fp32"}, {"states": "master"}),
         ("one node", {"eager_activation": False}, {"eager_activation": True}),
+        ("one node", {"late_gradients": False}, {"late_gradients": True}),
         ("one node", {"attention": "flash"}, {"attention": "plain"}),
         ("selective", {"selective": "half"}, {"selective": "cheap"}),
     ],
@@ -172,6 +174,9 @@ def test_which_holds_less(case: str, less: dict[str, Any], more: dict[str, Any])
         ("one node", {"expert_overlap": 1.0}),
         ("one node", {"tensor_overlap": 1.0}),
         ("one node", {"balanced": False}),  # one stage
+        ("one node", {"head_as_layer": True}),
+        ("one node", {"fp8_inputs": True}),  # bf16
+        ("sharded", {"zero1_all_reduce": True}),
         ("one node", {"selective": "half"}),  # nothing is recomputed
         ("tensor", {"reduce_overlap": 0.0}),  # one replica
     ],
@@ -185,9 +190,34 @@ def test_a_field_changes_nothing_where_there_is_nothing_of_its_kind(case: str, f
 def test_unbalanced_stages_have_equal_layers_and_balanced_ones_spare_the_head() -> None:
     even = [stage.layers for stage in predicted("pipeline", balanced=False).memory]
     spared = [stage.layers for stage in predicted("pipeline", balanced=True).memory]
+    counted = [stage.layers for stage in predicted("pipeline", balanced=False, head_as_layer=True).memory]
     assert even == [8, 8, 8, 8]
     assert sum(spared) == 32
     assert spared[-1] < 8
+    assert sum(counted) == 32
+    assert counted[-1] == 8  # 33 over four: the first three have eight or nine, the last eight with the head as its ninth
+
+
+def test_an_exchange_in_pieces_leaves_one_of_them_to_see() -> None:
+    """tp = 8: an eighth has nothing to hide behind, the rest slows products; without sequence parallelism nothing is cut."""
+    whole, pieced = (predicted("tensor", tensor_overlap=share).time.tensor_s for share in (0.0, 1.0))
+    assert whole / 8 < pieced < whole
+
+
+def test_fp8_inputs_are_smaller_where_products_are_in_fp8() -> None:
+    model, cluster, seq, layout = CASES["one node"]
+    peaks = []
+    for kept in (False, True):
+        job = Job(
+            model=Model.load(model),
+            cluster=Cluster.load(cluster),
+            seq=seq,
+            batch_tokens=layout.batch_tokens(seq),
+            precision="fp8",
+            framework=Framework(fp8_inputs=kept),
+        )
+        peaks.append(estimate(job, layout).memory[0].memory.activations)
+    assert peaks[1] < peaks[0]
 
 
 def test_a_hidden_exchange_leaves_nothing_to_see() -> None:

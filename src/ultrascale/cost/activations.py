@@ -23,6 +23,11 @@ def compute_bytes(job: Job) -> int:
     return 4 if job.precision == "fp32" else 2
 
 
+def operand_bytes(job: Job) -> int:
+    """Bytes of a product's input as it is kept: an engine may keep the fp8 copy instead of what it was cast from."""
+    return 1 if job.precision == "fp8" and job.framework.fp8_inputs else compute_bytes(job)
+
+
 def gradient_bytes(job: Job) -> int:
     return FP32 if (job.gradients == "fp32" and job.framework.states != "pure") or job.precision == "fp32" else 2
 
@@ -52,12 +57,13 @@ def layer(job: Job, columns: Columns, moe: bool) -> LayerActivations:
     model, b = job.model, compute_bytes(job)
     tokens = columns.tokens(job.seq)
     residual = b * tokens * model.hidden / columns.sequence_cut  # one residual-wide tensor, cut only by sequence parallelism
+    operand = residual / b * operand_bytes(job)
     modules = {
         "attention norm": residual,
-        "qkv input": residual,
+        "qkv input": operand,
         **_attention(job, columns, tokens, b),
         "mlp norm": residual,
-        **(_moe(job, columns, tokens, b, residual) if moe else _mlp(job, columns, tokens, b, residual)),
+        **(_moe(job, columns, tokens, b, residual) if moe else _mlp(job, columns, tokens, b, operand)),
     }
     if job.dropout:
         modules["dropout masks"] = 2 * residual / b
@@ -90,6 +96,8 @@ def _attention(job: Job, columns: Columns, tokens: Array, b: int) -> dict[str, A
         qkv = b * tokens * expanded / tp
     output = b * tokens * model.heads * model.v_head_dim / tp
     latents = {} if model.mla is None else {"latents": 2 * b * tokens * latent}
+    if operand_bytes(job) != b:
+        output = output * (b + operand_bytes(job)) / b  # flash needs its own output as it is, the next product the copy
     if job.attention == "flash":
         return {**latents, "q, k, v": qkv, "attention output": output, "log-sum-exp": 4 * tokens * model.heads / tp}
     # Softmax output; with dropout also the mask (1 byte) and the dropped output: 5·a·s² of Korthikanti 2022 at two bytes.
@@ -103,11 +111,11 @@ def _attention(job: Job, columns: Columns, tokens: Array, b: int) -> dict[str, A
     }
 
 
-def _mlp(job: Job, columns: Columns, tokens: Array, b: int, residual: Array) -> dict[str, Array]:
+def _mlp(job: Job, columns: Columns, tokens: Array, b: int, operand: Array) -> dict[str, Array]:
     model = job.model
-    wide = b * tokens * model.ffn / columns.tp
-    kept = 2 if model.gated and job.framework.eager_activation else 1
-    return {"mlp input": residual, "mlp products": (2 if model.gated else 1) * wide, "mlp activation": kept * wide}
+    wide = tokens * model.ffn / columns.tp
+    kept = operand_bytes(job) + (b if model.gated and job.framework.eager_activation else 0)
+    return {"mlp input": operand, "mlp products": b * (2 if model.gated else 1) * wide, "mlp activation": kept * wide}
 
 
 def _moe(job: Job, columns: Columns, tokens: Array, b: int, residual: Array) -> dict[str, Array]:

@@ -57,9 +57,13 @@ RATES: dict[str, dict[str, AttentionRate]] = {
 }
 
 
+def attention_line(kernel: str, architecture: str) -> str:
+    """The kernel whose rate is taken: its own, or the architecture's best where it has no line of its own."""
+    return kernel if architecture in RATES.get(kernel, {}) else "flash"
+
+
 def attention_rate(kernel: str, architecture: str) -> AttentionRate | None:
-    """The rate of a kernel on an architecture; kernels without a line of their own take the best one's."""
-    return RATES.get(kernel, {}).get(architecture) or RATES["flash"].get(architecture)
+    return RATES[attention_line(kernel, architecture)].get(architecture)
 
 
 # Share of the product rate measured alone that a training step sustains, hour after hour at the power limit.

@@ -84,7 +84,8 @@ def transfer_buffers(job: Job, columns: Columns, held: params.RankParameters) ->
     )
     gathered = np.where(columns.is_("offload", "parameters"), b * (2 * held.layer + held.ends), gathered)
     # One layer's gradients as autograd makes them, and from ZeRO-2 on the same layer's on its way into the reduce-scatter.
-    fresh_gradients = b * held.layer if activations.gradient_bytes(job) != b else 0.0
+    fresh = held.total if job.framework.late_gradients else held.layer
+    fresh_gradients = b * fresh if activations.gradient_bytes(job) != b else 0.0
     reduced = np.where(columns.zero >= 2, activations.gradient_bytes(job) * np.minimum(held.layer, beyond_own_shard), 0.0)
     gathered_sequence = np.where((columns.tp > 1) & (columns.sequence_parallel == 1), wide, 0.0)
     received = np.where(columns.pp > 1, 2 * wide / columns.sequence_cut, 0.0)

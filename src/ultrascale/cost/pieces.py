@@ -125,8 +125,15 @@ def _layer(job: Job, columns: Columns, machine: Machine, places: Mesh, moe: bool
     inside = tensor.traffic(job, columns, places, machine)
     around = context.traffic(job, columns, places, machine, compute.attention)
     again = exposed(inside.gather_again_s, compute.matmul.input_grad, machine.efficiency)
-    seen = 1 - job.framework.tensor_overlap
-    tensor_passes = Passes(seen * inside.layer_s, seen * inside.layer_s + again, nothing)
+    # Cut into tp pieces, an exchange hides behind products; backward's share the window with the second gather.
+    pieced = tensor.pieced_s(job, columns, inside, moe)
+    behind_again = np.minimum(inside.gather_again_s, compute.matmul.input_grad)
+    rest = compute.matmul.input_grad + compute.matmul.weight_grad - behind_again
+    tensor_passes = Passes(
+        inside.layer_s - pieced + exposed(pieced, compute.matmul.forward, machine.efficiency),
+        inside.layer_s - pieced + exposed(pieced, rest, machine.efficiency) + again,
+        nothing,
+    )
     context_passes = Passes(around.forward_s, around.backward_s, nothing)
     expert_passes = Passes(nothing, nothing, nothing)
     if moe:
@@ -148,8 +155,9 @@ def _layer(job: Job, columns: Columns, machine: Machine, places: Mesh, moe: bool
     repeated = np.where(columns.is_("recompute", "selective"), cheap, repeated)
     layer = params.per_layer(job.model, columns)
     elements, experts = (layer.moe, layer.experts) if moe else (layer.dense, nothing)
-    behind_backward = around.behind_backward_s + np.minimum(inside.gather_again_s, compute.matmul.input_grad)
-    free = compute.total + Passes(-around.behind_forward_s, repeated - behind_backward, nothing)
+    behind_forward = around.behind_forward_s + np.minimum(pieced, compute.matmul.forward)
+    behind_backward = around.behind_backward_s + behind_again + np.minimum(pieced, rest)
+    free = compute.total + Passes(-behind_forward, repeated - behind_backward, nothing)
     sharded = _zero(job, columns, machine, places, elements, experts, free)
     accumulated = Passes(nothing, nothing, operators.accumulate_s(job, machine, elements + experts))
     return Piece(

@@ -41,8 +41,9 @@ def split_layers(layers: int, ranks: int, virtual_stages: int, head_layers: floa
 
 
 def chunk_layers(job: Job, ranks: int, virtual_stages: int) -> tuple[int, ...]:
-    model = job.model
-    return split_layers(model.layers, ranks, virtual_stages, flops.head_in_layers(model) if job.framework.balanced else 0.0)
+    model, engine = job.model, job.framework
+    head_layers = flops.head_in_layers(model) if engine.balanced else float(engine.head_as_layer)
+    return split_layers(model.layers, ranks, virtual_stages, head_layers)
 
 
 def chunks_of(rank: int, ranks: int, virtual_stages: int, v_shaped: bool) -> tuple[int, ...]:

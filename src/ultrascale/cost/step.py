@@ -40,9 +40,10 @@ def end_of_step(
     replicas = transfer(machine, "data", "all_reduce", gradient_bytes(job) * held.total / columns.shards, places.replica)
     level = columns.zero
     # ZeRO-2 and 3 scattered their gradients with each micro-batch; HSDP's replicas still have to meet once a step.
-    reduction = np.where(level == 0, reduced.time_s, np.where(level == 1, sharded.scatter_s, 0.0))
+    whole = (level == 0) | ((level == 1) & job.framework.zero1_all_reduce)
+    reduction = np.where(whole, reduced.time_s, np.where(level == 1, sharded.scatter_s, 0.0))
     reduction = reduction + np.where(level >= 1, replicas.time_s, 0.0)
-    hidden = job.framework.reduce_overlap
+    hidden = np.where((level == 1) & job.framework.zero1_all_reduce, 0.0, job.framework.reduce_overlap)
     wait = data.exposed_s(columns, machine, hidden * reduction, backward, share.layers) + (1 - hidden) * reduction
     # The stepped parameters are gathered layer by layer, just ahead of the next step's first forward.
     gathered = np.where((level == 1) | (level == 2), sharded.gather_s, 0.0)

@@ -54,6 +54,16 @@ def traffic(job: Job, columns: Columns, mesh: Mesh, machine: Machine) -> TensorT
     )
 
 
+def pieced_s(job: Job, columns: Columns, inside: TensorTraffic, moe: bool) -> Array:
+    """Of one direction of one layer, what may hide behind products that are cut along with the exchange.
+
+    Transformer Engine's user buffers pass one rank's piece on while the product of the piece already there runs, so all but one
+    of tp pieces may hide. They need sequence parallelism, and experts' products are not cut.
+    """
+    share = 0.0 if moe else job.framework.tensor_overlap
+    return np.where(inside.with_sequence, share * (1 - 1 / columns.tp) * inside.layer_s, 0.0)
+
+
 def ratio(tp: int, hidden: int, layer_parameters: float, peak_flops: float, bandwidth: float) -> Ratio:
     """One exchange of s·mbs·h bf16 elements against the next region's share of the layer (half of it in the mean)."""
     return Ratio(

@@ -52,6 +52,8 @@ def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework
         name = "torchtitan" if compiled else "torchtitan-eager"
         if not compiled and not eager:
             assumptions.append("not compiled")
+    elif "flash-attn training" in system:
+        name = "flash-training"
     elif "nanotron" in system:
         name = "nanotron"
     elif "deepspeed" in system:
@@ -77,6 +79,8 @@ def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework
         changes["dispatch"] = "all-to-all"
     if ("a2a overlap" in notes or "ep overlap" in notes or "canonical recipe" in notes) and "ep overlap off" not in notes:
         changes["expert_overlap"] = 0.7
+    if "one layer less" in notes:
+        changes["head_as_layer"] = True
     dropping = "tokendrop" in values.get("model", "").lower()
     if framework.routing_s and (dropping or "cuda graph" in notes or " cg;" in notes):
         # Graphs replay what the host would launch; dropped tokens leave no counts to wait for and experts of one size.

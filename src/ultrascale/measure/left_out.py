@@ -8,7 +8,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from ultrascale.cost.hardware import RATES, SUSTAINED, attention_rate, sustained
+from ultrascale.cost.hardware import RATES, SUSTAINED, attention_line, attention_rate, sustained
 from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
@@ -36,7 +36,12 @@ FITTED: dict[str, tuple[float, float]] = {
     "network_bandwidth": (0.82, 0.08),
     "overlap_slowdown": (0.10, 0.25),
 }
-FAMILY = {"torchtitan-eager": "eager", "deepspeed": "eager", "megatron-no-overlap": "megatron-core"}
+FAMILY = {
+    "torchtitan-eager": "eager",
+    "deepspeed": "eager",
+    "megatron-no-overlap": "megatron-core",
+    "flash-training": "megatron-core",
+}
 
 
 def current(name: str) -> float:
@@ -60,7 +65,7 @@ def adjusted(job: Job, multipliers: Mapping[str, float]) -> Job:
     cluster, framework, gpu = job.cluster, job.framework, job.cluster.gpu
     constants, shares = cluster.efficiency, sustained(gpu)
     rate = attention_rate(framework.attention, gpu.architecture)
-    attention = times(f"attention.{framework.attention}.{gpu.architecture}")
+    attention = times(f"attention.{attention_line(framework.attention, gpu.architecture)}.{gpu.architecture}")
     changed = constants.model_copy(
         update={
             "matmul": (constants.matmul or shares["bf16"]) * times(f"sustained.{gpu.architecture}.bf16"),

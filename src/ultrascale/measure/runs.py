@@ -165,8 +165,10 @@ def _model(values: Mapping[str, str], assumptions: list[str]) -> tuple[Job, Layo
     batch = _batch(values, degrees["dp"], assumptions)
     notes = values.get("notes", "").lower()
     balanced = model.moe is not None and ("forced balance" in notes or "balanced routing" in notes)
-    constants = {"efficiency": Efficiency(expert_imbalance=1.0)} if balanced else {}
-    cluster = Cluster.of(kind, nodes=gpus // per_node, gpus_per_node=per_node, **constants)
+    overrides: dict[str, Any] = {"efficiency": Efficiency(expert_imbalance=1.0)} if balanced else {}
+    if between_nodes := re.search(r"inter-node (\d+) ?gbps", notes):
+        overrides["network_gb_s"] = int(between_nodes[1]) / 8 / per_node
+    cluster = Cluster.of(kind, nodes=gpus // per_node, gpus_per_node=per_node, **overrides)
     attention = "plain" if framework.attention.startswith("plain") else "flash"
     job = build(
         Job,
@@ -179,7 +181,7 @@ def _model(values: Mapping[str, str], assumptions: list[str]) -> tuple[Job, Layo
             "attention": attention,
             "framework": framework,
             "dropout": framework.name.startswith("megatron") and not model.gated and model.moe is None,
-            "gradients": "bf16" if framework.states == "pure" else "fp32",
+            "gradients": _gradients(values, framework),
             "optimizer": "adamw-bf16" if framework.states == "pure" else "adamw",
         },
         "job",
@@ -189,6 +191,7 @@ def _model(values: Mapping[str, str], assumptions: list[str]) -> tuple[Job, Layo
         **degrees,
         **batch,
         "zero": _zero(values, degrees, framework, assumptions),
+        "zero_shards": per_node if notes.startswith("hsdp") else None,
         "recompute": recompute or "none",
         "sequence_parallel": _sequence_parallel(values, assumptions, degrees),
         **_schedule(values, degrees, batch),
@@ -232,6 +235,12 @@ def _zero(values: Mapping[str, str], degrees: dict[str, int], framework: Framewo
     if given not in (0, 1, 2, 3):
         raise Unmodelled(f"zero_stage is {values['zero_stage']}: it must be 0, 1, 2 or 3")
     return int(given)
+
+
+def _gradients(values: Mapping[str, str], framework: Framework) -> str:
+    """NeMo's launcher (grad_sync_dtype=bf16) and Megatron-Bridge (grad_reduce_in_fp32=False) keep and reduce them in bf16."""
+    system = values.get("system", "").lower()
+    return "bf16" if framework.states == "pure" or "nemo" in system or "megatron-bridge" in system else "fp32"
 
 
 def _recompute(values: Mapping[str, str]) -> tuple[str | None, bool]:

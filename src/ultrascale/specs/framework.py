@@ -39,6 +39,9 @@ class Framework(BaseModel):
         description="full recomputation ends at the last tensor that backward needs: a layer's last product is not repeated",
     )
     balanced: bool = Field(True, description="pipeline stages are cut with the head counted; else layers alone are")
+    head_as_layer: bool = Field(
+        False, description="where layers alone are counted, the head counts as one of them (Megatron's account-for-loss)"
+    )
     rails: bool = Field(True, description="collectives across nodes use every NIC of a node, not one per ring")
     loss: Literal["overwritten", "fused", "in-place", "fp32", "chunked"] = Field(
         "fused",
@@ -47,13 +50,22 @@ class Framework(BaseModel):
         "chunked: an eighth of the logits at a time",
     )
     eager_activation: bool = Field(False, description="autograd keeps the gate's activation beside its input and the product")
+    fp8_inputs: bool = Field(
+        False, description="products in fp8 keep their inputs for backward in fp8 (Transformer Engine), not in bf16"
+    )
     states: Literal["master", "fp32", "pure"] = Field(
         "master", description="master: bf16 copy + fp32 master; fp32: FSDP's fp32 shards, cast when gathered; pure: bf16 all"
     )
-    tensor_overlap: float = Field(0.0, ge=0, le=1, description="share of the tp exchange that hides behind products")
+    tensor_overlap: float = Field(0.0, ge=0, le=1, description="share of a dense layer's tp exchange that may hide")
     expert_overlap: float = Field(0.0, ge=0, le=1, description="share of the expert exchange that hides")
     gather_overlap: float = Field(1.0, ge=0, le=1, description="share of ZeRO's gathers that may hide")
     reduce_overlap: float = Field(1.0, ge=0, le=1, description="share of gradient reductions that may hide")
+    late_gradients: bool = Field(
+        False, description="a micro-batch's gradients are added to the fp32 ones after its backward: all of them wait in bf16"
+    )
+    zero1_all_reduce: bool = Field(
+        False, description="ZeRO-1 all-reduces whole gradients after the last backward, which hides nothing"
+    )
     routing_s: float = Field(
         0.0, ge=0, le=1, description="host time of one MoE layer's routing in forward: counts read back, permutations, loops"
     )
