@@ -44,8 +44,9 @@ def similar(job: Job, without_source: str | None = None) -> tuple[list[float], s
 
 
 def quantile(values: Sequence[float], share: float) -> float:
+    """Where a new value falls below with that probability: below the k-th of n with k / (n + 1), as in conformal prediction."""
     ordered = sorted(values)
-    position = share * (len(ordered) - 1)
+    position = min(max(share * (len(ordered) + 1) - 1, 0.0), len(ordered) - 1.0)
     low = math.floor(position)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
