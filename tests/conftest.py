@@ -6,8 +6,13 @@ import sys
 from collections.abc import Callable
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from ultrascale import cli
+
+# A busy machine is no reason to fail: what is generated does not depend on how fast.
+settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any-machine")
 
 Run = Callable[..., tuple[int, str, str]]
 

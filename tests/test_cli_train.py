@@ -101,6 +101,18 @@ def test_a_plan_runs_as_it_stands_and_is_verified(run: Run, tmp_path: Path) -> N
     assert max(row["loss_error"], row["grad_error"]) <= 1e-5
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_memory_by_owner_is_what_was_predicted(run: Run, tmp_path: Path, zero: int) -> None:
+    words = (f"layout.zero={zero}", "layout.mbs=4", "layout.gas=2")
+    code, _, said = run("train", "--model", "tiny", "--steps", 2, "--nproc", 2, "--out", tmp_path, *words)
+    assert code == 0, said
+    predicted = Plan.load(tmp_path / "plan.yaml").estimate.memory[0].memory
+    held = Measurement.load(tmp_path / "measurement.json").memory[0].memory
+    for owner in ("parameters", "master", "gradients", "optimizer"):
+        assert getattr(held, owner) == pytest.approx(getattr(predicted, owner), rel=0.03), owner
+    assert held.activations + held.buffers == pytest.approx(predicted.activations + predicted.buffers, rel=0.1)
+
+
 def test_json_is_for_machines(run: Run, tmp_path: Path) -> None:
     code, printed, _ = run("train", "--model", "tiny", "--steps", 2, "--json", "--out", tmp_path / "run")
     assert code == 0

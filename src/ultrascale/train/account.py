@@ -61,11 +61,33 @@ def _followed(engine: Engine, step: Callable[[], object]) -> MeasuredMemory:
                 # Whole gradients on their way into the scatter; ZeRO-1 keeps them through the step.
                 owner = "gradients" if engine.mesh.layout.zero == 1 else "buffers"
                 hooks += [_watch(parameter, partial(_made, live, owner)) for parameter in chunk.gradients.unsharded()]
+                _label_scattered(chunk.gradients, live)
         live.reset_peak()
         step()
     for hook in hooks:
         hook.remove()
-    return MeasuredMemory(**{owner: live.peak_by_owner.get(owner, 0) for owner in OWNERS})
+    for chunk in engine.pipeline.chunks.values():
+        vars(chunk.gradients).pop("after_backward", None)
+    seen = {owner: live.peak_by_owner.get(owner, 0) for owner in OWNERS}
+    # Scattered gradients come after the peak of a step with one micro-batch: as an owner they hold what they end with.
+    held = [gradient for chunk in engine.pipeline.chunks.values() for gradient in chunk.gradients.held()]
+    seen["gradients"] = max(seen["gradients"], _bytes(held, engine.mesh.device))
+    return MeasuredMemory(**seen)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _label_scattered(gradients: Sharded, live: LiveBytes) -> None:
+    """Shards that one micro-batch left are gradients to the next one; FSDP2 makes them out of sight of any hook."""
+    after_backward = gradients.after_backward
+
+    def after(last: bool, split: bool) -> None:
+        after_backward(last, split)
+        live.track(gradients.held(), "gradients")
+
+    gradients.after_backward = after  # type: ignore[method-assign]
 
 
 def _watch(parameter: torch.Tensor, seen: Callable[[torch.Tensor], None]) -> RemovableHandle:
@@ -92,5 +114,5 @@ def _allocated(engine: Engine, step: Callable[[], object]) -> MeasuredMemory:
 
 def _bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
     """Each storage once."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors if tensor.device == device}
+    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in map(_local, tensors) if tensor.device == device}
     return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
