@@ -84,6 +84,11 @@ class Sharded(Gradients):
         assert isinstance(parameter.grad, DTensor)
         return parameter.grad.to_local()
 
+    def held(self) -> list[torch.Tensor]:
+        # Not through the module: while parameters are gathered, its own have no gradients.
+        shards = [parameter.sharded_param.grad for parameter in self._parameters()]
+        return [shard for shard in shards if shard is not None]
+
     def gathered(self) -> list[torch.Tensor]:
         """Where gathered parameters live, empty between uses, for the account of a run."""
         return [output for parameter in self._parameters() for output in parameter.all_gather_outputs]
