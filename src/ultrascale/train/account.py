@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -21,8 +22,11 @@ from ultrascale.train.live import LiveBytes
 OWNERS = ("parameters", "master", "gradients", "optimizer", "activations", "buffers")
 
 
-def account(engine: Engine, step: Callable[[], object]) -> MeasuredMemory:
-    """Runs `step`, one whole training step that is not the first, and says what was alive at its peak."""
+T = TypeVar("T")
+
+
+def account(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T]:
+    """Runs `step`, one whole training step, and says what was alive at its peak, beside what the step returned."""
     return _followed(engine, step) if engine.mesh.device.type == "cpu" else _allocated(engine, step)
 
 
@@ -50,7 +54,7 @@ def states(engine: Engine) -> dict[str, list[torch.Tensor]]:
     return found
 
 
-def _followed(engine: Engine, step: Callable[[], object]) -> MeasuredMemory:
+def _followed(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T]:
     live = LiveBytes()
     hooks = []
     with live:
@@ -63,7 +67,7 @@ def _followed(engine: Engine, step: Callable[[], object]) -> MeasuredMemory:
                 hooks += [_watch(parameter, partial(_made, live, owner)) for parameter in chunk.gradients.unsharded()]
                 _label_scattered(chunk.gradients, live)
         live.reset_peak()
-        step()
+        result = step()
     for hook in hooks:
         hook.remove()
     for chunk in engine.pipeline.chunks.values():
@@ -72,7 +76,7 @@ def _followed(engine: Engine, step: Callable[[], object]) -> MeasuredMemory:
     # Scattered gradients come after the peak of a step with one micro-batch: as an owner they hold what they end with.
     held = [gradient for chunk in engine.pipeline.chunks.values() for gradient in chunk.gradients.held()]
     seen["gradients"] = max(seen["gradients"], _bytes(held, engine.mesh.device))
-    return MeasuredMemory(**seen)
+    return MeasuredMemory(**seen), result
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -100,16 +104,16 @@ def _made(live: LiveBytes, owner: str, parameter: torch.Tensor) -> None:
         live.track([parameter.grad], owner)
 
 
-def _allocated(engine: Engine, step: Callable[[], object]) -> MeasuredMemory:
+def _allocated(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T]:
     device = engine.mesh.device
     torch.cuda.reset_peak_memory_stats(device)
-    step()
+    result = step()
     torch.cuda.synchronize(device)
     sizes = {owner: _bytes(tensors, device) for owner, tensors in states(engine).items()}
     peak = torch.cuda.max_memory_allocated(device)
     reserved = torch.cuda.max_memory_reserved(device)
     rest = peak - sum(sizes.values())
-    return MeasuredMemory(**{**sizes, "activations": max(0, rest), "runtime": reserved - peak})
+    return MeasuredMemory(**{**sizes, "activations": max(0, rest), "runtime": reserved - peak}), result
 
 
 def _bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:

@@ -103,8 +103,9 @@ def _write_folder(request: Request, predicted: Estimate | None, out: Path) -> No
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SpecError(f"--out is {out} but no folder can be made there ({error.strerror}): try runs/first") from None
-    if predicted is not None:
-        Plan(job=request.job, layout=request.layout, estimate=predicted).save(out / PLAN)
+    # Where this machine's rates are not known, the plan keeps the estimate for the cluster it was made for.
+    plan = Plan(job=request.job, layout=request.layout, estimate=predicted or estimate(request.job, request.layout))
+    plan.save(out / PLAN)
     import_torch()
     import torch
 

@@ -10,8 +10,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -96,29 +97,22 @@ def _loop(engine: Engine, recorder: Recorder | None) -> Watch:
     # The second step is the first with everything in place: states exist, buffers have been made.
     accounted = min(1, training.steps - 1)
     for number in range(training.steps):
-        engine.mesh.clock.take()
         if number == accounted:
-            result: list[StepResult] = []
-            seen, elapsed = Watch(), time.perf_counter()
-            watch.memory = account(engine, lambda: result.append(_timed(engine, number, seen)))  # noqa: B023
-            result_of, step_s, data_s = result[0], time.perf_counter() - elapsed, seen.data_s[0]
+            slowed = Watch()  # by being followed: its times are no measurement
+            watch.memory, result = account(engine, partial(_step, engine, number, slowed))
         else:
-            start = time.perf_counter()
-            result_of = _timed(engine, number, watch)
-            step_s, data_s = time.perf_counter() - start, watch.data_s[-1]
-            watch.step_s.append(step_s)
+            result = _step(engine, number, watch)
+        seen = slowed if number == accounted else watch
         held_out = None
         if training.eval_every and (number + 1) % training.eval_every == 0:
             held_out = engine.evaluate(training.eval_batches)
         if recorder is not None:
-            recorder.record(number, result_of, step_s, data_s, held_out, engine.scale.value if engine.scale.used else None)
-    if not watch.step_s:  # a run of one step was measured with the account's overhead
-        watch.step_s, watch.data_s, watch.optimizer_s = [step_s], seen.data_s, seen.optimizer_s
-        watch.waits_s = seen.waits_s
-    return watch
+            recorder.record(number, result, seen, held_out, engine.scale.value if engine.scale.used else None)
+    return watch if watch.step_s else replace(slowed, memory=watch.memory)  # one step alone is all there is
 
 
-def _timed(engine: Engine, number: int, watch: Watch) -> StepResult:
+def _step(engine: Engine, number: int, watch: Watch) -> StepResult:
+    engine.mesh.clock.take()
     start = time.perf_counter()
     batch = engine.read(number)
     read = time.perf_counter()
@@ -126,8 +120,10 @@ def _timed(engine: Engine, number: int, watch: Watch) -> StepResult:
     backward = time.perf_counter()
     waits = engine.mesh.clock.take()
     result = engine.update(number, loss)
+    end = time.perf_counter()
+    watch.step_s.append(end - start)
     watch.data_s.append(read - start)
-    watch.optimizer_s.append(time.perf_counter() - backward)
+    watch.optimizer_s.append(end - backward)
     watch.waits_s.append(waits)
     return result
 
@@ -145,9 +141,8 @@ class Recorder:
         self.log = MetricsLog(out, sinks=sinks) if out else None
         self.progress = None if quiet else Progress(sys.stderr, request.training.steps)
 
-    def record(
-        self, number: int, result: StepResult, step_s: float, data_s: float, eval_loss: float | None, loss_scale: float | None
-    ) -> None:
+    def record(self, number: int, result: StepResult, seen: Watch, eval_loss: float | None, loss_scale: float | None) -> None:
+        step_s, data_s = seen.step_s[-1], seen.data_s[-1]
         rate = self.tokens / step_s / self.request.layout.gpus
         record = StepRecord(
             step=number + 1,
