@@ -59,11 +59,12 @@ def _offload(mesh: Mesh) -> OffloadPolicy:
 class Sharded(Gradients):
     """Gradients that FSDP2 scatters."""
 
-    def __init__(self, module: Transformer, mesh: Mesh) -> None:
+    def __init__(self, module: Transformer, mesh: Mesh, every_microbatch: bool = False) -> None:
         super().__init__(module)
         assert isinstance(module, FSDPModule)
         self.fsdp: FSDPModule = module
-        self.zero, self.gather_again = mesh.layout.zero, mesh.layout.zero == 3
+        self.gather_again = mesh.layout.zero == 3
+        self.every_microbatch = every_microbatch or mesh.layout.zero >= 2
 
     def begin(self) -> None:
         for parameter in self.module.parameters():
@@ -72,11 +73,13 @@ class Sharded(Gradients):
     def before_backward(self, last: bool, split: bool) -> None:
         in_one = not split
         self._set(
-            sync=in_one and (last or self.zero >= 2), last=last and in_one, reshard=self.gather_again or (last and in_one)
+            sync=in_one and (last or self.every_microbatch),
+            last=last and in_one,
+            reshard=self.gather_again or (last and in_one),
         )
 
     def after_backward(self, last: bool, split: bool) -> None:
-        if split and (last or self.zero >= 2):
+        if split and (last or self.every_microbatch):
             self._set(sync=True, last=last, reshard=self.gather_again or last)
             self._scatter()
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ultrascale.specs import words
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.validate import build, shown
 
@@ -92,9 +93,6 @@ class Layout(BaseModel):
         return " ".join(words)
 
 
-_TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-
-
 def field_value(field: str, text: str, what: str = "layout") -> Any:
     """The value of `field` written as text on a command line (`tp=8`, `sequence_parallel=false`), or SpecError."""
     if field not in Layout.model_fields:
@@ -102,22 +100,13 @@ def field_value(field: str, text: str, what: str = "layout") -> Any:
     text = text.strip()
     annotation = Layout.model_fields[field].annotation
     if annotation is bool:
-        if text.lower() not in _TRUTH:
-            raise SpecError(f"{what}.{field} is {shown(text)} but must be true or false, such as {field}=true")
-        return _TRUTH[text.lower()]
+        return words.flag(what, field, text)
     choices = get_args(annotation)
     if choices and all(isinstance(choice, str) for choice in choices):
-        if text.lower() not in choices:
-            hint = nearest(text, choices)
-            advice = f": {hint}" if hint.startswith("did you mean") else ""
-            raise SpecError(f"{what}.{field} is {shown(text)} but must be one of {', '.join(choices)}{advice}")
-        return text.lower()
+        return words.choice(what, field, text, choices)
     if field == "zero_shards" and text.lower() in ("none", "null", "all"):
         return None
-    try:
-        value = int(text)
-    except ValueError:
-        raise SpecError(f"{what}.{field} is {shown(text)} but must be a whole number, such as {field}=2") from None
+    value = words.whole(what, field, text)
     build(Layout, {field: value}, what)  # range errors speak with the field's own words
     return value
 

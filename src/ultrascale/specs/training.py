@@ -11,6 +11,7 @@ from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from ultrascale.specs import words
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.validate import build, shown
 
@@ -114,7 +115,6 @@ def _usual_warmup(steps: int) -> int:
     return min(steps // 10, LONGEST_WARMUP)
 
 
-_TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _NOTHING = ("none", "null", "auto")
 
 
@@ -125,33 +125,14 @@ def training_value(field: str, text: str) -> Any:
     text = text.strip()
     annotation = Training.model_fields[field].annotation
     if annotation is bool:
-        if text.lower() not in _TRUTH:
-            raise SpecError(f"{WHAT}.{field} is {shown(text)} but must be true or false, such as {field}=true")
-        return _TRUTH[text.lower()]
+        return words.flag(WHAT, field, text)
     if field == "log":
         return _alone(field, "" if text.lower() in ("none", "null") else text)
     if field == "warmup_steps" and text.lower() in _NOTHING:
         return None
     if choices := [choice for choice in get_args(annotation) if isinstance(choice, str)]:
-        return _choice(field, text, choices)
-    return _alone(field, _float(field, text) if annotation is float else _int(field, text))
-
-
-def _choice(field: str, text: str, choices: list[str]) -> str:
-    if text.lower() in choices:
-        return text.lower()
-    hint = nearest(text.lower(), choices)
-    advice = hint if hint.startswith("did you mean") else f"try {field}={choices[0]}"
-    raise SpecError(f"{WHAT}.{field} is {shown(text)} but must be one of {', '.join(choices)}: {advice}")
-
-
-def _int(field: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise SpecError(
-            f"{WHAT}.{field} is {shown(text)} but must be a whole number, such as {field}={_example(field)}"
-        ) from None
+        return words.choice(WHAT, field, text, choices)
+    return _alone(field, _float(field, text) if annotation is float else words.whole(WHAT, field, text, _example(field)))
 
 
 def _float(field: str, text: str) -> float:

@@ -83,7 +83,7 @@ def _chunk(
     module.to_empty(device="cpu" if sharded and layout.offload == "parameters" else mesh.device)
     gradients: Gradients
     if sharded:
-        gradients = zero.Sharded(module, mesh)
+        gradients = zero.Sharded(module, mesh, training.reduce_every_microbatch)
     elif layout.data_parallel == "ddp" and mesh.data.size > 1:
         gradients = TorchDDP(module, mesh.data, training.bucket_mb, training.reduce_every_microbatch)
     else:
