@@ -12,12 +12,15 @@ import pytest
 import ultrascale
 
 ROOT = Path(ultrascale.__file__).parent
-# What each room may import of the others (DESIGN.md: specs ← schedules ← cost ← plan).
+# What each room may import of the others: specs ← schedules ← cost ← plan, and specs ← model ← parallel ← train.
 ALLOWED = {
     "specs": {"specs"},
     "schedules": {"schedules", "specs.errors"},
     "cost": {"cost", "schedules", "specs"},
     "plan": {"plan", "cost", "schedules", "specs"},
+    "model": {"model", "specs"},
+    "parallel": {"parallel", "model", "schedules", "specs"},
+    "train": {"train", "parallel", "model", "cost", "schedules", "specs"},
 }
 
 
@@ -65,6 +68,15 @@ def test_planning_never_imports_torch() -> None:
     assert "torch" not in found
 
 
+def test_a_run_is_refused_before_torch_is_loaded() -> None:
+    code = (
+        "import sys; sys.argv = ['ultrascale', 'train', '--model', 'tiny', 'layout.tp=3']\n"
+        "from ultrascale.cli import main\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert end.code == 2"
+    )
+    assert "torch" not in loaded_after(code)
+
+
 def imported(file: Path) -> set[str]:
     """Every module that a file's import statements name, those inside functions too."""
     names: set[str] = set()
@@ -83,7 +95,10 @@ def test_imports_run_one_way(file: Path) -> None:
     if room not in ALLOWED:
         return  # cli.py and show/ stand on top of all rooms
     for name in imported(file):
-        assert name.split(".")[0] != "torch", f"{file} imports {name}"
+        if room in ("specs", "schedules", "cost", "plan"):
+            assert name.split(".")[0] != "torch", f"{file} imports {name}"
+        if room == "model":
+            assert not name.startswith("torch.distributed"), f"{file} imports {name}: the model stays plain"
         inside = name.removeprefix("ultrascale.")
         if name.startswith("ultrascale.") and inside.split(".")[0] in ALLOWED:
             assert any(f"{inside}.".startswith(f"{allowed}.") for allowed in ALLOWED[room]), f"{file} imports {name}"
