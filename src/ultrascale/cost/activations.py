@@ -32,6 +32,11 @@ def gradient_bytes(job: Job) -> int:
     return FP32 if (job.gradients == "fp32" and job.framework.states != "pure") or job.precision == "fp32" else 2
 
 
+def split_backward(columns: Columns) -> Array:
+    """Schedules whose weight gradients come apart from input gradients."""
+    return columns.is_("schedule", "zero-bubble") | columns.is_("schedule", "zb-v") | columns.is_("schedule", "dualpipe-v")
+
+
 @dataclass(frozen=True)
 class LayerActivations:
     """Bytes of one layer and one micro-batch on one rank, by module; `kept` after the policy, `whole` without any."""
@@ -71,7 +76,7 @@ def layer(job: Job, columns: Columns, moe: bool) -> LayerActivations:
     width = _active_width(model, moe)
     # A backward in one go frees what it has used; a split one keeps inputs and output gradients for the weights' turn, so that
     # the gradient of the activation and of both residual branches come on top.
-    split = columns.is_("schedule", "zero-bubble") | columns.is_("schedule", "zb-v") | columns.is_("schedule", "dualpipe-v")
+    split = split_backward(columns)
     wide = (2 if model.gated else 1) + np.where(split, 1, 0)
     gradients = b * tokens * wide * width / columns.tp + np.where(split, 4, 2) * residual
     kept = _apply_policy(job, columns, modules, residual, moe)

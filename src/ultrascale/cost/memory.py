@@ -86,7 +86,11 @@ def transfer_buffers(job: Job, columns: Columns, held: params.RankParameters) ->
     # One layer's gradients as autograd makes them, and from ZeRO-2 on the same layer's on its way into the reduce-scatter.
     fresh = held.total if job.framework.late_gradients else held.layer
     fresh_gradients = b * fresh if activations.gradient_bytes(job) != b else 0.0
-    reduced = np.where(columns.zero >= 2, activations.gradient_bytes(job) * np.minimum(held.layer, beyond_own_shard), 0.0)
+    waiting = held.layer
+    if job.framework.states == "fp32":
+        # FSDP scatters a chunk's gradients together where backward is split: hooks do not see weight gradients made later.
+        waiting = np.where(activations.split_backward(columns), held.total / columns.virtual_stages, waiting)
+    reduced = np.where(columns.zero >= 2, activations.gradient_bytes(job) * np.minimum(waiting, beyond_own_shard), 0.0)
     gathered_sequence = np.where((columns.tp > 1) & (columns.sequence_parallel == 1), wide, 0.0)
     received = np.where(columns.pp > 1, 2 * wide / columns.sequence_cut, 0.0)
     buffers = gathered + fresh_gradients + reduced + gathered_sequence + received + _context_buffers(job, columns)

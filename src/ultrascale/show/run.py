@@ -18,7 +18,12 @@ if TYPE_CHECKING:
     from ultrascale.train.launch import Run
 
 COMPUTING = ("matmul_s", "attention_s", "memory_bound_s", "recompute_s", "launch_s")
-OWNERS = ("parameters", "master", "gradients", "optimizer", "activations", "buffers")
+# What is on its way and what waits for backward look alike from outside: they are compared together.
+SHOWN = {
+    **{owner: (owner,) for owner in ("parameters", "master", "gradients", "optimizer")},
+    "activations, buffers": ("activations", "buffers"),
+}
+OWNERS = tuple(owner for owners in SHOWN.values() for owner in owners)
 
 
 def show_comparison(console: Console, run: Run) -> None:
@@ -52,10 +57,10 @@ def comparison(predicted: Estimate | None, measured: Measurement) -> list[Row]:
     # Tensors on both sides: a CUDA context or an allocator's holes are nobody's.
     tensors = [sum(getattr(side, owner) for owner in OWNERS) if side else None for side in (held, stage.memory)]
     rows.append((f"tensors at the peak{where}", tensors[0], tensors[1], "B"))
-    for owner in OWNERS:
-        before, seen = getattr(held, owner) if held else None, getattr(stage.memory, owner)
+    for label, owners in SHOWN.items():
+        before, seen = (sum(getattr(side, owner) for owner in owners) if side else None for side in (held, stage.memory))
         if before or seen:
-            rows.append((f"  {owner}", before, seen, "B"))
+            rows.append((f"  {label}", before, seen, "B"))
     return rows
 
 
