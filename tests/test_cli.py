@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from ultrascale import Plan, __version__, estimate
+from ultrascale.train.launch import has_gpu
 
 Run = Callable[..., tuple[int, str, str]]
 JOB = ["llama-3-8b", "--cluster", "8xh100", "--batch-tokens", "1M", "--seq", "8192"]
@@ -247,6 +248,9 @@ def test_quickstart_plans_trains_and_compares(run: Run, tmp_path: Path) -> None:
     assert "$ ultrascale plan mini --cluster here" in out
     assert "$ ultrascale train" in out
     assert "predicted and measured" in out
+    if not has_gpu():
+        assert "MFU" not in out
+        assert "In eight of ten cases" not in out
     assert Plan.load(tmp_path / "plan.yaml").job.model.name == "mini"
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["loss"] < lines[0]["loss"]

@@ -72,6 +72,18 @@ def test_the_same_numbers_on_every_layout(run: Run, tmp_path: Path, words: tuple
     assert metrics(tmp_path / "cut")[-1]["eval_loss"] == pytest.approx(metrics(tmp_path / "one")[-1]["eval_loss"], rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("words", "seen"), [("layout.zero=2", False), ("layout.data_parallel=ddp", False), ("layout.zero=0", True)]
+)
+def test_what_torch_exchanges_by_itself_is_not_called_measured(run: Run, tmp_path: Path, words: str, seen: bool) -> None:
+    code, printed, said = run("train", "--model", "tiny", "--steps", 2, "--nproc", 2, "--out", tmp_path / "run", words)
+    assert code == 0, said
+    measured = Measurement.load(tmp_path / "run" / "measurement.json")
+    assert (measured.time.data_s is not None) == seen
+    assert ("part of computing" in printed) != seen
+    assert ("not measured" in printed) != seen
+
+
 def test_a_plan_runs_as_it_stands_and_is_verified(run: Run, tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
     arguments = (
@@ -117,7 +129,8 @@ def test_json_is_for_machines(run: Run, tmp_path: Path) -> None:
     code, printed, _ = run("train", "--model", "tiny", "--steps", 2, "--json", "--out", tmp_path / "run")
     assert code == 0
     told = json.loads(printed)
-    assert set(told) == {"folder", "layout", "predicted", "measured"}
+    assert set(told) == {"folder", "layout", "predicted", "step", "stopped", "checkpoint", "measured"}
+    assert (told["step"], told["stopped"], Path(told["checkpoint"]).name) == (2, None, "step-000002")
     assert told["measured"]["processes"] == 1
 
 

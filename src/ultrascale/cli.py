@@ -14,13 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ultrascale.data.cli import app as data_verbs
+
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from ultrascale.specs.cluster import Cluster
-    from ultrascale.specs.job import Job
-    from ultrascale.specs.layout import Layout
-    from ultrascale.train.request import Request
 
 app = typer.Typer(
     name="ultrascale",
@@ -33,8 +30,8 @@ app = typer.Typer(
 )
 
 NO, BAD_INPUT = 1, 2
-SPREAD = 24  # layouts that `verify --world` tries without --all
 PLAN, RUN = "Plan", "Run"
+app.add_typer(data_verbs, rich_help_panel=RUN)
 
 ModelArgument = Annotated[
     str, typer.Argument(help="A preset ([cyan]llama-3-70b[/]), a model file, or a Hugging Face [cyan]config.json[/].")
@@ -107,11 +104,13 @@ def plan(
 
     [dim]ultrascale plan llama-3-70b --cluster 64xh100 --batch-tokens 4M --seq 8192 -o plan.yaml[/]
     """
+    from ultrascale import asked
     from ultrascale.plan.search import plan as search
     from ultrascale.show import plan as show
+    from ultrascale.show.lines import progress
 
-    job = _job(model, cluster, batch_tokens, seq, precision, gradients, optimizer, attention, total_tokens, framework)
-    with _progress() as say:
+    job = asked.job(model, cluster, batch_tokens, seq, precision, gradients, optimizer, attention, total_tokens, framework)
+    with progress() as say:
         result = search(
             job,
             top=top,
@@ -233,6 +232,7 @@ def accuracy(
     from ultrascale.measure import accuracy as measure
     from ultrascale.measure.runs import read
     from ultrascale.show import accuracy as show
+    from ultrascale.show.lines import progress
     from ultrascale.specs.errors import SpecError, nearest
     from ultrascale.specs.files import write_text
 
@@ -241,7 +241,7 @@ def accuracy(
     if not 0 <= worst <= 10_000:
         raise SpecError(f"--worst is {worst} but must be from 0 to 10000, such as 20")
     runs, problems = read(file)
-    with _progress() as say:
+    with progress() as say:
         scored = measure.score(runs, progress=lambda done: say(f"predicting run {done} of {len(runs)}"))
         say("predicting each run without its source")
         left_out = measure.score_left_out(runs)
@@ -278,10 +278,11 @@ def quickstart(
     seconds: Annotated[int, typer.Option("--seconds", help="About how long to train.", min=1, max=3600)] = 45,
 ) -> None:
     """Close the loop on this machine: detect it, plan a small model, train it on real text, predicted beside measured."""
+    from ultrascale import asked
     from ultrascale.plan.search import plan as search
     from ultrascale.show import plan as show_plan
     from ultrascale.show import run as show
-    from ultrascale.show.lines import heading
+    from ultrascale.show.lines import heading, progress
     from ultrascale.train import launch
     from ultrascale.train.log import batch_line
     from ultrascale.train.request import Overrides, from_plan
@@ -289,9 +290,9 @@ def quickstart(
     console, gpu = _console(), launch.has_gpu()
     precision = "bf16" if gpu else "fp32"
     heading(console, f"$ ultrascale plan mini --cluster here --batch-tokens 4k --seq 256 --precision {precision} -o {output}")
-    with _progress() as say:
+    with progress() as say:
         say("measuring this machine")
-        job = _job("mini", "here", "4k", "256", precision=precision)
+        job = asked.job("mini", "here", "4k", "256", precision=precision)
         result = search(job, top=3, progress=say)
     best = result.plans[0]
     best.save(output)
@@ -331,6 +332,18 @@ def train(
         int | None,
         typer.Option("--nproc", min=1, max=1024, help="Start so many processes here; not needed under torchrun or srun."),
     ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option("--data", help="stdlib, synthetic, token files, or a mixture [cyan]a/:0.7,b/:0.3[/] (train.data)."),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option("--resume", help="Go on with a run's folder (or one of its checkpoints), cut as before or otherwise."),
+    ] = None,
+    weights: Annotated[
+        Path | None,
+        typer.Option("--weights", help="Begin with the weights of a run or checkpoint, at step 0, with a new optimizer."),
+    ] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Of weights and data order (train.seed).")] = None,
     seq: Annotated[str | None, typer.Option("--seq", help="Sequence length (job.seq).")] = None,
     out: Annotated[
@@ -342,25 +355,34 @@ def train(
 
     [dim]ultrascale train --model tiny --steps 20 --nproc 4 layout.dp=2 layout.tp=2[/]
     [dim]torchrun --nproc-per-node 8 -m ultrascale train plan.yaml --out runs/first layout.tp=4[/]
+    [dim]ultrascale train --resume runs/first layout.tp=4[/]
 
     Sections: [cyan]layout.[/] dp tp pp cp zero sequence_parallel data_parallel context_parallel schedule virtual_stages mbs gas
     recompute offload; [cyan]train.[/] steps seed lr lr_schedule warmup_steps weight_decay clip eval_every data compress log …;
-    [cyan]job.[/] seq batch_tokens precision gradients optimizer.
+    [cyan]job.[/] seq batch_tokens precision gradients optimizer; [cyan]checkpoint.[/] every keep background save.
     """
     from ultrascale.show import run as show
+    from ultrascale.show.lines import progress
     from ultrascale.train import launch
+    from ultrascale.train.checkpoint import run_of
     from ultrascale.train.log import batch_line
+    from ultrascale.train.request import from_words
     from ultrascale.train.world import seat
 
     mine = seat() if nproc is None else None
-    request = _request(words or [], model, steps, seed, seq, mine.world if mine else nproc or 1, launch.has_gpu())
-    out = out or Path("runs") / f"{request.job.model.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    options = {"train.steps": steps, "train.seed": seed, "train.data": data, "job.seq": seq}
+    request = from_words(words or [], options, mine.world if mine else nproc, launch.has_gpu(), model, resume, weights)
+    if out is None:
+        new = Path("runs") / f"{request.job.model.name}-{datetime.now():%Y%m%d-%H%M%S}"
+        out = run_of(request.resume) if request.resume is not None else new
     console, first = _console(to_errors=True), mine is None or mine.rank == 0
     if first:
         console.print(f"{request.job.model.name}: {request.layout}; {batch_line(request.layout, request.job.seq)}")
+        if request.resume is not None:
+            console.print(f"going on from {request.resume}, to step {request.training.steps}")
         for note in request.notes:
             console.print(f"note: {note}")
-    with _progress() as say:
+    with progress() as say:
         say("measuring this machine, for a prediction to compare with")
         machine = launch.machine(request.layout.gpus, request.job.precision) if first or launch.has_gpu() else None
     run = launch.train(request, out, nproc, machine)
@@ -369,8 +391,7 @@ def train(
     if as_json:
         _print_json(show.run_json(run))
     else:
-        show.show_comparison(_console(), run)
-        _console().print(f"The run is in {out}")
+        show.show_end(_console(), run)
 
 
 @app.command(rich_help_panel=RUN)
@@ -400,11 +421,12 @@ def verify(
     from ultrascale.train import launch
 
     launch.import_torch()
+    from ultrascale.measure import small
     from ultrascale.measure import verify as measure
 
     if (world is None) == (not words):
         raise SpecError("verify takes a plan or --world, one of them: try `ultrascale verify --world 4`")
-    job, layouts, notes = _to_verify(words or [], world, only, everything, model)
+    job, layouts, notes = small.to_verify(words or [], world, only, everything, model)
     for note in notes:
         typer.echo(f"note: {note}", err=True)
     found = []
@@ -422,124 +444,75 @@ def verify(
         raise typer.Exit(NO)
 
 
-def _to_verify(
-    words: list[str], world: int | None, only: str | None, everything: bool, model: str
-) -> tuple[Job, list[Layout], tuple[str, ...]]:
-    from ultrascale.measure import verify as measure
-    from ultrascale.measure.compositions import compositions, spread
-    from ultrascale.specs.errors import SpecError
-    from ultrascale.specs.model import Model
+@app.command(rich_help_panel=RUN)
+def convert(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="[cyan]hf ./llama-dir runs/x[/]: a Hugging Face folder becomes a run to go on from. "
+            "[cyan]runs/x hf ./out[/]: a run's newest checkpoint becomes such a folder.",
+            metavar="hf FOLDER RUN | RUN hf FOLDER",
+        ),
+    ] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="Of weights that are written out: bf16 or fp32.")] = "bf16",
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option("--tokenizer", help="A tokenizer.json, or a folder with one, to go with weights that are written out."),
+    ] = None,
+) -> None:
+    """Weights in and out: Llama, Mistral, Qwen2.5, Qwen3 and GPT-2 folders of safetensors, one tensor in memory at a time.
+
+    [dim]ultrascale convert hf ./llama-dir runs/x && ultrascale train --resume runs/x --nproc 4 job.seq=2048 layout.tp=2[/]
+    [dim]ultrascale convert runs/x hf ./out --tokenizer ./llama-dir[/]
+    """
+    from ultrascale.show.lines import progress
+    from ultrascale.specs.units import GIB
+    from ultrascale.train import convert as weights
+
+    with progress() as say:
+        made = weights.convert(
+            words or [],
+            dtype,
+            tokenizer,
+            progress=lambda done, total: say(f"{done / GIB:,.2f} of {total / GIB:,.2f} GiB"),
+        )
+    follows = f"ultrascale train --resume {made.folder}" if made.is_run else "transformers loads it with AutoModelForCausalLM"
+    _console().print(f"Wrote {made.folder}: {made.model.name}, {made.model.parameters:,} parameters; next: {follows}")
+
+
+@app.command(rich_help_panel=RUN)
+def doctor(
+    file: Annotated[Path | None, typer.Argument(help="A plan: what would stop it here.", metavar="PLAN.YAML")] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where runs are written.")] = Path("runs"),
+    as_json: JsonOption = False,
+) -> None:
+    """Look this machine over: versions, memory, GPUs, links, network, ports, limits, disk; and what would stop a plan here.
+
+    [dim]ultrascale doctor plan.yaml[/]
+
+    Exit 1 if something would stop the plan, or any run.
+    """
+    from ultrascale.measure.doctor import machine_findings
+    from ultrascale.measure.doctor_plan import plan_findings
+    from ultrascale.measure.facts import gather
+    from ultrascale.show import doctor as show
+    from ultrascale.show.lines import progress
     from ultrascale.specs.plan import Plan
-    from ultrascale.train.request import Overrides, from_plan
 
-    if world is None:
-        plan, changes = Plan.load(words[0]), Overrides.parse(words[1:])
-        request = from_plan(plan, changes, plan.layout.changed(**changes.layout).gpus)
-        small = measure.reduced(request.job, request.layout)
-        return small.job, [small.layout], small.notes
-    if not 1 <= world <= measure.MOST_PROCESSES:
-        raise SpecError(f"--world is {world} but must be from 1 to {measure.MOST_PROCESSES}, such as 8")
-    shape = Model.load(model)
-    if shape.parameters > measure.LARGEST:
-        raise SpecError(f"--model is {model} with {shape.parameters:,} parameters, too many to try every layout: try tiny")
-    sequences = 16 if 16 % world == 0 else 4 * world
-    job = measure.small_job(shape, world, sequences=sequences)
-    layouts = compositions(job, world, [word.strip() for word in only.split(",") if word.strip()] if only else [])
-    if not layouts:
-        raise SpecError(f"no layout of {world} processes uses {only}: try --world 8, or fewer words in --only")
-    return job, layouts if everything else spread(layouts, SPREAD), ()
-
-
-def _request(
-    words: list[str], model: str | None, steps: int | None, seed: int | None, seq: str | None, world: int, gpu: bool
-) -> Request:
-    """The plan or model and the changes, checked; nothing has started yet."""
-    from ultrascale.specs.errors import SpecError
-    from ultrascale.specs.model import Model
-    from ultrascale.specs.plan import Plan
-    from ultrascale.train.request import Overrides, from_model, from_plan
-
-    file = words[0] if words and "=" not in words[0] else None
-    if (file is None) == (model is None):
-        raise SpecError("train takes a plan or --model, one of them: try `ultrascale train --model tiny`, or `train plan.yaml`")
-    options = {"train.steps": steps, "train.seed": seed, "job.seq": seq}
-    given = [f"{name}={value}" for name, value in options.items() if value is not None]
-    changes = Overrides.parse([*given, *(words if file is None else words[1:])])
-    if file is None:
-        return from_model(Model.load(str(model)), changes, world, precision="bf16" if gpu else "fp32")
-    return from_plan(Plan.load(file), changes, world, gpu=gpu)
-
-
-def _job(
-    model: str,
-    cluster: str,
-    batch_tokens: str,
-    seq: str,
-    precision: str = "bf16",
-    gradients: str = "fp32",
-    optimizer: str = "adamw",
-    attention: str = "flash",
-    total_tokens: str | None = None,
-    framework: str = "ultrascale",
-) -> Job:
-    from ultrascale.specs import units
-    from ultrascale.specs.framework import Framework
-    from ultrascale.specs.job import Job
-    from ultrascale.specs.model import Model
-    from ultrascale.specs.validate import build
-
-    place = _cluster(cluster)
-    engine = Framework.load("ultrascale-eager" if framework == "ultrascale" and place.gpu.name == "cpu" else framework)
-    return build(
-        Job,
-        {
-            "model": Model.load(model),
-            "cluster": place,
-            "seq": units.tokens(seq, "--seq", "8192 or 8k"),
-            "batch_tokens": units.tokens(batch_tokens, "--batch-tokens"),
-            "precision": precision,
-            "gradients": gradients,
-            "optimizer": optimizer,
-            "attention": "plain" if engine.attention.startswith("plain") else attention,
-            "framework": engine,
-            "total_tokens": None if total_tokens is None else units.total_tokens(total_tokens, "--total-tokens"),
-        },
-        "job",
-    )
-
-
-def _cluster(name: str) -> Cluster:
-    """A preset, a file, or `here`: this machine, its GPUs or two processes of its CPU; `4xhere` for four."""
-    from ultrascale.specs.cluster import Cluster
-
-    count, _, place = name.strip().lower().rpartition("x")
-    if place != "here" or not (count == "" or count.isdigit()):
-        return Cluster.load(name)
-    from ultrascale.train import launch, machine
-
-    launch.import_torch()
-    return machine.detect(int(count) if count else len(machine.gpu_names()) or 2)
+    plan = None if file is None else Plan.load(file)
+    with progress() as say:
+        facts = gather(out, say)
+        findings = machine_findings(facts) + ([] if plan is None else plan_findings(plan, facts))
+    name = None if file is None else str(file)
+    _print_json(show.findings_json(findings, name)) if as_json else show.show_findings(_console(), findings, name)
+    if show.stopped(findings):
+        raise typer.Exit(NO)
 
 
 def _console(to_errors: bool = False) -> Console:
     from ultrascale.show.lines import terminal
 
     return terminal(to_errors)
-
-
-class _progress:
-    """A line on the error stream that says what is being done, gone when it is done; silent where nobody watches."""
-
-    def __enter__(self) -> Any:
-        from rich.console import Console
-        from rich.text import Text
-
-        self.status = Console(stderr=True).status("starting")
-        self.status.start()
-        return lambda text: self.status.update(Text(text))
-
-    def __exit__(self, *_: object) -> None:
-        self.status.stop()
 
 
 def _print_json(data: Any) -> None:

@@ -9,7 +9,8 @@ import torch._dynamo
 from ultrascale.cost.estimate import estimate
 from ultrascale.measure import verify as measure
 from ultrascale.measure.compositions import compositions, spread
-from ultrascale.measure.verify import BOUND, reduced, small_job, verify
+from ultrascale.measure.small import MOST_PROCESSES, reduced, small_job
+from ultrascale.measure.verify import BOUND, verify
 from ultrascale.parallel import mesh as meshes
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
@@ -111,7 +112,7 @@ def test_a_large_plan_is_made_small_but_keeps_its_layout():
     layout = Layout(dp=8, tp=4, pp=2, schedule="interleaved", virtual_stages=2, zero=1, gas=64)
     estimate(large(layout), layout)  # legal as planned
     small = reduced(large(layout), layout)
-    assert small.layout.gpus <= measure.MOST_PROCESSES
+    assert small.layout.gpus <= MOST_PROCESSES
     assert (small.layout.tp, small.layout.pp, small.layout.schedule, small.layout.zero) == (4, 2, "interleaved", 1)
     assert (small.job.model.layers, small.job.model.heads, small.job.model.kv_heads) == (80, 64, 8)
     assert small.job.precision == "fp32"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ultrascale.parallel import local
+from ultrascale.parallel import ended, local
 from ultrascale.parallel.local import RankError
-from ultrascale.specs.errors import SpecError
+from ultrascale.specs.errors import RunError, SpecError
+from ultrascale.train.stop import StopSignals
 
 torch.set_num_threads(1)
 
@@ -130,6 +133,15 @@ def leaving(rank: int, nproc: int, store: str, way: str) -> None:
     dist.all_reduce(torch.ones(1))
 
 
+def test_of_failures_that_come_together_the_cause_is_told() -> None:
+    pairs = [multiprocessing.Pipe(duplex=False) for _ in range(3)]
+    for rank, text in enumerate(("[1.2.3.4]:5: Connection closed by peer", "the cause", "rank 2 lost a peer")):
+        local._Mouth(rank, pairs[rank][1]).say(False, local._Failure(rank, text))
+    ranks = local._Ranks([pair[0] for pair in pairs], [], None, None, lambda rank: "")
+    with pytest.raises(RankError, match="rank 1 failed:\nthe cause"):
+        local._collect(ranks, timeout_s=10)
+
+
 def test_time_runs_out() -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match=r"no answer within 0\.5 s; still running: rank 1, 2") as caught:
@@ -154,3 +166,141 @@ def test_a_rank_that_ignores_the_request_to_end_is_ended(monkeypatch: pytest.Mon
 def stubborn(rank: int, nproc: int, store: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(60)
+
+
+class Told:
+    """A board that knows what each rank did last."""
+
+    def last(self, rank: int) -> str:
+        return f"step {rank + 5}, forward and backward, since 12:00:00"
+
+
+def test_a_dead_rank_is_told_with_its_place_step_and_phase() -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        local.run(killed, 3, timeout_s=30, board=Told(), describe=lambda rank: f"dp {rank}, tp 0")
+    text = str(caught.value)
+    assert text.startswith("rank 2 (dp 2, tp 0) failed:\nthe process ended without a word (signal SIGKILL: ")
+    assert text.endswith("it was at step 7, forward and backward, since 12:00:00")
+    assert time.monotonic() - start < 10
+    assert_nobody_is_left()
+
+
+def assert_nobody_is_left() -> None:
+    """No process, no zombie."""
+    mine = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+    assert not mine.exists() or mine.read_text().split() == []
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(
+    ("kills", "left", "words"),
+    [
+        ((3, 4), 0.5, "out-of-memory killer struck meanwhile"),
+        ((3, 3), 0.02, "may have been the system's out-of-memory killer, with 2% of the memory left"),
+        ((3, 3), 0.5, "killed from outside, and memory was not short"),
+        ((None, None), None, "killed from outside"),
+    ],
+)
+def test_who_killed_it(
+    monkeypatch: pytest.MonkeyPatch, kills: tuple[int | None, int | None], left: float | None, words: str
+) -> None:
+    counts = iter(kills)
+    monkeypatch.setattr(local, "oom_kills", lambda: next(counts))
+    monkeypatch.setattr(ended, "oom_kills", lambda: next(counts))
+    monkeypatch.setattr(ended, "memory_left", lambda: left)
+    with pytest.raises(RankError) as caught:
+        local.run(killed, 3, timeout_s=30)
+    assert words in str(caught.value)
+
+
+def test_what_the_kernel_says_is_read() -> None:
+    assert ended.state(os.getpid()) in ("R", "S")
+    assert ended.state(2**30) == ""
+    left = ended.memory_left()
+    assert left is None or 0 < left < 1
+    assert ended.ending(3, None) == "exit code 3"
+    assert ended.ending(-signal.SIGSEGV, None) == "signal SIGSEGV"
+    assert ended.ending(None, None) == "still running"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
+def test_a_wish_to_stop_reaches_every_rank_and_is_waited_for(number: signal.Signals) -> None:
+    before = [signal.getsignal(one) for one in local.STOP]
+    results = local.run(until_asked, 3, number, timeout_s=30, stoppable=True)
+    assert results == [(rank, number.name) for rank in range(3)]
+    assert [signal.getsignal(one) for one in local.STOP] == before
+    assert_nobody_is_left()
+
+
+def until_asked(rank: int, nproc: int, store: str, number: signal.Signals) -> tuple[int, str | None]:
+    with StopSignals() as stop:
+        if rank == nproc - 1:  # all are there by now, and the parent waits
+            time.sleep(1)
+            os.kill(os.getppid(), number)
+        while stop.asked is None:
+            time.sleep(0.02)
+        time.sleep(0.3)  # saving
+        return rank, stop.asked
+
+
+def test_a_second_wish_ends_all_at_once() -> None:
+    start = time.monotonic()
+    with pytest.raises(RunError, match="ended at once, without saving: SIGINT came a second time"):
+        local.run(saving_for_ever, 2, timeout_s=30, stoppable=True)
+    assert time.monotonic() - start > 3.4
+    assert_nobody_is_left()
+
+
+def saving_for_ever(rank: int, nproc: int, store: str) -> None:
+    with StopSignals():
+        for delay in (1.0, 0.5, 2.0):  # the second is the same wish as the first
+            time.sleep(delay)
+            if rank == nproc - 1:
+                os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(60)
+
+
+def test_a_stopped_rank_is_ended_too() -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 1 failed[\s\S]*The process of rank 0 is stopped"):
+        local.run(one_stopped, 2, timeout_s=30)
+    assert time.monotonic() - start < 10
+    assert_nobody_is_left()
+
+
+def one_stopped(rank: int, nproc: int, store: str) -> None:
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(1)
+    raise RuntimeError("the cause")
+
+
+PARENT = """
+import os, sys, time
+from pathlib import Path
+from ultrascale.parallel import local
+
+def rank(rank, nproc, store):
+    Path(sys.argv[1], str(os.getpid())).touch()
+    time.sleep(60)
+
+local.run(rank, 2)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel for it")
+def test_a_parent_that_is_killed_takes_its_ranks_along(tmp_path: Path) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)])
+    wait_for(lambda: len(list(tmp_path.iterdir())) == 2)
+    pids = [int(file.name) for file in tmp_path.iterdir()]
+    parent.kill()
+    parent.wait()
+    wait_for(lambda: all(ended.state(pid) in ("", "Z") for pid in pids))
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.05)

@@ -44,10 +44,27 @@ def test_the_three_steps_come_in_order(best: Plan) -> None:
 
 def test_the_numbers_of_the_fit_are_the_estimates(best: Plan) -> None:
     text = next(reason for reason in best.reasons if "peak is" in reason)
-    peak, capacity, stage = re.search(r"peak is ([\d.]+) of ([\d.]+) GiB on stage (\d+)", text).groups()  # type: ignore[union-attr]
+    peak, capacity, stage = re.search(r"peak is ([\d.]+) GiB of ([\d.]+) GiB on stage (\d+)", text).groups()  # type: ignore[union-attr]
     assert float(peak) == pytest.approx(best.estimate.peak_gib, abs=0.05)
     assert float(capacity) == pytest.approx(best.job.cluster.gpu.memory_gib, abs=0.05)
     assert int(stage) == best.estimate.peak_stage
+
+
+def test_a_small_model_is_counted_in_mib() -> None:
+    reasons = plan(job("tiny", "2xh100", 128, 16), top=1).plans[0].reasons
+    states = 427_072 * 18 / 2**20  # bf16 weights and fp32 master, gradients and two states
+    assert f"need {states:,.0f} MiB on one GPU of 79.1 GiB" in reasons[0]
+    assert not any(re.search(r"(?<![\d.])0 GiB", reason) for reason in reasons[:4])
+
+
+def test_of_a_cpu_no_utilisation_is_claimed() -> None:
+    """Its rate was measured: a share of it is no share of a peak."""
+    there = job("tiny", "2xh100", 128, 16)
+    assert any("MFU" in reason for reason in plan(there, top=1).plans[0].reasons)
+    cpu = there.cluster.model_copy(update={"efficiency": there.cluster.efficiency.model_copy(update={"synchronous": True})})
+    best = plan(there.changed(cluster=cpu), top=1).plans[0]
+    assert not any("MFU" in reason for reason in best.reasons)
+    assert best.estimate.range is None  # known errors are of GPU runs
 
 
 def test_the_numbers_of_the_batch_multiply(best: Plan) -> None:

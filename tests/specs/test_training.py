@@ -83,6 +83,10 @@ def test_the_value_that_a_refusal_names_works() -> None:
         ("log", "", ()),
         ("decay_fraction", "1", 1.0),
         ("eval_every", "500", 500),
+        ("data", " Data/Web:0.7,stdlib:0.3 ", "Data/Web:0.7,stdlib:0.3"),
+        ("eval_data", "data/held-out", "data/held-out"),
+        ("eval_data", "none", None),
+        ("document_mask", "on", True),
     ],
 )
 def test_text_becomes_a_value(field: str, text: str, value: Any) -> None:
@@ -101,7 +105,9 @@ def test_text_becomes_a_value(field: str, text: str, value: Any) -> None:
         ("lr", "-1", "train.lr is -1.0 but must be greater than 0"),
         ("lr", "inf", "train.lr is inf but must be a finite number"),
         ("reduce_every_microbatch", "maybe", "must be true or false, such as reduce_every_microbatch=true"),
-        ("data", "stdlob", "must be one of stdlib, synthetic: did you mean 'stdlib'"),
+        ("data", " ", "train.data is '' but must be text that is not empty: try 'stdlib'"),
+        ("eval_data", "", "train.eval_data is '' but must be text that is not empty"),
+        ("document_mask", "some", "train.document_mask is 'some' but must be true or false"),
         ("compress", "zip", "must be one of none, bf16, int8: try compress=none"),
         ("log", "tb", "train.log.0 is 'tb' but must be 'tensorboard' or 'wandb'"),
         ("warmup_steps", "few", "train.warmup_steps is 'few' but must be a whole number, such as warmup_steps=10"),

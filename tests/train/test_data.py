@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,10 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ultrascale.data import binary
+from ultrascale.data.corpora import Stored
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import Training
-from ultrascale.train.data import Batches, Bytes, Synthetic, corpus, permuted, rows_of, standard_library
+from ultrascale.train.data import Batches, Bytes, Mixture, Synthetic, corpus, permuted, rows_of, standard_library
 
 COUNTING = Bytes(np.arange(101, dtype=np.uint8))
 
@@ -119,3 +122,107 @@ def test_a_text_too_short_is_refused_with_a_length_that_works() -> None:
     with pytest.raises(SpecError, match=r"job.seq is 60 but .* try 32"):
         Batches(COUNTING, seq=60, batch=1, seed=0)
     assert Batches(COUNTING, seq=32, batch=1, seed=0).train_windows == 2
+
+
+def stored(path: Path, first: int, count: int, every: int = 10, vocab: int = 1000) -> Path:
+    """A file that counts from `first`, with a document's end after `every` tokens."""
+    ends = [*range(every, count, every), count]
+    binary.write(path, range(first, first + count), ends, vocab)
+    return path
+
+
+def test_the_order_of_a_single_set_has_stayed() -> None:
+    """Written down when there were no mixtures: runs of that time can be read on."""
+    assert first_tokens(Batches(COUNTING, seq=2, batch=8, seed=5), range(2)) == [
+        8,
+        54,
+        32,
+        66,
+        2,
+        26,
+        38,
+        18,
+        12,
+        84,
+        14,
+        50,
+        20,
+        78,
+        48,
+        46,
+    ]
+
+
+def test_a_file_of_tokens_is_read_in_the_same_order_as_any_text(tmp_path: Path) -> None:
+    path = stored(tmp_path / "a.bin", 0, 101, vocab=256)
+    text = corpus(Training(data=str(path)), vocab=256)
+    assert isinstance(text, Stored)
+    ours, theirs = (Batches(one, seq=10, batch=3, seed=4) for one in (text, COUNTING))
+    for step in range(4):
+        assert all(torch.equal(*pair) for pair in zip(ours.train(step, [0, 1, 2]), theirs.train(step, [0, 1, 2]), strict=True))
+
+
+def mixed(tmp_path: Path, batch: int = 5, seed: int = 0) -> Batches:
+    first, second = stored(tmp_path / "a.bin", 0, 201), stored(tmp_path / "b.bin", 500, 101)
+    text = corpus(Training(data=f"{first}:0.6,{second}:0.4", seed=seed), vocab=1000)
+    assert isinstance(text, Mixture)
+    return Batches(text, seq=10, batch=batch, seed=seed)
+
+
+def test_a_mixture_holds_its_shares_in_every_batch(tmp_path: Path) -> None:
+    batches = mixed(tmp_path)
+    for step in range(30):
+        tokens = batches.train(step, slice(None))[0][:, 0]
+        assert (int((tokens < 500).sum()), int((tokens >= 500).sum())) == (3, 2)
+
+
+def test_each_set_of_a_mixture_has_its_own_epochs_and_its_own_end_held_out(tmp_path: Path) -> None:
+    batches = mixed(tmp_path)
+    seen = first_tokens(batches, range(57))  # 171 samples of the first, 114 of the second: 9 epochs of 19 and 12 of 9, and 6
+    first, second = ([token for token in seen if (token >= 500) == wanted] for wanted in (False, True))
+    for epoch in range(9):
+        assert sorted(first[epoch * 19 : epoch * 19 + 19]) == list(range(0, 190, 10))
+    for epoch in range(12):
+        assert sorted(second[epoch * 9 : epoch * 9 + 9]) == list(range(500, 590, 10))
+    assert set(batches.evaluation(0, slice(None))[0][:, 0].tolist()) == {190, 590}
+    assert (batches.train_windows, batches.evaluation_windows) == (19 + 9, 2)
+
+
+def test_the_order_of_a_mixture_is_a_function_of_seed_and_sample_number_alone(tmp_path: Path) -> None:
+    whole = first_tokens(mixed(tmp_path, batch=8, seed=5), range(6))
+    assert first_tokens(mixed(tmp_path, batch=4, seed=5), range(12)) == whole
+    assert first_tokens(mixed(tmp_path, batch=8, seed=6), range(6)) != whole
+    assert mixed(tmp_path, batch=8, seed=5).train(4, [3])[0][0, 0] == whole[4 * 8 + 3]
+
+
+def test_stdlib_may_be_mixed_and_a_path_may_hold_a_comma(tmp_path: Path) -> None:
+    path = stored(tmp_path / "a,b:1.bin", 0, 101)
+    assert isinstance(corpus(Training(data=str(path)), vocab=1000), Stored)
+    text = corpus(Training(data=f"stdlib:3,{stored(tmp_path / 'c.bin', 0, 101)}:1"), vocab=1000)
+    assert isinstance(text, Mixture)
+    assert [weight for _, weight in text.parts] == [3, 1]
+
+
+def test_another_set_to_evaluate_on_is_all_held_out_and_changes_no_training(tmp_path: Path) -> None:
+    first, second = stored(tmp_path / "a.bin", 0, 201), stored(tmp_path / "b.bin", 500, 31)
+    plain = Batches(corpus(Training(data=str(first)), 1000), seq=10, batch=4, seed=0)
+    other = Batches(corpus(Training(data=str(first), eval_data=str(second)), 1000), seq=10, batch=4, seed=0)
+    assert first_tokens(other, range(8)) == first_tokens(plain, range(8))
+    assert other.evaluation(0, slice(None))[0][:, 0].tolist() == [500, 510, 520, 500]
+
+
+def test_documents_of_a_row_are_counted_from_its_first(tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    binary.write(path, range(41), [3, 4, 10, 20, 41], 256)  # windows of ten begin at 0, 10, 20 and 30
+    text = corpus(Training(data=str(path)), vocab=256)
+    batches = Batches(text, seq=10, batch=3, seed=0)
+    wanted = {0: [0, 0, 0, 1, 2, 2, 2, 2, 2, 2], 10: [0] * 10, 20: [0] * 10}
+    rows = zip(batches.train(0, slice(None))[0][:, 0].tolist(), batches.documents(0, slice(None)).tolist(), strict=True)
+    assert {first: documents for first, documents in rows} == wanted  # noqa: C416
+    assert batches.documents(0, [0], held_out=True).tolist() == [[0] * 10]
+
+
+def test_a_zero_byte_ends_a_document_of_bytes() -> None:
+    text = Bytes(np.frombuffer(b"ab\0c\0\0defgh", dtype=np.uint8))
+    assert text.documents(0, 5).tolist() == [0, 0, 0, 1, 1]
+    assert text.documents(1, 5).tolist() == [0, 1, 1, 1, 1]

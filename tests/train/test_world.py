@@ -27,7 +27,13 @@ def test_slurm():
         "SLURM_NODELIST": "gpu[07-08,11]",
         "SLURM_JOB_ID": "41234",
     }
-    assert seat(given) == Seat(3, 16, 3, 8, "tcp://gpu07:21234")
+    assert seat(given) == Seat(3, 16, 3, 8, "tcp://gpu07:21234", launch="slurm 41234.0")
+    again = seat({**given, "SLURM_RESTART_COUNT": "1"})
+    assert again == Seat(3, 16, 3, 8, "tcp://gpu07:21234", launch="slurm 41234.0", restarted=True)
+    with pytest.raises(SpecError, match="SLURM_NTASKS is 'many' but must be a whole number"):
+        seat({**given, "SLURM_NTASKS": "many"})
+    with pytest.raises(SpecError, match="SLURM_JOB_ID is 'x' but"):
+        seat({**given, "SLURM_JOB_ID": "x"})
     assert seat({**given, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}).address == "tcp://10.0.0.1:29500"
     assert seat({**given, "SLURM_NODELIST": "one,two"}).address.startswith("tcp://one:")
 

@@ -12,6 +12,7 @@ from ultrascale.cost.columns import Columns
 from ultrascale.cost.hardware import Machine
 from ultrascale.cost.mesh import Group, mesh
 from ultrascale.cost.overlap import Ratio
+from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 from ultrascale.specs.plan import Plan
@@ -200,8 +201,13 @@ def formulas(plan: Plan) -> list[Formula]:
                 f"{flops.model_flops(model, job.seq) * per_gpu:.3g} FLOPs per GPU"),
         Formula("compute, causal", "products + half attention",
                 f"{flops.model_flops(model, job.seq, causal=True) * per_gpu:.3g} FLOPs per GPU"),
-        Formula("MFU / HFU", "model / hardware FLOPs over peak", f"{plan.estimate.mfu:.1%} / {plan.estimate.hfu:.1%}"),
-        Formula("MFU / HFU, causal", "the same, masked half not counted",
-                f"{plan.estimate.mfu_causal:.1%} / {plan.estimate.hfu_causal:.1%}"),
+        *([] if job.cluster.efficiency.synchronous else _utilisation(plan.estimate)),
         Formula("bubble", "(p−1)/(v·m) of the work", f"{pipeline.textbook_bubble(x.pp, x.gas, x.virtual_stages):.2%}"),
     ]  # fmt: skip
+
+
+def _utilisation(found: Estimate) -> list[Formula]:
+    return [
+        Formula("MFU / HFU", "model / hardware FLOPs over peak", f"{found.mfu:.1%} / {found.hfu:.1%}"),
+        Formula("MFU / HFU, causal", "the same, masked half not counted", f"{found.mfu_causal:.1%} / {found.hfu_causal:.1%}"),
+    ]

@@ -58,7 +58,10 @@ def time_range(job: Job, step_time_s: float, without_source: str | None = None) 
     return step_time_s * math.exp(quantile(logs, LOW)), step_time_s * math.exp(quantile(logs, HIGH)), words
 
 
-def estimate_range(job: Job, step_time_s: float, peak_gib: float, capacity_gib: float) -> Range:
+def estimate_range(job: Job, step_time_s: float, peak_gib: float, capacity_gib: float) -> Range | None:
+    """None on a CPU: all runs that errors are known of are of GPUs."""
+    if job.cluster.efficiency.synchronous:
+        return None
     low, high, words = time_range(job, step_time_s)
     memory = [row["log"] for row in _table()["memory"]]
     # One run more that fits and one that does not: no finite number of runs makes a certainty.

@@ -6,11 +6,13 @@ Two families of names: Llama's (Mistral, Qwen2 and Qwen3 too), tensor for tensor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ultrascale.model.transformer import Transformer
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.model import Model
 
@@ -49,33 +51,72 @@ _BLOCK_GPT2 = {
 _STORED_IN_OUT = ("attention.qkv", "attention.out", "mlp.inputs.up", "mlp.down")
 
 
-def from_hf(state: Mapping[str, Tensor], model: Model) -> dict[str, Tensor]:
-    """Our state dict; tensors are views of the given ones where nothing but the name changes."""
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of a Hugging Face file, and which of our parameters it holds."""
+
+    name: str
+    ours: tuple[str, ...]
+    """one, or GPT-2's queries, keys and values side by side"""
+    turned: bool
+    """stored [in, out]; ours are [out, in]"""
+
+    def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """Of the stored tensor, from the shapes of ours."""
+        outputs, *rest = shapes[self.ours[0]]
+        joined = (outputs * len(self.ours), *rest)
+        return joined[::-1] if self.turned else joined
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """The stored tensor, from ours in their order."""
+        whole = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+        return whole.t().contiguous() if self.turned else whole
+
+    def where(self, ours: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
+        """The piece of the stored tensor, which has that shape, that holds one of ours."""
+        outputs = shape[-1 if self.turned else 0] // len(self.ours)
+        first = self.ours.index(ours) * outputs
+        piece = slice(first, first + outputs)
+        return (slice(None), piece) if self.turned else (piece,)
+
+    def as_ours(self, piece: Tensor) -> Tensor:
+        return piece.t() if self.turned else piece
+
+
+def stored(model: Model) -> Iterator[Stored]:
+    """Every tensor of the model's files; a tied head is not among them."""
     gpt2 = _is_gpt2(model)
-    found: dict[str, Tensor] = {}
     for ours, theirs in _names(model):
-        # Tied checkpoints store the matrix once, under the embedding's name.
-        key = theirs if theirs in state or ours != "head.linear.weight" else _theirs("embed.tokens.weight", model)
-        if key not in state:
-            raise SpecError(f"checkpoint has no tensor '{key}' but {model.name} needs it: give the weights of that model")
-        tensor = _turned(ours, state[key]) if gpt2 else state[key]
-        if gpt2 and ".attention.qkv." in ours:
-            found.update(_split(ours, tensor))
-        else:
-            found[ours] = tensor
+        if ours == "head.linear.weight" and model.tied_embeddings:
+            continue
+        stem, kind = ours.rsplit(".", 1)
+        fused = gpt2 and stem.endswith("attention.qkv")
+        held = tuple(f"{stem}.{name}.{kind}" for name in "qkv") if fused else (ours,)
+        yield Stored(theirs, held, gpt2 and kind == "weight" and stem.endswith(_STORED_IN_OUT))
+
+
+def from_hf(state: Mapping[str, Tensor], model: Model) -> dict[str, Tensor]:
+    """Our state dict; tensors are views of the given ones."""
+    found: dict[str, Tensor] = {}
+    for one in stored(model):
+        if one.name not in state:
+            raise SpecError(f"checkpoint has no tensor '{one.name}' but {model.name} needs it: give the weights of that model")
+        tensor = state[one.name]
+        found |= {ours: one.as_ours(tensor[one.where(ours, tuple(tensor.shape))]) for ours in one.ours}
+    if model.tied_embeddings:
+        found["head.linear.weight"] = found["embed.tokens.weight"]
     return found
 
 
 def to_hf(state: Mapping[str, Tensor], model: Model) -> dict[str, Tensor]:
     """The Hugging Face state dict of the whole model; a tied head is left out, as their files do."""
-    gpt2 = _is_gpt2(model)
-    made: dict[str, Tensor] = {}
-    for ours, theirs in _names(model):
-        if ours == "head.linear.weight" and model.tied_embeddings:
-            continue
-        tensor = torch.cat(_parts(ours, state)) if gpt2 and ".attention.qkv." in ours else state[ours]
-        made[theirs] = _turned(ours, tensor).contiguous() if gpt2 else tensor
-    return made
+    return {one.name: one.joined([state[ours] for ours in one.ours]) for one in stored(model)}
+
+
+def whole_shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    """Every parameter by our name, a tied head once, without memory for any."""
+    with torch.device("meta"):
+        return {name: tuple(parameter.shape) for name, parameter in Transformer(model).named_parameters()}
 
 
 def _names(model: Model) -> Iterator[tuple[str, str]]:
@@ -111,7 +152,7 @@ def _theirs(ours: str, model: Model) -> str:
 
 
 def _is_gpt2(model: Model) -> bool:
-    if model.positions == "learned" and model.norm == "layernorm" and model.activation == "gelu":
+    if model.positions == "learned" and model.norm == "layernorm" and not model.gated:
         return True
     if model.positions == "rotary" and model.norm == "rmsnorm" and model.gated:
         return False
@@ -119,18 +160,3 @@ def _is_gpt2(model: Model) -> bool:
         f"model {model.name} has positions: {model.positions}, norm: {model.norm} and activation: {model.activation}, "
         f"which no known Hugging Face family has: try rotary, rmsnorm and swiglu, or learned, layernorm and gelu"
     )
-
-
-def _turned(ours: str, tensor: Tensor) -> Tensor:
-    stored_in_out = ours.endswith(tuple(f"{part}.weight" for part in _STORED_IN_OUT))
-    return tensor.t() if stored_in_out else tensor
-
-
-def _split(ours: str, tensor: Tensor) -> dict[str, Tensor]:
-    stem, kind = ours.rsplit(".", 1)
-    return {f"{stem}.{name}.{kind}": part for name, part in zip("qkv", tensor.chunk(3), strict=True)}
-
-
-def _parts(ours: str, state: Mapping[str, Tensor]) -> list[Tensor]:
-    stem, kind = ours.rsplit(".", 1)
-    return [state[f"{stem}.{name}.{kind}"] for name in "qkv"]

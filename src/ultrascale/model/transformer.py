@@ -6,6 +6,7 @@ tensors that arrive. A pipeline stage is a slice of the model, and its parameter
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import cast
 
@@ -37,19 +38,23 @@ class Fan(nn.Module):
 
 
 class Core(nn.Module):
-    """Causal attention: q [b, s, heads, d], k and v [b, s, kv_heads, d] -> [b, s, heads, d]."""
+    """Causal attention: q [b, s, heads, d], k and v [b, s, kv_heads, d] -> [b, s, heads, d].
+
+    `bias` [b, 1, s, s], where given, is added to the scores: 0 for what a token sees, minus infinity for all else.
+    """
 
     def __init__(self, sliding_window: int | None = None) -> None:
         super().__init__()
         self.sliding_window = sliding_window
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
         length = q.shape[1]
-        mask = None
+        mask = bias
         if self.sliding_window is not None and self.sliding_window < length:
             near = torch.ones(length, length, dtype=torch.bool, device=q.device)
-            mask = near.tril().triu(1 - self.sliding_window)  # a token sees itself and the window - 1 before it
-        elif q.device.type == "cpu" and not torch.compiler.is_compiling():
+            near = near.tril().triu(1 - self.sliding_window)  # a token sees itself and the window - 1 before it
+            mask = near if bias is None else bias.masked_fill(~near, -math.inf)
+        elif bias is None and q.device.type == "cpu" and not torch.compiler.is_compiling():
             return causal_attention(q, k, v, q.shape[-1] ** -0.5)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
@@ -66,13 +71,14 @@ class Attention(nn.Module):
         self.core = Core(model.sliding_window)
         self.out = nn.Linear(model.q_dim, model.hidden, bias=model.attention_output_bias)
 
-    def forward(self, x: Tensor, rope: Rope | None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | None, bias: Tensor | None = None) -> Tensor:
         q, k, v = (product.unflatten(-1, (-1, self.head_dim)) for product in self.qkv(x))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
-        out: Tensor = self.out(self.core(q, k, v).flatten(-2))
+        seen = self.core(q, k, v) if bias is None else self.core(q, k, v, bias)
+        out: Tensor = self.out(seen.flatten(-2))
         return out
 
 
@@ -97,8 +103,8 @@ class Block(nn.Module):
         self.mlp_norm = _norm(model)
         self.mlp = MLP(model)
 
-    def forward(self, x: Tensor, rope: Rope | None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rope)
+    def forward(self, x: Tensor, rope: Rope | None, bias: Tensor | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rope, bias)
         out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out
 
@@ -168,19 +174,28 @@ class Transformer(nn.Module):
         self.tie()
         return self
 
-    def forward(self, x: Tensor, positions: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """x: tokens [b, s], or hidden states [b, s, hidden] without an embedding; positions [s]: the tokens' own.
 
-        Hidden states without a head; with one, logits, or the summed loss of `targets` [b, s].
+        Hidden states without a head; with one, logits, or the summed loss of `targets` [b, s]. With `documents` [b, s], which
+        number the tokens' documents, attention stays within a document.
         """
         rope = tables(self.model, positions) if self.model.positions == "rotary" else None
         if self.embed is not None:
             x = self.embed(x, positions)
+        # Made once, in the type that attention wants: made of truth values, each block would keep a copy of its own.
+        bias = () if documents is None else (_within(documents, x.dtype),)
         for block in self.each_block():
-            x = block(x, rope)
+            x = block(x, rope, *bias)
         if self.head is not None:
             x = self.head(x, targets)
         return x
+
+
+def _within(documents: Tensor, dtype: torch.dtype) -> Tensor:
+    """[b, 1, s, s]: 0 where the second token is of the first's document and no later, else minus infinity."""
+    seen = (documents.unsqueeze(2) == documents.unsqueeze(1)).tril()
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -math.inf).unsqueeze(1)
 
 
 def _norm(model: Model) -> nn.Module:

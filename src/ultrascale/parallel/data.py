@@ -7,6 +7,7 @@ cost/data.py.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -23,7 +24,7 @@ MEGABYTE = 1e6
 BLOCK = 256  # numbers with one int8 scale: a scale for a whole bucket would round its small gradients to zero
 
 
-class Gradients:
+class Gradients(ABC):
     """The gradients of one pipeline chunk: the pipeline announces every backward, the optimizer asks for the result.
 
     `last` says that no other backward of the chunk follows in this step; `split` that weight gradients come apart from input
@@ -34,19 +35,22 @@ class Gradients:
         self.module = module
         """what computes: the chunk, or what wraps it"""
 
+    @abstractmethod
     def begin(self) -> None:
         """Before the first micro-batch: all gradients are zero."""
-        raise NotImplementedError
 
+    @abstractmethod
     def before_backward(self, last: bool, split: bool) -> None: ...
 
-    def after_backward(self, last: bool, split: bool) -> None: ...
+    def after_backward(self, last: bool, split: bool) -> None:  # noqa: B027  # where nothing is left to do
+        """The chunk's weight gradients of this micro-batch are made."""
 
-    def finish(self) -> None:
+    def finish(self) -> None:  # noqa: B027
         """After everything: gradients are equal on all data ranks, or each has its shard of them."""
 
+    @abstractmethod
     def of(self, parameter: nn.Parameter) -> torch.Tensor:
-        raise NotImplementedError
+        """The gradient that the optimizer steps with."""
 
     def held(self) -> list[torch.Tensor]:
         """Memory of gradients now, for the account of a run."""

@@ -32,6 +32,10 @@ class Place:
         pp, dp = divmod(rank, layout.dp)
         return cls(pp, dp, cp, tp)
 
+    def words(self, layout: Layout) -> str:
+        """`dp 1, tp 0`: the axes that the layout has; empty where there is one rank."""
+        return ", ".join(f"{axis} {getattr(self, axis)}" for axis in ("pp", "dp", "cp", "tp") if getattr(layout, axis) > 1)
+
     def rank(self, layout: Layout) -> int:
         return ((self.pp * layout.dp + self.dp) * layout.cp + self.cp) * layout.tp + self.tp
 

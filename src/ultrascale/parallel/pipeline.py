@@ -95,6 +95,8 @@ class Batch:
     inputs: Callable[[int], torch.Tensor]
     targets: Callable[[int], torch.Tensor]
     positions: torch.Tensor
+    documents: Callable[[int], torch.Tensor] | None = None
+    """which document each token is part of, where attention stays within one"""
 
 
 @dataclass
@@ -250,7 +252,8 @@ class Pipeline:
                 torch.is_grad_enabled()
             )
         targets = batch.targets(k) if stage == self.last_stage else None
-        y = chunk.gradients.module(x, batch.positions, targets)
+        documents = (batch.documents(k),) if batch.documents is not None else ()
+        y = chunk.gradients.module(x, batch.positions, targets, *documents)
         target = self.route.target(Action(Kind.F, stage, k))
         if target is not None:
             mail.give(Message(Kind.F, stage, k), y.detach(), target)

@@ -187,19 +187,24 @@ def _fit(job: Job, layout: Layout, chosen: Estimate, by_change: dict[str, Neighb
     size, world, capacity = job.model.parameters, job.cluster.gpus, chosen.capacity_gib
     one = estimate_alone_gib(job)
     yield (
-        f"{count(size)} parameters with their states need {one:,.0f} GiB on one GPU of {capacity:,.1f}: "
+        f"{count(size)} parameters with their states need {_size(one, digits=0)} on one GPU of {_size(capacity)}: "
         + ("one GPU could hold them" if one <= capacity else f"they must be cut over at least {-(-one // capacity):.0f}")
     )
     yield _playbook_rule(job, layout, world)
     yield (
-        f"peak is {chosen.peak_gib:,.1f} of {capacity:,.1f} GiB on stage {chosen.peak_stage} "
-        f"({chosen.headroom_gib:,.1f} GiB free), at the {chosen.peak_moment}"
+        f"peak is {_size(chosen.peak_gib)} of {_size(capacity)} on stage {chosen.peak_stage} "
+        f"({_size(chosen.headroom_gib)} free), at the {chosen.peak_moment}"
     )
     for change, label in (("zero=0", "without ZeRO"), ("recompute=none", "without recomputation")):
         if (other := by_change.get(change)) and not other.fits:
             yield f"{label} it would need {other.peak_gib:,.1f} GiB: {other.peak_gib - capacity:,.1f} GiB too much"
     if layout.recompute == "none":
         yield "no recomputation is needed: activations fit as they are"
+
+
+def _size(gib: float, digits: int = 1) -> str:
+    """Of a small model hundredths of a GiB would say nothing."""
+    return f"{gib:,.{digits}f} GiB" if gib >= 1 else f"{gib * 1024:,.0f} MiB"
 
 
 def estimate_alone_gib(job: Job) -> float:
@@ -257,7 +262,9 @@ def _speed(
 ) -> Iterator[str]:
     costs = sorted(((getattr(chosen.time, cause), cause) for cause in CAUSES), reverse=True)
     top = ", ".join(f"{CAUSE_WORDS[cause]} {cost / chosen.step_time_s:.0%}" for cost, cause in costs[:4] if cost > 0)
-    yield f"a step takes {seconds(chosen.step_time_s)} (MFU {chosen.mfu:.1%}): {top}"
+    # A CPU's rate was measured, its peak is not known: utilisation would be of a guess.
+    used = "" if job.cluster.efficiency.synchronous else f" (MFU {chosen.mfu:.1%})"
+    yield f"a step takes {seconds(chosen.step_time_s)}{used}: {top}"
     domain = job.cluster.fast_domain
     doubled, halved = by_change.get(f"tp={layout.tp * 2}"), by_change.get(f"tp={layout.tp // 2}")
     if doubled is not None:

@@ -13,7 +13,7 @@ from ultrascale.cost.timeline import memory_timeline
 from ultrascale.plan.reasons import CAUSE_WORDS
 from ultrascale.plan.what_if import Largest, WhatIf
 from ultrascale.show.lines import bullets, heading, labelled
-from ultrascale.show.plan import job_line, show_costs
+from ultrascale.show.plan import job_line, knows_peak, show_costs
 from ultrascale.specs.estimate import CAUSES, OWNERS, Estimate
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import GIB, gib, seconds
@@ -44,8 +44,7 @@ def show_plan(console: Console, plan: Plan) -> None:
     console.print(f"Layout: {plan.layout}")
     console.print(
         f"Step {seconds(e.step_time_s)}, {e.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, "
-        f"MFU {e.mfu:.1%} (causal {e.mfu_causal:.1%}), HFU {e.hfu:.1%}; "
-        f"peak {e.peak_gib:,.1f} GiB of {e.capacity_gib:,.1f} on stage {e.peak_stage}, "
+        f"{_utilisation(plan)}peak {e.peak_gib:,.1f} GiB of {e.capacity_gib:,.1f} on stage {e.peak_stage}, "
         f"at the {e.peak_moment}; first step {e.first_step_peak_gib:,.1f} GiB (optimizer states appear after it)"
     )
     if not e.fits:
@@ -62,6 +61,11 @@ def show_plan(console: Console, plan: Plan) -> None:
         console.print(neighbour_table(plan))
     heading(console, "What this rests on")
     bullets(console, e.notes)
+
+
+def _utilisation(plan: Plan) -> str:
+    e = plan.estimate
+    return f"MFU {e.mfu:.1%} (causal {e.mfu_causal:.1%}), HFU {e.hfu:.1%}; " if knows_peak(plan.job) else ""
 
 
 def show_staleness(console: Console, plan: Plan) -> None:

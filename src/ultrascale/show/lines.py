@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.table import Table
@@ -16,6 +17,13 @@ def terminal(to_errors: bool = False) -> Console:
     if console.is_terminal:
         return console
     return Console(markup=False, emoji=False, highlight=False, stderr=to_errors, width=PIPE_WIDTH)
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """A line on the error stream that says what is being done, gone when it is done; silent where nobody watches."""
+    with Console(stderr=True).status("starting") as status:
+        yield lambda text: status.update(Text(text))
 
 
 def heading(console: Console, text: str) -> None:

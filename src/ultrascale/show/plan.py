@@ -25,6 +25,11 @@ def job_line(job: Job) -> str:
     )
 
 
+def knows_peak(job: Job) -> bool:
+    """A CPU's rate was measured, its peak is not known: utilisation would be of a guess."""
+    return not job.cluster.efficiency.synchronous
+
+
 def show_result(console: Console, result: Result) -> None:
     console.print(job_line(result.job))
     for note in result.notes:
@@ -60,6 +65,7 @@ def show_costs(console: Console, plan: Plan) -> None:
 def ranking(plans: tuple[Plan, ...]) -> Table:
     table = Table(title="Layouts, best first", title_justify="left", header_style="bold")
     various = len({plan.job.cluster.gpus for plan in plans}) > 1
+    peak_known = all(knows_peak(plan.job) for plan in plans)
     for name, justify in (
         ("#", "right"),
         *((("GPUs", "right"),) if various else ()),
@@ -75,7 +81,7 @@ def ranking(plans: tuple[Plan, ...]) -> Table:
         ("recompute", "left"),
         ("step", "right"),
         ("tok/s/GPU", "right"),
-        ("MFU", "right"),
+        *((("MFU", "right"),) if peak_known else ()),
         ("peak GiB", "right"),
         ("free GiB", "right"),
     ):
@@ -103,7 +109,7 @@ def ranking(plans: tuple[Plan, ...]) -> Table:
             x.recompute + (f", {x.offload} offload" if x.offload != "none" else ""),
             seconds(e.step_time_s),
             f"{e.tokens_per_s_per_gpu:,.0f}",
-            f"{e.mfu:.1%}",
+            *([f"{e.mfu:.1%}"] if peak_known else []),
             f"{e.peak_gib:,.1f}",
             f"{e.headroom_gib:,.1f}",
         )

@@ -98,6 +98,8 @@ def write_text(path: Path, text: str) -> None:
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".", suffix=".tmp")
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # before the rename: after a power cut it is the old file or the new one
         os.chmod(temporary, 0o644)
         os.replace(temporary, target)
         temporary = None

@@ -47,6 +47,7 @@ class MeasuredTime(_Frozen):
     context_s: float | None = None
     zero_s: float | None = None
     data_s: float | None = None
+    """waiting for gradients of other data ranks; null where torch itself exchanges them (FSDP2, DDP): then in computing_s"""
     bubble_s: float | None = None
     """waiting for messages of other stages: bubble_s + send_s of an Estimate"""
     optimizer_s: float | None = None

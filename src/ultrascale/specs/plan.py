@@ -59,17 +59,8 @@ class Plan(BaseModel):
 
     def to_mapping(self) -> dict[str, Any]:
         """Readable and complete: the cluster's numbers are in it, so that a plan means the same on another machine."""
-        job = self.job.model_dump(mode="json", exclude_none=True)
-        job["model"] = self.job.model.model_dump(mode="json", exclude_defaults=True)
-        cluster = self.job.cluster.model_dump(mode="json", exclude_none=True)
-        cluster["gpu"].pop("sources")
-        cluster["efficiency"] = self.job.cluster.efficiency.model_dump(mode="json", exclude_defaults=True)
-        job["cluster"] = cluster
-        framework = self.job.framework
-        same = Framework.presets().get(framework.name) == framework
-        job["framework"] = framework.name if same else framework.model_dump(mode="json", exclude_defaults=True)
         return {
-            "job": job,
+            "job": job_to_mapping(self.job),
             "layout": self.layout.model_dump(mode="json"),
             "estimate": _rounded(self.estimate.model_dump(mode="json")),
             "reasons": list(self.reasons),
@@ -86,27 +77,43 @@ class Plan(BaseModel):
             if not isinstance(data.get(part), Mapping):
                 given = f"is {shown(data[part])} but must be a mapping" if part in data else "is missing"
                 raise SpecError(f"plan.{part} {given}: `ultrascale plan … -o plan.yaml` writes all of it")
-        job = dict(data["job"])
-        if isinstance(job.get("model"), str):
-            job["model"] = Model.load(job["model"])
-        if isinstance(job.get("cluster"), str):
-            job["cluster"] = Cluster.load(job["cluster"])
-        elif isinstance(job.get("cluster"), Mapping):
-            job["cluster"] = Cluster.from_mapping(job["cluster"])
-        if isinstance(job.get("framework"), str):
-            job["framework"] = Framework.load(job["framework"])
-        if isinstance(job.get("model"), Mapping):
-            job["model"] = build(Model, job["model"], "plan.job.model")
         return build(
             cls,
             {
                 **data,
-                "job": build(Job, job, "plan.job"),
+                "job": job_from_mapping(data["job"], "plan.job"),
                 "layout": build(Layout, data["layout"], "plan.layout"),
                 "estimate": build(Estimate, data["estimate"], "plan.estimate"),
             },
             "plan",
         )
+
+
+def job_to_mapping(job: Job) -> dict[str, Any]:
+    data = job.model_dump(mode="json", exclude_none=True)
+    data["model"] = job.model.model_dump(mode="json", exclude_defaults=True)
+    cluster = job.cluster.model_dump(mode="json", exclude_none=True)
+    cluster["gpu"].pop("sources")
+    cluster["efficiency"] = job.cluster.efficiency.model_dump(mode="json", exclude_defaults=True)
+    data["cluster"] = cluster
+    same = Framework.presets().get(job.framework.name) == job.framework
+    data["framework"] = job.framework.name if same else job.framework.model_dump(mode="json", exclude_defaults=True)
+    return data
+
+
+def job_from_mapping(data: Mapping[str, Any], what: str) -> Job:
+    job = dict(data)
+    if isinstance(job.get("model"), str):
+        job["model"] = Model.load(job["model"])
+    if isinstance(job.get("cluster"), str):
+        job["cluster"] = Cluster.load(job["cluster"])
+    elif isinstance(job.get("cluster"), Mapping):
+        job["cluster"] = Cluster.from_mapping(job["cluster"])
+    if isinstance(job.get("framework"), str):
+        job["framework"] = Framework.load(job["framework"])
+    if isinstance(job.get("model"), Mapping):
+        job["model"] = build(Model, job["model"], f"{what}.model")
+    return build(Job, job, what)
 
 
 HEADER = "# A plan of ultrascale: `ultrascale explain` reads it. Memory in bytes unless a name ends in gib, times in seconds.\n"

@@ -19,7 +19,6 @@ WHAT = "train"  # the fields' first word, in files, overrides and sentences
 LONGEST_WARMUP = 2000  # steps; what Llama 2 used for 500,000 (Touvron 2023, section 2.2)
 
 LrSchedule = Literal["cosine", "linear", "wsd", "constant"]
-Data = Literal["stdlib", "synthetic"]
 Compress = Literal["none", "bf16", "int8"]
 Sink = Literal["tensorboard", "wandb"]
 _POWER = re.compile(r"[0-9]+(?:\.[0-9]*)?[eE][+-]?[0-9]{1,3}")
@@ -55,7 +54,21 @@ class Training(BaseModel):
     clip: float = Field(1.0, ge=0, le=1e6, strict=True, description="highest gradient norm; 0: no clipping")
     eval_every: int = Field(0, ge=0, le=2**40, strict=True, description="steps between evaluations; 0: none")
     eval_batches: int = Field(4, ge=1, le=2**20, strict=True, description="global batches in one evaluation")
-    data: Data = Field("stdlib", description="stdlib: Python's own library as bytes; synthetic: uniform random tokens")
+    data: str = Field(
+        "stdlib",
+        min_length=1,
+        strict=True,
+        description="stdlib: Python's own library as bytes; synthetic: uniform random tokens; a path to tokens; or several by "
+        "weight, PATH:0.7,PATH:0.3",
+    )
+    eval_data: str | None = Field(
+        None,
+        min_length=1,
+        strict=True,
+        examples=["data/held-out"],
+        description="what to evaluate on, as in data; null: the last 2 % of each set, which never train",
+    )
+    document_mask: bool = Field(False, strict=True, description="attention does not cross the end of a document")
     bucket_mb: float = Field(25.0, gt=0, le=1e5, strict=True, description="10⁶ bytes of gradients reduced together")
     compress: Compress = Field("none", description="numbers in which gradients travel between data ranks")
     reduce_every_microbatch: bool = Field(
@@ -67,6 +80,9 @@ class Training(BaseModel):
     )
     log: tuple[Sink, ...] = Field((), examples=["tensorboard"], description="where metrics go beside metrics.jsonl")
     log_every: int = Field(1, ge=1, le=2**40, strict=True, description="steps between records of metrics")
+    timeout_s: float = Field(
+        600.0, gt=0, le=1e6, strict=True, description="seconds without progress until a run names who holds it up and ends"
+    )
 
     @field_validator("lr", "eps", "weight_decay", mode="before")
     @classmethod
@@ -128,8 +144,10 @@ def training_value(field: str, text: str) -> Any:
         return words.flag(WHAT, field, text)
     if field == "log":
         return _alone(field, "" if text.lower() in ("none", "null") else text)
-    if field == "warmup_steps" and text.lower() in _NOTHING:
+    if field in ("warmup_steps", "eval_data") and text.lower() in _NOTHING:
         return None
+    if field in ("data", "eval_data"):
+        return _alone(field, text)
     if choices := [choice for choice in get_args(annotation) if isinstance(choice, str)]:
         return words.choice(WHAT, field, text, choices)
     return _alone(field, _float(field, text) if annotation is float else words.whole(WHAT, field, text, _example(field)))

@@ -109,9 +109,11 @@ def _weight(
     """Fills a parameter with its initial values and makes its master."""
     whole = full_weight(name, torch.Size(shard.shape), training.seed, job.model, mesh.device)
     part = shard.of(whole)
+    offsets = [shard.start if dim == shard.dim else 0 for dim in range(len(shard.shape))]
     if isinstance(parameter, DTensor):
         local = parameter.to_local()
         pieces = part.chunk(mesh.shard.size)
+        offsets[0] += sum(len(piece) for piece in pieces[: mesh.shard.rank])
         part = pieces[mesh.shard.rank] if mesh.shard.rank < len(pieces) else part[:0]
     else:
         local = parameter.data
@@ -124,4 +126,5 @@ def _weight(
     )
     # A tied head on a stage of its own is a second copy of the embedding.
     copy_of_embedding = name == "head.linear.weight" and job.model.tied_embeddings
-    return Weight(shard, parameter, local, master, gradients, shard.counted and not copy_of_embedding)
+    counted = shard.counted and not copy_of_embedding
+    return Weight(shard, parameter, local, master, gradients, tuple(offsets), counted)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,6 +14,7 @@ from ultrascale.parallel.pipeline import Batch
 from ultrascale.specs.errors import RunError
 from ultrascale.specs.job import Job
 from ultrascale.specs.training import Training
+from ultrascale.train.ahead import Ahead
 from ultrascale.train.build import build
 from ultrascale.train.data import Batches, rows_of
 from ultrascale.train.lr import learning_rate
@@ -32,6 +33,8 @@ class StepResult:
     lr: float
     skipped: bool
     """fp16: gradients overflowed, the weights were left alone and the loss scale halved"""
+    stop: bool = False
+    """some rank was asked to end the run"""
 
 
 class Engine:
@@ -46,6 +49,10 @@ class Engine:
         self.tokens = mesh.layout.batch_tokens(job.seq)
         self.here = context.positions(job.seq, mesh.cp, mesh.layout.context_parallel)
         self.positions = self.here.to(mesh.device)
+        self._ahead = Ahead(self._host_rows, end=training.steps)
+        self.asked_to_stop = False
+        """set by whoever hears of it on this rank; the next step's result says so on every rank"""
+        self._stop = torch.zeros(())
         self._ties = [weight for weight in self.weights if job.model.tied_embeddings and _is_end(weight)]
 
     def step(self, number: int) -> StepResult:
@@ -65,12 +72,12 @@ class Engine:
         """Norm, clipping and the optimizer's step, from the gradients that `backward` left."""
         norm = self.optimizer.norm() / self.scale.value
         rate = learning_rate(self.training, number)
-        result = StepResult(float(loss), float(norm), rate, skipped=False)
+        result = StepResult(float(loss), float(norm), rate, skipped=False, stop=bool(self._stop))
         if not (_finite(result.loss) and _finite(result.grad_norm)):
             if self.scale.value <= 1.0:  # not fp16, or no smaller scale would help
                 raise NotFiniteError(self._what_broke(number, result))
             self.scale.update(overflow=True)
-            return StepResult(result.loss, result.grad_norm, rate, skipped=True)
+            return replace(result, skipped=True)
         factor = 1 / self.scale.value
         if self.training.clip:
             factor *= min(1.0, self.training.clip / (result.grad_norm + 1e-6))
@@ -89,16 +96,28 @@ class Engine:
 
     def read(self, number: int, held_out: bool = False) -> Batch:
         """This rank's part of the batch of step `number`, or of that batch of the held-out text."""
-        layout, place = self.mesh.layout, self.mesh.place
-        read = self.batches.evaluation if held_out else self.batches.train
-        rows = {k: read(number, rows_of(layout, place.dp, k)) for k in range(layout.gas)}
-        cut = {k: (self._mine(inputs), self._mine(targets)) for k, (inputs, targets) in rows.items()}
-        return Batch(lambda k: cut[k][0], lambda k: cut[k][1], self.positions)
+        found = self._host_rows(number, held_out=True) if held_out else self._ahead.take(number)
+        cut = [tuple(part.to(self.mesh.device, non_blocking=True) for part in parts) for parts in found]
+        documents = (lambda k: cut[k][2]) if self.training.document_mask else None
+        return Batch(lambda k: cut[k][0], lambda k: cut[k][1], self.positions, documents)
+
+    def _host_rows(self, number: int, held_out: bool = False) -> list[tuple[torch.Tensor, ...]]:
+        """Per micro-batch: inputs, targets and, where asked for, documents."""
+        layout, place, batches = self.mesh.layout, self.mesh.place, self.batches
+        read = batches.evaluation if held_out else batches.train
+        found = []
+        for k in range(layout.gas):
+            rows = rows_of(layout, place.dp, k)
+            parts: tuple[torch.Tensor, ...] = read(number, rows)
+            if self.training.document_mask:
+                parts = (*parts, batches.documents(number, rows, held_out))
+            found.append(tuple(self._mine(part) for part in parts))
+        return found
 
     def _mine(self, tokens: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the sequences, on its device; from pinned memory, so that nobody waits for the copy."""
+        """This rank's part of the sequences; in pinned memory for a GPU, so that nobody waits for the copy."""
         part = tokens[:, self.here]
-        return part.pin_memory().to(self.mesh.device, non_blocking=True) if self.mesh.device.type == "cuda" else part
+        return part.pin_memory() if self.mesh.device.type == "cuda" else part
 
     def _complete_gradients(self) -> None:
         """Sums what ranks with the same parameter computed in shares: norms on slices, repeated kv heads, tied ends."""
@@ -122,8 +141,10 @@ class Engine:
             _sum_together([self._ties[0].gradient], self.mesh.ends)
 
     def _mean_loss(self, total: torch.Tensor) -> torch.Tensor:
-        """Only last stages have a loss; each of their tp ranks has the same."""
-        return comm.all_reduce(total.clone(), self.mesh.world) / (self.mesh.tp.size * self.tokens)
+        """Only last stages have a loss; each of their tp ranks has the same. A wish to stop travels with it."""
+        said = torch.stack([total, torch.full_like(total, float(self.asked_to_stop))])
+        loss, self._stop = comm.all_reduce(said, self.mesh.world).unbind()
+        return loss / (self.mesh.tp.size * self.tokens)
 
     def _what_broke(self, number: int, result: StepResult) -> str:
         mine = self.optimizer.unfinished()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ultrascale.cost.estimate import estimate
 from ultrascale.specs.cluster import Cluster
@@ -16,20 +18,31 @@ from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.files import write_text
 from ultrascale.specs.measurement import Measurement
 from ultrascale.specs.plan import Plan
+from ultrascale.train import checkpoint
+from ultrascale.train.outcome import Outcome
 from ultrascale.train.request import Request
 from ultrascale.train.world import Seat, seat
+
+if TYPE_CHECKING:
+    from ultrascale.train.board import Board
 
 PLAN, ENVIRONMENT, MEASUREMENT, METRICS = "plan.yaml", "env.json", "measurement.json", "metrics.jsonl"
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: what was asked, what was predicted, what was seen, and the folder that holds all of it."""
+    """A run that ended: what was asked, what was predicted, what was seen, and the folder that holds all of it."""
 
     request: Request
     predicted: Estimate | None
-    measured: Measurement
+    outcome: Outcome
     folder: Path | None
+
+    @property
+    def measured(self) -> Measurement:
+        if self.outcome.measured is None:
+            raise SpecError(f"the run was stopped at step {self.outcome.step} and not measured: resume it")
+        return self.outcome.measured
 
 
 def train(
@@ -42,8 +55,15 @@ def train(
     """Trains and measures. `predict`: the machine, for an estimate to compare with. None on all ranks but the first."""
     mine = seat() if nproc is None else None
     here = mine or Seat()
-    if here.rank == 0 and out is not None:
-        _refuse_used(out)
+    goes_on = False
+    if here.rank == 0 and out is not None:  # the others hear of it when they have met
+        again = _again(out, here)
+        if again and (found := checkpoint.newest(out)) is not None:
+            request = replace(request, resume=found, weights=None)
+            sys.stderr.write(f"started anew: going on from {found}\n")
+        goes_on = again or request.goes_on_in(out)
+        if not goes_on:
+            _refuse_used(out)
     peak = predicted = None
     if predict is not None:
         request = request.on(predict)
@@ -51,42 +71,58 @@ def train(
         peak = request.job.peak_flops if predict.gpu.name != "cpu" else None
         predicted = estimate(request.job, request.layout) if here.rank == 0 else None
     if here.rank == 0 and out is not None:
-        _write_folder(request, predicted, out)
-    measured = _start(request, out, nproc, mine, peak, quiet)
-    if measured is None:
+        _write_folder(request, predicted, out, goes_on, here.launch)
+    outcome = _start(request, out, nproc, mine, peak, quiet)
+    if outcome is None:
         return None
-    if out is not None:
-        measured.save(out / MEASUREMENT)
-    return Run(request, predicted, measured, out)
+    if out is not None and outcome.measured is not None:
+        outcome.measured.save(out / MEASUREMENT)
+    return Run(request, predicted, outcome, out)
+
+
+def _again(out: Path, here: Seat) -> bool:
+    """Whether a launcher repeats the command that began the run in this folder: it goes on from what was kept."""
+    if here.restarted:
+        return True
+    try:
+        before = json.loads((out / ENVIRONMENT).read_text(encoding="utf-8"))
+        return bool(here.launch) and before.get("launch") == here.launch
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def _start(
     request: Request, out: Path | None, nproc: int | None, mine: Seat | None, peak: float | None, quiet: bool
-) -> Measurement | None:
+) -> Outcome | None:
     import_torch()
     from ultrascale.parallel import local
-    from ultrascale.train.run import run_rank
+    from ultrascale.train.board import SharedBoard
+    from ultrascale.train.run import described, run_rank
 
     if mine is not None or request.layout.gpus == 1:
         return run_rank(request, mine or Seat(), out, peak, quiet)
     world = request.layout.gpus
-    results: list[Measurement | None] = local.run(_local_rank, world, request, out, peak, quiet)
+    board = SharedBoard(world)
+    arguments = (request, out, peak, quiet, board)
+    describe = partial(described, request.layout)
+    results: list[Outcome | None] = local.run(_local_rank, world, *arguments, board=board, describe=describe, stoppable=True)
     return results[0]
 
 
 def _local_rank(
-    rank: int, nproc: int, store: str, request: Request, out: Path | None, peak: float | None, quiet: bool
-) -> Measurement | None:
+    rank: int, nproc: int, store: str, request: Request, out: Path | None, peak: float | None, quiet: bool, board: Board
+) -> Outcome | None:
+    from ultrascale.parallel import local
     from ultrascale.train.run import run_rank
 
-    return run_rank(request, Seat(rank, nproc, rank, nproc, store), out, peak, quiet)
+    return run_rank(request, Seat(rank, nproc, rank, nproc, store), out, peak, quiet, board, local.report)
 
 
 def import_torch() -> None:
     """Before processes fork, so that none of them has to; a clear word where torch is missing."""
     try:
         import torch._dynamo
-        import torch.distributed  # noqa: F401
+        import torch.distributed.checkpoint  # noqa: F401
     except ModuleNotFoundError as missing:
         raise SpecError(
             f"training needs torch, and {missing.name} is not installed: try pip install 'ultrascale[train]'"
@@ -94,11 +130,15 @@ def import_torch() -> None:
 
 
 def _refuse_used(out: Path) -> None:
-    if (out / METRICS).exists():
-        raise SpecError(f"--out is {out} but that folder holds a run already ({METRICS}): try another, such as {out}-2")
+    for used in (METRICS, checkpoint.FOLDER):
+        if (out / used).exists():
+            raise SpecError(
+                f"--out is {out} but that folder holds a run already ({used}): try another, such as {out}-2, "
+                f"or go on with it: --resume {out}"
+            )
 
 
-def _write_folder(request: Request, predicted: Estimate | None, out: Path) -> None:
+def _write_folder(request: Request, predicted: Estimate | None, out: Path, goes_on: bool, launch: str) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -106,20 +146,36 @@ def _write_folder(request: Request, predicted: Estimate | None, out: Path) -> No
     # Where this machine's rates are not known, the plan keeps the estimate for the cluster it was made for.
     plan = Plan(job=request.job, layout=request.layout, estimate=predicted or estimate(request.job, request.layout))
     plan.save(out / PLAN)
+    earlier = _earlier(out / ENVIRONMENT) if goes_on else []
+    environment = {**_environment(request), "launch": launch, "earlier": earlier}
+    write_text(out / ENVIRONMENT, json.dumps(environment, indent=1) + "\n")
+
+
+def _environment(request: Request) -> dict[str, Any]:
     import_torch()
     import torch
 
-    environment = {
+    return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "machine": platform.machine(),
         "system": platform.system(),
         "processes": request.layout.gpus,
+        "layout": str(request.layout),
+        "resumed_from": request.resume.name if request.resume else None,
         "training": request.training.model_dump(mode="json"),
         "command": sys.argv,
     }
-    write_text(out / ENVIRONMENT, json.dumps(environment, indent=1) + "\n")
+
+
+def _earlier(file: Path) -> list[Any]:
+    """The circumstances of the run until now, oldest first."""
+    try:
+        before = json.loads(file.read_text(encoding="utf-8"))
+        return [*before.pop("earlier", []), before]
+    except (OSError, ValueError, AttributeError):
+        return []
 
 
 def has_gpu() -> bool:

@@ -24,7 +24,7 @@ RECENT = 20  # steps whose mean gives the time that is left
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step as seen by the user. The last five fields are written only where they are known."""
+    """One optimizer step as seen by the user. The fields after `peak_gib` are written only where they are known."""
 
     step: int
     """steps completed, this one included"""
@@ -43,6 +43,8 @@ class StepRecord:
     """the loss scale was too high and no update was made"""
     loss_scale: float | None = None
     eval_loss: float | None = None
+    checkpoint_s: float | None = None
+    """how long training stood still for a checkpoint"""
 
     def values(self) -> dict[str, Any]:
         """Fields in order, as JSON holds them: what is not finite is null."""
@@ -210,6 +212,8 @@ def progress_line(record: StepRecord, total_steps: int, eta_s: float | None) -> 
         words.append(f"data {record.data_wait_s * 1e3:.1f} ms")
     if record.skipped:
         words.append("skipped")
+    if record.checkpoint_s is not None:
+        words.append(f"checkpoint {record.checkpoint_s * 1e3:.1f} ms")
     if eta_s is not None:
         words.append(f"ETA {duration(eta_s)}")
     return " · ".join(words)

@@ -31,6 +31,8 @@ class Weight:
     master: torch.Tensor
     """what the optimizer steps: `local` itself in fp32, else a copy of its own"""
     owner: Gradients
+    offsets: tuple[int, ...]
+    """where `local` begins in the whole parameter"""
     counted: bool
     """in the norm: one of equal copies is"""
 
@@ -39,13 +41,21 @@ class Weight:
         return self.owner.of(self.parameter)
 
 
-SUPPORTED = ("adamw", "sgd-momentum", "sgd")
+# What each optimizer keeps beside the weights, by the names that torch gives it.
+MOMENTS: dict[str, tuple[str, ...]] = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "sgd-momentum": ("momentum_buffer",),
+    "sgd": (),
+}
+SUPPORTED = tuple(MOMENTS)
 
 
 class Optimizer:
     def __init__(self, weights: Sequence[Weight], job: Job, training: Training, mesh: Mesh) -> None:
         self.weights, self.training, self.mesh = list(weights), training, mesh
         self.inner = _inner(self.weights, job, training)
+        self.moments = MOMENTS[job.optimizer]
+        self.updates = 0
 
     def norm(self) -> torch.Tensor:
         """The norm of the whole gradient, the same number on every rank of every layout."""
@@ -67,12 +77,36 @@ class Optimizer:
         for weight in self.weights:
             weight.master.grad = weight.gradient.to(weight.master)  # itself, unless a host steps or it is in half precision
         self.inner.step()
+        self.updates += 1
         apart = [weight for weight in self.weights if weight.master is not weight.local]
         if apart:
             with torch.no_grad():
                 torch._foreach_copy_([weight.local for weight in apart], [weight.master for weight in apart])
         for weight in self.weights:
             weight.master.grad = None
+
+    def moment(self, weight: Weight, name: str) -> torch.Tensor:
+        moment = self.inner.state[weight.master][name]
+        assert isinstance(moment, torch.Tensor)
+        return moment
+
+    def continued(self, updates: int) -> None:
+        """As after so many updates, with moments of zero for whoever fills them."""
+        self.updates = updates
+        if not updates:
+            return
+        for weight in self.weights:
+            state = self.inner.state[weight.master]
+            state.update({name: torch.zeros_like(weight.master) for name in self.moments})
+            if "exp_avg" in self.moments:
+                state["step"] = torch.tensor(float(updates), device=weight.master.device)
+
+    def fill(self) -> None:
+        """Brings what computes up to its masters."""
+        with torch.no_grad():
+            for weight in self.weights:
+                if weight.master is not weight.local:
+                    weight.local.copy_(weight.master)
 
     def state_tensors(self) -> list[torch.Tensor]:
         """Moments, for the account of memory."""

@@ -18,7 +18,7 @@ from ultrascale.model.rotary import Rope
 from ultrascale.model.transformer import Transformer
 from ultrascale.specs.layout import Recompute
 
-Forward = Callable[[Tensor, Rope | None], Tensor]
+Forward = Callable[..., Tensor]
 
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 _ATTENTION = {
@@ -38,13 +38,13 @@ def apply(model: Transformer, policy: Recompute) -> None:
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         if policy == "selective":
             options["context_fn"] = partial(_contexts, block.mlp.down.weight.shape[1])
-        block.forward = _again(block.forward, options)  # type: ignore[method-assign, assignment]
+        block.forward = _again(block.forward, options)  # type: ignore[method-assign]
 
 
 def _again(forward: Forward, options: dict[str, Any]) -> Forward:
     # Written out and no `partial` of `checkpoint`: torch.compile passes over torch's own frames and would skip the block.
-    def recomputed(x: Tensor, rope: Rope | None) -> Tensor:
-        out: Tensor = checkpoint(forward, x, rope, **options)
+    def recomputed(x: Tensor, rope: Rope | None, bias: Tensor | None = None) -> Tensor:
+        out: Tensor = checkpoint(forward, x, rope, bias, **options)
         return out
 
     return recomputed

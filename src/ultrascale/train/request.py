@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
+from ultrascale.data import choose
+from ultrascale.specs.checkpointing import Checkpointing, checkpoint_value
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.framework import Framework
@@ -21,9 +24,10 @@ from ultrascale.specs.plan import Plan
 from ultrascale.specs.training import Training, training_value
 from ultrascale.specs.units import tokens
 from ultrascale.specs.validate import build, shown
-from ultrascale.train import supported
+from ultrascale.train import checkpoint, supported
+from ultrascale.train.checkpoint import Checkpoint
 
-SECTIONS = ("layout", "train", "job")
+SECTIONS = ("layout", "train", "job", "checkpoint")
 JOB_FIELDS = ("seq", "batch_tokens", "precision", "gradients", "optimizer")
 TRY_SEQ, TRY_SEQUENCES = 128, 16  # of a run without a plan: seconds on a laptop, divisible by most small layouts
 TWO_STAGES = ("interleaved", "zb-v", "dualpipe-v")
@@ -36,6 +40,7 @@ class Overrides:
     layout: Mapping[str, Any] = field(default_factory=dict)
     train: Mapping[str, Any] = field(default_factory=dict)
     job: Mapping[str, Any] = field(default_factory=dict)
+    checkpoint: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> Overrides:
@@ -61,7 +66,7 @@ def _job_value(key: str, text: str) -> Any:
     return text.strip().lower()
 
 
-_PARSERS = {"layout": field_value, "train": training_value, "job": _job_value}
+_PARSERS = {"layout": field_value, "train": training_value, "job": _job_value, "checkpoint": checkpoint_value}
 
 
 @dataclass(frozen=True)
@@ -71,8 +76,17 @@ class Request:
     job: Job
     layout: Layout
     training: Training
+    checkpoint: Checkpointing = field(default_factory=Checkpointing)
+    resume: Path | None = None
+    """the checkpoint to go on from"""
+    weights: Path | None = None
+    """the checkpoint whose weights are the first ones of this run"""
     notes: tuple[str, ...] = ()
     """what followed from what was given"""
+
+    def goes_on_in(self, out: Path) -> bool:
+        """Whether this continues the run in that folder, and not another's in a new one."""
+        return self.resume is not None and checkpoint.run_of(self.resume).resolve() == out.resolve()
 
     def on(self, cluster: Cluster) -> Request:
         """The same run on the machine that is there; on a CPU nothing is compiled."""
@@ -80,15 +94,74 @@ class Request:
         return replace(self, job=self.job.changed(cluster=cluster, framework=engine))
 
 
+def from_words(
+    words: Sequence[str],
+    options: Mapping[str, Any],
+    world: int | None,
+    gpu: bool,
+    model: str | None = None,
+    resume: Path | None = None,
+    weights: Path | None = None,
+) -> Request:
+    """The plan, model or run and the changes, checked; nothing has started yet.
+
+    `options`: changes that have a flag of their own, such as train.steps. `world`: processes; None: one, or as many as the run
+    that is resumed had.
+    """
+    file = words[0] if words and "=" not in words[0] else None
+    given = [f"{name}={value}" for name, value in options.items() if value is not None]
+    changes = Overrides.parse([*given, *(words if file is None else words[1:])])
+    if resume is not None:
+        if model is not None or weights is not None:
+            raise SpecError("--resume brings its own model and weights: leave --model and --weights out")
+        plan = Plan.load(file) if file is not None else None
+        return from_checkpoint(checkpoint.resolve(resume), changes, world, gpu, plan)
+    source = checkpoint.resolve(weights) if weights is not None else None
+    sources = sum((file is not None, model is not None))
+    if sources > 1 or (sources == 0 and source is None):
+        raise SpecError("train takes a plan or --model, one of them: try `ultrascale train --model tiny`, or `train plan.yaml`")
+    if file is not None:
+        request = from_plan(Plan.load(file), changes, world or 1, gpu=gpu)
+    else:
+        shape = source.job.model if model is None and source is not None else Model.load(str(model))
+        request = from_model(shape, changes, world or 1, precision="bf16" if gpu else "fp32")
+    if source is not None:
+        _same_model(request.job.model, source.job.model, source.folder)
+        request = replace(request, weights=source.folder)
+    return request
+
+
+def from_checkpoint(
+    source: Checkpoint, changes: Overrides, world: int | None = None, gpu: bool = True, plan: Plan | None = None
+) -> Request:
+    """A run that goes on from where it was kept, cut as before or otherwise; a plan, if given, says how."""
+    job, layout = (plan.job, plan.layout) if plan is not None else (source.job, source.layout)
+    _same_model(job.model, source.job.model, source.folder)
+    notes: list[str] = []
+    if plan is not None:
+        job = _computable(job, changes, gpu, notes)
+    given = _request(job, layout, changes, world or _processes(layout, changes.layout), source.training, notes)
+    _continues(given, source)
+    if source.step and "data" not in changes.train:
+        _same_data(given, source)
+    settings = source.state.checkpointing.changed(**changes.checkpoint)
+    return replace(given, checkpoint=settings, resume=source.folder)
+
+
 def from_plan(plan: Plan, overrides: Overrides, world: int, training: Training | None = None, gpu: bool = True) -> Request:
     """A plan as it stands, or changed; dp is fitted to the processes that are there unless it is given."""
-    job, notes = plan.job, []
-    if not gpu and job.precision != "fp32" and "precision" not in overrides.job:
-        notes.append(
-            f"no GPU here: this computes in fp32, not in {job.precision} as planned (job.precision={job.precision} insists)"
-        )
-        job = job.changed(precision="fp32")
+    notes: list[str] = []
+    job = _computable(plan.job, overrides, gpu, notes)
     return _request(job, plan.layout, overrides, world, training or Training(), notes)
+
+
+def _computable(job: Job, overrides: Overrides, gpu: bool, notes: list[str]) -> Job:
+    if gpu or job.precision == "fp32" or "precision" in overrides.job:
+        return job
+    notes.append(
+        f"no GPU here: this computes in fp32, not in {job.precision} as planned (job.precision={job.precision} insists)"
+    )
+    return job.changed(precision="fp32")
 
 
 def from_model(
@@ -119,6 +192,9 @@ def from_model(
 
 def _request(job: Job, base: Layout, overrides: Overrides, world: int, training: Training, notes: list[str]) -> Request:
     training = training.changed(**overrides.train)
+    places = {"train.data": training.data, "train.eval_data": training.eval_data}
+    whole = {name.removeprefix("train."): choose.absolute(name, text) for name, text in places.items() if text is not None}
+    training = training.changed(**whole)
     job = job.changed(**overrides.job)
     if job.cluster.gpus != world:
         job = job.changed(cluster=_resized(job.cluster, world))
@@ -137,7 +213,55 @@ def _request(job: Job, base: Layout, overrides: Overrides, world: int, training:
     if layout.gpus != world:
         raise SpecError(_world_sentence(job, layout, training, world))
     supported.check(job, layout, training)
-    return Request(job, layout, training, tuple(notes))
+    choose.check(training, job.model.vocab, job.seq)
+    return Request(job, layout, training, Checkpointing().changed(**overrides.checkpoint), notes=tuple(notes))
+
+
+def _processes(layout: Layout, asked: Mapping[str, Any]) -> int:
+    """As many as before where the new layout can be cut so, else as many as it needs."""
+    new = layout.changed(**asked)
+    rest = new.tp * new.pp * new.cp
+    if "dp" in asked:
+        return new.gpus
+    return layout.gpus if layout.gpus % rest == 0 else rest
+
+
+def _same_model(given: Model, kept: Model, folder: Path) -> None:
+    for name in Model.model_fields:
+        if name not in ("name", "source") and getattr(given, name) != getattr(kept, name):
+            raise SpecError(
+                f"model.{name} is {shown(getattr(given, name))} but {folder} holds a model with "
+                f"{shown(getattr(kept, name))}: give the same model, or leave it out"
+            )
+
+
+def _same_data(given: Request, source: Checkpoint) -> None:
+    now = choose.fingerprint(given.training, given.job.model.vocab)
+    if now != source.state.data:
+        raise SpecError(
+            f"train.data is {shown(given.training.data)} but it no longer holds what the run was trained on up to step "
+            f"{source.step}: bring that back, or go on with it all the same: --data {given.training.data}"
+        )
+
+
+def _continues(given: Request, source: Checkpoint) -> None:
+    """What a run cannot change on the way without becoming another."""
+    before, step = source.job, source.step
+    if given.training.steps <= step:
+        raise SpecError(
+            f"train.steps is {given.training.steps} but {source.folder} has done {step}: try --steps {max(2 * step, 100)}"
+        )
+    if not step:
+        return
+    for name in ("seq", "sequences", "optimizer"):
+        now, then = getattr(given.job, name), getattr(before, name)
+        if now != then:
+            field_name = "batch_tokens" if name == "sequences" else name
+            raise SpecError(
+                f"job.{field_name} is {getattr(given.job, field_name)} but the run was trained with "
+                f"{getattr(before, field_name)} up to step {step}: leave it out, or begin a new run with "
+                f"--weights {source.folder}"
+            )
 
 
 def _data_parallel(layout: Layout, asked: Mapping[str, Any], world: int) -> int:
@@ -151,10 +275,23 @@ def _batch(job: Job, layout: Layout, asked: Mapping[str, Any], base_is_a_try: bo
     if base_is_a_try and not {"gas", "mbs"} & set(asked) and layout.pp == 1 and sequences % dp == 0:
         return {"mbs": sequences // dp, "gas": 1}  # nothing asks for smaller pieces: a pipeline would
     if "gas" not in asked:
-        return {"gas": sequences // (dp * layout.mbs)} if sequences % (dp * layout.mbs) == 0 else {}
+        gas, rest = divmod(sequences, dp * layout.mbs)
+        if "mbs" in asked:
+            return {} if rest else {"gas": gas}
+        return _smaller(layout, sequences) if rest or gas < layout.pp else {"gas": gas}
     if "mbs" not in asked:
         return {"mbs": sequences // (dp * layout.gas)} if sequences % (dp * layout.gas) == 0 else {}
     return {}
+
+
+def _smaller(layout: Layout, sequences: int) -> dict[str, int]:
+    """The largest micro-batch up to the layout's that makes the batch, with enough of them to fill a pipeline."""
+    mine, rest = divmod(sequences, layout.dp)
+    ways = [mbs for mbs in range(min(layout.mbs, mine), 0, -1) if mine % mbs == 0]
+    if rest or not ways:
+        return {}
+    mbs = next((mbs for mbs in ways if mine // mbs >= layout.pp and mine // mbs % layout.pp == 0), ways[0])
+    return {"mbs": mbs, "gas": mine // mbs}
 
 
 def _resized(cluster: Cluster, world: int) -> Cluster:

@@ -85,7 +85,16 @@ def _window(job: Job, layout: Layout, _: Training) -> str | None:
     )
 
 
-_RULES: tuple[Callable[[Job, Layout, Training], str | None], ...] = (_vocabulary, _ddp, _compress, _window)
+def _documents(job: Job, layout: Layout, training: Training) -> str | None:
+    if not training.document_mask or layout.cp == 1:
+        return None
+    return (
+        f"layout.cp is {layout.cp} but train.document_mask keeps attention within documents only where a rank has whole "
+        "sequences: try cp=1 or train.document_mask=false"
+    )
+
+
+_RULES: tuple[Callable[[Job, Layout, Training], str | None], ...] = (_vocabulary, _ddp, _compress, _window, _documents)
 
 
 def alternatives(job: Job, layout: Layout, training: Training) -> Iterator[Layout]:

@@ -2,29 +2,52 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from ultrascale.specs.checkpointing import Checkpointing
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.training import Training
 from ultrascale.train import launch
+from ultrascale.train.checkpoint import resolve, run_of
 from ultrascale.train.launch import Run
-from ultrascale.train.request import Overrides, from_plan
+from ultrascale.train.request import Overrides, from_checkpoint, from_plan
 from ultrascale.train.world import seat
 
 
 class Trainer:
     """Runs a plan. `processes` are started here; under torchrun or srun they are there already."""
 
-    def __init__(self, plan: Plan, training: Training | None = None, processes: int | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        training: Training | None = None,
+        processes: int | None = None,
+        checkpoint: Checkpointing | None = None,
+    ) -> None:
         mine = seat()
         if mine is not None and processes not in (None, mine.world):
             raise SpecError(f"processes is {processes} but torchrun or srun started {mine.world}: leave it out")
         self.world = mine.world if mine is not None else processes or plan.layout.gpus
         self.nproc = None if mine is not None else self.world
-        self.request = from_plan(plan, Overrides(), self.world, training, gpu=launch.has_gpu())
+        request = from_plan(plan, Overrides(), self.world, training, gpu=launch.has_gpu())
+        self.request = replace(request, checkpoint=checkpoint or Checkpointing())
+
+    @classmethod
+    def resume(cls, run: str | Path, processes: int | None = None, **layout: Any) -> Trainer:
+        """A run that goes on from its newest checkpoint (or from the one that is named), cut as before or otherwise."""
+        trainer, mine = cls.__new__(cls), seat()
+        world = mine.world if mine is not None else processes
+        trainer.request = from_checkpoint(resolve(Path(run)), Overrides(layout=layout), world, gpu=launch.has_gpu())
+        trainer.world = trainer.request.layout.gpus
+        trainer.nproc = None if mine is not None else trainer.world
+        return trainer
 
     def run(self, out: str | Path | None = None, quiet: bool = False) -> Run | None:
-        """Trains, measures and compares; None on every rank of torchrun but the first."""
+        """Trains, measures and compares; None on every rank of torchrun but the first. A resumed run stays in its folder."""
+        if out is None and self.request.resume is not None:
+            out = run_of(self.request.resume)
         machine = launch.machine(self.request.layout.gpus, self.request.job.precision)
         return launch.train(self.request, None if out is None else Path(out), self.nproc, machine, quiet)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ultrascale.specs.errors import SpecError
 
@@ -21,37 +21,56 @@ class Seat:
     local_rank: int = 0
     local_world: int = 1
     address: str = "env://"
-    """what torch.distributed takes as init_method"""
+    """what torch.distributed takes as init_method, or `agent://host:port`: the store of torchrun's first agent"""
+    launch: str = ""
+    """the same for every attempt of one launch; empty where there is one attempt"""
+    restarted: bool = False
+    """the launcher says that this is not the first attempt"""
 
 
 def seat(environment: Mapping[str, str] | None = None) -> Seat | None:
     """The seat that torchrun or srun gave this process; None: it was started by hand."""
     given = os.environ if environment is None else environment
     if "RANK" in given and "WORLD_SIZE" in given:
-        return _from(given, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "env://")
-    if "SLURM_PROCID" in given and int(given.get("SLURM_NTASKS", "1")) > 1:
-        return _from(given, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", _slurm_address(given))
+        found = _from(given, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "env://")
+        return _of_torchrun(found, given)
+    if "SLURM_PROCID" in given and given.get("SLURM_NTASKS", "1") != "1":
+        address = _slurm_address(given)
+        found = _from(given, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", address)
+        again = given.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
+        launch = f"slurm {given.get('SLURM_JOB_ID', '')}.{given.get('SLURM_STEP_ID', '0')}"  # a requeued job keeps its number
+        return replace(found, launch=launch, restarted=again)
     return None
 
 
-def _from(given: Mapping[str, str], rank: str, world: str, local_rank: str, local_world: str, address: str) -> Seat:
-    def number(name: str, default: int) -> int:
-        text = given.get(name, str(default))
-        if not text.isdigit():
-            raise SpecError(f"the environment's {name} is '{text:.40}' but must be a whole number, such as {default}")
-        return int(text)
+def _of_torchrun(found: Seat, given: Mapping[str, str]) -> Seat:
+    again = given.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
+    if given.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return replace(found, restarted=again)
+    place = f"{given.get('MASTER_ADDR', '127.0.0.1')}:{given.get('MASTER_PORT', '0')}"
+    launch = f"torchrun {given.get('TORCHELASTIC_RUN_ID', '')} {place}"
+    return replace(found, address=f"agent://{place}", launch=launch, restarted=again)
 
-    total = number(world, 1)
-    mine = number(rank, 0)
+
+def _from(given: Mapping[str, str], rank: str, world: str, local_rank: str, local_world: str, address: str) -> Seat:
+    total = _number(given, world, 1)
+    mine = _number(given, rank, 0)
     if not mine < total:
         raise SpecError(f"the environment's {rank} is {mine} but must be less than {world} = {total}: start with torchrun")
-    return Seat(mine, total, number(local_rank, mine), number(local_world, total), address)
+    return Seat(mine, total, _number(given, local_rank, mine), _number(given, local_world, total), address)
+
+
+def _number(given: Mapping[str, str], name: str, default: int) -> int:
+    text = given.get(name, str(default))
+    if not text.isdigit():
+        raise SpecError(f"the environment's {name} is '{text:.40}' but must be a whole number, such as {default}")
+    return int(text)
 
 
 def _slurm_address(given: Mapping[str, str]) -> str:
     """The first node of the job step, and a port that two jobs on one node do not share."""
     host = given.get("MASTER_ADDR") or given.get("SLURM_LAUNCH_NODE_IPADDR") or _first_host(given.get("SLURM_NODELIST", ""))
-    port = given.get("MASTER_PORT") or str(20000 + int(given.get("SLURM_JOB_ID", "0")) % 20000)
+    port = given.get("MASTER_PORT") or str(20000 + _number(given, "SLURM_JOB_ID", 0) % 20000)
     return f"tcp://{host}:{port}"
 
 

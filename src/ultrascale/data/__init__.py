@@ -1,0 +1,1 @@
+"""Tokens: files of them, how texts become them, in which order they are read. numpy, never torch."""

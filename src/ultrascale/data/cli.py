@@ -1,0 +1,156 @@
+"""`ultrascale data`: make token sets of texts, and look into them."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ultrascale.data.info import Info
+    from ultrascale.data.progress import Progress
+
+app = typer.Typer(
+    name="data",
+    help="Make token sets of texts, and look into them.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of lines.")]
+_EVERY_S = (0.2, 10.0)  # between two lines of progress: on a terminal, elsewhere
+
+
+@app.command()
+def tokenize(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A [cyan].txt[/] (one document), [cyan].jsonl[/], [cyan].jsonl.gz[/] or [cyan].parquet[/] file (a document a "
+            "line or row), a folder of them, or [cyan]stdlib[/]: Python's own library.",
+            metavar="INPUT",
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder of the set; it must be new or empty.")],
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            "--tokenizer",
+            "-t",
+            help="A Hugging Face [cyan]tokenizer.json[/]. Default: bytes, a vocabulary of 256.",
+            metavar="FILE",
+        ),
+    ] = None,
+    workers: Annotated[int, typer.Option("--workers", "-w", help="Processes. The result is the same for any number.")] = 2,
+    field: Annotated[str, typer.Option("--field", help="The field or column that holds the text.")] = "text",
+    eod: Annotated[
+        str | None,
+        typer.Option("--eod", help="The token that ends a document, if the tokenizer does not make it plain.", metavar="TOKEN"),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Turn texts into a token set to train on. Killed or stopped, the same command goes on where it was.
+
+    [dim]ultrascale data tokenize ./texts -o data/web --tokenizer tokenizer.json --workers 8[/]
+    [dim]ultrascale train --model tiny train.data=data/web[/]
+    """
+    from ultrascale.data.tokenize import tokenize as work
+
+    line = _Line()
+    try:
+        facts = work(source, out, tokenizer, workers, field, eod, line.show)
+    finally:
+        line.close()
+    if as_json:
+        _print_json({"path": str(out), **facts.model_dump()})
+    else:
+        typer.echo(
+            f"{out}: {facts.tokens:,} tokens ({facts.dtype}) in {facts.documents:,} documents, vocabulary {facts.vocab:,} "
+            f"({facts.tokenizer}). Train on it with train.data={out}"
+        )
+
+
+@app.command()
+def info(
+    path: Annotated[
+        str,
+        typer.Argument(help="A folder that [cyan]data tokenize[/] made, a [cyan].bin[/], or the name of Megatron's two files."),
+    ],
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a token set holds: tokens, documents, vocabulary, where it came from.
+
+    [dim]ultrascale data info data/web[/]
+    """
+    from dataclasses import asdict
+
+    from ultrascale.data.info import info as look
+
+    found = look(path)
+    if as_json:
+        _print_json({**asdict(found), "facts": found.facts.model_dump() if found.facts is not None else None})
+        return
+    for name, value in _rows(found):
+        typer.echo(f"{name:<18}{value}")
+
+
+def _rows(found: Info) -> list[tuple[str, str]]:
+    kinds = {"ultrascale": "ultrascale", "megatron": "Megatron .bin and .idx", "flat": "flat, without a header"}
+    vocab = f"{found.vocab:,}" if found.vocab is not None else f"not said; tokens up to {found.largest_seen:,} seen"
+    documents = f"{found.documents:,}" if found.kind != "flat" else "not marked"
+    rows = [
+        ("format", kinds[found.kind]),
+        ("tokens", f"{found.tokens:,} ({found.dtype})"),
+        ("documents", documents),
+        ("longest document", f"{found.longest_document:,} tokens"),
+        ("mean document", f"{found.mean_document:,.1f} tokens"),
+        ("vocabulary", vocab),
+    ]
+    if found.facts is not None:
+        made = found.facts.inputs
+        rows += [
+            ("tokenizer", f"{found.facts.tokenizer}, documents end with {found.facts.eod}"),
+            ("made of", f"{made.path}: {made.files:,} files, {made.bytes:,} bytes"),
+        ]
+    return rows
+
+
+class _Line:
+    """Progress on the error stream: one line that changes on a terminal, a line now and then elsewhere."""
+
+    def __init__(self) -> None:
+        self.terminal = sys.stderr.isatty()
+        self.shown_at = time.monotonic() if not self.terminal else 0.0
+
+    def show(self, progress: Progress) -> None:
+        now = time.monotonic()
+        if now - self.shown_at < _EVERY_S[0 if self.terminal else 1]:
+            return
+        self.shown_at = now
+        text = progress_line(progress)
+        sys.stderr.write(f"\r{text}\x1b[K" if self.terminal else f"{text}\n")
+        sys.stderr.flush()
+
+    def close(self) -> None:
+        if self.terminal and self.shown_at:
+            sys.stderr.write("\n")
+
+
+def progress_line(progress: Progress) -> str:
+    left = progress.eta_s
+    minutes, seconds = divmod(round(left or 0), 60)
+    hours, minutes = divmod(minutes, 60)
+    ends = "" if left is None else f", {hours}:{minutes:02}:{seconds:02} left"
+    share = progress.bytes / max(1, progress.total_bytes)
+    return (
+        f"{share:6.1%}  {progress.documents:,} documents, {progress.bytes_per_s / 1e6:.1f} MB/s, "
+        f"{progress.tokens_per_s:,.0f} tokens/s{ends}"
+    )
+
+
+def _print_json(data: object) -> None:
+    sys.stdout.write(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")

@@ -1,0 +1,161 @@
+"""Texts as windows of tokens: bytes, random tokens, token files, and several of them by weight."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ultrascale.data.sets import TokenSet
+from ultrascale.specs.errors import SpecError
+
+Tokens = npt.NDArray[np.int64]
+
+BYTES = 256  # tokens of a byte-level vocabulary
+MOST_BYTES = 16 * 2**20  # of the standard library: 12 MB in Python 3.11 without its tests
+SYNTHETIC_WINDOWS = 2**40  # more than any run reads, few enough that indices stay exact everywhere
+
+# Installed packages differ between machines, tests are a third of the bytes, and the last two were written by the build.
+_SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib-dynload"}
+_SKIPPED_STARTS = ("config-", "_sysconfigdata")
+
+
+class Corpus(Protocol):
+    """A text as windows of seq + 1 tokens; a window's last token is the next one's first, so that each is predicted once."""
+
+    def windows(self, seq: int) -> int:
+        """How many windows of that length there are."""
+        ...
+
+    def window(self, index: int, seq: int) -> Tokens:
+        """The seq + 1 tokens of one window."""
+        ...
+
+    def documents(self, index: int, seq: int) -> Tokens:
+        """Of which document each of the window's first seq tokens is part; a document's last token is part of it."""
+        ...
+
+
+class Bytes:
+    """Text whose bytes are its tokens; a zero byte ends a document."""
+
+    def __init__(self, text: npt.NDArray[np.uint8]) -> None:
+        self.text = text
+
+    @cached_property
+    def ends(self) -> Tokens:
+        return np.flatnonzero(self.text == 0) + 1
+
+    def windows(self, seq: int) -> int:
+        return _windows(self.text, seq)
+
+    def window(self, index: int, seq: int) -> Tokens:
+        return self.text[index * seq : index * seq + seq + 1].astype(np.int64)
+
+    def documents(self, index: int, seq: int) -> Tokens:
+        return _documents(self.ends, index, seq)
+
+
+class Synthetic:
+    """Uniform random tokens, each window a function of the seed and its index: nothing is kept, nothing can be learned."""
+
+    def __init__(self, vocab: int, seed: int) -> None:
+        self.vocab = vocab
+        self.seed = seed
+
+    def windows(self, seq: int) -> int:
+        return SYNTHETIC_WINDOWS
+
+    def window(self, index: int, seq: int) -> Tokens:
+        # Philox counts in the first of its four words; the second gives each window a stream of its own.
+        counter = np.array([0, index, 0, 0], dtype=np.uint64)
+        raw = np.random.Philox(key=self.seed, counter=counter).random_raw(seq + 1)
+        return (raw % np.uint64(self.vocab)).astype(np.int64)
+
+    def documents(self, index: int, seq: int) -> Tokens:
+        return np.zeros(seq, dtype=np.int64)
+
+
+class Stored:
+    """The tokens of a file. Each window's tokens are held to the vocabulary when it is read: files can be wrong."""
+
+    def __init__(self, tokens: TokenSet, vocab: int) -> None:
+        self.set, self.vocab = tokens, vocab
+
+    def windows(self, seq: int) -> int:
+        return _windows(self.set.tokens, seq)
+
+    def window(self, index: int, seq: int) -> Tokens:
+        found = self.set.tokens[index * seq : index * seq + seq + 1].astype(np.int64)
+        if found.max() >= self.vocab or found.min() < 0:
+            place = int(np.argmax((found >= self.vocab) | (found < 0)))
+            raise SpecError(
+                f"train.data: token {index * seq + place:,} of {self.set.path} is {found[place]} but model.vocab is "
+                f"{self.vocab}: {_larger_vocabulary(int(found.max()))}"
+            )
+        return found
+
+    def documents(self, index: int, seq: int) -> Tokens:
+        return _documents(self.set.ends, index, seq)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Several texts and how much of each; `held_out` is what is evaluated on, if not each text's own end."""
+
+    parts: tuple[tuple[Corpus, Fraction], ...]
+    held_out: Mixture | None = None
+
+
+def _larger_vocabulary(largest: int) -> str:
+    return f"try model.vocab={largest + 1}" if largest > 0 else "tokenize it anew"
+
+
+def _windows(tokens: npt.NDArray[Any], seq: int) -> int:
+    return max(0, (len(tokens) - 1) // seq)
+
+
+def _documents(ends: npt.NDArray[Any], index: int, seq: int) -> Tokens:
+    """Counted within the window, by the ends that lie in it: no look at the other documents."""
+    first = index * seq
+    low, high = (int(np.searchsorted(ends, ends.dtype.type(place), side="right")) for place in (first, first + seq - 1))
+    inside = ends[low:high].astype(np.int64) - first
+    marks = np.zeros(seq, dtype=np.int64)
+    marks[inside] = 1
+    return np.cumsum(marks)
+
+
+@cache
+def standard_library() -> npt.NDArray[np.uint8]:
+    """Python's own library: every .py file by sorted path, a zero byte between two files. Read once, in some 50 ms."""
+    text = bytearray()
+    for path in library_sources():
+        text += path.read_bytes() + b"\0"
+        if len(text) >= MOST_BYTES:
+            break
+    return np.frombuffer(bytes(text[:MOST_BYTES]), dtype=np.uint8)
+
+
+def library_sources() -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    found = [root / path for path in sorted(_sources(root))]
+    if not found:
+        raise SpecError(f"train.data is stdlib but {root} holds no .py files: try train.data=synthetic")
+    return found
+
+
+def _sources(root: Path) -> Iterator[str]:
+    for folder, below, files in os.walk(root):
+        below[:] = [name for name in below if name not in _SKIPPED and not name.startswith(_SKIPPED_STARTS)]
+        place = Path(folder).relative_to(root)
+        yield from (
+            (place / name).as_posix() for name in files if name.endswith(".py") and not name.startswith(_SKIPPED_STARTS)
+        )

@@ -1,0 +1,44 @@
+"""Opening files that others wrote: what the system refuses is told in a sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ultrascale.specs.errors import SpecError
+
+
+def cannot_read(path: Path, error: OSError | ValueError) -> SpecError:
+    reason = (getattr(error, "strerror", None) or str(error)).lower()
+    if isinstance(error, FileNotFoundError):
+        return SpecError(f"{path} does not exist: name a file or a folder that does")
+    return SpecError(f"{path} cannot be read ({reason}): name one that can")
+
+
+def start_of(path: Path, count: int) -> bytes:
+    """The first bytes of a file, fewer where there are fewer."""
+    try:
+        with path.open("rb") as file:
+            return file.read(count)
+    except (OSError, ValueError) as error:
+        raise cannot_read(path, error) from None
+
+
+def size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except (OSError, ValueError) as error:
+        raise cannot_read(path, error) from None
+
+
+def mapped(path: Path, dtype: np.dtype[Any], offset: int, count: int) -> npt.NDArray[Any]:
+    """Part of a file as an array that the system reads when it is touched. The caller knows that the part is there."""
+    if count == 0:
+        return np.empty(0, dtype)
+    try:
+        return np.memmap(path, dtype, mode="r", offset=offset, shape=(count,)).view(np.ndarray)
+    except (OSError, ValueError) as error:
+        raise cannot_read(path, error) from None

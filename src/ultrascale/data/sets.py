@@ -1,0 +1,121 @@
+"""A token set behind a path: a folder made by `ultrascale data tokenize`, one of our files, Megatron's, or a flat one."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field
+
+from ultrascale.data import binary, foreign
+from ultrascale.data.reading import cannot_read, start_of
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.files import read_mapping
+from ultrascale.specs.validate import build
+
+FACTS, TOKENS = "data.json", "tokens.bin"
+Kind = Literal["ultrascale", "megatron", "flat"]
+
+
+class Inputs(BaseModel):
+    """What was tokenized."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: str
+    files: int = Field(ge=1)
+    bytes: int = Field(ge=0)
+    field: str
+
+
+class Facts(BaseModel):
+    """data.json: what a tokenized folder holds, and where it came from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tokenizer: str = Field(description="its file's name; bytes: none")
+    tokenizer_sha256: str | None = None
+    vocab: int = Field(ge=1)
+    eod: int = Field(ge=0, description="the token that ends each document")
+    tokens: int = Field(ge=1)
+    documents: int = Field(ge=1)
+    dtype: Literal["uint16", "uint32"]
+    inputs: Inputs
+
+
+@dataclass(frozen=True)
+class TokenSet:
+    """Tokens mapped into memory, and the documents' ends: tokens up to and including each document's last."""
+
+    path: Path
+    kind: Kind
+    tokens: npt.NDArray[Any]
+    ends: npt.NDArray[Any]
+    vocab: int | None
+    """no token is as large; None: nothing says so"""
+    facts: Facts | None = None
+
+
+def open_set(name: str | os.PathLike[str]) -> TokenSet:
+    """Whatever the path leads to, if it can be used; nothing but headers and indices is read."""
+    path = Path(name)
+    index = path.with_name(path.name + ".idx") if path.name else path
+    try:
+        folder, file, prefix = path.is_dir(), path.is_file(), index.is_file()
+        if not prefix:
+            path.stat()
+    except (OSError, ValueError) as error:
+        raise cannot_read(path, error) from None
+    if folder:
+        return _folder(path)
+    if file:
+        return _file(path)
+    if prefix:  # of Megatron's two files, without their endings
+        return _megatron(path, path.with_name(path.name + ".bin"), index)
+    raise SpecError(f"{path} is a device: name a file or a folder of tokens")
+
+
+def _folder(path: Path) -> TokenSet:
+    if not (path / FACTS).exists():
+        files = sorted(file.stem for file in path.glob("*.bin"))[:1]
+        hint = (
+            f"name one of its files, such as {path / files[0]}.bin"
+            if files
+            else f"make one: ultrascale data tokenize TEXTS -o {path}"
+        )
+        raise SpecError(f"{path} holds no {FACTS} and is no set that `ultrascale data tokenize` made: {hint}")
+    facts = build(Facts, read_mapping(path / FACTS, "data"), str(path / FACTS))
+    header, tokens, ends = binary.read(path / TOKENS)
+    told, found = (facts.tokens, facts.documents, facts.vocab), (header.tokens, header.documents, header.vocab)
+    if told != found:
+        raise SpecError(
+            f"{path / FACTS} tells of {told[0]:,} tokens in {told[1]:,} documents and a vocabulary of {told[2]:,}, but "
+            f"{TOKENS} holds {found[0]:,}, {found[1]:,} and {found[2]:,}: use the two files that were written together"
+        )
+    return TokenSet(path, "ultrascale", tokens, ends, facts.vocab, facts)
+
+
+def _file(path: Path) -> TokenSet:
+    if path.suffix != ".bin":
+        raise SpecError(f"{path} is no token file (.bin): make some of a text with `ultrascale data tokenize {path} -o tokens`")
+    if start_of(path, len(binary.MAGIC)) == binary.MAGIC:
+        header, tokens, ends = binary.read(path)
+        return TokenSet(path, "ultrascale", tokens, ends, header.vocab)
+    index = path.with_suffix(".idx")
+    if index.exists():
+        return _megatron(path, path, index)
+    return TokenSet(path, "flat", *foreign.read_flat(path), vocab=None)
+
+
+def _megatron(name: Path, tokens: Path, index: Path) -> TokenSet:
+    return TokenSet(name, "megatron", *foreign.read_megatron(tokens, index), vocab=None)
+
+
+def largest_token(tokens: npt.NDArray[Any], spots: int = 64, length: int = 2**16) -> int:
+    """The largest token of some stretches, from the first to the last: all of a small set."""
+    starts = np.unique(np.linspace(0, max(0, len(tokens) - length), spots).astype(np.int64))
+    return max(int(tokens[start : start + length].max()) for start in starts)

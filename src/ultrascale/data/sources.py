@@ -1,0 +1,207 @@
+"""Documents from files: `.txt` (a document each), `.jsonl`, `.jsonl.gz` and `.parquet` (a document a line or row), by parts.
+
+A part is what one worker reads at a time. Parts are cut by the files' bytes alone, so that the number of workers changes
+nothing, and a document comes in pieces of about a megabyte at most, cut at a line's end: memory does not grow with the input.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import zlib
+from codecs import BOM_UTF8
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+from ultrascale.data import parquet
+from ultrascale.data.corpora import library_sources
+from ultrascale.data.pieces import PIECE, Part, Piece, Span, checked, pieces
+from ultrascale.data.reading import cannot_read, size_of
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.validate import kind_of, shown
+
+STDLIB = "stdlib"
+SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
+PART = 2**23  # bytes that a worker reads before it reports a finished part
+LONGEST_LINE = 2**28  # bytes of a line of JSON; a file with longer ones is hardly a file of lines
+_LOOK_AHEAD = 2**16  # bytes within which a piece of text looks for a line's end
+
+
+def find(source: str) -> list[Path]:
+    """The files below a folder in sorted order, hidden ones left out; or the one file; or Python's own library."""
+    if source == STDLIB and not os.path.exists(source):
+        return library_sources()
+    root = Path(source)
+    try:
+        if not root.is_dir():
+            root.stat()
+            if not root.name.endswith(SUFFIXES):
+                raise SpecError(f"{root} is none of {', '.join(SUFFIXES)}: name such a file, or a folder of them")
+            return [root]
+        found = sorted(_below(root), key=lambda path: path.relative_to(root).parts)
+    except (OSError, ValueError) as error:
+        raise error if isinstance(error, SpecError) else cannot_read(root, error) from None
+    if not found:
+        raise SpecError(f"{root} holds no file that ends in {', '.join(SUFFIXES)}: name a folder of texts")
+    return found
+
+
+def _below(root: Path) -> Iterator[Path]:
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for folder, below, files in os.walk(root, onerror=refuse):
+        below[:] = [name for name in below if not name.startswith(".")]
+        yield from (Path(folder) / name for name in files if name.endswith(SUFFIXES) and not name.startswith("."))
+
+
+def cut(files: list[Path], field: str, length: int = PART) -> list[Part]:
+    """The parts of all files, in order: long files make many, short ones share one."""
+    found: list[Part] = []
+    together: list[Span] = []
+    held = 0
+    for span in (span for file in files for span in _spans(file, field, length)):
+        if together and held + span.cost > length:
+            found.append(Part(tuple(together)))
+            together, held = [], 0
+        together.append(span)
+        held += span.cost
+    return [*found, Part(tuple(together))] if together else found
+
+
+def _spans(path: Path, field: str, length: int) -> Iterator[Span]:
+    size = size_of(path)
+    changed = path.stat().st_mtime_ns
+    if path.name.endswith(".parquet"):
+        yield from parquet.cut(path, field, size, changed, length)
+    elif path.name.endswith(".gz"):
+        yield Span(str(path), size, changed, 0, size, size)
+    else:
+        for start in range(0, size, length):
+            stop = min(size, start + length)
+            yield Span(str(path), size, changed, start, stop, stop - start)
+
+
+def read(part: Part, field: str) -> Iterator[Piece]:
+    """The documents of a part, in pieces; SpecError with file and line where there is none to be read."""
+    before = 0
+    for span in part.spans:
+        for piece in _read(span, field):
+            yield replace(piece, place=before + min(piece.place, span.cost))  # a line may end behind its span
+        before += span.cost
+
+
+def _read(span: Span, field: str) -> Iterator[Piece]:
+    name = span.file
+    try:
+        if name.endswith(".parquet"):
+            yield from parquet.read(span, field)
+        elif name.endswith(".gz"):
+            with open(name, "rb") as packed, gzip.open(packed, "rb") as file:
+                for number, line in enumerate(iter(partial(_line, file, name), b""), 1):
+                    yield from _document(line, field, f"{name}, line {number}".__str__, min(packed.tell(), span.size))
+        elif name.endswith(".jsonl"):
+            yield from _json_lines(span, field)
+        else:
+            yield from _text(span)
+    except (OSError, EOFError, zlib.error) as error:
+        reason = (getattr(error, "strerror", None) or str(error)).lower()
+        raise SpecError(f"{name} cannot be read ({reason}): repair it or take it out") from None
+
+
+def _json_lines(span: Span, field: str) -> Iterator[Piece]:
+    """The lines that begin in the span: the last may end behind it."""
+    with open(span.file, "rb") as file:
+        place = 0
+        if span.start:  # the line that crosses the start belongs to the span before
+            file.seek(span.start - 1)
+            place = span.start - 1 + len(_line(file, span.file))
+        while place < span.stop:
+            line = _line(file, span.file)
+            begun, place = place, place + len(line)
+            yield from _document(line, field, partial(_line_of, span.file, begun), place - span.start)
+
+
+def _line(file: IO[bytes] | gzip.GzipFile, name: str) -> bytes:
+    line = file.readline(LONGEST_LINE + 1)
+    if len(line) > LONGEST_LINE:
+        raise SpecError(f"{name} has a line of more than {LONGEST_LINE:,} bytes: write a document a line, or name it .txt")
+    return line
+
+
+def _line_of(name: str, place: int) -> str:
+    return f"{name}, line {_line_number(name, place)}"
+
+
+def _line_number(name: str, place: int) -> int:
+    """Counted only to tell where a mistake is."""
+    number = 1
+    with open(name, "rb") as file:
+        while place > 0 and (block := file.read(min(PIECE, place))):
+            number += block.count(b"\n")
+            place -= len(block)
+    return number
+
+
+def _document(line: bytes, field: str, where: Callable[[], str], place: int) -> Iterator[Piece]:
+    if not line.strip():
+        return
+    try:
+        text = _field(line, field)
+    except SpecError as error:
+        raise SpecError(f"{where()} {error}") from None
+    yield from pieces(text, place)
+
+
+def _field(line: bytes, field: str) -> str:
+    try:
+        record = json.loads(line.removeprefix(BOM_UTF8).decode())
+    except UnicodeDecodeError:
+        raise SpecError("is not UTF-8: convert the file, or take the line out") from None
+    except json.JSONDecodeError as error:
+        raise SpecError(f"is not JSON ({error.msg.lower()}): repair it or take it out") from None
+    except (RecursionError, ValueError):
+        raise SpecError("is no record of fields and values: repair it or take it out") from None
+    if not isinstance(record, dict):
+        raise SpecError(f"is {kind_of(record)} but must be a mapping of fields to values, such as {{{field!r}: …}}")
+    if field not in record:
+        others = ", ".join(map(str, list(record)[:8])) or "none"
+        raise SpecError(f"has no field {shown(field)} (it has: {others}): name the text's field with --field")
+    return checked(record[field], field)
+
+
+def _text(span: Span) -> Iterator[Piece]:
+    """A file is one document, which ends with its last span."""
+    with open(span.file, "rb") as file:
+        start = _line_end(file, span.start, span.size)
+        for mark in [*range(span.start + PIECE, span.stop, PIECE), span.stop]:
+            stop = _line_end(file, mark, span.size)
+            file.seek(start)
+            block = file.read(stop - start)
+            try:
+                text = block.decode("utf-8-sig" if start == 0 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise SpecError(
+                    f"{span.file} is not UTF-8 at byte {start + error.start:,}: convert it, or take it out"
+                ) from None
+            yield Piece(text, mark == span.size, stop - span.start)
+            start = stop
+
+
+def _line_end(file: IO[bytes], mark: int, size: int) -> int:
+    """Where to cut near a mark: behind the next line, else the next space, else the next whole character."""
+    if mark in (0, size):
+        return mark
+    file.seek(mark - 1)
+    ahead = file.read(_LOOK_AHEAD)
+    for sign in (b"\n", b" "):
+        if (place := ahead.find(sign)) >= 0:
+            return mark + place
+    place = 1
+    while place < len(ahead) and ahead[place] & 0xC0 == 0x80:  # a byte within a character
+        place += 1
+    return mark - 1 + place

@@ -1,0 +1,123 @@
+"""From text to tokens: any `tokenizer.json` of Hugging Face's tokenizers, or bytes where none is given."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ultrascale.data.binary import smallest_type
+from ultrascale.data.reading import cannot_read
+from ultrascale.specs.errors import SpecError, nearest
+from ultrascale.specs.validate import shown
+
+Ids = npt.NDArray[Any]
+
+# What models call the end of a document, those that mean only that first.
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "<|eot_id|>", "[SEP]")
+
+
+class Tokenizer(Protocol):
+    name: str
+    sha256: str | None
+    """of its file"""
+    vocab: int
+    eod: int
+    """ends a document"""
+
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        """The tokens of each text, no end of document among them."""
+        ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes; a zero byte ends a document."""
+
+    def __init__(self) -> None:
+        self.name, self.vocab, self.eod = "bytes", 256, 0
+        self.sha256: str | None = None
+
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(smallest_type(self.vocab)) for text in texts]
+
+
+class FileTokenizer:
+    """A `tokenizer.json`. Special tokens that a text spells out stay text: only a document's end makes an end."""
+
+    def __init__(self, path: Path, eod: str | None) -> None:
+        content = _content(path)
+        self.name = path.name
+        self.sha256: str | None = hashlib.sha256(content).hexdigest()
+        self._tokenizer = _loaded(path, content)
+        known: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not known:
+            raise SpecError(f"--tokenizer is {path} but its vocabulary is empty: name a trained tokenizer.json")
+        self.vocab = max(known.values()) + 1  # not their number: some vocabularies have holes
+        self.eod = _end(path, known, eod)
+        self._type = smallest_type(self.vocab)
+
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(one.ids, dtype=self._type) for one in found]
+
+
+def load(path: Path | None, eod: str | None = None) -> Tokenizer:
+    """The tokenizer of a file, or bytes. `eod`: the token that ends a document, where the file does not make it plain."""
+    if path is not None:
+        return FileTokenizer(path, eod)
+    if eod is not None:
+        raise SpecError(
+            f"--eod is {shown(eod)} but bytes end a document with a zero byte: leave --eod out, or give --tokenizer"
+        )
+    return ByteTokenizer()
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except IsADirectoryError:
+        raise SpecError(f"--tokenizer is {path}, a folder: name the file in it, such as {path / 'tokenizer.json'}") from None
+    except (OSError, ValueError) as error:
+        raise SpecError(f"--tokenizer: {cannot_read(path, error)}") from None
+
+
+def _loaded(path: Path, content: bytes) -> Any:
+    try:
+        import tokenizers
+    except ModuleNotFoundError:
+        raise SpecError(
+            "--tokenizer needs the tokenizers package, which is not installed: try pip install 'ultrascale[data]', or leave "
+            "--tokenizer out for bytes"
+        ) from None
+    try:
+        tokenizer = tokenizers.Tokenizer.from_buffer(content)
+    except Exception as error:  # what the package raises has no narrower type
+        reason = str(error).splitlines()[0][:120]
+        raise SpecError(
+            f"--tokenizer is {path} but it is no tokenizer.json ({reason}): name one of Hugging Face's format"
+        ) from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def _end(path: Path, known: dict[str, int], eod: str | None) -> int:
+    if eod is not None:
+        if eod not in known:
+            raise SpecError(f"--eod is {shown(eod)} but {path} has no such token: {nearest(eod, _special(known))[:300]}")
+        return known[eod]
+    for name in _ENDS:
+        if name in known:
+            return known[name]
+    example = (_special(known) or ["TOKEN"])[0]
+    raise SpecError(f"{path} has no token that we know to end a document: name it, such as --eod '{example}'")
+
+
+def _special(known: dict[str, int]) -> list[str]:
+    """Tokens that look like signs and not like text, the likeliest ends of documents."""
+    return sorted(name for name in known if len(name) > 2 and name[0] in "<[" and name[-1] in ">]") or sorted(known)[:20]

@@ -1,0 +1,235 @@
+"""Reading a Hugging Face folder: config.json and safetensors, checked whole at opening, then one tensor at a time.
+
+Opening reads headers alone. A folder that opens has every tensor of its model in the right shape; one that would compute
+something else than `transformers` does with it is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ultrascale.model.hf import Stored, stored, whole_shapes
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.files import read_mapping
+from ultrascale.specs.hf_config import ARCHITECTURES
+from ultrascale.specs.model import Model
+from ultrascale.specs.validate import shown
+
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+FLOATS = ("F64", "F32", "F16", "BF16")
+# Kept by older releases beside the parameters: masks and wavelengths, which every release computes anew.
+_BUFFERS = re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias|model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+# What a class of transformers takes where its config.json leaves the key out and Model.from_hf does not.
+_DEFAULTS: dict[str, dict[str, Any]] = {"mistral": {"sliding_window": 4096, "num_key_value_heads": 8}}
+# Settings under which the same weights compute something else than our layers do.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (None,),
+    "partial_rotary_factor": (None, 1, 1.0),
+    "scale_attn_weights": (None, True),
+    "scale_attn_by_inverse_layer_idx": (None, False),
+    "add_cross_attention": (None, False),
+}
+_ROWS = 4096  # compared at once
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor in a safetensors file, from its header."""
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Folder:
+    path: Path
+    model: Model
+    shapes: Mapping[str, tuple[int, ...]]
+    places: Mapping[str, tuple[Stored, _Entry]]
+    """where each of our parameters is stored"""
+
+    @classmethod
+    def open(cls, path: str | Path) -> Folder:
+        """Everything that can be wrong with the folder is said here, as a SpecError."""
+        path = Path(path)
+        if not os.path.isdir(path):  # where pathlib would raise, such as for a name too long, os.path answers False
+            state = "is a file" if os.path.exists(path) else "does not exist"
+            raise SpecError(f"Hugging Face folder {path} {state}: give a folder with {CONFIG} and {SINGLE}")
+        model = _model(path)
+        found = _entries(path)
+        wanted = _wanted(path, model, found)
+        _refuse_extra(path, model, wanted, found)
+        shapes = whole_shapes(model)
+        for name, one in wanted.items():
+            _refuse_misshapen(found[name], one.shape(shapes))
+        return cls(path, model, shapes, {ours: (one, found[name]) for name, one in wanted.items() for ours in one.ours})
+
+    def names(self) -> dict[str, tuple[int, ...]]:
+        """Every parameter by our name, with its whole shape; a tied head is not among them."""
+        return dict(self.shapes)
+
+    def tensor(self, ours: str) -> Tensor:
+        """One whole parameter in the file's dtype; the file is mapped, and let go with the tensor."""
+        one, entry = self.places[ours]
+        return one.as_ours(_read(entry, one.where(ours, entry.shape)))
+
+
+def _model(path: Path) -> Model:
+    file = path / CONFIG
+    if not file.is_file():
+        raise SpecError(f"Hugging Face folder {path} has no {CONFIG}: give a folder that save_pretrained wrote")
+    config = read_mapping(file, "config")
+    family = config.get("model_type")
+    if isinstance(family, str):
+        config = {**_DEFAULTS.get(family, {}), **config}
+    model = Model.from_hf(config, path.resolve().name or None)
+    if family not in ARCHITECTURES:
+        raise SpecError(
+            f"config.model_type is {shown(family)} in {file} but the engine trains dense models of "
+            f"{', '.join(sorted(ARCHITECTURES))}: give a folder of one of these"
+        )
+    _refuse_other_computing(config, model, file)
+    return model
+
+
+def _refuse_other_computing(config: Mapping[str, Any], model: Model, file: Path) -> None:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    for key, allowed in _ONLY.items():
+        value = rope.get(key, config.get(key))
+        if value not in allowed:
+            raise SpecError(
+                f"config.{key} is {shown(value)} in {file} but the engine only computes without it: try {shown(None)}"
+            )
+    # The exact gelu and its tanh approximation cost the same, and so are one word in a Model.
+    for key in ("hidden_act", "activation_function"):
+        if config.get(key) == "gelu":
+            raise SpecError(f"config.{key} is 'gelu' in {file} but the engine has its tanh approximation alone: try 'gelu_new'")
+    kinds = config.get("layer_types")
+    kind = "full_attention" if model.sliding_window is None else "sliding_attention"
+    if kinds is not None and (not isinstance(kinds, list) or any(one != kind for one in kinds)):
+        raise SpecError(f"config.layer_types in {file} must be {kind} in every layer, as the other fields say: try without it")
+
+
+def _entries(path: Path) -> dict[str, _Entry]:
+    """Every tensor of the folder by its name there; one file, or those that the index names."""
+    if (path / SINGLE).is_file():
+        return _header(path / SINGLE)
+    if not (path / INDEX).is_file():
+        if pickles := sorted(file.name for file in path.glob("*.bin")):
+            raise SpecError(
+                f"Hugging Face folder {path} has {pickles[0]} but no {SINGLE}: pickles are not read, since they run code; "
+                "save it anew with save_pretrained(…, safe_serialization=True)"
+            )
+        raise SpecError(f"Hugging Face folder {path} has neither {SINGLE} nor {INDEX}: give a folder with the weights")
+    index = _weight_map(path / INDEX)
+    headers = {name: _header(_beside(path, name)) for name in sorted(set(index.values()))}
+    for tensor, name in index.items():
+        if tensor not in headers[name]:
+            raise SpecError(f"{INDEX} of {path} says that {name} holds '{tensor:.80}' but it does not: download both anew")
+    for name, header in headers.items():
+        for tensor in header:
+            if index.get(tensor) != name:
+                raise SpecError(f"{name} of {path} holds '{tensor:.80}' but {INDEX} does not say so: download both anew")
+    return {tensor: headers[name][tensor] for tensor, name in index.items()}
+
+
+def _weight_map(file: Path) -> dict[str, str]:
+    found = read_mapping(file, "index").get("weight_map")
+    if not isinstance(found, Mapping) or not found or not all(isinstance(name, str) for name in found.values()):
+        raise SpecError(f"index file {file} has no weight_map of tensors to files: download it anew")
+    return dict(found)
+
+
+def _beside(path: Path, name: str) -> Path:
+    """A file of the folder itself: an index comes from outside, and must not name anything else."""
+    if name != Path(name).name or "\\" in name or not name.endswith(".safetensors"):
+        raise SpecError(f"{INDEX} of {path} names {shown(name)} but may only name .safetensors files of its own folder")
+    if not (path / name).is_file():
+        raise SpecError(f"{INDEX} of {path} names {name} but there is no such file: download it")
+    return path / name
+
+
+def _header(file: Path) -> dict[str, _Entry]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (no dict)
+            found = {name: _Entry(file, name, one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
+    except (SafetensorError, OSError, ValueError) as error:
+        raise SpecError(f"{file} cannot be read as safetensors ({_first_line(error)}): download it anew") from None
+    for name, entry in found.items():
+        if entry.dtype not in FLOATS and not _BUFFERS.fullmatch(name):
+            raise SpecError(f"tensor '{name:.80}' of {file} is {entry.dtype} but weights must be one of {', '.join(FLOATS)}")
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:120]
+
+
+def _wanted(path: Path, model: Model, found: Mapping[str, _Entry]) -> dict[str, Stored]:
+    """The tensors of the model by their names in the folder; none is missing."""
+    # GPT-2 lies on the hub as saved from its bare body: without the first word of the names.
+    first = "transformer."
+    bare = not any(name.startswith(first) for name in found)
+    wanted: dict[str, Stored] = {}
+    for one in stored(model):
+        name = one.name.removeprefix(first) if bare else one.name
+        if name not in found:
+            raise SpecError(
+                f"Hugging Face folder {path} has no tensor '{name}' but its {CONFIG}, with {model.layers} layers, needs it: "
+                "give the weights of that config"
+            )
+        wanted[name] = one
+    return wanted
+
+
+def _refuse_extra(path: Path, model: Model, wanted: Mapping[str, Stored], found: Mapping[str, _Entry]) -> None:
+    extra = [name for name in found if name not in wanted and not _BUFFERS.fullmatch(name)]
+    if model.tied_embeddings and "lm_head.weight" in extra:
+        tokens = next(name for name, one in wanted.items() if one.ours == ("embed.tokens.weight",))
+        if not _equal(found["lm_head.weight"], found[tokens]):
+            raise SpecError(
+                f"config.tie_word_embeddings is true in {path / CONFIG} but lm_head.weight differs from {tokens}: try false"
+            )
+        extra.remove("lm_head.weight")
+    if extra:
+        more = f" and {len(extra) - 1} more tensors" if len(extra) > 1 else ""
+        raise SpecError(
+            f"Hugging Face folder {path} has the tensor '{extra[0]:.80}'{more}, for which the model of its {CONFIG} "
+            "has no place: give the config of these weights"
+        )
+
+
+def _refuse_misshapen(entry: _Entry, shape: tuple[int, ...]) -> None:
+    if entry.shape != shape:
+        raise SpecError(
+            f"tensor '{entry.name}' of {entry.file} is {list(entry.shape)} but {CONFIG} asks for {list(shape)}: "
+            "give the config of these weights"
+        )
+
+
+def _equal(one: _Entry, other: _Entry) -> bool:
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    pieces = [(slice(first, first + _ROWS),) for first in range(0, one.shape[0], _ROWS)]
+    return all(torch.equal(_read(one, piece), _read(other, piece)) for piece in pieces)
+
+
+def _read(entry: _Entry, piece: tuple[slice, ...]) -> Tensor:
+    from safetensors import safe_open
+
+    with safe_open(entry.file, framework="pt") as opened:
+        tensor: Tensor = opened.get_slice(entry.name)[piece]
+    return tensor

@@ -1,0 +1,171 @@
+"""Writing a Hugging Face folder: config.json, safetensors in shards with their index, and the tokenizer where one is given.
+
+A safetensors file is the length of a JSON header, that header, and raw bytes. All sizes are known beforehand, so tensors are
+streamed: one of them is in memory, however large a shard is.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from ultrascale.model.hf import Stored, stored, whole_shapes
+from ultrascale.model.hf_folder import CONFIG, INDEX, SINGLE
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.folders import free_bytes, new_folder
+from ultrascale.specs.hf_config import config_of
+from ultrascale.specs.model import Model
+from ultrascale.specs.units import GIB
+
+Progress = Callable[[int, int], None]
+"""bytes done, bytes in all"""
+
+SHARD_BYTES = 5 * GIB
+TOKENIZER = "tokenizer.json"
+TOKENIZER_FILES = (
+    TOKENIZER,
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+_KINDS = {"bf16": (torch.bfloat16, "BF16"), "fp32": (torch.float32, "F32")}
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One tensor to write."""
+
+    stored: Stored
+    shape: tuple[int, ...]
+    bytes: int
+
+
+def write(
+    out: Path,
+    model: Model,
+    tensor: Callable[[str], Tensor],
+    dtype: str = "bf16",
+    shard_bytes: int = SHARD_BYTES,
+    tokenizer: Path | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Writes the whole folder or nothing; `tensor` gives one whole parameter by our name."""
+    config = config_of(model, dtype)
+    copies = _tokenizer_files(tokenizer)
+    kind, word = _KINDS[dtype]
+    shapes = whole_shapes(model)
+    pieces = [_piece(one, shapes, kind) for one in stored(model)]
+    total = sum(piece.bytes for piece in pieces)
+    if (free := free_bytes(out)) < total:
+        raise SpecError(f"{out} needs {total / GIB:,.2f} GiB but its disk has {free / GIB:,.2f} GiB free: name another disk")
+    with new_folder(out) as folder:
+        done = 0
+        shards = _shards(pieces, shard_bytes)
+        names = _names(len(shards))
+        for name, shard in zip(names, shards, strict=True):
+            with open(folder / name, "wb") as file:
+                file.write(_header(shard, word))
+                for piece in shard:
+                    _write_tensor(file, piece, tensor, kind, shapes)
+                    done += piece.bytes
+                    if progress is not None:
+                        progress(done, total)
+        if len(shards) > 1:
+            _write_index(folder, names, shards, total)
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for name, source in copies.items():
+            shutil.copyfile(source, folder / name)
+
+
+def _piece(one: Stored, shapes: dict[str, tuple[int, ...]], kind: torch.dtype) -> _Piece:
+    shape = one.shape(shapes)
+    return _Piece(one, shape, torch.Size(shape).numel() * kind.itemsize)
+
+
+def _shards(pieces: Sequence[_Piece], most: int) -> list[list[_Piece]]:
+    """In the model's order; a tensor larger than a shard has one of its own."""
+    shards: list[list[_Piece]] = []
+    room = -1
+    for piece in pieces:
+        if piece.bytes > room:
+            shards.append([])
+            room = most
+        shards[-1].append(piece)
+        room -= piece.bytes
+    return shards
+
+
+def _names(count: int) -> list[str]:
+    if count == 1:
+        return [SINGLE]
+    stem = SINGLE.removesuffix(".safetensors")
+    return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _header(shard: Sequence[_Piece], word: str) -> bytes:
+    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for piece in shard:
+        fields[piece.stored.name] = {"dtype": word, "shape": piece.shape, "data_offsets": [begin, begin + piece.bytes]}
+        begin += piece.bytes
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin where 8 divides
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_tensor(
+    file: BinaryIO,
+    piece: _Piece,
+    tensor: Callable[[str], Tensor],
+    kind: torch.dtype,
+    shapes: dict[str, tuple[int, ...]],
+) -> None:
+    parts = []
+    for ours in piece.stored.ours:
+        part = tensor(ours).detach().to(device="cpu", dtype=kind)
+        if tuple(part.shape) != shapes[ours]:
+            raise SpecError(f"weights of '{ours}' are {list(part.shape)} but the model asks for {list(shapes[ours])}")
+        parts.append(part)
+    whole = piece.stored.joined(parts).contiguous()
+    file.write(whole.flatten().view(torch.uint8).numpy().data)
+
+
+def _write_index(folder: Path, names: Sequence[str], shards: Sequence[Sequence[_Piece]], total: int) -> None:
+    weight_map = {piece.stored.name: name for name, shard in zip(names, shards, strict=True) for piece in shard}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _tokenizer_files(tokenizer: Path | None) -> dict[str, Path]:
+    """Names in the new folder -> files; a tokenizer.json alone, or all that a folder has of one."""
+    if tokenizer is None:
+        return {}
+    if tokenizer.is_dir():
+        found = {name: tokenizer / name for name in TOKENIZER_FILES if (tokenizer / name).is_file()}
+        if not {TOKENIZER, "tokenizer.model", "vocab.json"} & found.keys():
+            raise SpecError(f"tokenizer folder {tokenizer} has no {TOKENIZER}: give a folder with one, or the file itself")
+        return found
+    if not tokenizer.is_file():
+        raise SpecError(f"tokenizer {tokenizer} does not exist: give a {TOKENIZER}, or a folder with one")
+    _refuse_no_tokenizer(tokenizer)
+    return {TOKENIZER: tokenizer}
+
+
+def _refuse_no_tokenizer(file: Path) -> None:
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError):
+        data = None
+    if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
+        raise SpecError(f"tokenizer {file} is no {TOKENIZER}: give one that the tokenizers library wrote")

@@ -1,0 +1,46 @@
+"""`ultrascale doctor` in the terminal: findings in a table, what helps under it, and the same as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ultrascale.measure.doctor import Finding
+from ultrascale.show.lines import count_of, labelled
+
+STYLES = {"ok": "green", "warn": "yellow", "bad": "bold red"}
+
+
+def show_findings(console: Console, findings: Sequence[Finding], plan: str | None = None) -> None:
+    table = Table(title=f"this machine, and {plan} on it" if plan else "this machine", title_justify="left", title_style="bold")
+    for column in ("", "what", "found"):
+        table.add_column(column, overflow="fold")
+    for finding in findings:
+        table.add_row(Text(finding.level, style=STYLES[finding.level]), Text(finding.name), Text(finding.text))
+    console.print(table)
+    for finding in findings:
+        if finding.level != "ok" and finding.advice:
+            labelled(console, f"{finding.name}:", STYLES[finding.level], finding.advice)
+    console.print(verdict(findings, plan))
+
+
+def verdict(findings: Sequence[Finding], plan: str | None = None) -> str:
+    bad = [finding.name for finding in findings if finding.level == "bad"]
+    warned = sum(finding.level == "warn" for finding in findings)
+    what = plan or "a run"
+    if bad:
+        return f"{what} would not run here: {', '.join(bad)}"
+    return f"nothing stops {what} here" + (f" ({count_of(warned, 'warning')})" if warned else "")
+
+
+def findings_json(findings: Sequence[Finding], plan: str | None = None) -> dict[str, Any]:
+    return {"plan": plan, "stopped": stopped(findings), "findings": [vars(finding) for finding in findings]}
+
+
+def stopped(findings: Sequence[Finding]) -> bool:
+    """Exit code 1."""
+    return any(finding.level == "bad" for finding in findings)

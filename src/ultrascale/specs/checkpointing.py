@@ -1,0 +1,46 @@
+"""Checkpointing: how often a run is kept, how many of its checkpoints stay, and whether training waits for the disk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ultrascale.specs import words
+from ultrascale.specs.errors import SpecError, nearest
+from ultrascale.specs.validate import build, shown
+
+WHAT = "checkpoint"  # the fields' first word, in overrides and sentences
+
+
+class Checkpointing(BaseModel):
+    """A run is kept at its end and when it is interrupted; more often if asked."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    save: bool = Field(True, strict=True, description="false: nothing is kept")
+    every: int = Field(
+        0, ge=0, le=2**40, strict=True, examples=[200], description="steps between checkpoints; 0: only at the end"
+    )
+    keep: int = Field(3, ge=0, le=2**20, strict=True, description="how many stay, the newest; 0: all of them")
+    background: bool = Field(
+        True, strict=True, description="write beside the training, from a copy in host memory; false: training waits"
+    )
+
+    def changed(self, **fields: Any) -> Checkpointing:
+        return build(Checkpointing, {**self.model_dump(), **fields}, WHAT)
+
+    def due(self, step: int) -> bool:
+        """Whether a run that has done `step` steps is kept now."""
+        return self.save and self.every > 0 and step % self.every == 0
+
+
+def checkpoint_value(field: str, text: str) -> Any:
+    """The value of `field` written as text on a command line (`every=200`), or SpecError."""
+    if field not in Checkpointing.model_fields:
+        raise SpecError(f"{WHAT} has no field {shown(field)}: {nearest(field.lower(), Checkpointing.model_fields)}")
+    text = text.strip()
+    if Checkpointing.model_fields[field].annotation is bool:
+        return words.flag(WHAT, field, text)
+    value = words.whole(WHAT, field, text, "200" if field == "every" else "3")
+    return getattr(build(Checkpointing, {field: value}, WHAT), field)

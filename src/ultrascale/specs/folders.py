@@ -1,0 +1,77 @@
+"""A folder that appears whole or not at all: filled under a hidden name beside its place, then renamed into it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ultrascale.specs.errors import SpecError
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder to fill; it takes the target's name, with all its bytes on the disk, unless an error ends the block."""
+    refuse_used(target)
+    place = Path(os.path.realpath(target))
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        hidden = Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}.", suffix=".partial"))
+    except (OSError, ValueError) as error:
+        raise _unwritable(target, error) from None
+    try:
+        yield hidden
+        os.chmod(hidden, 0o755)
+        _sync(hidden)
+        os.rename(hidden, place)
+        _sync_folder(place.parent)
+    except OSError as error:
+        raise _unwritable(target, error) from None
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def refuse_used(target: Path) -> None:
+    """SpecError unless there is nothing at the target, or an empty folder."""
+    # os.path answers False where pathlib would raise: a name too long, a folder that may not be read.
+    if os.path.isdir(target):
+        try:
+            used = any(os.scandir(target))
+        except OSError as error:
+            raise _unwritable(target, error) from None
+        if used:
+            raise SpecError(f"{target} is a folder with files in it: name a new one, such as {target}-2")
+    elif os.path.lexists(target):
+        raise SpecError(f"{target} is a file: name a new folder, such as {target}-2")
+
+
+def free_bytes(target: Path) -> int:
+    """Of the disk on which the target is or would be."""
+    place = Path(os.path.abspath(target))
+    while not os.path.exists(place) and place != place.parent:
+        place = place.parent
+    return shutil.disk_usage(place).free
+
+
+def _sync(folder: Path) -> None:
+    for inside, _, files in os.walk(folder):
+        for name in files:
+            with open(Path(inside, name), "rb") as file:
+                os.fsync(file.fileno())
+        _sync_folder(Path(inside))
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _unwritable(target: Path, error: Exception) -> SpecError:
+    reason = (getattr(error, "strerror", None) or str(error)).lower()
+    return SpecError(f"{target} cannot be written ({reason}): name another folder, on a disk with room")

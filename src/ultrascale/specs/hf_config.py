@@ -1,0 +1,156 @@
+"""Model -> Hugging Face config.json: the inverse of hf.py, for the families whose weights can be written.
+
+The family is the one that says exactly what the Model is. What none of them can say is refused by its field: a config that
+left it out would load, and compute something else.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.model import Model
+from ultrascale.specs.validate import shown
+
+Dtype = Literal["bf16", "fp32"]
+Config = dict[str, Any]
+
+DTYPES: dict[str, str] = {"bf16": "bfloat16", "fp32": "float32"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+}
+_ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh", "gelu": "gelu_new", "relu": "relu"}
+
+
+def config_of(model: Model, dtype: str) -> Config:
+    """What config.json says of `model`, its weights stored as `dtype`: bf16 or fp32."""
+    if dtype not in DTYPES:
+        raise SpecError(f"dtype is {shown(dtype)} but weights are written as {' or '.join(DTYPES)}: try bf16")
+    family = family_of(model)
+    fields = _gpt2(model) if family == "gpt2" else _rotary(model, family)
+    return {
+        "architectures": [ARCHITECTURES[family]],
+        "model_type": family,
+        # The names that every release of transformers reads; newer ones turn them into their own.
+        "torch_dtype": DTYPES[dtype],
+        **fields,
+        "tie_word_embeddings": model.tied_embeddings,
+        "vocab_size": model.vocab,
+    }
+
+
+def family_of(model: Model) -> str:
+    """The model_type whose classes compute what `model` says; SpecError with the field that none has."""
+    for part in ("moe", "mla"):
+        if getattr(model, part) is not None:
+            raise _unsaid(model, part, "is set", "none of the dense families has it", "leave it out")
+    if model.positions == "learned":
+        _only_as_gpt2(model)
+        return "gpt2"
+    _only_as_llama(model)
+    if model.qk_norm:
+        return "qwen3"
+    if model.qkv_bias and not model.attention_output_bias:
+        return "qwen2"
+    return "llama" if model.sliding_window is None else "mistral"
+
+
+def _only_as_gpt2(model: Model) -> None:
+    wanted: Config = {
+        "norm": "layernorm",
+        "activation": model.activation if not model.gated else "gelu",
+        "kv_heads": model.heads,
+        "head_dim": model.hidden // model.heads,
+        "qkv_bias": True,
+        "attention_output_bias": True,
+        "mlp_bias": True,
+        "qk_norm": False,
+        "sliding_window": None,
+    }
+    _only(model, wanted, "learned positions (GPT-2's)")
+    if model.hidden % model.heads:
+        raise _unsaid(model, "heads", f"is {model.heads}", f"GPT-2's heads divide hidden = {model.hidden}", "heads: 1")
+
+
+def _only_as_llama(model: Model) -> None:
+    gated = model.activation if model.gated else "swiglu"
+    _only(model, {"positions": "rotary", "norm": "rmsnorm", "activation": gated}, "rotary positions (Llama's and its kin's)")
+    if model.qk_norm:
+        _only(model, {"attention_output_bias": model.qkv_bias, "mlp_bias": False}, f"qk_norm and {_biases(model)} (Qwen3's)")
+    elif model.qkv_bias and not model.attention_output_bias:
+        _only(model, {"mlp_bias": False}, "qkv_bias alone (Qwen2's)")
+    elif model.sliding_window is not None:
+        wanted = {"qkv_bias": False, "attention_output_bias": False, "mlp_bias": False}
+        _only(model, wanted, "a sliding window (Mistral's)")
+    else:
+        _only(model, {"attention_output_bias": model.qkv_bias}, f"{_biases(model)} (Llama's)")
+
+
+def _biases(model: Model) -> str:
+    return f"qkv_bias: {shown(model.qkv_bias)}"
+
+
+def _only(model: Model, wanted: Config, beside: str) -> None:
+    for field, value in wanted.items():
+        if getattr(model, field) != value:
+            given = f"is {shown(getattr(model, field))}"
+            raise _unsaid(model, field, given, f"with {beside} it must be {shown(value)}", f"{field}: {shown(value)}")
+
+
+def _unsaid(model: Model, field: str, given: str, because: str, advice: str) -> SpecError:
+    return SpecError(f"model.{field} {given} ({model.name}), which no Hugging Face family can say: {because}; try {advice}")
+
+
+def _gpt2(model: Model) -> Config:
+    return {
+        "n_layer": model.layers,
+        "n_embd": model.hidden,
+        "n_head": model.heads,
+        "n_inner": model.ffn,
+        "n_positions": model.max_positions,
+        "activation_function": _ACTIVATIONS[model.activation],
+        "layer_norm_epsilon": model.norm_eps,
+    }
+
+
+def _rotary(model: Model, family: str) -> Config:
+    config: Config = {
+        "num_hidden_layers": model.layers,
+        "hidden_size": model.hidden,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "intermediate_size": model.ffn,
+        "hidden_act": _ACTIVATIONS[model.activation],
+        "rms_norm_eps": model.norm_eps,
+        "rope_theta": model.rope_theta,
+        "rope_scaling": _scaling(model),
+    }
+    if model.max_positions is not None:
+        config["max_position_embeddings"] = model.max_positions
+    if family in ("llama", "qwen3"):
+        config["attention_bias"] = model.qkv_bias
+    if family == "llama":
+        config["mlp_bias"] = model.mlp_bias
+    elif family == "mistral":
+        config["sliding_window"] = model.sliding_window
+    elif model.sliding_window is not None:  # Qwen's: from the first layer on
+        config |= {"use_sliding_window": True, "sliding_window": model.sliding_window, "max_window_layers": 0}
+    return config
+
+
+def _scaling(model: Model) -> Config | None:
+    scaling = model.rope_scaling
+    if scaling is None:
+        return None
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_max_positions,
+    }

@@ -1,0 +1,125 @@
+"""`convert`: a Hugging Face folder becomes a run that training goes on from, and a run's weights become such a folder.
+
+Either way one tensor is in memory at a time, and what is written appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ultrascale.cost.estimate import estimate
+from ultrascale.data.choose import STDLIB, SYNTHETIC
+from ultrascale.data.corpora import BYTES
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.folders import free_bytes, new_folder, refuse_used
+from ultrascale.specs.model import Model
+from ultrascale.specs.plan import Plan
+from ultrascale.specs.units import GIB
+from ultrascale.specs.validate import shown
+from ultrascale.train import checkpoint, launch
+from ultrascale.train.request import TRY_SEQ, Overrides, from_model
+
+if TYPE_CHECKING:
+    import torch
+
+Progress = Callable[[int, int], None]
+"""bytes done, bytes in all"""
+
+HF = "hf"
+FORMS = "`ultrascale convert hf ./llama-dir runs/x` or `ultrascale convert runs/x hf ./out`"
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was written, and where."""
+
+    model: Model
+    folder: Path
+    is_run: bool
+
+
+def convert(
+    words: Sequence[str], dtype: str = "bf16", tokenizer: Path | None = None, progress: Progress | None = None
+) -> Converted:
+    """`hf FOLDER RUN` reads Hugging Face weights, `RUN hf FOLDER` writes them, as `dtype` and with the tokenizer given."""
+    given = list(words)
+    if len(given) != 3 or given.count(HF) != 1 or given[2] == HF or not all(word.strip() for word in given):
+        said = shown(" ".join(given)) if given else "nothing"
+        also = " (a folder named hf is ./hf)" if given.count(HF) > 1 else ""
+        raise SpecError(f"convert was given {said}{also}: try {FORMS}")
+    if given[0] == HF:
+        if tokenizer is not None:
+            raise SpecError(f"--tokenizer goes with weights that are written out, not into {given[2]}: leave it out")
+        return from_hf(Path(given[1]), Path(given[2]), progress)
+    return to_hf(Path(given[0]), Path(given[2]), dtype, tokenizer, progress)
+
+
+def from_hf(source: Path, run: Path, progress: Progress | None = None) -> Converted:
+    """A run of no steps yet, with these weights and a short job for one process: `train --resume` goes on from there."""
+    refuse_used(run)
+    _need_safetensors()
+    from ultrascale.model.hf_folder import Folder
+
+    folder = Folder.open(source)
+    model, shapes = folder.model, folder.names()
+    total = 4 * model.parameters
+    if (free := free_bytes(run)) < total:
+        raise SpecError(f"{run} needs {total / GIB:,.2f} GiB but its disk has {free / GIB:,.2f} GiB free: name another disk")
+    seq = min(TRY_SEQ, model.max_positions or TRY_SEQ)
+    precision = "bf16" if launch.has_gpu() else "fp32"
+    data = STDLIB if model.vocab >= BYTES else SYNTHETIC  # until a run names its own
+    changes = Overrides(job={"seq": seq}, train={"data": data})
+    request = from_model(model, changes, world=1, precision=precision)
+    counted = _Counted(folder.tensor, total, progress)
+    with new_folder(run) as made:
+        Plan(job=request.job, layout=request.layout, estimate=estimate(request.job, request.layout)).save(made / launch.PLAN)
+        checkpoint.write_weights(made, request.job, request.layout, request.training, shapes, counted)
+    return Converted(model, run, is_run=True)
+
+
+def to_hf(
+    run: Path, out: Path, dtype: str = "bf16", tokenizer: Path | None = None, progress: Progress | None = None
+) -> Converted:
+    """The newest checkpoint of a run, or the one that is named itself, as a folder that `transformers` loads."""
+    refuse_used(out)
+    if not os.path.isdir(run):
+        raise SpecError(f"run {run} is no folder: name one with checkpoints in it, such as runs/first")
+    _need_safetensors()
+    from ultrascale.model.hf import whole_shapes
+    from ultrascale.model.hf_write import write
+
+    kept = checkpoint.resolve(run)
+    model, shapes = kept.job.model, kept.shapes()
+    if shapes != whole_shapes(model):
+        raise SpecError(f"checkpoint {kept.folder} does not hold the weights that its own model has: try another")
+    write(out, model, kept.tensor, dtype, tokenizer=tokenizer, progress=progress)
+    return Converted(model, out, is_run=False)
+
+
+class _Counted:
+    """Weights in fp32, each a tensor of its own, told of as they go by."""
+
+    def __init__(self, tensor: Callable[[str], torch.Tensor], total: int, progress: Progress | None) -> None:
+        self.tensor, self.total, self.progress, self.done = tensor, total, progress, 0
+
+    def __call__(self, name: str) -> torch.Tensor:
+        import torch
+
+        # A copy in order: what was read lies in the file's mapping, turned or amid other tensors.
+        tensor = self.tensor(name).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        self.done += tensor.nbytes
+        if self.progress is not None:
+            self.progress(self.done, self.total)
+        return tensor
+
+
+def _need_safetensors() -> None:
+    launch.import_torch()
+    try:
+        import safetensors  # noqa: F401
+    except ModuleNotFoundError:
+        raise SpecError("convert needs safetensors, which is not installed: try pip install 'ultrascale[train]'") from None

@@ -1,0 +1,187 @@
+"""The steps of one rank, top to bottom: read, forward and backward, update, keep, evaluate, record.
+
+Rank 0 writes; all ranks compute the same numbers.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from ultrascale.cost import flops
+from ultrascale.specs.measurement import MeasuredMemory
+from ultrascale.specs.units import GIB
+from ultrascale.train import checkpoint, heap
+from ultrascale.train.account import account
+from ultrascale.train.engine import Engine, NotFiniteError, StepResult
+from ultrascale.train.keep import Keeper
+from ultrascale.train.log import MetricsLog, Progress, StepRecord, open_sinks
+from ultrascale.train.request import Request
+from ultrascale.train.stop import StopSignals
+
+
+@dataclass
+class Watch:
+    """What this rank saw of its steps."""
+
+    step_s: list[float] = field(default_factory=list)
+    optimizer_s: list[float] = field(default_factory=list)
+    data_s: list[float] = field(default_factory=list)
+    waits_s: list[dict[str, float]] = field(default_factory=list)
+    memory: MeasuredMemory | None = None
+
+
+class Loop:
+    """Steps until all are done or somebody asks to stop; what is kept is kept on the way and at the end."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        recorder: Recorder | None,
+        keeper: Keeper | None,
+        signals: StopSignals,
+        at: Callable[[int, str], None],
+    ) -> None:
+        """`at(step, doing)` hears what this rank begins with."""
+        self.engine, self.recorder, self.keeper, self.signals, self.at = engine, recorder, keeper, signals, at
+        self.watch = Watch()
+        self.done = 0
+        if keeper is not None:
+            keeper.moving = lambda: at(self.done, "saving")
+        self.stopped: str | None = None
+        self._stalled = 0.0
+
+    def run(self, start: int) -> None:
+        training = self.engine.training
+        self.done = start
+        # The second step is the first with everything in place: states exist, buffers have been made.
+        accounted = min(start + 1, training.steps - 1)
+        slowed = Watch()  # by being followed: its times are no measurement
+        for number in range(start, training.steps):
+            self.engine.asked_to_stop = self.signals.asked is not None
+            if number == accounted:
+                self.watch.memory, result = account(self.engine, partial(self._step, number, slowed))
+            else:
+                result = self._step(number, self.watch)
+            self.done = number + 1
+            self._after(result, slowed if number == accounted else self.watch)
+            if result.stop:
+                self.stopped = self.signals.asked or "another rank's signal"
+                break
+        if not self.watch.step_s:  # one step alone is all there is
+            self.watch = replace(slowed, memory=self.watch.memory)
+        if self.keeper is not None and self.done > start:
+            self.at(self.done, "saving")
+            self.keeper.demand(self.done)
+
+    def _after(self, result: StepResult, seen: Watch) -> None:
+        training = self.engine.training
+        if self.keeper is not None and self.keeper.settings.due(self.done) and self.done < training.steps and not result.stop:
+            self.at(self.done, "saving")
+            self._stalled += self.keeper.save(self.done)
+        held_out = None
+        if training.eval_every and self.done % training.eval_every == 0:
+            self.at(self.done, "evaluating")
+            held_out = self.engine.evaluate(training.eval_batches)
+        if self.recorder is not None:
+            scale = self.engine.scale.value if self.engine.scale.used else None
+            self.recorder.record(self.done, result, seen, held_out, scale, self._stalled or None)
+        self._stalled = 0.0
+        if self.engine.mesh.device.type == "cpu" and self.done % heap.EVERY == 0:
+            heap.give_back()
+
+    def _step(self, number: int, watch: Watch) -> StepResult:
+        engine = self.engine
+        engine.mesh.clock.take()
+        start = time.perf_counter()
+        self.at(number + 1, "reading")
+        batch = engine.read(number)
+        read = time.perf_counter()
+        self.at(number + 1, "forward and backward")
+        loss = engine.backward(batch)
+        backward = time.perf_counter()
+        waits = engine.mesh.clock.take()
+        stalled = self.keeper.settle() if self.keeper is not None else 0.0
+        self.at(number + 1, "update")
+        result = self._update(number, loss)
+        end = time.perf_counter()
+        self._stalled += stalled
+        watch.step_s.append(end - start)
+        watch.data_s.append(read - start)
+        watch.optimizer_s.append(end - backward - stalled)
+        watch.waits_s.append(waits)
+        return result
+
+    def _update(self, number: int, loss: torch.Tensor) -> StepResult:
+        try:
+            return self.engine.update(number, loss)
+        except NotFiniteError as error:
+            if self.keeper is None or number == 0:
+                raise
+            self.keeper.demand(number)  # the weights are still good
+            raise NotFiniteError(f"{error}. They are kept in {checkpoint.newest(self.keeper.run)}") from None
+
+
+class Recorder:
+    """Rank 0's book: metrics.jsonl, other sinks, the line on the screen."""
+
+    def __init__(self, request: Request, out: Path | None, peak_flops: float | None, quiet: bool) -> None:
+        self.request = request
+        layout, job = request.layout, request.job
+        self.tokens = layout.batch_tokens(job.seq)
+        per_token = flops.model_flops(job.model, job.seq)
+        self.mfu: Callable[[float], float | None] = lambda rate: rate * per_token / peak_flops if peak_flops else None
+        sinks = open_sinks(request.training.log, out, {"layout": str(layout), "model": job.model.name}) if out else []
+        self.log = MetricsLog(out, resume=request.goes_on_in(out), sinks=sinks) if out else None
+        self.progress = None if quiet else Progress(sys.stderr, request.training.steps)
+
+    def record(
+        self,
+        done: int,
+        result: StepResult,
+        seen: Watch,
+        eval_loss: float | None,
+        loss_scale: float | None,
+        checkpoint_s: float | None,
+    ) -> None:
+        step_s, data_s = seen.step_s[-1], seen.data_s[-1]
+        rate = self.tokens / step_s / self.request.layout.gpus
+        record = StepRecord(
+            step=done,
+            tokens=done * self.tokens,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=result.lr,
+            tokens_per_s_per_gpu=rate,
+            mfu=self.mfu(rate),
+            peak_gib=peak_bytes() / GIB,
+            data_wait_s=data_s,
+            step_time_s=step_s,
+            skipped=result.skipped or None,
+            loss_scale=loss_scale,
+            eval_loss=eval_loss,
+            checkpoint_s=checkpoint_s,
+        )
+        if self.log is not None and done % self.request.training.log_every == 0:
+            self.log.write(record)
+        if self.progress is not None:
+            self.progress.show(record)
+
+    def close(self) -> None:
+        if self.log is not None:
+            self.log.close()
+
+
+def peak_bytes() -> int:
+    """The most this process has held: of the GPU's memory, or resident in the host's."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,36 @@
+"""Being asked to stop: the first signal is remembered, so that the loop can save and end; a second Ctrl-C ends at once."""
+
+from __future__ import annotations
+
+import signal
+import time
+from types import FrameType
+from typing import Any, Self
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # of a launcher or Slurm, of Ctrl-C, of Slurm before the limit
+SAME_S = 2.0  # a terminal signals the whole group and a launcher forwards it: what comes this soon is the same wish
+
+
+class StopSignals:
+    """While it is entered, SIGTERM, SIGINT and SIGUSR1 set `asked` instead of ending the process. In the main thread only."""
+
+    def __init__(self) -> None:
+        self.asked: str | None = None
+        """the name of the first signal, such as SIGTERM"""
+        self._at = 0.0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._hear) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set from Python
+
+    def _hear(self, number: int, _: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.asked is None:
+            self.asked, self._at = signal.Signals(number).name, now
+        elif number == signal.SIGINT and now - self._at > SAME_S:
+            raise KeyboardInterrupt

@@ -1,0 +1,76 @@
+"""Attention within documents under every kind of cut, held to one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from parallel.harness import SEQ, check, engine_of, job_of, one_process, training_of
+from ultrascale.data import binary
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.training import Training
+from ultrascale.train import supported
+from ultrascale.train.data import Batches, corpus
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp": {"dp": 2, "gas": 2, "mbs": 2},
+    "tp with sequences": {"tp": 2, "sequence_parallel": True, "gas": 2, "mbs": 2},
+    "pp": {"pp": 2, "gas": 4},
+    "zero 3, full recompute": {"dp": 2, "zero": 3, "recompute": "full", "gas": 2, "mbs": 2},
+    "pp split, selective recompute": {"pp": 2, "schedule": "zero-bubble", "recompute": "selective", "gas": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """Documents of one to thirty tokens, of a vocabulary that the small models have."""
+    random = np.random.default_rng(0)
+    ends = np.cumsum(random.integers(1, 30, size=400))
+    path = Path(tmp_path_factory.mktemp("documents")) / "a.bin"
+    binary.write(path, random.integers(0, 60, size=int(ends[-1])), ends, vocab=60)
+    return training_of(data=str(path), document_mask=True)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_equal_one_process(name: str, training: Training) -> None:
+    check("llama", training, **LAYOUTS[name])
+
+
+def test_a_window_and_documents_together_under_pipelines(training: Training) -> None:
+    check("window", training, pp=2, gas=4)
+
+
+def test_the_mask_changes_what_is_learned_and_micro_batches_have_their_own(training: Training) -> None:
+    job = job_of("llama")
+    masked = one_process(job, 4, training)
+    assert masked.losses != one_process(job, 4, training.changed(document_mask=False)).losses
+
+
+def test_evaluation_has_its_documents_too(training: Training) -> None:
+    engine = engine_of(job_of("llama"), Layout(mbs=4), training)
+    batch = engine.read(0, held_out=True)
+    assert batch.documents is not None
+    text = Batches(corpus(training, 64), SEQ, 4, training.seed)
+    assert batch.documents(0).tolist() == text.documents(0, slice(None), held_out=True).tolist()
+    other = engine_of(job_of("llama"), Layout(mbs=4), training.changed(document_mask=False))
+    assert engine.evaluate(1) != other.evaluate(1)
+
+
+def test_a_cut_of_the_sequence_is_refused(training: Training) -> None:
+    job = job_of("llama").changed(batch_tokens=4 * SEQ)
+    sentence = supported.layout_problem(_of_two(job), Layout(cp=2, gas=4), training)
+    assert sentence is not None
+    assert sentence.startswith("layout.cp is 2 but train.document_mask keeps attention within documents only where")
+    assert supported.layout_problem(_of_two(job), Layout(cp=2, gas=4), training.changed(document_mask=False)) is None
+    with pytest.raises(SpecError, match=r"try cp=1 or train.document_mask=false. Layouts of 2 processes that work: "):
+        supported.check(_of_two(job), Layout(cp=2, gas=4), training)
+
+
+def _of_two(job: Any) -> Any:
+    from ultrascale.specs.cluster import Cluster
+
+    return job.changed(cluster=Cluster.load("2xh100"))

@@ -1,0 +1,134 @@
+"""Models -> config.json: reading back what was written gives the model; what no family can say is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.hf import model_from_hf
+from ultrascale.specs.hf_config import ARCHITECTURES, config_of
+from ultrascale.specs.model import Model
+
+TOLD_ELSEWHERE = {"name", "source"}
+TINY, GPT2 = Model.load("tiny"), Model.load("gpt2")
+
+
+@st.composite
+def models(draw: st.DrawFn) -> Model:
+    """Any dense shape that some family can say."""
+    family = draw(st.sampled_from(sorted(ARCHITECTURES)))
+    kv_heads = draw(st.integers(1, 8))
+    heads = kv_heads * draw(st.integers(1, 4))
+    head_dim = 2 * draw(st.integers(1, 64))
+    fields: dict[str, Any] = {
+        "name": "drawn",
+        "layers": draw(st.integers(1, 4)),
+        "hidden": heads * head_dim,
+        "heads": heads,
+        "ffn": draw(st.integers(1, 4096)),
+        "vocab": draw(st.integers(1, 2**17)),
+        "norm_eps": draw(st.sampled_from([1e-5, 1e-6, 1e-8, 0.5])),
+        "tied_embeddings": draw(st.booleans()),
+    }
+    if family == "gpt2":
+        fields |= dict.fromkeys(("qkv_bias", "attention_output_bias", "mlp_bias"), True)
+        fields |= {"positions": "learned", "norm": "layernorm", "activation": draw(st.sampled_from(["gelu", "relu"]))}
+        return Model(**fields, max_positions=draw(st.integers(1, 2048)))
+    fields |= {
+        "hidden": draw(st.integers(1, 4096)),
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "activation": draw(st.sampled_from(["swiglu", "geglu"])),
+        "rope_theta": draw(st.sampled_from([10_000.0, 500_000.0, 1e6])),
+        "max_positions": draw(st.none() | st.integers(1, 2**20)),
+    }
+    if draw(st.booleans()):
+        low = draw(st.floats(0.5, 2))
+        fields["rope_scaling"] = {
+            "factor": draw(st.floats(1.5, 32)),
+            "low_freq_factor": low,
+            "high_freq_factor": low + draw(st.floats(0.5, 8)),
+            "original_max_positions": draw(st.integers(1, 8192)),
+        }
+    biased = draw(st.booleans())
+    window = st.integers(1, 8192)
+    fields |= {
+        "llama": {"qkv_bias": biased, "attention_output_bias": biased, "mlp_bias": draw(st.booleans())},
+        "mistral": {"sliding_window": draw(window)},
+        "qwen2": {"qkv_bias": True, "sliding_window": draw(st.none() | window)},
+        "qwen3": {
+            "qk_norm": True,
+            "qkv_bias": biased,
+            "attention_output_bias": biased,
+            "sliding_window": draw(st.none() | window),
+        },
+    }[family]
+    return Model(**fields)
+
+
+@given(models())
+def test_what_is_written_reads_back_as_the_model(model: Model) -> None:
+    back = model_from_hf(config_of(model, "bf16"))
+    assert back.model_dump(exclude=TOLD_ELSEWHERE) == model.model_dump(exclude=TOLD_ELSEWHERE)
+
+
+DENSE = [name for name, model in Model.presets().items() if model.moe is None and model.mla is None]
+# A preset of a family of its own whose layers are partly without positions is said as the Llama that the engine trains.
+FAMILY = {"llama": "llama", "tiny": "llama", "mistral-7b": "mistral", "qwen2.5": "qwen2", "qwen3": "qwen3", "gpt2": "gpt2"}
+
+
+@pytest.mark.parametrize("name", [name for name in DENSE if name.startswith(tuple(FAMILY))])
+def test_a_preset_goes_out_as_its_own_family(name: str) -> None:
+    model = Model.load(name)
+    config = config_of(model, "fp32")
+    expected = next(family for start, family in FAMILY.items() if name.startswith(start))
+    assert (config["model_type"], config["architectures"], config["torch_dtype"]) == (
+        expected,
+        [ARCHITECTURES[expected]],
+        "float32",
+    )
+    assert model_from_hf(config).parameters == model.parameters
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "field"),
+    [
+        (TINY, {"positions": "none"}, "positions"),
+        (TINY, {"norm": "layernorm"}, "norm"),
+        (TINY, {"activation": "relu"}, "activation"),
+        (TINY, {"attention_output_bias": True}, "attention_output_bias"),
+        (TINY, {"qkv_bias": True, "mlp_bias": True}, "mlp_bias"),
+        (TINY, {"qk_norm": True, "qkv_bias": True}, "attention_output_bias"),
+        (TINY, {"qk_norm": True, "mlp_bias": True}, "mlp_bias"),
+        (TINY, {"sliding_window": 64, "mlp_bias": True}, "mlp_bias"),
+        (TINY, {"sliding_window": 64, "qkv_bias": True, "attention_output_bias": True}, "qkv_bias"),
+        (GPT2, {"norm": "rmsnorm"}, "norm"),
+        (GPT2, {"activation": "swiglu"}, "activation"),
+        (GPT2, {"kv_heads": 4}, "kv_heads"),
+        (GPT2, {"head_dim": 32}, "head_dim"),
+        (GPT2, {"heads": 13, "kv_heads": 13, "head_dim": 59}, "heads"),
+        (GPT2, {"qkv_bias": False}, "qkv_bias"),
+        (GPT2, {"mlp_bias": False}, "mlp_bias"),
+        (GPT2, {"qk_norm": True}, "qk_norm"),
+        (GPT2, {"sliding_window": 64}, "sliding_window"),
+    ],
+)
+def test_what_no_family_can_say_is_refused_by_its_field(base: Model, change: dict[str, Any], field: str) -> None:
+    with pytest.raises(SpecError, match=rf"^model\.{field} is .*: .*; try ") as refused:
+        config_of(base.model_copy(update=change), "bf16")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("name", "field"), [("mixtral-8x7b", "moe"), ("deepseek-v2-lite", "m")])
+def test_sparse_and_latent_models_are_refused(name: str, field: str) -> None:
+    with pytest.raises(SpecError, match=rf"^model\.{field}.* is set"):
+        config_of(Model.load(name), "bf16")
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(SpecError, match="dtype is 'fp8' but weights are written as bf16 or fp32: try bf16"):
+        config_of(TINY, "fp8")

@@ -1,0 +1,178 @@
+"""`train --resume` and `--weights` as a user meets them: going on, cut otherwise, and every way to ask for what cannot be."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from conftest import Run
+from ultrascale.train import checkpoint
+
+WORDS = ("--seq", 32, "train.data=synthetic", "train.lr=1e-3", "train.warmup_steps=0")
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four of six steps in two processes, stopped as it were; checkpoints of steps 2, 3 and 4."""
+    from ultrascale.specs.model import Model
+    from ultrascale.train import launch
+    from ultrascale.train.request import Overrides, from_model
+
+    run = tmp_path_factory.mktemp("kept") / "run"
+    words = [*(str(word) for word in WORDS[2:]), "job.seq=32", "train.steps=4", "checkpoint.every=1", "layout.tp=2"]
+    launch.train(from_model(Model.load("tiny"), Overrides.parse(words), 2), run, 2, quiet=True)
+    return run
+
+
+@pytest.fixture
+def copied(kept: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(kept, tmp_path / "run"))
+
+
+def curve(run: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines}
+
+
+def test_a_run_goes_on_in_its_folder(run: Run, copied: Path) -> None:
+    before = curve(copied)
+    code, _, said = run("train", "--resume", copied, "--steps", 6)
+    assert code == 0, said
+    assert "going on from" in said
+    assert "step-000004" in said
+    after = curve(copied)
+    assert list(after) == [1, 2, 3, 4, 5, 6]
+    assert {step: after[step] for step in before} == before
+    assert checkpoint.latest(copied).step == 6
+    assert len(checkpoint.complete(copied)) == 3
+    assert checkpoint.latest(copied).state.checkpointing.every == 1  # as the run was begun
+
+
+def test_another_layout_another_folder_an_earlier_step(run: Run, kept: Path, tmp_path: Path) -> None:
+    source, out = kept / "checkpoints" / "step-000003", tmp_path / "fork"
+    words = ("layout.tp=1", "layout.zero=3")
+    code, _, said = run("train", "--resume", source, "--steps", 5, "--nproc", 4, "--out", out, *words)
+    assert code == 0, said
+    assert list(curve(out)) == [4, 5]
+    assert curve(out)[4] == pytest.approx(curve(kept)[4], rel=1e-5)
+    assert checkpoint.latest(out).layout.dp == 4
+    assert checkpoint.latest(kept).step == 4
+
+
+def test_a_plan_says_how_it_goes_on(run: Run, copied: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    cluster = ("--cluster", "2xh100", "--batch-tokens", 512, "--seq", 32, "--precision", "fp32")
+    assert run("plan", "tiny", *cluster, "--fix", "pp=2", "-o", plan)[0] == 0
+    code, _, said = run("train", plan, "--resume", copied, "--steps", 5)
+    assert code == 0, said
+    assert checkpoint.latest(copied).layout.pp == 2
+
+
+def test_weights_begin_a_new_run(run: Run, kept: Path, tmp_path: Path) -> None:
+    code, _, said = run("train", "--weights", kept, "--steps", 1, *WORDS, "--out", tmp_path / "new")
+    assert code == 0, said
+    assert list(curve(tmp_path / "new")) == [1]
+    assert curve(tmp_path / "new")[1] < curve(kept)[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--resume", "RUN"], "train.steps is 4 but"),
+        (["--resume", "RUN", "--steps", "3"], "has done 4: try --steps"),
+        (["--resume", "RUN", "--steps", "9", "job.seq=64"], "job.seq is 64 but the run was trained with 32"),
+        (
+            ["--resume", "RUN", "--steps", "9", "job.batch_tokens=1024"],
+            "job.batch_tokens is 1024 but the run was trained with 512",
+        ),
+        (["--resume", "RUN", "--steps", "9", "job.optimizer=sgd"], "job.optimizer is sgd but the run was trained with adamw"),
+        (["--resume", "RUN", "--steps", "9", "--model", "tiny"], "--resume brings its own model"),
+        (["--resume", "RUN", "--steps", "9", "--weights", "RUN"], "--resume brings its own model"),
+        (["--resume", "RUN", "--steps", "9", "layout.tp=3"], "layout.tp is 3"),
+        (["--resume", "RUN", "--steps", "9", "--nproc", "3"], "there are 3 processes"),
+        (["--resume", "RUN", "--steps", "9", "checkpoint.evry=2"], "did you mean 'every'"),
+        (
+            ["--resume", "RUN", "--steps", "9", "checkpoint.every=often"],
+            "checkpoint.every is 'often' but must be a whole number",
+        ),
+        (["--resume", "RUN", "--steps", "9", "checkpoint.keep=-1"], "checkpoint.keep is -1"),
+        (["--resume", "RUN", "--steps", "9", "checkpoint.background=perhaps"], "must be true or false"),
+        (["--resume", "RUN", "--steps", "9", "chekpoint.every=1"], "did you mean 'checkpoint'"),
+        (["--resume", "RUN/nothing", "--steps", "9"], "nothing is there"),
+        (["--resume", "EMPTY", "--steps", "9"], "holds no complete checkpoint"),
+        (["--resume", "RUN/plan.yaml", "--steps", "9"], "holds no complete checkpoint"),
+        (["--weights", "EMPTY", "--steps", "9"], "holds no complete checkpoint"),
+        (["--weights", "RUN", "--model", "mini", "--steps", "9"], "model.layers is 6 but"),
+        (["--model", "tiny", "--out", "RUN"], "holds a run already"),
+        (["--model", "tiny", "--data", "RUN/nothing"], "RUN/nothing"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_what_cannot_be_is_refused_and_nothing_changes(
+    run: Run, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], sentence: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    here = {path: path.stat().st_mtime_ns for path in kept.rglob("*")}
+    given = [word.replace("RUN", str(kept)).replace("EMPTY", str(tmp_path / "empty")) for word in words]
+    code, _, said = run("train", *given)
+    assert code == 2, said
+    assert sentence.replace("RUN", str(kept)) in said.replace("\n", " ")
+    assert "Traceback" not in said
+    assert {path: path.stat().st_mtime_ns for path in kept.rglob("*")} == here
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_named(run: Run, copied: Path) -> None:
+    damaged = copied / "checkpoints" / "step-000004" / "__1_0.distcp"
+    data = bytearray(damaged.read_bytes())
+    data[1000] ^= 4
+    damaged.write_bytes(data)
+    code, _, said = run("train", "--resume", copied, "--steps", 6)
+    said = said.replace("\n", " ")
+    assert code == 2, said
+    assert "__1_0.distcp is damaged" in said
+    assert f"try --resume {copied}/checkpoints/step-000003" in said
+    assert list(curve(copied)) == [1, 2, 3, 4]
+    code, _, said = run("train", "--resume", copied / "checkpoints" / "step-000003", "--steps", 5)
+    assert code == 0, said
+    assert list(curve(copied)) == [1, 2, 3, 4, 5]
+
+
+def test_a_gradient_that_is_no_number_loses_nothing(run: Run, copied: Path) -> None:
+    """An absurd rate from here on: the state before the step that broke is kept."""
+    words = ("train.lr=100.0", "train.clip=0.0", "train.lr_schedule=constant", "train.weight_decay=10")
+    code, _, said = run("train", "--resume", copied, "--steps", 200, *words)
+    assert code == 1, said
+    said = said.replace("\n", " ")
+    assert "is not finite" in said
+    kept = checkpoint.latest(copied)
+    assert f"kept in {kept.folder}" in said
+    assert kept.step == max(curve(copied))
+
+
+def test_a_run_finds_its_data_from_any_folder_and_knows_it_again(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("a little text to train on " * 400)
+    assert run("data", "tokenize", "texts", "-o", "tokens")[0] == 0
+    begun = run("train", "--model", "tiny", "--seq", 32, "--steps", 2, "--data", "tokens:0.7,stdlib:0.30", "--out", "run")
+    assert begun[0] == 0, begun
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    code, _, said = run("train", "--resume", "../run", "--steps", 3)
+    assert code == 0, said
+    assert checkpoint.latest(tmp_path / "run").training.data == f"{tmp_path}/tokens:0.7,stdlib:0.3"
+    shutil.rmtree(tmp_path / "tokens")
+    (tmp_path / "texts" / "a.txt").write_text("another text to train on.. " * 400)
+    assert run("data", "tokenize", "../texts", "-o", "../tokens")[0] == 0
+    code, _, said = run("train", "--resume", "../run", "--steps", 4)
+    assert code == 2
+    assert "no longer holds what the run was trained on up to step 3" in said.replace("\n", " ")
+    code, _, said = run("train", "--resume", "../run", "--steps", 4, "--data", "../tokens")
+    assert code == 0, said

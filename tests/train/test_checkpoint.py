@@ -1,0 +1,340 @@
+"""Saved under one layout, loaded under another: the curve goes on as one process's; under the same one, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from parallel.harness import in_ranks, job_of, one_process, relative, training_of
+from ultrascale.specs.checkpointing import Checkpointing
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.layout import Layout
+from ultrascale.train import checkpoint
+from ultrascale.train.engine import Engine
+from ultrascale.train.keep import Keeper, restore
+
+BATCH, BEFORE, STEPS = 8, 2, 5
+CLOSE = 1e-5
+TRAINING = training_of(steps=STEPS)
+
+
+def layout(**fields: Any) -> Layout:
+    """Of the same eight sequences, whatever the data ranks."""
+    dp, mbs = fields.get("dp", 1), fields.get("mbs", 1)
+    return Layout(**{"gas": BATCH // (dp * mbs), **fields})
+
+
+LAYOUTS = {
+    "one": layout(mbs=8),
+    "one-by-one": layout(mbs=1),
+    "dp2": layout(dp=2, mbs=2),
+    "dp4-naive": layout(dp=4, data_parallel="naive"),
+    "tp2": layout(tp=2),
+    "tp4": layout(tp=4, sequence_parallel=True),
+    "tp2-plain": layout(tp=2, sequence_parallel=False),
+    "cp2": layout(cp=2),
+    "cp2-zero3": layout(cp=2, zero=3),
+    "zero1": layout(dp=2, zero=1),
+    "zero2": layout(dp=2, zero=2),
+    "zero3": layout(dp=4, zero=3),
+    "hsdp": layout(dp=4, zero=3, zero_shards=2),
+    "pp2": layout(pp=2),
+    "pp4-afab": layout(pp=4, schedule="afab"),
+    "interleaved": layout(pp=2, schedule="interleaved", virtual_stages=2),
+    "zb-v": layout(pp=2, schedule="zb-v", virtual_stages=2),
+    "dp2-tp2": layout(dp=2, tp=2),
+    "zero3-tp2": layout(dp=2, tp=2, zero=3),
+    "pp2-zero1": layout(dp=2, pp=2, zero=1),
+    "pp2-tp2": layout(pp=2, tp=2),
+    "tp2-cp2": layout(tp=2, cp=2),
+    "full": layout(dp=2, recompute="full"),
+}
+PAIRS = [
+    ("one", "dp2"),
+    ("one", "tp2"),
+    ("one", "zero3"),
+    ("one", "pp4-afab"),
+    ("one-by-one", "cp2"),
+    ("dp2", "one"),
+    ("dp2", "zero1"),
+    ("dp2", "tp4"),
+    ("dp4-naive", "tp2"),
+    ("dp4-naive", "pp2"),
+    ("tp2", "tp4"),
+    ("tp4", "tp2"),
+    ("tp2", "tp2-plain"),
+    ("tp4", "zero3"),
+    ("tp4", "one"),
+    ("cp2", "cp2-zero3"),
+    ("cp2-zero3", "tp2-cp2"),
+    ("cp2", "dp4-naive"),
+    ("zero1", "zero2"),
+    ("zero2", "zero3"),
+    ("zero3", "zero1"),
+    ("zero3", "hsdp"),
+    ("hsdp", "tp2"),
+    ("zero3", "pp2-zero1"),
+    ("pp2", "pp4-afab"),
+    ("pp4-afab", "zero3-tp2"),
+    ("pp2", "interleaved"),
+    ("interleaved", "zb-v"),
+    ("zb-v", "one"),
+    ("zb-v", "dp2-tp2"),
+    ("dp2-tp2", "pp2-tp2"),
+    ("zero3-tp2", "interleaved"),
+    ("pp2-zero1", "zb-v"),
+    ("pp2-tp2", "cp2"),
+    ("tp2-cp2", "dp2"),
+    ("full", "zero3-tp2"),
+]
+
+
+def before(engine: Engine, run: Path, steps: int = BEFORE, background: bool = True) -> list[float]:
+    keeper = Keeper(engine, run, Checkpointing(background=background))
+    losses = [engine.step(number).loss for number in range(steps)]
+    keeper.save(steps)
+    keeper.settle()
+    losses += [engine.step(number).loss for number in range(steps, STEPS)]  # the copy was made: these change nothing
+    keeper.finish()
+    return losses
+
+
+def after(engine: Engine, folder: Path) -> list[float]:
+    source = checkpoint.open_checkpoint(folder)
+    restore(engine, source)
+    return [engine.step(number).loss for number in range(source.step, STEPS)]
+
+
+@cache
+def whole_curve(model: str) -> list[float]:
+    return one_process(job_of(model), BATCH, TRAINING).losses
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Each layout trains and saves once, however many load it; the losses of the run that went on."""
+
+    @cache
+    def save(model: str, name: str) -> tuple[Path, list[float]]:
+        run = tmp_path_factory.mktemp(f"{model}-{name}")
+        ranks = in_ranks(before, job_of(model), LAYOUTS[name], TRAINING, run)
+        return checkpoint.latest(run).folder, ranks[0]
+
+    return save
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS, ids=lambda name: name)
+def test_the_curve_goes_on_under_another_layout(saved: Any, first: str, second: str) -> None:
+    folder, _ = saved("llama", first)
+    losses = in_ranks(after, job_of("llama"), LAYOUTS[second], TRAINING, folder)[0]
+    assert len(losses) == STEPS - BEFORE
+    assert relative(losses, whole_curve("llama")[BEFORE:]) < CLOSE
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("one", "zb-v"), ("zb-v", "tp2"), ("pp2", "dp2"), ("tp4", "pp2-tp2"), ("zero3", "interleaved")]
+)
+def test_tied_embeddings_are_kept_once_and_found_at_both_ends(saved: Any, first: str, second: str) -> None:
+    folder, _ = saved("tied", first)
+    assert "head.linear.weight" not in checkpoint.open_checkpoint(folder).shapes()
+    losses = in_ranks(after, job_of("tied"), LAYOUTS[second], TRAINING, folder)[0]
+    assert relative(losses, whole_curve("tied")[BEFORE:]) < CLOSE
+
+
+@pytest.mark.parametrize("name", ["one", "dp2", "tp4", "cp2", "zero3", "hsdp", "zb-v", "zero3-tp2"])
+def test_the_same_layout_goes_on_bit_for_bit(saved: Any, name: str) -> None:
+    folder, losses = saved("llama", name)
+    assert in_ranks(after, job_of("llama"), LAYOUTS[name], TRAINING, folder)[0] == losses[BEFORE:]
+
+
+def test_saving_beside_the_training_writes_what_waiting_for_it_writes(tmp_path: Path) -> None:
+    for background in (True, False):
+        in_ranks(before, job_of("llama"), LAYOUTS["dp2"], TRAINING, tmp_path / str(background), BEFORE, background)
+    beside, waited = (checkpoint.latest(tmp_path / str(background)) for background in (True, False))
+    assert beside.shapes() == waited.shapes()
+    for name in beside.shapes():
+        assert torch.equal(beside.tensor(name), waited.tensor(name)), name
+
+
+def test_weights_alone_begin_a_new_run(saved: Any) -> None:
+    def begin(engine: Engine, folder: Path) -> tuple[int, float]:
+        restore(engine, checkpoint.open_checkpoint(folder), weights_alone=True)
+        return engine.optimizer.updates, engine.step(BEFORE).loss
+
+    folder, _ = saved("llama", "one")
+    updates, loss = in_ranks(begin, job_of("llama"), LAYOUTS["tp2"], TRAINING, folder)[0]
+    assert updates == 0
+    assert loss == pytest.approx(whole_curve("llama")[BEFORE], rel=CLOSE)
+
+
+def test_sgd_and_its_momentum_are_kept(tmp_path: Path) -> None:
+    for optimizer in ("sgd-momentum", "sgd"):
+        job = job_of("llama", optimizer=optimizer)
+        losses = in_ranks(before, job, LAYOUTS["one"], TRAINING, tmp_path / optimizer)[0]
+        folder = checkpoint.latest(tmp_path / optimizer).folder
+        assert in_ranks(after, job, LAYOUTS["one"], TRAINING, folder)[0] == losses[BEFORE:]
+        assert relative(in_ranks(after, job, LAYOUTS["zero3"], TRAINING, folder)[0], losses[BEFORE:]) < CLOSE
+
+
+def scaled(engine: Engine, run: Path) -> tuple[float, int]:
+    engine.scale.value, engine.scale.good = 128.0, 3
+    keeper = Keeper(engine, run, Checkpointing())
+    engine.step(0)
+    keeper.save(1, wait=True)
+    fresh = type(engine)(engine.job, engine.mesh, engine.training, engine.batches)
+    restore(fresh, checkpoint.latest(run))
+    return fresh.scale.value, fresh.scale.good
+
+
+def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
+    assert in_ranks(scaled, job_of("llama", precision="fp16"), LAYOUTS["one"], TRAINING, tmp_path) == [(128.0, 4)]
+
+
+def drawn(engine: Engine, run: Path, folder: Path | None) -> list[float]:
+    if folder is None:
+        torch.manual_seed(100 + engine.mesh.rank)
+        engine.step(0)
+        Keeper(engine, run, Checkpointing()).save(1, wait=True)
+    else:
+        torch.manual_seed(7)
+        restore(engine, checkpoint.open_checkpoint(folder))
+    return [float(x) for x in torch.rand(3)]
+
+
+def test_random_states_go_on(tmp_path: Path) -> None:
+    first = in_ranks(drawn, job_of("llama"), LAYOUTS["dp2"], TRAINING, tmp_path, None)
+    again = in_ranks(drawn, job_of("llama"), LAYOUTS["dp2"], TRAINING, tmp_path, checkpoint.latest(tmp_path).folder)
+    assert again == first
+    assert first[0] != first[1]
+
+
+def test_the_newest_are_kept_and_the_folder_says_which(tmp_path: Path) -> None:
+    in_ranks(several, job_of("llama"), LAYOUTS["dp2"], TRAINING, tmp_path)
+    names = [folder.name for folder in checkpoint.complete(tmp_path)]
+    assert names == ["step-000003", "step-000004"]
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-000004\n"
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", *names]
+
+
+def several(engine: Engine, run: Path) -> None:
+    (run / "checkpoints" / ".step-000001.partial").mkdir(parents=True, exist_ok=True)  # as a killed run leaves it
+    keeper = Keeper(engine, run, Checkpointing(keep=2))
+    for number in range(4):
+        engine.step(number)
+        keeper.save(number + 1)
+        keeper.settle()
+    keeper.finish()
+
+
+def test_torch_reads_the_files_without_us(saved: Any, tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    folder, _ = saved("llama", "zero3-tp2")
+    dcp_to_torch_save(folder, tmp_path / "all.pt")
+    state = torch.load(tmp_path / "all.pt", weights_only=True)
+    ours = checkpoint.open_checkpoint(folder)
+    assert state["model"].keys() == ours.shapes().keys()
+    for name, tensor in state["model"].items():
+        assert torch.equal(tensor, ours.tensor(name))
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_file())
+
+
+@pytest.fixture
+def copy_of(saved: Any, tmp_path: Path) -> Path:
+    import shutil
+
+    folder, _ = saved("llama", "dp2")
+    return Path(shutil.copytree(folder, tmp_path / "checkpoints" / folder.name))
+
+
+def load_all(folder: Path) -> None:
+    source = checkpoint.open_checkpoint(folder)
+    in_ranks(after, job_of("llama"), LAYOUTS["one"], TRAINING, source.folder)
+
+
+@pytest.mark.parametrize("place", [0.0, 0.3, 0.7, 0.999])
+@pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp", ".metadata", "checkpoint.json"])
+def test_a_flipped_bit_is_found(copy_of: Path, name: str, place: float) -> None:
+    data = bytearray((copy_of / name).read_bytes())
+    data[int(place * len(data))] ^= 1
+    (copy_of / name).write_bytes(data)
+    if name == "checkpoint.json" and place == 0.999:
+        data[-2] ^= 1  # the last byte ends the line and says nothing: the one before it closes the mapping
+        (copy_of / name).write_bytes(data)
+    with pytest.raises(SpecError, match=r"damaged|not JSON|not text|says format"):
+        load_all(copy_of)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp", ".metadata", "checkpoint.json"])
+@pytest.mark.parametrize("way", ["cut", "missing", "empty"])
+def test_a_file_cut_short_is_found(copy_of: Path, name: str, way: str) -> None:
+    path = copy_of / name
+    if way == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2 if way == "cut" else 0])
+    with pytest.raises(SpecError, match=r"ends early|damaged|cannot be read|no readable|another program|not JSON"):
+        load_all(copy_of)
+
+
+def test_an_index_that_names_other_code_is_not_run(copy_of: Path) -> None:
+    import os
+    import pickle
+    import zlib
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.system, (f"touch {copy_of / 'ran'}",)
+
+    data = pickle.dumps(Evil())
+    (copy_of / ".metadata").write_bytes(data)
+    manifest = json.loads((copy_of / "checkpoint.json").read_text())
+    manifest.pop("checksum")
+    manifest["files"][".metadata"] = [[0, len(data), zlib.crc32(data)]]
+    manifest["checksum"] = checkpoint._checksum(manifest)
+    (copy_of / "checkpoint.json").write_text(json.dumps(manifest))
+    with pytest.raises(SpecError, match=r"it names posix\.system"):
+        load_all(copy_of)
+    assert not (copy_of / "ran").exists()
+
+
+def full_disk(engine: Engine, run: Path) -> tuple[list[int | None], str | None]:
+    """The second checkpoint meets a full disk; training goes on and the third is written."""
+    keeper = Keeper(engine, run, Checkpointing())
+    seen: list[int | None] = []
+    failed = None
+    for number in range(3):
+        engine.step(number)
+        if number == 1:
+            folder = checkpoint.partial_folder(run, 2)
+            if engine.mesh.rank == 0:
+                folder.mkdir(parents=True)
+                (folder / "__1_0.distcp").symlink_to("/dev/full")
+            torch.distributed.barrier()
+        keeper.save(number + 1)
+        keeper.settle()
+        keeper.finish()
+        seen.append(keeper.saved)
+        failed = str(keeper._error) if number == 1 else failed
+    return seen, failed
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_costs_one_checkpoint_and_nothing_else(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for seen, failed in in_ranks(full_disk, job_of("llama"), LAYOUTS["dp2"], TRAINING, tmp_path):
+        assert seen == [1, 1, 3]
+        assert "No space left on device" in str(failed)
+    told = capfd.readouterr().err
+    assert "the checkpoint of step 2 failed: no space left on the disk" in told
+    assert "The last complete one is step-000001" in told
+    assert [folder.name for folder in checkpoint.complete(tmp_path)] == ["step-000001", "step-000003"]
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+    load_all(checkpoint.latest(tmp_path).folder)

@@ -1,0 +1,197 @@
+"""Weights in and out of a run: a folder of transformers, a checkpoint, and a folder of transformers again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from ultrascale.model.hf_folder import Folder
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.plan import Plan
+from ultrascale.train import checkpoint
+from ultrascale.train.convert import Converted, convert
+
+CONFIGS = {
+    "qwen2": transformers.Qwen2Config(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=96,
+        tie_word_embeddings=True,
+    ),
+    "gpt2": transformers.GPT2Config(n_layer=2, n_embd=32, n_head=4, n_positions=64, vocab_size=96),
+}
+
+
+@pytest.fixture(params=CONFIGS)
+def theirs(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    made = transformers.AutoModelForCausalLM.from_config(CONFIGS[request.param])
+    with torch.no_grad():  # biases begin as zeros, and norms as ones: one in another's place would not show
+        for parameter in made.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    made.save_pretrained(tmp_path / request.param, max_shard_size="20KB")
+    return tmp_path / request.param
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def test_in_and_out_again_is_the_same_to_the_bit(theirs: Path, tmp_path: Path) -> None:
+    done: list[tuple[int, int]] = []
+    run, out = tmp_path / "runs" / "x", tmp_path / "out"
+    made = convert(["hf", str(theirs), str(run)], progress=lambda *bytes_done: done.append(bytes_done))
+    assert made == Converted(made.model, run, is_run=True)
+    assert done[-1] == (4 * made.model.parameters,) * 2
+    back = convert([str(run), "hf", str(out)], dtype="fp32")
+    assert back == Converted(made.model, out, is_run=False)
+    before, after = weights(theirs), weights(out)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    expected = transformers.AutoModelForCausalLM.from_pretrained(theirs)
+    tokens = torch.arange(32).unsqueeze(0)
+    with torch.no_grad():
+        logits = [model(tokens).logits for model in (expected, transformers.AutoModelForCausalLM.from_pretrained(out))]
+    assert (logits[0] - logits[1]).abs().max() <= 1e-5
+    hidden = [path for folder in (tmp_path, run.parent) for path in folder.iterdir() if path.name.startswith(".")]
+    assert not hidden
+
+
+def test_the_run_has_a_plan_and_a_checkpoint_of_no_steps(theirs: Path, tmp_path: Path) -> None:
+    convert(["hf", str(theirs), str(tmp_path / "x")])
+    plan, kept = Plan.load(tmp_path / "x" / "plan.yaml"), checkpoint.latest(tmp_path / "x")
+    assert (kept.step, kept.layout.gpus, kept.state.moments) == (0, 1, ())
+    assert plan.job.model == kept.job.model
+    assert plan.job.model.name == theirs.name
+    assert plan.job.seq == min(128, plan.job.model.max_positions or 0)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["layout.tp=2"],
+        pytest.param(["layout.pp=2", "layout.gas=4"], marks=pytest.mark.slow),
+        pytest.param(["layout.dp=2", "layout.zero=3"], marks=pytest.mark.slow),
+    ],
+)
+def test_weights_go_through_a_layout_unharmed(theirs: Path, tmp_path: Path, layout: list[str], run: Any) -> None:
+    """Read under one process, trained in two with steps too small to change a weight, kept by those two, written out."""
+    convert(["hf", str(theirs), str(tmp_path / "x")])
+    words = ["--resume", tmp_path / "x", "--nproc", 2, "--steps", 1, "--data", "synthetic", "train.lr=1e-30", *layout]
+    code, _, told = run("train", *words)
+    assert code == 0, told
+    assert checkpoint.latest(tmp_path / "x").step == 1
+    convert([str(tmp_path / "x"), "hf", str(tmp_path / "out")], dtype="fp32")
+    before, after = weights(theirs), weights(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+def test_no_tensor_drags_along_what_it_was_read_with(theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A view would be saved with all of its storage: GPT-2's keys with the queries and values beside them."""
+    given = checkpoint.write_weights
+    seen: dict[str, tuple[int, int]] = {}
+
+    def watched(*arguments: Any) -> Path:
+        *others, shapes, tensor = arguments
+        for name in shapes:
+            one = tensor(name)
+            seen[name] = (one.untyped_storage().nbytes(), 4 * torch.Size(shapes[name]).numel())
+            assert one.is_contiguous()
+        return given(*others, shapes, tensor)
+
+    monkeypatch.setattr(checkpoint, "write_weights", watched)
+    convert(["hf", str(theirs), str(tmp_path / "x")])
+    assert seen.keys() == checkpoint.latest(tmp_path / "x").shapes().keys()
+    assert all(stored == needed for stored, needed in seen.values())
+
+
+def test_a_named_checkpoint_of_a_run_is_written_out(theirs: Path, tmp_path: Path) -> None:
+    convert(["hf", str(theirs), str(tmp_path / "x")])
+    convert([str(checkpoint.latest(tmp_path / "x").folder), "hf", str(tmp_path / "out")])
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["hf"],
+        ["hf", "a"],
+        ["a", "b", "c"],
+        ["hf", "hf", "a"],
+        ["a", "b", "hf"],
+        ["a", "hf", "hf"],
+        ["hf", "a", "b", "c"],
+        ["a", "hf", " "],
+        ["HF", "a", "b"],
+    ],
+)
+def test_other_words_are_refused_with_both_forms(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SpecError, match=r"convert was given .*: try `.*convert hf .*` or `.*convert runs/x hf .*`"):
+        convert(words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_converted_leaves_nothing(theirs: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "mine").write_text("")
+    before = sorted(tmp_path.rglob("*"))
+    for words, sentence in (
+        (["hf", "empty", "new"], "has no config.json"),
+        (["hf", "nowhere", "new"], "does not exist"),
+        (["hf", theirs.name, "used"], "with files in it"),
+        (["empty", "hf", "new"], "holds no complete checkpoint"),
+        (["nowhere", "hf", "new"], "is no folder"),
+        (["empty", "hf", "used"], "with files in it"),
+    ):
+        with pytest.raises(SpecError, match=sentence):
+            convert([word if word == "hf" else str(tmp_path / word) for word in words])
+    with pytest.raises(SpecError, match="--tokenizer goes with weights that are written out"):
+        convert(["hf", str(theirs), str(tmp_path / "new")], tokenizer=theirs)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_disk_without_room_is_told_first(theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ultrascale.train.convert.free_bytes", lambda place: 1000)
+    with pytest.raises(SpecError, match=r"its disk has 0\.00 GiB free"):
+        convert(["hf", str(theirs), str(tmp_path / "x")])
+    assert not (tmp_path / "x").exists()
+
+
+def test_weights_that_fail_on_the_way_leave_nothing(theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Folder.tensor
+
+    def failing(folder: Folder, name: str) -> torch.Tensor:
+        if name == "blocks.1.mlp.down.weight":
+            raise SpecError("the file is gone")
+        return read(folder, name)
+
+    monkeypatch.setattr(Folder, "tensor", failing)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(SpecError, match="the file is gone"):
+        convert(["hf", str(theirs), str(tmp_path / "x")])
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_flipped_byte_in_the_run_leaves_nothing(theirs: Path, tmp_path: Path) -> None:
+    convert(["hf", str(theirs), str(tmp_path / "x")])
+    part = next(checkpoint.latest(tmp_path / "x").folder.glob("*.distcp"))
+    data = bytearray(part.read_bytes())
+    data[len(data) // 2] ^= 1
+    part.write_bytes(data)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(SpecError, match="is damaged"):
+        convert([str(tmp_path / "x"), "hf", str(tmp_path / "out")])
+    assert sorted(tmp_path.rglob("*")) == before
