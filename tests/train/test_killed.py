@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -214,3 +215,55 @@ def test_a_signal_saves_and_ends_cleanly(tmp_path: Path, number: signal.Signals,
     assert f"stopped by {number.name} after step {source.step} of 100000; kept in {source.folder.name}" in told
     assert f"go on with ultrascale train --resume {tmp_path / 'run'}" in told.replace("\n", " ")
     assert (source.training.steps, source.layout.dp) == (100_000, world)
+
+
+def children(process: subprocess.Popen[str]) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        (
+            signal.SIGKILL,
+            [r"rank 1 \(tp 1\) failed", r"signal SIGKILL: it was killed from outside", r"it was at step \d+, "],
+        ),
+        (
+            signal.SIGSTOP,
+            [
+                r"rank 0 \(tp 0\) has not moved for \d s: step \d+, .* waiting in (all_gather|reduce_scatter|all_reduce) over",
+                r"rank 1 \(tp 1\) is silent",
+                "The process of rank 1 is stopped",
+            ],
+        ),
+    ],
+    ids=["killed", "stopped"],
+)
+def test_a_rank_that_is_gone_is_named_and_nothing_is_lost(tmp_path: Path, number: signal.Signals, told: list[str]) -> None:
+    run = tmp_path / "run"
+    words = [
+        "--nproc",
+        "2",
+        "--steps",
+        "100000",
+        "train.data=synthetic",
+        "layout.tp=2",
+        "checkpoint.every=2",
+        "train.timeout_s=3",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command(run, *words), env=environment, stderr=subprocess.PIPE, text=True)
+    wait_for(run, 90)
+    ranks = children(process)
+    os.kill(ranks[1], number)
+    at = time.monotonic()
+    _, said = process.communicate(timeout=60)
+    assert time.monotonic() - at < 3 + 10  # its limit, and what ending the ranks may take
+    assert process.returncode == 1
+    for line in told:
+        assert re.search(line, said), said
+    kept = checkpoint.latest(run)
+    assert f"The last checkpoint is {kept.folder.name}: go on with ultrascale train --resume {run}" in said
+    assert all(tensor.isfinite().all() for tensor in map(kept.tensor, kept.shapes()))
+    assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ultrascale.cost.estimate import estimate
 from ultrascale.specs.cluster import Cluster
-from ultrascale.specs.errors import SpecError
+from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.files import write_text
 from ultrascale.specs.measurement import Measurement
@@ -72,7 +72,12 @@ def train(
         predicted = estimate(request.job, request.layout) if here.rank == 0 else None
     if here.rank == 0 and out is not None:
         _write_folder(request, predicted, out, goes_on, here.launch)
-    outcome = _start(request, out, nproc, mine, peak, quiet)
+    try:
+        outcome = _start(request, out, nproc, mine, peak, quiet)
+    except RunError as error:
+        if here.rank == 0 and out is not None and (kept := checkpoint.newest(out)) is not None:
+            error.args = (f"{error}\nThe last checkpoint is {kept.name}: go on with ultrascale train --resume {out}",)
+        raise
     if outcome is None:
         return None
     if out is not None and outcome.measured is not None:
