@@ -176,3 +176,35 @@ def test_a_run_finds_its_data_from_any_folder_and_knows_it_again(
     assert "no longer holds what the run was trained on up to step 3" in said.replace("\n", " ")
     code, _, said = run("train", "--resume", "../run", "--steps", 4, "--data", "../tokens")
     assert code == 0, said
+
+
+def test_a_folder_that_is_being_trained_is_left_alone(run: Run, copied: Path) -> None:
+    import subprocess
+    import sys
+
+    held = f"import fcntl, sys; file = open({str(copied / '.lock')!r}, 'w'); fcntl.lockf(file, fcntl.LOCK_EX)"
+    words = f"{held}; print(1, flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", words], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        code, _, said = run("train", "--resume", copied, "--steps", 6)
+        other.communicate(b"")
+    assert code == 2
+    assert "is being trained by another process" in said
+    assert checkpoint.latest(copied).step == 4
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_told_before_the_first_step(
+    run: Run, copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ultrascale.train import launch
+
+    monkeypatch.setattr(launch, "free_bytes", lambda _: 10_000)
+    code, _, said = run("train", "--model", "tiny", "--steps", 1, "--out", tmp_path / "new")
+    assert code == 2
+    assert "a checkpoint of tiny takes" in said
+    assert not (tmp_path / "new").exists()
+    monkeypatch.setattr(launch, "free_bytes", lambda _: 10_000_000)
+    code, _, said = run("train", "--model", "tiny", "--steps", 1, "--out", tmp_path / "new", "checkpoint.every=1")
+    assert code == 0
+    assert "warning: 3 checkpoints of" in said

@@ -223,6 +223,7 @@ def test_the_newest_are_kept_and_the_folder_says_which(tmp_path: Path) -> None:
 
 def several(engine: Engine, run: Path) -> None:
     (run / "checkpoints" / ".step-000001.partial").mkdir(parents=True, exist_ok=True)  # as a killed run leaves it
+    (run / "checkpoints" / ".latest.tmp").touch()
     keeper = Keeper(engine, run, Checkpointing(keep=2))
     for number in range(4):
         engine.step(number)

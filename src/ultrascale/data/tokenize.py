@@ -27,6 +27,7 @@ from ultrascale.data.sets import FACTS, TOKENS, Facts, Inputs, open_set
 from ultrascale.data.tokenizer import Tokenizer, load
 from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.files import read_mapping, write_text
+from ultrascale.specs.folders import alone
 
 MOST_WORKERS = 1024
 NOTES, ENDS, LOCK = "progress.json", "ends", "lock"
@@ -95,19 +96,13 @@ def _finished(out: Path, words: Tokenizer, inputs: Inputs) -> Facts | None:
 @contextmanager
 def _alone(work: Path) -> Iterator[None]:
     """The folder of the job, for this process alone."""
-    import fcntl
-
     try:
         (work / "set").mkdir(parents=True, exist_ok=True)
-        lock = (work / LOCK).open("w")
+        (work / LOCK).touch()
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise SpecError(f"-o: no folder can be made at {work} ({reason}): name another, such as data/tokens") from None
-    with lock:
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock: workers that outlive a kill would keep it
-        except BlockingIOError:
-            raise SpecError(f"-o: another process is writing {work}: wait for it, or name another folder") from None
+    with alone(work / LOCK, f"-o: another process is writing {work}: wait for it, or name another folder"):
         try:
             yield
         except OSError as error:

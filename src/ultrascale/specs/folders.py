@@ -27,7 +27,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         os.chmod(hidden, 0o755)
         _sync(hidden)
         os.rename(hidden, place)
-        _sync_folder(place.parent)
+        sync_folder(place.parent)
     except OSError as error:
         raise _unwritable(target, error) from None
     finally:
@@ -48,6 +48,21 @@ def refuse_used(target: Path) -> None:
         raise SpecError(f"{target} is a file: name a new folder, such as {target}-2")
 
 
+@contextmanager
+def alone(lock: Path, refusal: str) -> Iterator[None]:
+    """Holds the lock file for this process; SpecError with the refusal if another one does. A kill gives it back."""
+    import fcntl
+
+    with lock.open("w") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock: processes forked from this one would keep it
+        except BlockingIOError:
+            raise SpecError(refusal) from None
+        except OSError:  # a disk that knows no locks
+            pass
+        yield
+
+
 def free_bytes(target: Path) -> int:
     """Of the disk on which the target is or would be."""
     place = Path(os.path.abspath(target))
@@ -61,10 +76,10 @@ def _sync(folder: Path) -> None:
         for name in files:
             with open(Path(inside, name), "rb") as file:
                 os.fsync(file.fileno())
-        _sync_folder(Path(inside))
+        sync_folder(Path(inside))
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -11,7 +11,6 @@ A checkpoint is written under a hidden name and renamed when everything in it is
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import zlib
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ultrascale.specs.checkpointing import Checkpointing
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import write_text
+from ultrascale.specs.folders import sync_folder
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.plan import job_from_mapping, job_to_mapping
@@ -184,8 +184,11 @@ def partial_folder(run: Path, step: int) -> Path:
 
 def begin(run: Path) -> None:
     """Takes away what a killed run left half-written."""
-    for left in (run / FOLDER).glob(".*.partial"):
-        shutil.rmtree(left, ignore_errors=True)
+    for left in (run / FOLDER).glob(".*"):
+        if left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)
 
 
 def commit(run: Path, state: State, sums: Sums, keep: int = 0) -> Path:
@@ -193,12 +196,12 @@ def commit(run: Path, state: State, sums: Sums, keep: int = 0) -> Path:
     partial, final = partial_folder(run, state.step), run / FOLDER / f"step-{state.step:06d}"
     data = _manifest(state, sums)
     write_text(partial / MANIFEST, json.dumps({**data, "checksum": _checksum(data)}) + "\n")
-    _sync(partial)
+    sync_folder(partial)
     _set_aside(final)
     partial.rename(final)
-    _sync(final.parent)
+    sync_folder(final.parent)
     write_text(final.parent / LATEST, final.name + "\n")
-    _sync(final.parent)
+    sync_folder(final.parent)
     if keep:
         others = sorted((one for one in complete(run) if one != final), key=lambda one: (one / MANIFEST).stat().st_mtime)
         for old in others[: -(keep - 1) or None]:
@@ -289,11 +292,3 @@ def _set_aside(folder: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         folder.rename(aside)
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

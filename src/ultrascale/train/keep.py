@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from ultrascale.data import choose
 from ultrascale.specs.checkpointing import Checkpointing
 from ultrascale.specs.errors import RunError, SpecError
+from ultrascale.specs.folders import free_bytes
 from ultrascale.specs.units import GIB
 from ultrascale.train import checkpoint
 from ultrascale.train.checkpoint import Checkpoint, State
@@ -101,7 +102,7 @@ class Keeper:
         if self.saved != step:
             self.save(step, wait=True)
         if self.saved != step:
-            raise RunError(f"the run could not be kept at step {step}: {_reason(self._error)}. {self._what_is_there()}")
+            raise RunError(f"the run could not be kept at step {step}: {self._reason(self._error)}. {self._what_is_there()}")
 
     def _aside(self, state: State, randomness: Pieces, copied: bool) -> None:
         try:
@@ -141,7 +142,7 @@ class Keeper:
             if self.engine.mesh.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
                 sys.stderr.write(
-                    f"\nwarning: the checkpoint of step {state.step} failed: {_reason(error)}. {self._what_is_there()} "
+                    f"\nwarning: the checkpoint of step {state.step} failed: {self._reason(error)}. {self._what_is_there()} "
                     "Training goes on\n"
                 )
 
@@ -165,6 +166,11 @@ class Keeper:
 
     def _moments(self) -> tuple[str, ...]:
         return self.engine.optimizer.moments if self.engine.optimizer.updates else ()
+
+    def _reason(self, error: BaseException | None) -> str:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            return f"no space left on the disk ({free_bytes(self.run) / GIB:,.1f} GiB free in {self.run})"
+        return str(error).splitlines()[0] if error and str(error) else type(error).__name__
 
     def _what_is_there(self) -> str:
         found = checkpoint.newest(self.run)
@@ -271,9 +277,3 @@ def _each(pieces: Pieces) -> Iterator[tuple[str, str, Piece]]:
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-def _reason(error: BaseException | None) -> str:
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return f"no space left on the disk ({shutil.disk_usage('.').free / GIB:.1f} GiB free where this runs)"
-    return str(error).splitlines()[0] if error and str(error) else type(error).__name__

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import platform
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -16,8 +18,11 @@ from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.files import write_text
+from ultrascale.specs.folders import alone, free_bytes
+from ultrascale.specs.job import OPTIMIZER_STATE_BYTES
 from ultrascale.specs.measurement import Measurement
 from ultrascale.specs.plan import Plan
+from ultrascale.specs.units import GIB
 from ultrascale.train import checkpoint
 from ultrascale.train.outcome import Outcome
 from ultrascale.train.request import Request
@@ -27,6 +32,7 @@ if TYPE_CHECKING:
     from ultrascale.train.board import Board
 
 PLAN, ENVIRONMENT, MEASUREMENT, METRICS = "plan.yaml", "env.json", "measurement.json", "metrics.jsonl"
+LOCK = ".lock"
 
 
 @dataclass(frozen=True)
@@ -71,18 +77,53 @@ def train(
         peak = request.job.peak_flops if predict.gpu.name != "cpu" else None
         predicted = estimate(request.job, request.layout) if here.rank == 0 else None
     if here.rank == 0 and out is not None:
-        _write_folder(request, predicted, out, goes_on, here.launch)
-    try:
+        _room(request, out)
+    with _folder(out) if here.rank == 0 and out is not None else nullcontext():
+        if here.rank == 0 and out is not None:
+            _write_folder(request, predicted, out, goes_on, here.launch)
         outcome = _start(request, out, nproc, mine, peak, quiet)
-    except RunError as error:
-        if here.rank == 0 and out is not None and (kept := checkpoint.newest(out)) is not None:
-            error.args = (f"{error}\nThe last checkpoint is {kept.name}: go on with ultrascale train --resume {out}",)
-        raise
     if outcome is None:
         return None
     if out is not None and outcome.measured is not None:
         outcome.measured.save(out / MEASUREMENT)
     return Run(request, predicted, outcome, out)
+
+
+@contextmanager
+def _folder(out: Path) -> Iterator[None]:
+    """The run's folder, for this launch alone; an error on the way says what the run can go on from."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / LOCK).touch()
+    except OSError as error:
+        raise SpecError(f"--out is {out} but no folder can be made there ({error.strerror}): try runs/first") from None
+    with alone(out / LOCK, f"{out} is being trained by another process: wait for it, or give another --out"):
+        try:
+            yield
+        except RunError as error:
+            if (kept := checkpoint.newest(out)) is not None:
+                error.args = (f"{error}\nThe last checkpoint is {kept.name}: go on with ultrascale train --resume {out}",)
+            raise
+
+
+def _room(request: Request, out: Path) -> None:
+    """Refuses a disk that cannot hold one checkpoint, and warns of one that cannot hold all that are to be kept."""
+    if not request.checkpoint.save:
+        return
+    job, settings = request.job, request.checkpoint
+    each = job.model.parameters * (4 + OPTIMIZER_STATE_BYTES[job.optimizer])
+    free, here = free_bytes(out), len(checkpoint.complete(out))
+    if free < each:
+        raise SpecError(
+            f"a checkpoint of {job.model.name} takes {each / GIB:,.1f} GiB but {free / GIB:,.1f} GiB are free in {out}: "
+            "make room, give another --out, or checkpoint.save=false"
+        )
+    wanted = (settings.keep or 1) + 1 - here if settings.every else 1  # one more while it is written
+    if free < wanted * each:
+        sys.stderr.write(
+            f"warning: {settings.keep or 'all'} checkpoints of {each / GIB:,.1f} GiB are to be kept in {out}, and one more "
+            f"while it is written, but {free / GIB:,.1f} GiB are free\n"
+        )
 
 
 def _again(out: Path, here: Seat) -> bool:
@@ -144,10 +185,6 @@ def _refuse_used(out: Path) -> None:
 
 
 def _write_folder(request: Request, predicted: Estimate | None, out: Path, goes_on: bool, launch: str) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SpecError(f"--out is {out} but no folder can be made there ({error.strerror}): try runs/first") from None
     # Where this machine's rates are not known, the plan keeps the estimate for the cluster it was made for.
     plan = Plan(job=request.job, layout=request.layout, estimate=predicted or estimate(request.job, request.layout))
     plan.save(out / PLAN)
