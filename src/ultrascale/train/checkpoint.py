@@ -16,6 +16,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,9 +90,10 @@ class Checkpoint:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Whole parameters by our names; a tied head is the embedding."""
-        named = {name.removeprefix("model."): entry for name, entry in self.names().items() if name.startswith("model.")}
+        named = {name.removeprefix("model."): entry for name, entry in self.names.items() if name.startswith("model.")}
         return {name: tuple(entry.size) for name, entry in named.items()}
 
+    @cached_property
     def names(self) -> Mapping[str, Any]:
         """Every tensor in it, as torch's index describes it."""
         from ultrascale.train.pieces import Reader

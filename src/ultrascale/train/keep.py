@@ -261,7 +261,7 @@ def _randomness(engine: Engine) -> Pieces:
 def _kept_randomness(engine: Engine, source: Checkpoint) -> Pieces:
     """Room for the checkpoint's random states: this rank's own, and its share of those that nobody needs, to check them."""
     found: dict[str, Piece] = {}
-    for name, entry in source.names().items():
+    for name, entry in source.names.items():
         section, _, key = name.partition(".")
         if section == "random" and int(key.split("-")[1]) % engine.mesh.world.size == engine.mesh.rank:
             room = torch.empty(entry.size, dtype=torch.uint8)
