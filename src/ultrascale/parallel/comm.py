@@ -66,7 +66,10 @@ class Axis:
 class Handle(Generic[Result]):
     """A collective under way. `wait` returns its result; calling it again returns the same."""
 
-    def __init__(self, works: Sequence[dist.Work], axis: Axis, kept: Sequence[Tensor], finish: Callable[[], Result]) -> None:
+    def __init__(
+        self, name: str, works: Sequence[dist.Work], axis: Axis, kept: Sequence[Tensor], finish: Callable[[], Result]
+    ) -> None:
+        self.name = name  # read by who looks into a stuck process: gloo's own work does not tell
         self._works = list(works)
         self._axis = axis
         self._kept = list(kept)  # what is being sent must outlive the sending
@@ -103,7 +106,7 @@ def all_reduce_start(x: Tensor, axis: Axis, op: Op = "sum") -> Handle[Tensor]:
     if axis.size == 1:
         return done(x, axis)
     work = dist.all_reduce(x, _OPS[op], group=axis.group, async_op=True)
-    return Handle(_works(work), axis, [x], lambda: x)
+    return Handle("all_reduce", _works(work), axis, [x], lambda: x)
 
 
 def all_gather_start(x: Tensor, axis: Axis, dim: int = 0) -> Handle[Tensor]:
@@ -112,7 +115,7 @@ def all_gather_start(x: Tensor, axis: Axis, dim: int = 0) -> Handle[Tensor]:
     x = x.contiguous()
     whole = x.new_empty(axis.size * x.numel())
     work = _gather_into(whole, x.view(-1), group=axis.group, async_op=True)
-    return Handle(_works(work), axis, [x], lambda: _join(whole.view(axis.size, *x.shape), dim % x.dim()))
+    return Handle("all_gather", _works(work), axis, [x], lambda: _join(whole.view(axis.size, *x.shape), dim % x.dim()))
 
 
 def reduce_scatter_start(x: Tensor, axis: Axis, dim: int = 0, op: Op = "sum") -> Handle[Tensor]:
@@ -121,7 +124,7 @@ def reduce_scatter_start(x: Tensor, axis: Axis, dim: int = 0, op: Op = "sum") ->
     parts = _cut(x, axis, dim % x.dim())
     own = torch.empty_like(parts[0])
     work = _scatter_into(own.view(-1), parts.view(-1), op=_OPS[op], group=axis.group, async_op=True)
-    return Handle(_works(work), axis, [parts], lambda: own)
+    return Handle("reduce_scatter", _works(work), axis, [parts], lambda: own)
 
 
 def all_to_all_start(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Handle[Tensor]:
@@ -130,7 +133,17 @@ def all_to_all_start(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> 
     parts = _cut(x, axis, split_dim % x.dim())
     received = torch.empty_like(parts)
     work = dist.all_to_all_single(received.view(-1), parts.view(-1), group=axis.group, async_op=True)
-    return Handle(_works(work), axis, [parts], lambda: _join(received, concat_dim % x.dim()))
+    return Handle("all_to_all", _works(work), axis, [parts], lambda: _join(received, concat_dim % x.dim()))
+
+
+def all_to_all_rows_start(x: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> Handle[Tensor]:
+    """The first sent[0] rows go to rank 0, the next sent[1] to rank 1 …; received[i] come from rank i, in that order."""
+    if axis.size == 1:
+        return done(x, axis)
+    x = x.contiguous()
+    rows = x.new_empty(sum(received), *x.shape[1:])
+    work = dist.all_to_all_single(rows, x, list(received), list(sent), group=axis.group, async_op=True)
+    return Handle("all_to_all", _works(work), axis, [x], lambda: rows)
 
 
 def shift_start(tensors: Sequence[Tensor], axis: Axis) -> Handle[list[Tensor]]:
@@ -145,7 +158,7 @@ def shift_start(tensors: Sequence[Tensor], axis: Axis) -> Handle[list[Tensor]]:
     after, before = axis.ranks[(axis.rank + 1) % axis.size], axis.ranks[axis.rank - 1]
     operations = [dist.P2POp(dist.isend, x, after, axis.group, tag) for tag, x in enumerate(sent)]
     operations += [dist.P2POp(dist.irecv, x, before, axis.group, tag) for tag, x in enumerate(received)]
-    return Handle(dist.batch_isend_irecv(operations), axis, sent, lambda: received)
+    return Handle("send and recv", dist.batch_isend_irecv(operations), axis, sent, lambda: received)
 
 
 def all_reduce(x: Tensor, axis: Axis, op: Op = "sum") -> Tensor:
@@ -174,7 +187,7 @@ def _works(work: dist.Work | None) -> list[dist.Work]:
 
 def done(x: Result, axis: Axis) -> Handle[Result]:
     """A handle of something that needs no waiting."""
-    return Handle([], axis, [], lambda: x)
+    return Handle("nothing", [], axis, [], lambda: x)
 
 
 def _cut(x: Tensor, axis: Axis, dim: int) -> Tensor:

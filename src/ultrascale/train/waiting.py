@@ -12,13 +12,12 @@ from types import FrameType
 import torch.distributed as dist
 from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined]
 
-from ultrascale.parallel.comm import Axis
+from ultrascale.parallel.comm import Axis, Handle
 
 UNNAMED = "unknown"
 STACK_LINES = 12  # innermost frames that a report shows
 _DISTRIBUTED = f"torch{os.sep}distributed{os.sep}"
 _WRAPPERS = ("wrapper", "inner", "_fn")  # decorators of torch's collectives
-_PLAIN = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _NAMES = {
     "ALLREDUCE": "all_reduce",
     "ALLGATHER": "all_gather",
@@ -40,10 +39,7 @@ def collective(error: BaseException | None = None) -> str | None:
     if depth is None:
         return None
     kind = _kind(frames[depth])
-    if kind == UNNAMED:  # gloo does not tell: a plain function of comm.py may
-        around = (frame.f_code.co_name for frame in frames[depth:] if _in(frame, "parallel", "comm.py"))
-        kind = next((name for name in around if name in _PLAIN), "an exchange")
-    return f"{kind}{_whose(frames[depth:])}"
+    return f"{'an exchange' if kind == UNNAMED else kind}{_whose(frames[depth:])}"
 
 
 def stack() -> str:
@@ -71,8 +67,11 @@ def _frames_of(error: BaseException) -> list[FrameType]:
 
 
 def _kind(frame: FrameType) -> str | None:
+    held = frame.f_locals.get("self")
+    if isinstance(held, Handle):
+        return held.name
     work = frame.f_locals.get("work")
-    if isinstance(work, dist.Work):  # what comm.py, pipeline.py and torch wait for under this name
+    if isinstance(work, dist.Work):  # what pipeline.py and torch wait for under this name
         return _op_name(work)
     name = frame.f_code.co_name
     return name if _DISTRIBUTED in frame.f_code.co_filename and name not in _WRAPPERS else None
