@@ -72,6 +72,17 @@ def test_the_same_numbers_on_every_layout(run: Run, tmp_path: Path, words: tuple
     assert metrics(tmp_path / "cut")[-1]["eval_loss"] == pytest.approx(metrics(tmp_path / "one")[-1]["eval_loss"], rel=1e-5)
 
 
+def test_a_model_with_experts_tells_how_busy_they_are(run: Run, tmp_path: Path) -> None:
+    words = ("train.balance_loss=0.01", "train.capacity_factor=1")
+    code, _, said = run("train", "--model", "tiny-moe", "--steps", 2, "--nproc", 2, "--out", tmp_path / "run", *words)
+    assert code == 0, said
+    for line in metrics(tmp_path / "run"):
+        assert len(line["expert_load"]) == 8
+        assert all(1 <= load <= 8 for load in line["expert_load"])
+        assert line["balance_loss"] == pytest.approx(1, abs=0.3)
+        assert 0 < line["dropped_tokens"] < 2 * 8 * line["tokens"]
+
+
 @pytest.mark.parametrize(
     ("words", "seen"), [("layout.zero=2", False), ("layout.data_parallel=ddp", False), ("layout.zero=0", True)]
 )

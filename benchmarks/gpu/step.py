@@ -2,6 +2,7 @@
 
 Builds the engine as `ultrascale train` does and steps it on synthetic tokens. Prints one row per combination of what was asked
 for; `--profile` adds where one step's time goes, by kind of kernel. Compilation and the first steps are not counted.
+`--ways` runs the engine without its own kernels too, in the same run: plain, loss, adamw and all, each with one thing more.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import json
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import product
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 from rich.console import Console
@@ -27,6 +30,8 @@ from ultrascale.parallel import local
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.specs.training import Training
 from ultrascale.specs.units import GIB
+from ultrascale.train import build as building
+from ultrascale.train import optimizer
 from ultrascale.train.data import Batches, corpus
 from ultrascale.train.engine import Engine
 
@@ -46,12 +51,17 @@ MODELS = {
 }  # fmt: skip
 MBS = {"1b": 8, "3b": 4}
 
+# What each way has beyond the one before it, as the engine asks for it: the loss in chunks with its gradients, AdamW and its
+# copies in one pass, gradients left as backward makes them.
+WAYS = ("plain", "loss", "adamw", "all")
+ASKED = ((building, "in_chunks"), (optimizer, "in_one_pass"), (building, "as_made"))
+
 # Parts of kernels' names, in the order in which they are tried.
 KINDS = {
     "attention": ("flash", "fmha", "cudnn"),
     "matrix products": ("gemm", "nvjet", "cutlass", "xmma", "splitk"),
-    "loss": ("softmax", "nll"),
-    "optimizer": ("multi_tensor", "foreach", "adam"),
+    "loss": ("softmax", "nll", "_row", "_scale"),
+    "optimizer": ("multi_tensor", "foreach", "adam", "_step"),
     "fused by inductor": ("triton",),
     "embedding": ("embedding", "gather", "scatter", "compute_grad_weight", "sort"),
     "gradients into fp32": ("cudafunctor_add",),
@@ -64,14 +74,15 @@ class Measured:
     model: str
     mbs: int
     recompute: str
+    way: str
     step_ms: float
     tokens_per_s: float
     mfu: float
     """forward and backward without the causal mask's saving or what is recomputed, over the preset's peak"""
     allocated_gib: float
     reserved_gib: float
-    loss: float
-    """after the last step: a check that it trains"""
+    losses: tuple[float, ...]
+    """of the first five steps and the last: every way must train alike"""
     ready_s: float
     """from nothing to the end of the warm-up"""
 
@@ -90,16 +101,24 @@ def build(model: Model, mbs: int, recompute: str, steps: int, device: str = "cud
     return Engine(job, Mesh.build(layout, model.kv_heads, 0, device), training, batches)
 
 
-def measure(name: str, mbs: int, recompute: str, steps: int, profiled: bool) -> tuple[Measured, list[Kernel], str]:
+@contextmanager
+def only(way: str) -> Iterator[None]:
+    """The engine with the things that `way` has and no others."""
+    with ExitStack() as patches:
+        for module, name in ASKED[WAYS.index(way) :]:
+            patches.enter_context(mock.patch.object(module, name, return_value=False))
+        yield
+
+
+def measure(name: str, mbs: int, recompute: str, way: str, steps: int, profiled: bool) -> tuple[Measured, list[Kernel], str]:
     began = time.perf_counter()
-    engine = build(MODELS[name], mbs, recompute, WARM_UP + steps)
-    for number in range(WARM_UP):
-        engine.step(number)
+    with only(way):
+        engine = build(MODELS[name], mbs, recompute, WARM_UP + steps)
+    losses = [engine.step(number).loss for number in range(WARM_UP)]
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
-    for number in range(WARM_UP, WARM_UP + steps):
-        result = engine.step(number)
+    losses += [engine.step(number).loss for number in range(WARM_UP, WARM_UP + steps)]
     torch.cuda.synchronize()
     step_s = (time.perf_counter() - started) / steps
     tokens_per_s = engine.tokens / step_s
@@ -107,22 +126,25 @@ def measure(name: str, mbs: int, recompute: str, steps: int, profiled: bool) -> 
         model=name,
         mbs=mbs,
         recompute=recompute,
+        way=way,
         step_ms=step_s * 1e3,
         tokens_per_s=tokens_per_s,
         mfu=tokens_per_s * model_flops(MODELS[name], SEQ) / engine.job.peak_flops,
         allocated_gib=torch.cuda.max_memory_allocated() / GIB,
         reserved_gib=torch.cuda.max_memory_reserved() / GIB,
-        loss=result.loss,
+        losses=(*losses[:5], losses[-1]),
         ready_s=started - began,
     )
     return row, profile(engine, WARM_UP + steps) if profiled else [], torch.cuda.get_device_name()
 
 
-def measure_apart(name: str, mbs: int, recompute: str, steps: int, profiled: bool) -> tuple[Measured, list[Kernel], str]:
+def measure_apart(
+    name: str, mbs: int, recompute: str, way: str, steps: int, profiled: bool
+) -> tuple[Measured, list[Kernel], str]:
     """In a process of its own, so that every row finds the GPU empty."""
 
     def rank(_: int, __: int, ___: str) -> tuple[Measured, list[Kernel], str]:
-        return measure(name, mbs, recompute, steps, profiled)
+        return measure(name, mbs, recompute, way, steps, profiled)
 
     (result,) = local.run(rank, 1)
     return result  # type: ignore[no-any-return]
@@ -156,13 +178,36 @@ def machine(gpu: str) -> str:
 
 def show(rows: Sequence[Measured], title: str) -> None:
     table = Table(title=title)
-    for heading in ("model", "mbs", "recompute", "step ms", "tokens/s", "MFU %", "peak GiB", "reserved GiB", "loss", "ready s"):
-        table.add_column(heading, justify="left" if heading in ("model", "recompute") else "right")
+    words = ("model", "recompute", "way")
+    for heading in (
+        "model",
+        "mbs",
+        "recompute",
+        "way",
+        "step ms",
+        "tokens/s",
+        "MFU %",
+        "peak GiB",
+        "reserved",
+        "loss",
+        "ready s",
+    ):
+        table.add_column(heading, justify="left" if heading in words else "right")
     for row in rows:
         figures = f"{row.step_ms:.1f}", f"{row.tokens_per_s:,.0f}", f"{100 * row.mfu:.1f}"
         memory = f"{row.allocated_gib:.2f}", f"{row.reserved_gib:.2f}"
-        table.add_row(row.model, str(row.mbs), row.recompute, *figures, *memory, f"{row.loss:.3f}", f"{row.ready_s:.0f}")
+        ends = f"{row.losses[-1]:.3f}", f"{row.ready_s:.0f}"
+        table.add_row(row.model, str(row.mbs), row.recompute, row.way, *figures, *memory, *ends)
     Console(width=128).print(table)
+    for row in rows:
+        print(
+            row.model,
+            row.mbs,
+            row.recompute,
+            row.way,
+            "losses of the first steps:",
+            *(f"{loss:.4f}" for loss in row.losses[:-1]),
+        )
 
 
 def show_profile(kernels: Sequence[Kernel], longest: int = 25) -> None:
@@ -179,13 +224,14 @@ def main() -> None:
     parser.add_argument("--model", choices=list(MODELS), default="1b")
     parser.add_argument("--mbs", type=int, nargs="+", help="sequences in a micro-batch; default 8 for 1b, 4 for 3b")
     parser.add_argument("--recompute", nargs="+", choices=("none", "selective", "full"), default=["none"])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["all"], help="with how many of its own kernels")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--profile", action="store_true", help="one more step, by kernel")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows = []
-    for mbs, recompute in product(options.mbs or [MBS[options.model]], options.recompute):
-        row, kernels, gpu = measure_apart(options.model, mbs, recompute, options.steps, options.profile)
+    for mbs, recompute, way in product(options.mbs or [MBS[options.model]], options.recompute, options.ways):
+        row, kernels, gpu = measure_apart(options.model, mbs, recompute, way, options.steps, options.profile)
         rows.append(row)
         if kernels:
             show_profile(kernels)

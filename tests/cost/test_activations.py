@@ -7,6 +7,7 @@ import pytest
 from ultrascale.cost import activations
 from ultrascale.cost.columns import Columns
 from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
@@ -128,3 +129,31 @@ def test_head_of_llama() -> None:
     assert head.saved[0] == 8192 * (16_384 + 8 + 256_512)
     assert head.peak[0] == 8192 * (16_384 + 8 + 2 * 256_512)
     assert activations.head(of, Columns.of([Layout(tp=8)])).peak[0] == 8192 * ((16_384 + 2 * 256_512) / 8 + 8)
+
+
+def test_head_that_makes_its_gradients_at_once() -> None:
+    """8192 tokens, 4096 at a time.
+
+    Kept: norm's input and the hidden states' gradient 2·8192, 8 bytes, and 525,336,576 weights in fp32. At the peak a chunk's
+    logits, 2·4096·128,256 bytes, are as many as the weight's gradient in bf16: either stands beside a third 8192 a token.
+    """
+    of = job("llama-3-8b", 8192, framework=Framework(loss="at-once"))
+    head = activations.head(of, Columns.of([Layout()]))
+    assert head.saved[0] == 8192 * (16_384 + 8) + 4 * 525_336_576
+    assert head.peak[0] == head.saved[0] + 8192 * 8192 + 2 * 525_336_576
+    # Few tokens have few logits: then the weight's gradient decides.
+    few = activations.head(job("llama-3-8b", 1024, framework=Framework(loss="at-once")), Columns.of([Layout()]))
+    assert few.peak[0] - few.saved[0] == 1024 * 8192 + 2 * 525_336_576
+
+
+@pytest.mark.parametrize(
+    ("fields", "layout"),
+    [({}, {"tp": 8}), ({}, {"pp": 2, "gas": 2, "schedule": "zero-bubble"}), ({"precision": "fp16"}, {})],
+    ids=str,
+)
+def test_where_the_loss_stays_whole(fields: dict[str, str], layout: dict[str, object]) -> None:
+    """A cut vocabulary, a split backward and fp16 keep their logits, and write the gradient over them."""
+    columns = Columns.of([Layout(**layout)])
+    whole = activations.head(job("llama-3-8b", 8192, framework=Framework(loss="overwritten"), **fields), columns)
+    at_once = activations.head(job("llama-3-8b", 8192, framework=Framework(loss="at-once"), **fields), columns)
+    assert (at_once.saved[0], at_once.peak[0]) == (whole.saved[0], whole.peak[0])

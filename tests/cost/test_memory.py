@@ -11,6 +11,7 @@ import pytest
 from ultrascale.cost.estimate import estimate
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.estimate import Estimate, StageMemory
+from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
@@ -295,3 +296,50 @@ def test_the_worked_example_of_the_documentation() -> None:
     assert {name: float(gib) for name, gib in printed.items()} == {
         name: pytest.approx(gib, abs=0.006) for name, gib in {**held, "peak": predicted.peak_gib}.items()
     }
+
+
+# Tensors at the peak of a step of the engine on one H200, with sequences of 4096 (benchmarks/gpu).
+@pytest.mark.parametrize(
+    ("shape", "mbs", "measured"),
+    [
+        ({"layers": 16, "hidden": 2048, "heads": 32, "head_dim": 64}, 8, 59.02),
+        ({"layers": 28, "hidden": 3072, "heads": 24, "head_dim": 128}, 4, 88.44),
+    ],
+    ids=["1b", "3b"],
+)
+def test_what_one_gpu_was_measured_to_hold(shape: dict[str, int], mbs: int, measured: float) -> None:
+    model = Model(name="untied", ffn=8192, kv_heads=8, vocab=128_256, **shape)
+    cluster, engine = Cluster.load("1xh200"), Framework.load("ultrascale-gpu")
+    job = Job(model=model, cluster=cluster, seq=4096, batch_tokens=mbs * 4096, framework=engine)
+    held = estimate(job, Layout(mbs=mbs)).memory[0].memory
+    assert (held.total - held.runtime) / GIB == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("layout", "fields", "stays"),
+    [
+        ({}, {}, True),
+        ({"gas": 2}, {}, False),
+        ({"offload": "optimizer"}, {}, False),
+        ({}, {"optimizer": "sgd"}, False),
+    ],
+    ids=str,
+)
+def test_gradients_stay_as_made_where_nothing_is_added_to_them(
+    layout: dict[str, Any], fields: dict[str, Any], stays: bool
+) -> None:
+    """16 GB of gradients in bf16, 150 GB of activations: none at the loss, and then they find room where backward has been."""
+    engine = Framework(gradients_as_made=True)
+    held = predict("llama-3-8b", "1xh200", 8192, Layout(mbs=4, **layout), framework=engine, **fields).memory[0].memory
+    assert held.gradients == (0 if stays else 4 * N8)
+
+
+def test_gradients_of_a_small_batch_outweigh_its_activations() -> None:
+    """All gradients, 2 bytes each, are there when no activations are.
+
+    A layer keeps of a token: four residuals of 8192 bytes, q 8192, k and v 4096, output 8192, log-sum-exp 128, and three
+    times 28,672 of the MLP: 139,392 bytes.
+    """
+    engine = Framework(gradients_as_made=True)
+    held = predict("llama-3-8b", "1xh200", 64, Layout(), framework=engine).memory[0].memory
+    assert held.gradients == pytest.approx(2 * N8 - 64 * 32 * 139_392, rel=0.001)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import pytest
 
 from ultrascale.measure.compositions import compositions, spread
+from ultrascale.measure.small import reduced
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 from ultrascale.specs.training import Training
 from ultrascale.train.supported import layout_problem
 
 
-def job(world: int) -> Job:
-    return Job(model=Model.load("tiny"), cluster=Cluster.load(f"{world}xh100"), seq=64, batch_tokens=1024, precision="fp32")
+def job(world: int, model: str = "tiny") -> Job:
+    return Job(model=Model.load(model), cluster=Cluster.load(f"{world}xh100"), seq=64, batch_tokens=1024, precision="fp32")
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
@@ -43,6 +45,19 @@ def test_eight_processes_give_more_than_150_and_hold_every_value():
     assert any(min(layout.dp, layout.cp, layout.pp) > 1 and layout.zero == 3 for layout in layouts)
 
 
+@pytest.mark.parametrize("world", [4, 8])
+def test_experts_add_at_least_40_layouts(world):
+    layouts = compositions(job(world, "tiny-moe"), world)
+    spread_out = [layout for layout in layouts if layout.ep > 1]
+    assert len(spread_out) >= 40
+    assert len(layouts) - len(spread_out) == len(compositions(job(world), world))
+    assert all(layout_problem(job(world, "tiny-moe"), layout, Training()) is None for layout in layouts)
+    assert {layout.zero for layout in spread_out} == {0, 1, 2, 3}
+    for axis in ("dp", "tp", "pp", "cp"):
+        assert any(getattr(layout, axis) > 1 for layout in spread_out), axis
+    assert compositions(job(world, "tiny-moe"), world, ["ep"]) == spread_out
+
+
 def test_only_keeps_those_that_use_each_technique():
     layouts = compositions(job(8), 8, ["pp", "cp", "zero"])
     assert layouts
@@ -64,3 +79,21 @@ def test_a_spread_of_24_holds_every_schedule_and_way():
     }
     assert {layout.context_parallel for layout in few if layout.cp > 1} == {"allgather", "ring", "zigzag", "ulysses"}
     assert {layout.zero for layout in few} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("mixtral-8x7b", Layout(dp=64, ep=8, tp=2, gas=4, zero=1)),
+        ("qwen3-235b-a22b", Layout(dp=8, ep=8, pp=2, gas=8, zero=3)),
+    ],
+)
+def test_a_plan_with_experts_is_made_small(name, layout):
+    plan = Job(
+        model=Model.load(name), cluster=Cluster.load(f"{layout.gpus}xh100"), seq=4096, batch_tokens=layout.batch_tokens(4096)
+    )
+    small = reduced(plan, layout)
+    assert small.job.model.moe.top_k == Model.load(name).moe.top_k
+    assert small.layout.ep == 8
+    assert layout_problem(small.job, small.layout, Training()) is None
+    assert any("experts of" in note for note in small.notes)

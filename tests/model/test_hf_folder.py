@@ -30,6 +30,7 @@ SHAPE: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+QWEN_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12}
 CONFIGS: dict[str, transformers.PretrainedConfig] = {
     "llama": transformers.LlamaConfig(**SHAPE),
     "llama 3.2": transformers.LlamaConfig(
@@ -41,6 +42,18 @@ CONFIGS: dict[str, transformers.PretrainedConfig] = {
     "qwen3": transformers.Qwen3Config(**SHAPE, head_dim=24),
     "qwen3 with a window": transformers.Qwen3Config(
         **SHAPE, head_dim=8, use_sliding_window=True, sliding_window=6, max_window_layers=0
+    ),
+    "mixtral": transformers.MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
+    "mixtral with a window": transformers.MixtralConfig(**SHAPE, num_local_experts=5, num_experts_per_tok=1, sliding_window=5),
+    "qwen3-moe": transformers.Qwen3MoeConfig(**SHAPE, **QWEN_EXPERTS, head_dim=16, norm_topk_prob=True),
+    "qwen3-moe weighed as scored": transformers.Qwen3MoeConfig(
+        **SHAPE, **QWEN_EXPERTS, head_dim=16, mlp_only_layers=[0], tie_word_embeddings=True
+    ),
+    "qwen2-moe": transformers.Qwen2MoeConfig(
+        **SHAPE, **QWEN_EXPERTS, shared_expert_intermediate_size=20, mlp_only_layers=[0], norm_topk_prob=True
+    ),
+    "qwen2-moe without biases": transformers.Qwen2MoeConfig(
+        **SHAPE, **QWEN_EXPERTS, shared_expert_intermediate_size=20, qkv_bias=False
     ),
     "gpt2": transformers.GPT2Config(n_layer=2, n_embd=32, n_head=4, n_positions=64, vocab_size=99, initializer_range=0.2),
     "gpt2 untied": transformers.GPT2Config(
@@ -236,9 +249,9 @@ BROKEN: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "experts": (
         "llama",
         lambda f: change_config(f, model_type="mixtral", num_local_experts=4, num_experts_per_tok=2),
-        "the engine trains dense models",
+        "has no tensor 'model.layers.0.block_sparse_moe.gate.weight'",
     ),
-    "layers without positions": ("llama", lambda f: change_config(f, model_type="smollm3"), "the engine trains dense models"),
+    "layers without positions": ("llama", lambda f: change_config(f, model_type="smollm3"), "the engine trains models of"),
     "hidden missing": ("llama", lambda f: change_config(f, hidden_size=...), "config.hidden_size is missing"),
     "hidden as text": ("llama", lambda f: change_config(f, hidden_size="32"), "config.hidden_size is '32'"),
     "negative layers": ("llama", lambda f: change_config(f, num_hidden_layers=-1), "num_hidden_layers is -1"),

@@ -69,6 +69,10 @@ VARIANTS = {
     "gpt": variant(kv_heads=4, positions="learned", norm="layernorm", activation="gelu", tied_embeddings=True, mlp_bias=True),
     "relu, no positions": variant(activation="relu", positions="none", sliding_window=5),
     "geglu": variant(activation="geglu"),
+    "experts": variant(moe={"experts": 4, "top_k": 2, "expert_ffn": 24, "dense_layers": 1}),
+    "plain experts, shared and gated": variant(
+        activation="relu", moe={"experts": 4, "top_k": 1, "expert_ffn": 24, "shared_experts": 1, "shared_gate": True}
+    ),
 }
 
 
@@ -128,7 +132,9 @@ def test_parameters_are_those_of_the_spec(name: str) -> None:
     assert sum(parameter.numel() for parameter in Transformer(model).parameters()) == model.parameters
 
 
-@pytest.mark.parametrize("name", ["llama-3-8b", "qwen3-0.6b", "qwen2.5-7b", "gpt2", "mistral-7b"])
+@pytest.mark.parametrize(
+    "name", ["llama-3-8b", "qwen3-0.6b", "qwen2.5-7b", "gpt2", "mistral-7b", "mixtral-8x7b", "qwen3-30b-a3b"]
+)
 def test_presets_build_on_meta_with_their_exact_count(name: str) -> None:
     model = Model.load(name)
     with torch.device("meta"):
@@ -221,10 +227,14 @@ def test_half_precision_keeps_its_dtype() -> None:
         logits.sum().backward()
 
 
-@pytest.mark.parametrize("name", ["mixtral-8x7b", "deepseek-v2-lite"])
-def test_sparse_and_latent_models_are_refused(name: str) -> None:
-    with pytest.raises(SpecError, match=r"model\.mo?[el]a? is set .* try llama-3-8b"):
-        Transformer(Model.load(name))
+def test_latent_models_are_refused() -> None:
+    with pytest.raises(SpecError, match=r"model\.mla is set .* try qwen3-30b-a3b"):
+        Transformer(Model.load("deepseek-v2-lite"))
+
+
+def test_experts_with_biases_are_refused() -> None:
+    with pytest.raises(SpecError, match=r"model\.mlp_bias is true .* but experts have no biases: try false"):
+        Transformer(variant(moe={"experts": 4, "top_k": 2, "expert_ffn": 8}, mlp_bias=True))
 
 
 def test_odd_heads_cannot_rotate() -> None:
@@ -234,7 +244,7 @@ def test_odd_heads_cannot_rotate() -> None:
 
 def saved_bytes(model: Model, length: int, batch: int = 1) -> int:
     """Distinct storages that one block's forward keeps, parameters and the shared rotary tables left out."""
-    block = Block(model)
+    block = Block(model, 0)
     x = torch.randn(batch, length, model.hidden, requires_grad=True)
     rope = tables(model, torch.arange(length)) if model.positions == "rotary" else None
     known = {tensor.untyped_storage().data_ptr() for tensor in [*block.parameters(), *(rope or ())]}

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch._dynamo  # FSDP2 imports it late: once here, and not once in every fork
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from ultrascale.parallel import local
 from ultrascale.parallel.mesh import Mesh
@@ -54,6 +53,33 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "one-kv-head": {"kv_heads": 1},
     "odd-vocabulary": {"vocab": 61, "tied_embeddings": True},
     "narrow": {"hidden": 6, "heads": 3, "kv_heads": 1, "head_dim": 2, "ffn": 5},
+    "experts": {"ffn": 0, "moe": {"experts": 8, "top_k": 2, "expert_ffn": 16}},
+    "qwen2-moe": {
+        "qkv_bias": True,
+        "tied_embeddings": True,
+        "moe": {
+            "experts": 4,
+            "top_k": 3,
+            "expert_ffn": 12,
+            "dense_layers": 1,
+            "shared_experts": 1,
+            "shared_expert_ffn": 20,
+            "shared_gate": True,
+            "renormalize": False,
+        },
+    },
+    "deepseek": {
+        "moe": {
+            "experts": 8,
+            "top_k": 2,
+            "expert_ffn": 8,
+            "dense_layers": 1,
+            "shared_experts": 2,
+            "router": "sigmoid",
+            "router_bias": True,
+        },
+    },
+    "eight-experts": {"layers": 8, "hidden": 16, "heads": 2, "ffn": 0, "moe": {"experts": 4, "top_k": 2, "expert_ffn": 8}},
     "eight": {"layers": 8, "hidden": 16, "heads": 2, "ffn": 24},
     "eight-tied": {"layers": 8, "hidden": 16, "heads": 2, "ffn": 24, "tied_embeddings": True},
 }
@@ -135,16 +161,17 @@ def train(engine: Engine) -> Seen:
     for number in range(engine.training.steps):
         loss = engine.backward(engine.read(number))
         if number == 0:
-            pieces = [_piece(weight, engine.mesh) for weight in engine.weights]
+            pieces = [_piece(weight) for weight in engine.weights]
         result = engine.update(number, loss)
         losses.append(result.loss)
         norms.append(result.grad_norm)
     return Seen(losses, norms, pieces, engine.pipeline.ran)
 
 
-def _piece(weight: Weight, mesh: Mesh) -> Piece:
-    chunk = (mesh.shard.rank, mesh.shard.size) if isinstance(weight.parameter, DTensor) else None
-    return Piece(replace(weight.shard, partial=None), chunk, weight.gradient.clone())
+def _piece(weight: Weight) -> Piece:
+    pieces = weight.shard.pieces
+    chunk = None if pieces is None else (pieces.rank, pieces.size)
+    return Piece(replace(weight.shard, partial=None, pieces=None, copies=None), chunk, weight.gradient.clone())
 
 
 @cache

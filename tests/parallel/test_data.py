@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from parallel.harness import check, gradient_errors, in_ranks, job_of, one_process, relative, train, training_of
+from parallel.harness import assert_same, check, gradient_errors, in_ranks, job_of, one_process, relative, train, training_of
+from ultrascale.model import loss
 from ultrascale.parallel import comm, data, local
 from ultrascale.parallel.comm import Axis
 from ultrascale.parallel.data import mean_start
+from ultrascale.parallel.products import ALONE
 from ultrascale.specs.layout import Layout
+from ultrascale.train import build
 from ultrascale.train.engine import Engine
 
 VARIANTS = ["naive", "hooks", "bucketed", "ddp"]
@@ -198,3 +202,67 @@ def test_a_gradient_that_is_not_finite_survives_eight_bits() -> None:
     back = codes.float() * scales
     assert not bool(torch.isfinite(back[:2]).any())
     assert torch.equal(back[2], torch.zeros(2))
+
+
+def _stale(engine: Engine) -> Any:
+    """Trains with buckets that still hold something when a step begins, as they do after every step."""
+    for chunk in engine.pipeline.chunks.values():
+        assert isinstance(chunk.gradients, data.Reduced)
+        for bucket in chunk.gradients.buckets:
+            bucket.flat.fill_(float("nan"))
+    return train(engine)
+
+
+@pytest.mark.parametrize("fields", [{"gas": 3}, {"dp": 2, "gas": 2}, {"pp": 2, "gas": 2, "schedule": "zero-bubble"}], ids=str)
+def test_the_first_micro_batch_is_written_over_the_last_step(fields: dict[str, Any]) -> None:
+    job, layout = job_of("tied" if "pp" not in fields else "llama"), Layout(**fields)
+    ranks = in_ranks(_stale, job, layout, training_of())
+    assert_same(ranks, one_process(job, layout.dp * layout.gas, training_of()), job)
+
+
+def test_a_parameter_that_nothing_reached_has_a_gradient_of_zero() -> None:
+    used, unused = torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)
+    gradients = data.Reduced(torch.nn.ModuleList([used, unused]), ALONE, "bucketed", torch.float32)
+    for step in range(2):
+        for bucket in gradients.buckets:
+            bucket.flat.fill_(7.0)
+        gradients.begin()
+        for last in (False, True):
+            gradients.before_backward(last, split=False)
+            used(torch.ones(1, 2)).sum().backward()
+            gradients.after_backward(last, split=False)
+        gradients.finish()
+        assert torch.equal(gradients.of(used.weight), torch.full((2, 2), 2.0)), step
+        assert torch.equal(gradients.of(unused.weight), torch.zeros(2, 2)), step
+
+
+@pytest.mark.parametrize("family", ["llama", "tied"])
+def test_gradients_as_made_and_a_chunked_loss(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one GPU does with one micro-batch, on a CPU: several steps, so that a gradient left over would be seen."""
+    job, layout = job_of(family), Layout(mbs=2)
+    reference = one_process(job, 2, training_of())
+    monkeypatch.setattr(build, "as_made", lambda *_: True)
+    monkeypatch.setattr(build, "in_chunks", lambda *_: True)
+    monkeypatch.setattr(loss, "linear_cross_entropy", partial(loss.linear_cross_entropy, chunk=7))
+    assert_same(in_ranks(train, job, layout, training_of()), reference, job)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"dp": 2, "gas": 2, "data_parallel": "hooks"},
+        {"dp": 2, "gas": 2, "zero": 3},
+        pytest.param({"dp": 2, "gas": 2, "data_parallel": "ddp"}, marks=slow),
+        pytest.param({"pp": 2, "gas": 2}, marks=slow),
+        pytest.param({"dp": 2, "zero": 1}, marks=slow),
+    ],
+    ids=str,
+)
+def test_a_chunked_loss_gives_its_gradients_through_the_usual_hooks(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, layout = job_of("tied"), Layout(**fields)
+    reference = one_process(job, layout.dp * layout.gas, training_of())
+    monkeypatch.setattr(build, "in_chunks", lambda *_: True)
+    monkeypatch.setattr(loss, "linear_cross_entropy", partial(loss.linear_cross_entropy, chunk=7))
+    assert_same(in_ranks(train, job, layout, training_of()), reference, job)

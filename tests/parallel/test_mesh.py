@@ -22,12 +22,18 @@ SHARDED = [
     for shards in (1, 2, 3, None)
     if layout.data_ranks > 1 and layout.data_ranks % (shards or 1) == 0
 ]
+SPREAD = [
+    layout.changed(ep=ep)
+    for layout in LAYOUTS + SHARDED
+    for ep in (2, 3, 4)
+    if layout.data_ranks % ep == 0 and (not layout.zero or layout.shards % ep == 0)
+]
 
 
 def meshes_of(layout: Layout, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Mesh], list[list[tuple[int, ...]]]]:
     """Every rank's mesh, and the groups each rank joined, links included, in order."""
     joined: list[list[tuple[int, ...]]] = []
-    monkeypatch.setattr(meshes, "_join", lambda members: joined[-1].append(members) or object())
+    monkeypatch.setattr(meshes, "join", lambda members: joined[-1].append(members) or object())
     found = []
     for rank in range(layout.gpus):
         joined.append([])
@@ -40,7 +46,7 @@ def meshes_of(layout: Layout, kv_heads: int, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 def test_ranks_make_their_groups_in_step(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch names a group by its members and by how many its maker made before: one count that differs is a deadlock."""
-    for layout in LAYOUTS + SHARDED:
+    for layout in LAYOUTS + SHARDED + SPREAD:
         _, joined = meshes_of(layout, kv_heads, monkeypatch)
         for rank, groups in enumerate(joined):
             assert len(groups) == len(joined[0]), (layout, rank)
@@ -110,3 +116,24 @@ def test_every_neighbour_has_a_link_in_each_direction(pp: int, monkeypatch: pyte
     for rank, mesh in enumerate(everyone):
         after, before = (rank + 1) % pp, (rank - 1) % pp
         assert set(mesh.links()) == {(rank, after), (after, rank), (rank, before), (before, rank)}
+
+
+def test_experts_are_spread_over_neighbouring_data_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = meshes_of(Layout(dp=4, cp=2, tp=2, ep=4, zero=2), 8, monkeypatch)
+    assert found[2].data.ranks == (0, 2, 4, 6, 8, 10, 12, 14)
+    assert found[2].ep.ranks == (0, 2, 4, 6)
+    assert found[2].expert_data.ranks == (2, 10)
+    assert found[2].expert_shard.ranks == (2, 10)
+    in_two, _ = meshes_of(Layout(dp=8, ep=2, zero=3, zero_shards=4), 8, monkeypatch)
+    assert (in_two[5].shard.ranks, in_two[5].replica.ranks) == ((4, 5, 6, 7), (1, 5))
+    assert (in_two[5].expert_shard.ranks, in_two[5].expert_data.ranks) == ((5, 7), (1, 3, 5, 7))
+
+
+def test_every_part_of_the_experts_counts_once_in_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks over which norms add up hold each part of the experts, and of what ZeRO cuts, exactly once."""
+    for layout in SPREAD:
+        found, _ = meshes_of(layout, 8, monkeypatch)
+        for mesh in found:
+            members = [found[rank] for rank in mesh.parts.ranks]
+            parts = [(one.place.pp, one.place.tp, one.ep.rank, one.expert_shard.rank) for one in members]
+            assert len(set(parts)) == len(parts) == layout.pp * layout.tp * layout.ep * mesh.expert_shard.size, layout

@@ -27,7 +27,7 @@ def config(family: str, layers: int, hidden: int, heads: int, kv: int, ffn: int,
     }
 
 
-QWEN3_MOE = {"head_dim": 128, "num_experts_per_tok": 8, "mlp_only_layers": [], "decoder_sparse_step": 1}
+QWEN3_MOE = {"head_dim": 128, "num_experts_per_tok": 8, "mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob": True}
 MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "moe_layer_freq": 1}
 
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -136,6 +136,8 @@ def test_qwen2_moe_by_hand() -> None:
     attention = 4 * h * h + 3 * h
     moe = 60 * 3 * h * 1408 + 3 * h * 5632 + h + 60 * h
     model = Model.from_hf(published)
+    assert model.moe is not None
+    assert not model.moe.renormalize  # The class's default.
     assert model.parameters == 24 * (attention + moe + 2 * h) + 2 * 151936 * h + h
     assert round(model.parameters / 1e9, 1) == 14.3  # The model card's total.
     assert round(model.active_parameters / 1e9, 1) == 2.7  # And its activated parameters.

@@ -66,8 +66,30 @@ def models(draw: st.DrawFn) -> Model:
             "attention_output_bias": biased,
             "sliding_window": draw(st.none() | window),
         },
+        "mixtral": {"sliding_window": draw(st.none() | window), "ffn": 0},
+        "qwen2_moe": {"qkv_bias": biased},
+        "qwen3_moe": {
+            "qk_norm": True,
+            "qkv_bias": biased,
+            "attention_output_bias": biased,
+            "sliding_window": draw(st.none() | window),
+        },
     }[family]
+    if family in ("mixtral", "qwen2_moe", "qwen3_moe"):
+        fields |= draw(experts(family, fields))
     return Model(**fields)
+
+
+@st.composite
+def experts(draw: st.DrawFn, family: str, fields: dict[str, Any]) -> dict[str, Any]:
+    count = draw(st.integers(1, 64))
+    moe = {"experts": count, "top_k": draw(st.integers(1, min(8, count))), "expert_ffn": draw(st.integers(1, 4096))}
+    if family == "mixtral":
+        return {"moe": moe}
+    moe |= {"dense_layers": draw(st.integers(0, fields["layers"])), "renormalize": draw(st.booleans())}
+    if family == "qwen2_moe":
+        moe |= {"shared_experts": 1, "shared_expert_ffn": draw(st.integers(1, 4096)), "shared_gate": True}
+    return {"moe": moe, "ffn": fields["ffn"] if moe["dense_layers"] else 0}
 
 
 @given(models())
@@ -123,10 +145,27 @@ def test_what_no_family_can_say_is_refused_by_its_field(base: Model, change: dic
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(("name", "field"), [("mixtral-8x7b", "moe"), ("deepseek-v2-lite", "m")])
-def test_sparse_and_latent_models_are_refused(name: str, field: str) -> None:
-    with pytest.raises(SpecError, match=rf"^model\.{field}.* is set"):
-        config_of(Model.load(name), "bf16")
+def test_latent_models_are_refused() -> None:
+    with pytest.raises(SpecError, match=r"^model\.mla is set"):
+        config_of(Model.load("deepseek-v2-lite"), "bf16")
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"router": "sigmoid"}, "moe.router"),
+        ({"router_bias": True}, "moe.router_bias"),
+        ({"renormalize": False}, "moe.renormalize"),
+        ({"dense_layers": 1}, "moe.dense_layers"),
+        ({"shared_experts": 1, "shared_expert_ffn": 8}, "moe.shared_gate"),
+        ({"shared_experts": 2, "shared_expert_ffn": 8, "shared_gate": True}, "moe.shared_experts"),
+    ],
+)
+def test_experts_of_no_family_are_refused(change: dict[str, Any], field: str) -> None:
+    mixtral = Model.load("mixtral-8x7b")
+    assert mixtral.moe is not None
+    with pytest.raises(SpecError, match=rf"^model\.{field} is .*: .*; try "):
+        config_of(mixtral.model_copy(update={"moe": mixtral.moe.model_copy(update=change)}), "bf16")
 
 
 def test_an_unknown_dtype_is_refused() -> None:

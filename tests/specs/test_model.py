@@ -96,6 +96,8 @@ BY_HAND = {
     + 2880,
     # 8 layers of q and o 64·64, k and v 64·32, three 64·192 and two norms; two 256·64 tables and a norm.
     "tiny": 8 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192 + 2 * 64) + 2 * 256 * 64 + 64,
+    # The same but for the MLP: a router 8·64 and 8 experts of three 64·64.
+    "tiny-moe": 8 * (2 * 64 * 64 + 2 * 64 * 32 + 8 * 64 + 8 * 3 * 64 * 64 + 2 * 64) + 2 * 256 * 64 + 64,
     "mini": 2 * 256 * 256 + 6 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 768 + 2 * 256) + 256,
 }
 

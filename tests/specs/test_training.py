@@ -87,6 +87,9 @@ def test_the_value_that_a_refusal_names_works() -> None:
         ("eval_data", "data/held-out", "data/held-out"),
         ("eval_data", "none", None),
         ("document_mask", "on", True),
+        ("balance_loss", "1e-2", 0.01),
+        ("capacity_factor", "1.25", 1.25),
+        ("capacity_factor", "none", None),
     ],
 )
 def test_text_becomes_a_value(field: str, text: str, value: Any) -> None:

@@ -53,7 +53,26 @@ LAYOUTS = {
     "pp2-tp2": layout(pp=2, tp=2),
     "tp2-cp2": layout(tp=2, cp=2),
     "full": layout(dp=2, recompute="full"),
+    "ep2": layout(dp=2, ep=2),
+    "ep2-dp4": layout(dp=4, ep=2),
+    "ep2-zero3": layout(dp=4, ep=2, zero=3),
+    "ep2-hsdp": layout(dp=4, ep=2, zero=2, zero_shards=2),
+    "ep2-tp2": layout(dp=2, ep=2, tp=2),
+    "ep2-pp2-zero1": layout(dp=2, ep=2, pp=2, zero=1),
 }
+EXPERT_PAIRS = [
+    ("one", "ep2"),
+    ("ep2", "one"),
+    ("ep2", "ep2-zero3"),
+    ("ep2-zero3", "tp2"),
+    ("ep2-dp4", "ep2-tp2"),
+    ("ep2-tp2", "zero3"),
+    ("ep2-hsdp", "ep2"),
+    ("tp2", "ep2-pp2-zero1"),
+    ("ep2-pp2-zero1", "cp2"),
+    ("one", "tp2"),
+    ("zb-v", "dp2"),
+]
 PAIRS = [
     ("one", "dp2"),
     ("one", "tp2"),
@@ -144,6 +163,16 @@ def test_tied_embeddings_are_kept_once_and_found_at_both_ends(saved: Any, first:
     assert "head.linear.weight" not in checkpoint.open_checkpoint(folder).shapes()
     losses = in_ranks(after, job_of("tied"), LAYOUTS[second], TRAINING, folder)[0]
     assert relative(losses, whole_curve("tied")[BEFORE:]) < CLOSE
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [*EXPERT_PAIRS[:5], *(pytest.param(*pair, marks=pytest.mark.slow) for pair in EXPERT_PAIRS[5:])]
+)
+def test_experts_and_the_biases_of_their_routers_go_on(saved: Any, first: str, second: str) -> None:
+    folder, _ = saved("deepseek", first)
+    assert checkpoint.open_checkpoint(folder).tensor("blocks.2.mlp.router.bias").any()
+    losses = in_ranks(after, job_of("deepseek"), LAYOUTS[second], TRAINING, folder)[0]
+    assert relative(losses, whole_curve("deepseek")[BEFORE:]) < CLOSE
 
 
 @pytest.mark.parametrize("name", ["one", "dp2", "tp4", "cp2", "zero3", "hsdp", "zb-v", "zero3-tp2"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from ultrascale.model import loss
 from ultrascale.model.init import initialize
 from ultrascale.model.transformer import Transformer
 from ultrascale.specs.layout import Recompute
@@ -51,9 +52,25 @@ def test_one_graph_for_all_blocks_and_one_for_the_head(policy: Recompute, graphs
         initialize(model, 0, TINY)
     recompute.apply(compiled, policy)
     compile.apply(compiled)
-    loss, gradients = loss_and_gradients(compiled)
+    found, gradients = loss_and_gradients(compiled)
     assert len(graphs) == 2
     expected_loss, expected = loss_and_gradients(plain)
-    torch.testing.assert_close(loss, expected_loss)
+    torch.testing.assert_close(found, expected_loss)
+    for gradient, reference in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, reference, rtol=1e-4, atol=1e-5)
+
+
+def test_a_chunked_loss_stays_out_of_the_graphs(graphs: Graphs) -> None:
+    """Blocks share one graph and the last norm has one; the loss is neither compiled nor done twice."""
+    plain, compiled = Transformer(TINY), Transformer(TINY)
+    for model in (plain, compiled):
+        initialize(model, 0, TINY)
+    loss.apply(compiled)
+    compile.apply(compiled)
+    found, gradients = loss_and_gradients(compiled)
+    assert len(graphs) == 2
+    assert not any("linear" in node.name for node in graphs[1].graph.nodes)  # the head's weight is no input of the last
+    expected_loss, expected = loss_and_gradients(plain)
+    torch.testing.assert_close(found, expected_loss)
     for gradient, reference in zip(gradients, expected, strict=True):
         torch.testing.assert_close(gradient, reference, rtol=1e-4, atol=1e-5)

@@ -27,6 +27,15 @@ CONFIGS = {
         vocab_size=96,
         tie_word_embeddings=True,
     ),
+    "mixtral": transformers.MixtralConfig(
+        hidden_size=32,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=96,
+        num_local_experts=3,
+    ),
     "gpt2": transformers.GPT2Config(n_layer=2, n_embd=32, n_head=4, n_positions=64, vocab_size=96),
 }
 
@@ -174,7 +183,7 @@ def test_weights_that_fail_on_the_way_leave_nothing(theirs: Path, tmp_path: Path
     read = Folder.tensor
 
     def failing(folder: Folder, name: str) -> torch.Tensor:
-        if name == "blocks.1.mlp.down.weight":
+        if name in ("blocks.1.mlp.down.weight", "blocks.1.mlp.experts.down"):
             raise SpecError("the file is gone")
         return read(folder, name)
 

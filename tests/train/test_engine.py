@@ -32,7 +32,7 @@ from ultrascale.train.data import Batches, corpus
 from ultrascale.train.engine import Engine, NotFiniteError
 from ultrascale.train.lr import learning_rate
 
-FAMILIES = ["llama", "tied", "gpt2", "qwen2", "qwen3", "window", "one-kv-head"]
+FAMILIES = ["experts", "qwen2-moe", "llama", "tied", "gpt2", "qwen2", "qwen3", "window", "one-kv-head"]
 
 
 def by_hand(family: str, training: Training, batch: int) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
@@ -196,3 +196,14 @@ def test_a_sum_that_is_left_out_would_be_seen(fields: dict[str, Any], family: st
 
 def test_more_than_one_sequence_in_a_micro_batch() -> None:
     check("gpt2", dp=2, mbs=3, gas=2)
+
+
+def test_a_router_that_gives_nan_is_named() -> None:
+    engine = engine_of(job_of("qwen2-moe"), Layout(mbs=2), training_of())
+    router = next(weight for weight in engine.weights if weight.shard.name == "blocks.2.mlp.router.weight")
+    with torch.no_grad():
+        router.local[1, 3] = torch.nan
+    with pytest.raises(
+        NotFiniteError, match=r"step 1: loss nan, .*; the router of layer 2 scored tokens with NaN; the gradient of"
+    ):
+        engine.step(0)

@@ -119,7 +119,34 @@ def test_vocabularies_that_tp_does_not_divide_are_refused():
         from_model(odd, Overrides.parse(["layout.tp=2"]), 2)
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", "mixtral-8x7b"])
-def test_models_that_are_not_dense_are_refused(name):
-    with pytest.raises(SpecError, match="the engine trains dense models"):
-        from_model(Model.load(name), Overrides(), 1)
+def test_latent_attention_is_refused():
+    with pytest.raises(SpecError, match=r"model.mla is set .* try qwen3-30b-a3b or tiny-moe"):
+        from_model(Model.load("deepseek-v3"), Overrides(), 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "says"),
+    [
+        ("tiny", ["train.balance_loss=0.01"], "train.balance_loss is 0.01 but tiny has no experts: try 0"),
+        ("tiny", ["train.capacity_factor=1.25"], "train.capacity_factor is 1.25 but tiny has no experts: try null"),
+        ("tiny-moe", ["train.capacity_factor=0.001"], "of a sequence's 128 tokens: try 1 or null"),
+        ("tiny-moe", ["train.capacity_factor=1.25", "layout.cp=2"], "counts the tokens of whole sequences: try cp=1"),
+        ("tiny-moe", ["layout.tp=2", "layout.ep=2"], "over data ranks, of which there are dp·cp = 1: try 1"),
+        (
+            "tiny-moe",
+            ["layout.ep=2", "layout.zero=1", "layout.zero_shards=1"],
+            "zero_shards is 1 but must be a multiple of ep = 2",
+        ),
+        ("tiny-moe", ["layout.ep=2", "layout.data_parallel=ddp"], "try data_parallel=bucketed"),
+        ("tiny-moe", ["layout.ep=3"], "layout.ep is 3 but must divide both the 8 experts and dp·cp·tp = 2: try"),
+    ],
+)
+def test_what_experts_cannot_do_is_refused(model, words, says):
+    with pytest.raises(SpecError) as refused:
+        from_model(Model.load(model), Overrides.parse(words), 2)
+    assert says in str(refused.value)
+
+
+def test_experts_with_biases_are_refused():
+    with pytest.raises(SpecError, match=r"model.mlp_bias is true .* the engine's experts have no biases"):
+        from_model(Model.load("tiny-moe").model_copy(update={"mlp_bias": True}), Overrides(), 1)

@@ -16,6 +16,7 @@ from ultrascale.specs.model import Model
 
 FP32 = 4
 CHUNKS = 8  # pieces in which a chunked loss computes its logits
+LOSS_CHUNK = 4096  # tokens at a time of a loss that makes its gradients at once (model/loss.py)
 
 
 def compute_bytes(job: Job) -> int:
@@ -184,6 +185,8 @@ def head(job: Job, columns: Columns) -> HeadActivations:
     norm = 2 * b * tokens * job.model.hidden / columns.sequence_cut
     statistics = 2 * FP32 * tokens
     logits = tokens * job.model.vocab / columns.tp
+    if job.framework.loss == "at-once":
+        return _head_at_once(job, columns, norm + statistics)
     saved, peak = {
         "overwritten": (b, b),
         "fused": (b, 2.0 * b),
@@ -193,6 +196,21 @@ def head(job: Job, columns: Columns) -> HeadActivations:
         "chunked": (b / CHUNKS, 2.0 * b / CHUNKS),
     }[job.framework.loss]
     return HeadActivations(np.asarray(norm + statistics + saved * logits), np.asarray(norm + statistics + peak * logits))
+
+
+def _head_at_once(job: Job, columns: Columns, norm: Array) -> HeadActivations:
+    """A few tokens' logits at a time; the gradients of hidden states (in the count of `norm`) and, in fp32, of the weight stay.
+
+    In forward the norm's output and a chunk's logits stand beside them, in backward both gradients once more as they leave.
+    """
+    model, tokens, b = job.model, columns.tokens(job.seq), compute_bytes(job)
+    weight = model.vocab * model.hidden
+    saved = norm + FP32 * weight
+    peak = saved + b * (tokens * model.hidden + np.maximum(np.minimum(tokens, LOSS_CHUNK) * model.vocab, weight))
+    # Where the vocabulary is cut or backward is split, head and loss are one graph; fp16 must scale its gradients before.
+    whole = (columns.tp > 1) | split_backward(columns) | (job.precision == "fp16")
+    logits = b * tokens * model.vocab / columns.tp
+    return HeadActivations(np.where(whole, norm + logits, saved), np.where(whole, norm + logits, peak))
 
 
 def korthikanti(sequence: int, mbs: int, hidden: int, heads: int, tp: int, sequence_parallel: bool, recompute: str) -> float:

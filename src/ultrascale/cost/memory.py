@@ -6,7 +6,7 @@ over. Added here is what a real run also holds: gathered layers, transfers in fl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -65,6 +65,12 @@ def states(job: Job, columns: Columns, held: params.RankParameters) -> StateByte
         gradients=gradients,
         optimizer=np.where(on_gpu, sharded(OPTIMIZER_STATE_BYTES[job.optimizer], 1), 0.0),
     )
+
+
+def _alone(job: Job, columns: Columns) -> Array:
+    """One micro-batch on one GPU with AdamW on it: there is nothing to add a gradient to."""
+    ranks = columns.data_ranks * columns.tp * columns.pp * columns.ep
+    return np.asarray((ranks * columns.gas == 1) & columns.is_("offload", "none") & (job.optimizer == "adamw"))
 
 
 def transfer_buffers(job: Job, columns: Columns, held: params.RankParameters) -> Array:
@@ -183,8 +189,15 @@ def peak_parts(job: Job, columns: Columns, share: RankShare) -> PeakParts:
         working = np.maximum(working, np.where(count > 0, layer.working, 0.0))
         gradients = np.maximum(gradients, np.where(count > 0, layer.gradients, 0.0))
     head = activations.head(job, columns)
+    state = states(job, columns, held)
+    if job.framework.gradients_as_made:
+        alone = _alone(job, columns)
+        b = activations.compute_bytes(job)
+        # None at the loss, the head's at the first layer; then each layer's take the place of activations that it frees.
+        working = working + np.where(alone, b * share.head * model.vocab * model.hidden, 0.0)
+        state = replace(state, gradients=np.where(alone, np.maximum(0.0, b * held.total - kept), state.gradients))
     return PeakParts(
-        states(job, columns, held),
+        state,
         transfer_buffers(job, columns, held),
         kept,
         dropped,

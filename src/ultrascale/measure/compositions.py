@@ -1,7 +1,8 @@
 """The layouts that `verify` tries for a number of processes: every way to cut, every variant on every way. No torch.
 
-What may interact is crossed in full: axes, ZeRO stage, schedule, way of context parallelism. The rest (sequence parallelism,
-recomputation, ways of data parallelism, HSDP, micro-batch) takes turns, so that each value meets many of the others.
+What may interact is crossed in full: axes (experts' too), ZeRO stage, schedule, way of context parallelism. The rest
+(sequence parallelism, recomputation, ways of data parallelism, HSDP, micro-batch) takes turns, so that each value meets many
+of the others.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import Training
 from ultrascale.train.supported import factors, layout_problem
 
-AXES = ("dp", "tp", "pp", "cp")
+AXES = ("dp", "tp", "pp", "cp", "ep")
 TECHNIQUES = (*AXES, "zero", "recompute")
 _CONTEXT = ("allgather", "ring", "zigzag", "ulysses")
 _RECOMPUTE = ("none", "selective", "full")
@@ -41,7 +42,7 @@ def _of_axes(job: Job, axes: tuple[int, int, int, int]) -> Iterable[Layout]:
     contexts = _CONTEXT if cp > 1 else ("zigzag",)
     stages = range(4) if dp * cp > 1 else range(1)
     alone = sum(size > 1 for size in axes) == 1  # one axis: the rest is crossed in full as well
-    for turn, (zero, schedule, context) in enumerate(product(stages, schedules, contexts)):
+    for turn, (ep, zero, schedule, context) in enumerate(product(_expert_ranks(job, dp * cp), stages, schedules, contexts)):
         turn += 3 * dp + 5 * tp + 7 * pp + 11 * cp  # another beginning for every way to cut
         ways = _DATA if zero == 0 and dp * cp > 1 else ("bucketed",)
         rests = product(_RECOMPUTE, (True, False) if tp > 1 else (True,), ways)
@@ -53,6 +54,7 @@ def _of_axes(job: Job, axes: tuple[int, int, int, int]) -> Iterable[Layout]:
                 "tp": tp,
                 "pp": pp,
                 "cp": cp,
+                "ep": ep,
                 "zero": zero,
                 "schedule": schedule,
                 "virtual_stages": _STAGES.get(schedule, 1),
@@ -60,7 +62,7 @@ def _of_axes(job: Job, axes: tuple[int, int, int, int]) -> Iterable[Layout]:
                 "recompute": recompute,
                 "sequence_parallel": sequence,
                 "data_parallel": way,
-                "zero_shards": dp * cp // 2 if zero and dp * cp >= 4 and turn % 4 == 1 else None,
+                "zero_shards": dp * cp // 2 if zero and dp * cp >= 4 and dp * cp // 2 % ep == 0 and turn % 4 == 1 else None,
                 "keep_gathered": zero == 3 and turn % 5 == 0,
             }
             layout = _with_batch(job, Layout(**fields))
@@ -68,6 +70,11 @@ def _of_axes(job: Job, axes: tuple[int, int, int, int]) -> Iterable[Layout]:
                 layout = layout.model_copy(update={"data_parallel": "bucketed"})
             if layout_problem(job, layout, Training()) is None:
                 yield layout
+
+
+def _expert_ranks(job: Job, data_ranks: int) -> list[int]:
+    moe = job.model.moe
+    return [1] if moe is None else [ep for ep in divisors(data_ranks) if moe.experts % ep == 0]
 
 
 def _turn(values: Sequence[Any], turn: int) -> Any:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 from ultrascale.measure.compositions import compositions, spread
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.model import Model
+from ultrascale.specs.model import Model, MoE
 from ultrascale.specs.plan import Plan
 from ultrascale.train.request import Overrides, from_plan
 
@@ -60,20 +62,23 @@ def reduced(job: Job, layout: Layout) -> Reduced:
     notes = []
     model = job.model
     if model.parameters > LARGEST:
-        model = _narrow(model, layout.tp)
-        notes.append(
-            f"{job.model.name} at hidden {model.hidden}, ffn {model.ffn}, vocab {model.vocab}; layers and heads as they are"
-        )
+        model = _narrow(model, layout.tp, layout.ep)
+        widths = f"hidden {model.hidden}, ffn {model.ffn}, vocab {model.vocab}"
+        if model.moe is not None:
+            widths += f", {model.moe.experts} experts of {model.moe.expert_ffn}"
+        notes.append(f"{job.model.name} at {widths}; layers and heads as they are")
     cut = layout
     if layout.gpus > MOST_PROCESSES:
         dp = max(1, min(layout.dp, MOST_PROCESSES // (layout.tp * layout.pp * layout.cp)))
-        cut = layout.model_copy(update={"dp": dp, "zero_shards": None})
+        cut = layout.model_copy(update={"dp": dp, "ep": math.gcd(layout.ep, dp * layout.cp), "zero_shards": None})
         if cut.gpus > MOST_PROCESSES:
             raise SpecError(
                 f"layout.tp·pp·cp is {layout.tp}·{layout.pp}·{layout.cp} = {layout.gpus // layout.dp}, but verify starts at "
                 f"most {MOST_PROCESSES} processes on one machine: try smaller ones, such as layout.pp=2"
             )
         notes.append(f"dp {cut.dp} instead of {layout.dp}: more replicas compute what these do")
+        if cut.ep != layout.ep:
+            notes.append(f"ep {cut.ep} instead of {layout.ep}")
     if layout.mbs * layout.gas > MOST_SEQUENCES:
         gas = min(layout.gas, max(2 * layout.pp, 2))
         cut = cut.model_copy(update={"mbs": 1, "gas": gas})
@@ -86,8 +91,18 @@ def reduced(job: Job, layout: Layout) -> Reduced:
     return Reduced(small_job(model, cut.gpus, seq, cut.dp * cut.mbs * cut.gas), cut, tuple(notes))
 
 
-def _narrow(model: Model, tp: int) -> Model:
+def _narrow(model: Model, tp: int, ep: int) -> Model:
     width = 64 * tp
-    learned = {"max_positions": min(model.max_positions or 4096, 4096)} if model.positions == "learned" else {}
+    learned: dict[str, Any] = {"max_positions": min(model.max_positions or 4096, 4096)} if model.positions == "learned" else {}
     sizes = {"hidden": 64, "head_dim": 8, "ffn": 2 * width, "vocab": -(-256 // tp) * tp}
+    if model.moe is not None:
+        learned["moe"] = _fewer(model.moe, ep, 8 * tp)
+        sizes["ffn"] = sizes["ffn"] if model.dense_layers else 0
     return model.model_copy(update={"name": f"narrow {model.name}", **sizes, **learned})
+
+
+def _fewer(moe: MoE, ep: int, width: int) -> MoE:
+    """As many experts as a token chooses from and ep divides, and some more."""
+    experts = min(moe.experts, ep * -(-2 * moe.top_k // ep))
+    shared = {"shared_expert_ffn": width} if moe.shared_experts else {}
+    return moe.model_copy(update={"experts": experts, "expert_ffn": width, **shared})

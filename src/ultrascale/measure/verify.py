@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ultrascale.parallel import local
 from ultrascale.parallel.mesh import Mesh
@@ -131,8 +130,8 @@ def _rank(rank: int, nproc: int, store: str, job: Job, layout: Layout, training:
             for weight in engine.weights:
                 reference = whole[f"{number}/{_reference_name(weight, whole, number)}"]
                 scale = max(float(reference.abs().max()), FLOOR * largest[number])
-                error, worst = max((error, worst), (_error(weight, reference, engine.mesh) / scale, weight.shard.name))
-                elements += weight.gradient.numel() if weight.counted and _first_replica(engine.mesh) else 0
+                error, worst = max((error, worst), (_error(weight, reference) / scale, weight.shard.name))
+                elements += weight.gradient.numel() if weight.counted and _first_replica(weight) else 0
         result = engine.update(number, loss)
         losses.append(result.loss)
         norms.append(result.grad_norm)
@@ -150,11 +149,8 @@ def _reference_name(weight: Weight, whole: dict[str, torch.Tensor], number: int)
     return name if f"{number}/{name}" in whole else "embed.tokens.weight"
 
 
-def _error(weight: Weight, reference: torch.Tensor, mesh: Mesh) -> float:
-    part = weight.shard.of(reference)
-    if isinstance(weight.parameter, DTensor):
-        pieces = part.chunk(mesh.shard.size)
-        part = pieces[mesh.shard.rank] if mesh.shard.rank < len(pieces) else part[:0]
+def _error(weight: Weight, reference: torch.Tensor) -> float:
+    part = weight.shard.piece(reference)
     if not part.numel():
         return 0.0
     error = float((weight.gradient - part).abs().max())
@@ -165,9 +161,9 @@ def _largest_entry(whole: dict[str, torch.Tensor], number: int) -> float:
     return max(float(gradient.abs().max()) for name, gradient in whole.items() if name.startswith(f"{number}/"))
 
 
-def _first_replica(mesh: Mesh) -> bool:
+def _first_replica(weight: Weight) -> bool:
     """Among data ranks that hold the same gradients, one counts them."""
-    return mesh.replica.rank == 0 if mesh.layout.zero else mesh.data.rank == 0
+    return weight.shard.copies is not None and weight.shard.copies.rank == 0
 
 
 def _engine(seat: Seat, job: Job, layout: Layout, training: Training) -> Engine:

@@ -1,7 +1,7 @@
 """Our parameter names and those of Hugging Face checkpoints, both ways.
 
-Two families of names: Llama's (Mistral, Qwen2 and Qwen3 too), tensor for tensor; and GPT-2's, whose products are stored
-[in, out] and whose queries, keys and values are one matrix.
+Two families of names: Llama's (Mistral, Mixtral and Qwen too), tensor for tensor, but for experts: ours are stacked, theirs
+stored one by one; and GPT-2's, whose products are stored [in, out] and whose queries, keys and values are one matrix.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ultrascale.model.transformer import Transformer
 from ultrascale.specs.errors import SpecError
-from ultrascale.specs.model import Model
+from ultrascale.specs.hf_config import family_of
+from ultrascale.specs.model import Model, MoE
 
 _ENDS_LLAMA = {
     "embed.tokens": "model.embed_tokens",
@@ -33,6 +34,24 @@ _BLOCK_LLAMA = {
     "mlp.inputs.gate": "mlp.gate_proj",
     "mlp.inputs.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
+}
+_MLP_MIXTRAL = {
+    "mlp.router.weight": "block_sparse_moe.gate.weight",
+    "mlp.experts.gate": "block_sparse_moe.experts.{}.w1.weight",
+    "mlp.experts.up": "block_sparse_moe.experts.{}.w3.weight",
+    "mlp.experts.down": "block_sparse_moe.experts.{}.w2.weight",
+}
+_MLP_QWEN = {
+    "mlp.router.weight": "mlp.gate.weight",
+    "mlp.experts.gate": "mlp.experts.{}.gate_proj.weight",
+    "mlp.experts.up": "mlp.experts.{}.up_proj.weight",
+    "mlp.experts.down": "mlp.experts.{}.down_proj.weight",
+}
+_SHARED_QWEN = {
+    "mlp.shared.inputs.gate.weight": "mlp.shared_expert.gate_proj.weight",
+    "mlp.shared.inputs.up.weight": "mlp.shared_expert.up_proj.weight",
+    "mlp.shared.down.weight": "mlp.shared_expert.down_proj.weight",
+    "mlp.shared_gate.weight": "mlp.shared_expert_gate.weight",
 }
 _ENDS_GPT2 = {
     "embed.tokens": "transformer.wte",
@@ -60,15 +79,19 @@ class Stored:
     """one, or GPT-2's queries, keys and values side by side"""
     turned: bool
     """stored [in, out]; ours are [out, in]"""
+    expert: int | None = None
+    """which of ours it is, where ours are stacked"""
 
     def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         """Of the stored tensor, from the shapes of ours."""
-        outputs, *rest = shapes[self.ours[0]]
+        outputs, *rest = shapes[self.ours[0]][0 if self.expert is None else 1 :]
         joined = (outputs * len(self.ours), *rest)
         return joined[::-1] if self.turned else joined
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """The stored tensor, from ours in their order."""
+        if self.expert is not None:
+            return parts[0][self.expert]
         whole = parts[0] if len(parts) == 1 else torch.cat(list(parts))
         return whole.t().contiguous() if self.turned else whole
 
@@ -93,19 +116,39 @@ def stored(model: Model) -> Iterator[Stored]:
         fused = gpt2 and stem.endswith("attention.qkv")
         held = tuple(f"{stem}.{name}.{kind}" for name in "qkv") if fused else (ours,)
         yield Stored(theirs, held, gpt2 and kind == "weight" and stem.endswith(_STORED_IN_OUT))
+    if model.moe is not None:
+        yield from _stored_experts(model, model.moe)
+
+
+def _stored_experts(model: Model, moe: MoE) -> Iterator[Stored]:
+    """Router and experts of every layer that has them; all experts of one of ours in a row, as a writer wants them."""
+    names = _MLP_MIXTRAL if family_of(model) == "mixtral" else {**_MLP_QWEN, **(_SHARED_QWEN if moe.shared_experts else {})}
+    for layer in range(moe.dense_layers, model.layers):
+        for ours, theirs in names.items():
+            name, held = f"model.layers.{layer}.{theirs}", (f"blocks.{layer}.{ours}",)
+            if "{}" in theirs:
+                yield from (Stored(name.format(expert), held, False, expert) for expert in range(moe.experts))
+            else:
+                yield Stored(name, held, False)
+
+
+def whole(parts: Sequence[Tensor]) -> Tensor:
+    """One of our parameters, from what each tensor that holds some of it holds."""
+    return parts[0] if len(parts) == 1 else torch.stack(list(parts))
 
 
 def from_hf(state: Mapping[str, Tensor], model: Model) -> dict[str, Tensor]:
-    """Our state dict; tensors are views of the given ones."""
-    found: dict[str, Tensor] = {}
+    """Our state dict; tensors are views of the given ones, but for experts."""
+    found: dict[str, list[Tensor]] = {}
     for one in stored(model):
         if one.name not in state:
             raise SpecError(f"checkpoint has no tensor '{one.name}' but {model.name} needs it: give the weights of that model")
         tensor = state[one.name]
-        found |= {ours: one.as_ours(tensor[one.where(ours, tuple(tensor.shape))]) for ours in one.ours}
+        for ours in one.ours:
+            found.setdefault(ours, []).append(one.as_ours(tensor[one.where(ours, tuple(tensor.shape))]))
     if model.tied_embeddings:
         found["head.linear.weight"] = found["embed.tokens.weight"]
-    return found
+    return {ours: whole(parts) for ours, parts in found.items()}
 
 
 def to_hf(state: Mapping[str, Tensor], model: Model) -> dict[str, Tensor]:
@@ -114,17 +157,21 @@ def to_hf(state: Mapping[str, Tensor], model: Model) -> dict[str, Tensor]:
 
 
 def whole_shapes(model: Model) -> dict[str, tuple[int, ...]]:
-    """Every parameter by our name, a tied head once, without memory for any."""
+    """Everything that is kept, by our name, a tied head once, without memory for any."""
     with torch.device("meta"):
-        return {name: tuple(parameter.shape) for name, parameter in Transformer(model).named_parameters()}
+        module = Transformer(model)
+    return {name: tuple(tensor.shape) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
 
 
 def _names(model: Model) -> Iterator[tuple[str, str]]:
-    """Every parameter of the whole model, ours and theirs; GPT-2's fused matrix as `attention.qkv`."""
+    """Every parameter of the whole model but experts, ours and theirs; GPT-2's fused matrix as `attention.qkv`."""
     ends, block = (_ENDS_GPT2, _BLOCK_GPT2) if _is_gpt2(model) else (_ENDS_LLAMA, _BLOCK_LLAMA)
     places = [("", ends), *((f"blocks.{layer}.", block) for layer in range(model.layers))]
     for prefix, parts in places:
+        sparse = model.moe is not None and prefix != "" and model.is_moe_layer(int(prefix.split(".")[1]))
         for part in parts:
+            if sparse and part.startswith("mlp."):
+                continue
             for kind in _kinds(part, model):
                 yield f"{prefix}{part}.{kind}", _theirs(f"{prefix}{part}.{kind}", model)
 

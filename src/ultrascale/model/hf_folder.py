@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ultrascale.model.hf import Stored, stored, whole_shapes
+from ultrascale.model.hf import Stored, stored, whole, whole_shapes
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import read_mapping
 from ultrascale.specs.hf_config import ARCHITECTURES
@@ -28,7 +28,12 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 # Kept by older releases beside the parameters: masks and wavelengths, which every release computes anew.
 _BUFFERS = re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias|model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 # What a class of transformers takes where its config.json leaves the key out and Model.from_hf does not.
-_DEFAULTS: dict[str, dict[str, Any]] = {"mistral": {"sliding_window": 4096, "num_key_value_heads": 8}}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 4096, "num_key_value_heads": 8},
+    "mixtral": {"num_key_value_heads": 8},
+    "qwen2_moe": {"num_key_value_heads": 16},
+    "qwen3_moe": {"num_key_value_heads": 4},
+}
 # Settings under which the same weights compute something else than our layers do.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
@@ -36,6 +41,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "scale_attn_weights": (None, True),
     "scale_attn_by_inverse_layer_idx": (None, False),
     "add_cross_attention": (None, False),
+    "router_jitter_noise": (None, 0, 0.0),
 }
 _ROWS = 4096  # compared at once
 
@@ -55,8 +61,8 @@ class Folder:
     path: Path
     model: Model
     shapes: Mapping[str, tuple[int, ...]]
-    places: Mapping[str, tuple[Stored, _Entry]]
-    """where each of our parameters is stored"""
+    places: Mapping[str, Sequence[tuple[Stored, _Entry]]]
+    """where each of our parameters is stored; experts in many tensors"""
 
     @classmethod
     def open(cls, path: str | Path) -> Folder:
@@ -72,7 +78,11 @@ class Folder:
         shapes = whole_shapes(model)
         for name, one in wanted.items():
             _refuse_misshapen(found[name], one.shape(shapes))
-        return cls(path, model, shapes, {ours: (one, found[name]) for name, one in wanted.items() for ours in one.ours})
+        places: dict[str, list[tuple[Stored, _Entry]]] = {}
+        for name, one in wanted.items():
+            for ours in one.ours:
+                places.setdefault(ours, []).append((one, found[name]))
+        return cls(path, model, shapes, places)
 
     def names(self) -> dict[str, tuple[int, ...]]:
         """Every parameter by our name, with its whole shape; a tied head is not among them."""
@@ -80,8 +90,7 @@ class Folder:
 
     def tensor(self, ours: str) -> Tensor:
         """One whole parameter in the file's dtype; the file is mapped, and let go with the tensor."""
-        one, entry = self.places[ours]
-        return one.as_ours(_read(entry, one.where(ours, entry.shape)))
+        return whole([one.as_ours(_read(entry, one.where(ours, entry.shape))) for one, entry in self.places[ours]])
 
 
 def _model(path: Path) -> Model:
@@ -95,7 +104,7 @@ def _model(path: Path) -> Model:
     model = Model.from_hf(config, path.resolve().name or None)
     if family not in ARCHITECTURES:
         raise SpecError(
-            f"config.model_type is {shown(family)} in {file} but the engine trains dense models of "
+            f"config.model_type is {shown(family)} in {file} but the engine trains models of "
             f"{', '.join(sorted(ARCHITECTURES))}: give a folder of one of these"
         )
     _refuse_other_computing(config, model, file)

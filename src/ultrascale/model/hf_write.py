@@ -71,6 +71,7 @@ def write(
         raise SpecError(f"{out} needs {total / GIB:,.2f} GiB but its disk has {free / GIB:,.2f} GiB free: name another disk")
     with new_folder(out) as folder:
         done = 0
+        tensor = _one_at_a_time(tensor)
         shards = _shards(pieces, shard_bytes)
         names = _names(len(shards))
         for name, shard in zip(names, shards, strict=True):
@@ -86,6 +87,19 @@ def write(
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for name, source in copies.items():
             shutil.copyfile(source, folder / name)
+
+
+def _one_at_a_time(tensor: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
+    """Keeps the last one: experts are written one by one but held together."""
+    held: dict[str, Tensor] = {}
+
+    def last(name: str) -> Tensor:
+        if name not in held:
+            held.clear()
+            held[name] = tensor(name)
+        return held[name]
+
+    return last
 
 
 def _piece(one: Stored, shapes: dict[str, tuple[int, ...]], kind: torch.dtype) -> _Piece:

@@ -17,8 +17,8 @@ STD = 0.02  # GPT-2's; products that end in the residual stream divide it by sqr
 def initialize(module: Transformer, seed: int, model: Model) -> None:
     """Fill every parameter of a plain model, or of a slice of one, in place."""
     with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            parameter.copy_(full_weight(name, parameter.shape, seed, model, parameter.device))
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            tensor.copy_(full_weight(name, tensor.shape, seed, model, tensor.device))
 
 
 def full_weight(name: str, shape: torch.Size, seed: int, model: Model, device: torch.device | str) -> Tensor:
@@ -29,7 +29,7 @@ def full_weight(name: str, shape: torch.Size, seed: int, model: Model, device: t
         return torch.zeros(shape, device=device)
     if name == "head.linear.weight" and model.tied_embeddings:
         name = "embed.tokens.weight"  # a stage with the head alone must draw what the first stage draws
-    residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
+    residual = name.endswith(("attention.out.weight", "down.weight", "experts.down"))
     std = STD / math.sqrt(2 * model.layers) if residual else STD
     return torch.empty(shape, device=device).normal_(0.0, std, generator=_generator(name, seed, device))
 

@@ -6,6 +6,7 @@ are fused and lean already, so the hand-written backward passes serve eager exec
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,6 +39,9 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
 def gelu(x: Tensor) -> Tensor:
     """The tanh approximation, as GPT-2 trains with; torch's own operator keeps its input only."""
     return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[..., Tensor]] = {"swiglu": swiglu, "geglu": geglu, "gelu": gelu, "relu": F.relu}
 
 
 class RMSNorm(nn.Module):

@@ -1,4 +1,4 @@
-"""The decoder-only transformer of the dense presets, in plain PyTorch.
+"""The decoder-only transformer of the presets, dense or with experts, in plain PyTorch.
 
 Nothing here knows a layout: parallelism replaces submodules from outside, so head counts and lengths are read from the
 tensors that arrive. A pipeline stage is a slice of the model, and its parameters keep the whole model's names.
@@ -15,14 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ultrascale.model.attention import causal_attention
-from ultrascale.model.operators import LayerNorm, RMSNorm, geglu, gelu, swiglu
+from ultrascale.model.moe import MixtureOfExperts, Router
+from ultrascale.model.operators import ACTIVATIONS, LayerNorm, RMSNorm
 from ultrascale.model.rotary import Rope, rotate, tables
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.model import Model
 
 IGNORED = -100  # the target of a token that carries no loss
-
-_ACTIVATIONS: dict[str, Callable[..., Tensor]] = {"swiglu": swiglu, "geglu": geglu, "gelu": gelu, "relu": F.relu}
 
 
 class Fan(nn.Module):
@@ -83,12 +82,12 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, width: int) -> None:
         super().__init__()
         names = ("gate", "up") if model.gated else ("up",)
-        self.inputs = Fan(model.hidden, dict.fromkeys(names, model.ffn), model.mlp_bias)
-        self.activation = _ACTIVATIONS[model.activation]
-        self.down = nn.Linear(model.ffn, model.hidden, bias=model.mlp_bias)
+        self.inputs = Fan(model.hidden, dict.fromkeys(names, width), model.mlp_bias)
+        self.activation = ACTIVATIONS[model.activation]
+        self.down = nn.Linear(width, model.hidden, bias=model.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(self.activation(*self.inputs(x)))
@@ -96,12 +95,12 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, index: int) -> None:
         super().__init__()
         self.attention_norm = _norm(model)
         self.attention = Attention(model)
         self.mlp_norm = _norm(model)
-        self.mlp = MLP(model)
+        self.mlp = _experts(model) if model.is_moe_layer(index) else MLP(model, model.ffn)
 
     def forward(self, x: Tensor, rope: Rope | None, bias: Tensor | None = None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rope, bias)
@@ -156,12 +155,17 @@ class Transformer(nn.Module):
         self.embed = Embedding(model) if embed else None
         layers = range(model.layers) if layers is None else layers
         # Keyed by the layer's index in the whole model: a parameter has one name, whatever the stage that holds it.
-        self.blocks = nn.ModuleDict({str(index): Block(model) for index in layers})
+        self.blocks = nn.ModuleDict({str(index): Block(model, index) for index in layers})
         self.head = Head(model) if head else None
         self.tie()
 
     def each_block(self) -> list[Block]:
         return cast(list[Block], list(self.blocks.values()))
+
+    def routers(self) -> dict[int, Router]:
+        """By the layer's index in the whole model."""
+        mlps = {int(index): block.mlp for index, block in zip(self.blocks, self.each_block(), strict=True)}
+        return {index: mlp.router for index, mlp in mlps.items() if isinstance(mlp, MixtureOfExperts)}
 
     def tie(self) -> None:
         """One Parameter at both ends where the model says so and this slice holds both."""
@@ -198,15 +202,22 @@ def _within(documents: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -math.inf).unsqueeze(1)
 
 
+def _experts(model: Model) -> MixtureOfExperts:
+    moe = model.moe
+    assert moe is not None
+    return MixtureOfExperts(model, moe, MLP(model, moe.shared_expert_ffn) if moe.shared_experts else None)
+
+
 def _norm(model: Model) -> nn.Module:
     kind = LayerNorm if model.norm == "layernorm" else RMSNorm
     return kind(model.hidden, model.norm_eps)
 
 
 def _check(model: Model) -> None:
-    for part in ("moe", "mla"):
-        if getattr(model, part) is not None:
-            raise SpecError(f"model.{part} is set ({model.name}) but only dense models can be trained: try llama-3-8b")
+    if model.mla is not None:
+        raise SpecError(f"model.mla is set ({model.name}) but latent attention cannot be trained: try qwen3-30b-a3b")
+    if model.moe is not None and model.mlp_bias:
+        raise SpecError(f"model.mlp_bias is true ({model.name}) but experts have no biases: try false")
     if model.positions == "rotary" and model.head_dim % 2:
         raise SpecError(
             f"model.head_dim is {model.head_dim} but rotary positions turn pairs of numbers: try {model.head_dim + 1}"

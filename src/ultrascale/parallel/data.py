@@ -37,7 +37,7 @@ class Gradients(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Before the first micro-batch: all gradients are zero."""
+        """Before the first micro-batch: of gradients there are none."""
 
     @abstractmethod
     def before_backward(self, last: bool, split: bool) -> None: ...
@@ -67,6 +67,25 @@ class Bucket:
     """parameters whose gradient this backward has not made yet"""
 
 
+class AsMade(Gradients):
+    """One micro-batch on one rank: nothing is added to a gradient, so it stays in the tensor and the format it comes in."""
+
+    def begin(self) -> None:
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+    def before_backward(self, last: bool, split: bool) -> None:
+        pass
+
+    def of(self, parameter: nn.Parameter) -> torch.Tensor:
+        if parameter.grad is None:  # nothing of this batch came by
+            parameter.grad = torch.zeros_like(parameter)
+        return parameter.grad
+
+    def held(self) -> list[torch.Tensor]:
+        return []  # at the peak of a step: they come after it, where activations were
+
+
 class Reduced(Gradients):
     """Gradients as views of contiguous buckets, reduced by hand."""
 
@@ -84,6 +103,8 @@ class Reduced(Gradients):
         self.axis, self.variant, self.compress, self.every_microbatch = axis, variant, compress, every_microbatch
         self.armed = False
         self.under_way: list[Handle[torch.Tensor]] = []
+        self.unwritten: set[nn.Parameter] = set()
+        """parameters whose view still holds the last step's gradient"""
         # Backward visits the last parameter first: buckets in that order fill one after the other.
         backward_order = list(module.parameters())[::-1]
         limit = bucket_mb * MEGABYTE / dtype.itemsize if variant == "bucketed" else 1
@@ -94,11 +115,9 @@ class Reduced(Gradients):
             parameter.register_post_accumulate_grad_hook(self._made)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        for bucket in self.buckets:
-            bucket.flat.zero_()
-        for parameter, view in self.views.items():
-            # Autograd adds into an existing gradient of the same kind; one of another kind is added by the hook.
-            parameter.grad = view if view.dtype == parameter.dtype else None
+        self.unwritten = set(self.views)
+        for parameter in self.views:
+            parameter.grad = None
 
     def before_backward(self, last: bool, split: bool) -> None:
         self.armed = self.variant != "naive" and not split and self._meets(last)
@@ -116,14 +135,23 @@ class Reduced(Gradients):
     @torch.no_grad()
     def _keep(self, parameter: nn.Parameter) -> None:
         view = self.views[parameter]
-        if parameter.grad is not None and parameter.grad is not view:
+        if parameter.grad is None or parameter.grad is view:
+            return
+        if parameter in self.unwritten:  # written: zeros that are added to cost two passes more
+            view.copy_(parameter.grad)
+            self.unwritten.remove(parameter)
+        else:
             view += parameter.grad
-            parameter.grad = None
+        # Autograd adds into an existing gradient of the same kind by itself.
+        parameter.grad = view if view.dtype == parameter.dtype else None
 
     def after_backward(self, last: bool, split: bool) -> None:
         if split:
             for parameter in self.views:
                 self._keep(parameter)
+        for parameter in self.unwritten:
+            self.views[parameter].zero_()
+        self.unwritten.clear()
         if self._meets(last) and not self.armed:
             for bucket in self.buckets:
                 self._start(bucket)

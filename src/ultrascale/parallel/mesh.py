@@ -57,6 +57,12 @@ class Mesh:
     """the data ranks that ZeRO shards over"""
     replica: Axis
     """HSDP: the ranks that hold the same shard"""
+    ep: Axis
+    """data ranks that have the experts between them"""
+    expert_data: Axis
+    """data ranks that have the same experts"""
+    expert_shard: Axis
+    """those of them that ZeRO shards their experts over"""
     kv: Axis
     """tp ranks that hold the same kv heads, where there are fewer heads than ranks"""
     ends: Axis
@@ -77,7 +83,7 @@ class Mesh:
             group = None
             if len(members) > 1:
                 if members not in groups:
-                    groups[members] = _join(members)
+                    groups[members] = join(members)
                 group = groups[members]
             return Axis(name, group, members.index(rank), len(members), members, clock)
 
@@ -91,16 +97,19 @@ class Mesh:
         every = {name: range(getattr(layout, name)) for name in ("pp", "dp", "cp", "tp")}
         data = along(dp=every["dp"], cp=every["cp"])
         shards = layout.shards if layout.zero else 1
-        mine, offset = divmod(data.index(rank), shards)
+        place_in_data = data.index(rank)
+        mine, offset = divmod(place_in_data, shards)
+        shard = data[mine * shards : (mine + 1) * shards]
+        first_expert, experts = place_in_data - place_in_data % layout.ep, place_in_data % layout.ep
         copies = max(1, layout.tp // kv_heads)
         first = place.tp - place.tp % copies
+        # What ZeRO does not cut is the same on all data ranks, but for experts.
+        begin, width = (mine * shards, shards) if layout.zero else (first_expert, layout.ep)
         stage_parts = [
             other
             for pp, tp in product(every["pp"], every["tp"])
-            for other in _data_ranks(layout, pp, tp)[mine * shards : (mine + 1) * shards]
+            for other in _data_ranks(layout, pp, tp)[begin : begin + width]
         ]
-        if not layout.zero:
-            stage_parts = along(pp=every["pp"], tp=every["tp"])
         return cls(
             layout=layout,
             rank=rank,
@@ -110,8 +119,11 @@ class Mesh:
             cp=axis("cp", along(cp=every["cp"])),
             pp=axis("pp", along(pp=every["pp"])),
             data=axis("dp", data),
-            shard=axis("zero", data[mine * shards : (mine + 1) * shards]),
+            shard=axis("zero", shard),
             replica=axis("dp", data[offset::shards]),
+            ep=axis("ep", data[first_expert : first_expert + layout.ep]),
+            expert_data=axis("dp", data[experts :: layout.ep]),
+            expert_shard=axis("zero", shard[experts :: layout.ep] if layout.zero else [rank]),
             kv=axis("tp", along(tp=range(first, first + copies))),
             ends=_ends(axis, along(pp=[0, layout.pp - 1]), rank, layout.pp),
             parts=axis("norm", sorted(stage_parts)),
@@ -132,13 +144,13 @@ class Mesh:
             ]
             for way in (0, 1):
                 a, b = mine[0] if mine else (self.rank, self.rank)
-                group = _join(tuple(sorted({a, b})))
+                group = join(tuple(sorted({a, b})))
                 if mine:
                     found[(a, b) if way == 0 else (b, a)] = group
         return found
 
 
-def _join(members: tuple[int, ...]) -> dist.ProcessGroup:
+def join(members: tuple[int, ...]) -> dist.ProcessGroup:
     """A group that only its members make: thousands of ranks need not wait for groups they are not in.
 
     torch names such a group by its members and by how many groups a rank has made before. So all ranks make the same
@@ -153,7 +165,7 @@ def _ends(axis: Callable[[str, Iterable[int]], Axis], ends: list[int], rank: int
     if rank in ends:
         return axis("pp", sorted(set(ends)))
     if pp > 2:
-        _join((rank,))
+        join((rank,))
     return axis("pp", [rank])
 
 

@@ -29,6 +29,12 @@ class Later:
     open: bool = False
     owed: list[Callable[[], None]] = field(default_factory=list)
 
+    def owe(self, pay: Callable[[], None]) -> bool:
+        """Takes a payment while open; False: it must be made at once."""
+        if self.open:
+            self.owed.append(pay)
+        return self.open
+
     def take(self) -> list[Callable[[], None]]:
         owed, self.owed = self.owed, []
         return owed

@@ -24,9 +24,37 @@ class Shard:
     """ranks that each computed a share of this gradient: it is their sum"""
     counted: bool = True
     """among equal copies one counts in the norm"""
+    rows: tuple[int, int] | None = None
+    """experts over ep: the first that this rank holds and their number, along the first dimension"""
+    pieces: Axis | None = None
+    """ranks over which ZeRO cuts this part further, along its first dimension"""
+    copies: Axis | None = None
+    """ranks that hold the same numbers"""
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole if self.dim is None else whole.narrow(self.dim, self.start, self.length)
+        part = whole if self.rows is None else whole.narrow(0, *self.rows)
+        return part if self.dim is None else part.narrow(self.dim, self.start, self.length)
+
+    def piece(self, whole: torch.Tensor) -> torch.Tensor:
+        """What this rank holds where ZeRO cuts its part, as torch chunks it: the last ranks may have less, or nothing."""
+        part = self.of(whole)
+        return part if self.pieces is None else part[self._rows(len(part))]
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where the piece begins in the whole parameter."""
+        found = [self.start if dim == self.dim else 0 for dim in range(len(self.shape))]
+        count = self.length if self.dim == 0 else self.shape[0]
+        if self.rows is not None:
+            found[0], count = self.rows
+        if self.pieces is not None:
+            found[0] += self._rows(count).start
+        return tuple(found)
+
+    def _rows(self, count: int) -> slice:
+        assert self.pieces is not None
+        each = -(-count // self.pieces.size)
+        return slice(min(self.pieces.rank * each, count), min((self.pieces.rank + 1) * each, count))
 
     @property
     def decays(self) -> bool:

@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ultrascale.model.transformer import IGNORED, Criterion, Embedding, Fan, Transformer
+from ultrascale.model.moe import MixtureOfExperts
+from ultrascale.model.transformer import IGNORED, MLP, Criterion, Embedding, Fan, Transformer
 from ultrascale.parallel import comm
 from ultrascale.parallel.comm import Axis
-from ultrascale.parallel.exchange import reduce_from, scatter_to
+from ultrascale.parallel.exchange import copy_to, gather_from, reduce_from, scatter_to
 from ultrascale.parallel.mesh import Mesh
-from ultrascale.parallel.products import SEQUENCE, Later, products
+from ultrascale.parallel.products import ALONE, SEQUENCE, Later, products
 from ultrascale.parallel.shards import Shard
 
 
@@ -140,6 +141,27 @@ class _VocabularyLoss(torch.autograd.Function):
         return shares.mul_((counts * grad).unsqueeze(-1)).to(ctx.dtype), None, None
 
 
+class CutExperts(MixtureOfExperts):
+    """Experts cut along their width: tokens arrive whole, routed alike on every rank, and the parts are summed at the end.
+
+    In between everything is linear in what is cut, so router and gates have shares of their gradients on each rank.
+    """
+
+    def __init__(self, plain: MixtureOfExperts, axis: Axis, sequence: bool) -> None:
+        nn.Module.__init__(self)
+        for name, module in plain.named_children():
+            self.add_module(name, module)
+        for name in ("shared", "shared_gate"):
+            if getattr(plain, name) is None:
+                setattr(self, name, None)
+        self.exchange, self.axis, self.sequence = plain.exchange, axis, sequence
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.sequence:
+            return scatter_to(super().forward(gather_from(x, self.axis, SEQUENCE)), self.axis, SEQUENCE)
+        return reduce_from(super().forward(copy_to(x, self.axis)), self.axis)
+
+
 def apply(model: Transformer, mesh: Mesh, later: Later) -> dict[str, Shard]:
     """Cuts the model (built on the meta device) to this rank's part; says which part that is, per parameter."""
     axis, sequence = mesh.tp, mesh.layout.sequence_parallel and mesh.tp.size > 1
@@ -162,6 +184,12 @@ def _shard(name: str, shape: tuple[int, ...], mesh: Mesh, sequence: bool) -> Sha
         length = shape[0] * kv.size // axis.size
         partial = kv if kv.size > 1 else None
         return Shard(name, shape, 0, axis.rank // kv.size * length, length, partial, kv.rank == 0)
+    if path[-2] in ("router", "shared_gate"):
+        return Shard(name, shape, partial=axis, counted=axis.rank == 0)
+    if path[-2] == "experts":
+        dim = 2 if path[-1] == "down" else 1
+        length = shape[dim] // axis.size
+        return Shard(name, shape, dim, axis.rank * length, length)
     if "qkv" in path or "inputs" in path or name in ("embed.tokens.weight", "head.linear.weight"):
         length = shape[0] // axis.size
         return Shard(name, shape, 0, axis.rank * length, length)
@@ -181,11 +209,10 @@ def _shrink(model: Transformer, name: str, shard: Shard) -> None:
 
 def _exchange(model: Transformer, axis: Axis, sequence: bool, later: Later) -> None:
     for block in model.each_block():
-        attention, mlp = block.attention, block.mlp
+        attention = block.attention
         attention.qkv = ColumnFan(attention.qkv, axis, sequence, later)
         attention.out = RowLinear(attention.out, axis, sequence, later)
-        mlp.inputs = ColumnFan(mlp.inputs, axis, sequence, later)
-        mlp.down = RowLinear(mlp.down, axis, sequence, later)
+        block.mlp = _exchanging(block.mlp, axis, sequence, later)
     if model.embed is not None and axis.size > 1:
         embed: Embedding = model.embed
         embed.tokens = VocabularyEmbedding(embed.tokens, axis, sequence)
@@ -195,3 +222,15 @@ def _exchange(model: Transformer, axis: Axis, sequence: bool, later: Later) -> N
         # The head's weight gradient is never put off: until it is made, the gradient of all logits must live.
         model.head.linear = VocabularyLinear(model.head.linear, axis, sequence, Later(used=False))
         model.head.criterion = VocabularyCriterion(axis)
+
+
+def _exchanging(mlp: MLP | MixtureOfExperts, axis: Axis, sequence: bool, later: Later) -> MLP | MixtureOfExperts:
+    if isinstance(mlp, MLP):
+        mlp.inputs = ColumnFan(mlp.inputs, axis, sequence, later)
+        mlp.down = RowLinear(mlp.down, axis, sequence, later)
+        return mlp
+    if later.used:
+        mlp.experts.owe = later.owe
+        if isinstance(mlp.shared, MLP):
+            mlp.shared = cast(MLP, _exchanging(mlp.shared, ALONE, False, later))
+    return CutExperts(mlp, axis, sequence) if axis.size > 1 else mlp

@@ -21,9 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.transformer import Transformer
+from ultrascale.parallel.comm import Axis
 from ultrascale.parallel.data import Gradients
-from ultrascale.parallel.mesh import Mesh
+from ultrascale.parallel.mesh import Mesh, join
 
 
 def apply(model: Transformer, mesh: Mesh, compute: torch.dtype, reduce: torch.dtype) -> None:
@@ -32,8 +34,13 @@ def apply(model: Transformer, mesh: Mesh, compute: torch.dtype, reduce: torch.dt
     formats = (
         MixedPrecisionPolicy() if compute == torch.float32 else MixedPrecisionPolicy(compute, reduce, cast_forward_inputs=False)
     )
-    options: dict[str, Any] = {"mesh": _device_mesh(mesh), "mp_policy": formats, "offload_policy": _offload(mesh)}
+    options: dict[str, Any] = {"mesh": _device_mesh(mesh, mesh.shard), "mp_policy": formats, "offload_policy": _offload(mesh)}
     between = layout.zero == 3 and not layout.keep_gathered
+    if mesh.ep.size > 1:  # experts are cut over fewer ranks: those that hold the same ones
+        apart = {**options, "mesh": _device_mesh(mesh, mesh.expert_shard)}
+        for mlp in (plain.mlp for plain in model.each_block()):
+            if isinstance(mlp, MixtureOfExperts):
+                fully_shard(mlp.experts, reshard_after_forward=between, **apart)
     blocks = [fully_shard(block, reshard_after_forward=between, **options) for block in model.each_block()]
     # Embedding and head stay gathered: backward needs the head at once, and forward the embedding.
     fully_shard(model, reshard_after_forward=False, **options)
@@ -41,13 +48,15 @@ def apply(model: Transformer, mesh: Mesh, compute: torch.dtype, reduce: torch.dt
         block.set_modules_to_forward_prefetch([following])
 
 
-def _device_mesh(mesh: Mesh) -> DeviceMesh:
+def _device_mesh(mesh: Mesh, shard: Axis) -> DeviceMesh:
     kind = mesh.device.type
-    assert mesh.shard.group is not None
+    group = shard.group or join((mesh.rank,))  # FSDP2 wants a group even of one rank
     if mesh.replica.group is None:
-        return DeviceMesh.from_group(mesh.shard.group, kind)
-    data = torch.tensor(mesh.data.ranks).view(mesh.replica.size, mesh.shard.size)
-    return DeviceMesh.from_group([mesh.replica.group, mesh.shard.group], kind, mesh=data, mesh_dim_names=("replica", "shard"))
+        return DeviceMesh.from_group(group, kind)
+    ranks = torch.tensor(shard.ranks)
+    first = mesh.replica.rank * mesh.shard.size * mesh.tp.size  # shards of one replica follow those of another
+    data = torch.stack([ranks - first + place * mesh.shard.size * mesh.tp.size for place in range(mesh.replica.size)])
+    return DeviceMesh.from_group([mesh.replica.group, group], kind, mesh=data, mesh_dim_names=("replica", "shard"))
 
 
 def _offload(mesh: Mesh) -> OffloadPolicy:

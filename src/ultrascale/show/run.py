@@ -90,6 +90,7 @@ def _time_rows(predicted: Estimate | None, measured: MeasuredTime) -> list[Row]:
         ("  computing", together(*COMPUTING), measured.computing_s, "s"),
         ("  tensor exchange", together("tensor_s"), measured.tensor_s, "s"),
         ("  context exchange", together("context_s"), measured.context_s, "s"),
+        ("  expert exchange", together("expert_s"), measured.expert_s, "s"),
         ("  gradient reduction", together("data_s"), measured.data_s, "s"),
         ("  ZeRO exchange", together("zero_s"), measured.zero_s, "s"),
         ("  waiting for stages", together("bubble_s", "send_s"), measured.bubble_s, "s"),

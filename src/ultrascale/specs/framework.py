@@ -43,11 +43,12 @@ class Framework(BaseModel):
         False, description="where layers alone are counted, the head counts as one of them (Megatron's account-for-loss)"
     )
     rails: bool = Field(True, description="collectives across nodes use every NIC of a node, not one per ring")
-    loss: Literal["overwritten", "fused", "in-place", "fp32", "chunked"] = Field(
+    loss: Literal["at-once", "overwritten", "fused", "in-place", "fp32", "chunked"] = Field(
         "fused",
         description="fused: no fp32 logits; overwritten: and their gradient takes their place; in-place: fp32 logits become "
         "softmax, then gradient (Megatron's unfused); fp32: each is written out; "
-        "chunked: an eighth of the logits at a time",
+        "chunked: an eighth of the logits at a time; "
+        "at-once: 4096 tokens at a time, gradients of hidden states and head made with the loss and kept instead",
     )
     eager_activation: bool = Field(False, description="autograd keeps the gate's activation beside its input and the product")
     fp8_inputs: bool = Field(
@@ -62,6 +63,9 @@ class Framework(BaseModel):
     reduce_overlap: float = Field(1.0, ge=0, le=1, description="share of gradient reductions that may hide")
     late_gradients: bool = Field(
         False, description="a micro-batch's gradients are added to the fp32 ones after its backward: all of them wait in bf16"
+    )
+    gradients_as_made: bool = Field(
+        False, description="one micro-batch on one GPU: gradients stay in the format that computes and come as activations go"
     )
     zero1_all_reduce: bool = Field(
         False, description="ZeRO-1 all-reduces whole gradients after the last backward, which hides nothing"

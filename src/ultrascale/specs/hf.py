@@ -221,6 +221,7 @@ def _sparse(config: Mapping[str, Any], shared: Fields) -> Fields:
         "top_k": _count(config, "num_experts_per_tok"),
         "expert_ffn": _count(config, "moe_intermediate_size"),
         "dense_layers": len(dense),
+        "renormalize": _flag(config, "norm_topk_prob"),
         **shared,
     }
     # intermediate_size is the width of dense layers only; without any, no module reads it.

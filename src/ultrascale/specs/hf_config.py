@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from ultrascale.specs.errors import SpecError
-from ultrascale.specs.model import Model
+from ultrascale.specs.model import Model, MoE
 from ultrascale.specs.validate import shown
 
 Dtype = Literal["bf16", "fp32"]
@@ -21,6 +21,9 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
 _ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh", "gelu": "gelu_new", "relu": "relu"}
@@ -45,18 +48,43 @@ def config_of(model: Model, dtype: str) -> Config:
 
 def family_of(model: Model) -> str:
     """The model_type whose classes compute what `model` says; SpecError with the field that none has."""
-    for part in ("moe", "mla"):
-        if getattr(model, part) is not None:
-            raise _unsaid(model, part, "is set", "none of the dense families has it", "leave it out")
+    if model.mla is not None:
+        raise _unsaid(model, "mla", "is set", "none of the families that can be written has it", "leave it out")
     if model.positions == "learned":
         _only_as_gpt2(model)
         return "gpt2"
+    if model.moe is not None:
+        return _family_of_experts(model, model.moe)
     _only_as_llama(model)
     if model.qk_norm:
         return "qwen3"
     if model.qkv_bias and not model.attention_output_bias:
         return "qwen2"
     return "llama" if model.sliding_window is None else "mistral"
+
+
+def _family_of_experts(model: Model, moe: MoE) -> str:
+    """Shared experts with a gate are Qwen2-MoE's, normed queries and keys Qwen3-MoE's, else it is a Mixtral."""
+    gated = model.activation if model.gated else "swiglu"
+    wanted: Config = {"positions": "rotary", "norm": "rmsnorm", "activation": gated, "mlp_bias": False}
+    said: Config = {"router": "softmax", "router_bias": False}
+    if moe.shared_experts:
+        family, words = "qwen2_moe", "shared experts (Qwen2-MoE's)"
+        wanted |= {"qk_norm": False, "attention_output_bias": False, "sliding_window": None}
+        said |= {"shared_experts": 1, "shared_gate": True}
+    elif model.qk_norm:
+        family, words = "qwen3_moe", f"experts, qk_norm and {_biases(model)} (Qwen3-MoE's)"
+        wanted |= {"attention_output_bias": model.qkv_bias}
+    else:
+        family, words = "mixtral", "experts (Mixtral's)"
+        wanted |= {"qkv_bias": False, "attention_output_bias": False}
+        said |= {"dense_layers": 0, "renormalize": True}
+    _only(model, wanted, words)
+    for field, value in said.items():
+        if getattr(moe, field) != value:
+            given = f"is {shown(getattr(moe, field))}"
+            raise _unsaid(model, f"moe.{field}", given, f"with {words} it must be {shown(value)}", f"{field}: {shown(value)}")
+    return family
 
 
 def _only_as_gpt2(model: Model) -> None:
@@ -132,14 +160,36 @@ def _rotary(model: Model, family: str) -> Config:
     }
     if model.max_positions is not None:
         config["max_position_embeddings"] = model.max_positions
-    if family in ("llama", "qwen3"):
+    if model.moe is not None:
+        config |= _experts(model, model.moe, family)
+    if family in ("llama", "qwen3", "qwen3_moe"):
         config["attention_bias"] = model.qkv_bias
     if family == "llama":
         config["mlp_bias"] = model.mlp_bias
-    elif family == "mistral":
+    elif family in ("mistral", "mixtral"):
         config["sliding_window"] = model.sliding_window
     elif model.sliding_window is not None:  # Qwen's: from the first layer on
         config |= {"use_sliding_window": True, "sliding_window": model.sliding_window, "max_window_layers": 0}
+    return config
+
+
+def _experts(model: Model, moe: MoE, family: str) -> Config:
+    if family == "mixtral":
+        return {
+            "num_local_experts": moe.experts,
+            "num_experts_per_tok": moe.top_k,
+            "intermediate_size": moe.expert_ffn,
+        }
+    config: Config = {
+        "num_experts": moe.experts,
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": moe.expert_ffn,
+        "norm_topk_prob": moe.renormalize,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(range(moe.dense_layers)),
+    }
+    if family == "qwen2_moe":
+        config |= {"shared_expert_intermediate_size": moe.shared_expert_ffn, "qkv_bias": model.qkv_bias}
     return config
 
 

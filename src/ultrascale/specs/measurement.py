@@ -45,6 +45,7 @@ class MeasuredTime(_Frozen):
     """matmul_s + attention_s + memory_bound_s + recompute_s + launch_s of an Estimate"""
     tensor_s: float | None = None
     context_s: float | None = None
+    expert_s: float | None = None
     zero_s: float | None = None
     data_s: float | None = None
     """waiting for gradients of other data ranks; null where torch itself exchanges them (FSDP2, DDP): then in computing_s"""

@@ -80,6 +80,7 @@ class MoE(BaseModel):
     router: Literal["softmax", "sigmoid"] = "softmax"
     router_bias: Flag = Field(default=False, description="DeepSeek-V3's e_score_correction_bias, one per expert.")
     shared_gate: Flag = Field(default=False, description="Qwen2-MoE's learned gate on the shared expert.")
+    renormalize: Flag = Field(default=True, description="The weights of a token's chosen experts add up to one.")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -95,6 +96,10 @@ class MoE(BaseModel):
         if self.shared_gate and not self.shared_experts:
             raise ValueError("model.moe.shared_gate is true but shared_experts is 0: try shared_experts: 1")
         return self
+
+    def capacity(self, seq: int, factor: float) -> int:
+        """Tokens of one sequence that an expert takes where it is not to take more than `factor` times the mean."""
+        return int(factor * seq * self.top_k / self.experts)
 
 
 class Model(BaseModel):

@@ -74,6 +74,24 @@ class Training(BaseModel):
     reduce_every_microbatch: bool = Field(
         False, strict=True, description="the naive baseline: reduce gradients after each micro-batch, not once a step"
     )
+    balance_loss: float = Field(
+        0.0,
+        ge=0,
+        le=100,
+        strict=True,
+        description="weight of the experts' balance loss, in each sequence of each layer; 0: none",
+    )
+    router_bias_rate: float = Field(
+        1e-3, ge=0, le=100, strict=True, description="how far a router's bias moves in a step, where the model has one"
+    )
+    capacity_factor: float | None = Field(
+        None,
+        gt=0,
+        le=1e6,
+        strict=True,
+        examples=[1.25],
+        description="most tokens of a sequence that an expert takes, over the mean; the rest is dropped; null: it takes all",
+    )
     loss_scale: float = Field(65536.0, ge=1, le=2.0**40, strict=True, description="fp16: first factor of the loss")
     loss_scale_window: int = Field(
         1000, ge=1, le=2**40, strict=True, description="fp16: steps without overflow before the factor doubles"
@@ -84,7 +102,7 @@ class Training(BaseModel):
         600.0, gt=0, le=1e6, strict=True, description="seconds without progress until a run names who holds it up and ends"
     )
 
-    @field_validator("lr", "eps", "weight_decay", mode="before")
+    @field_validator("lr", "eps", "weight_decay", "balance_loss", "router_bias_rate", mode="before")
     @classmethod
     def _power_of_ten(cls, value: Any) -> Any:
         # YAML 1.1 reads 1e-3 as text, since it has no point; people write learning rates that way.
@@ -144,13 +162,15 @@ def training_value(field: str, text: str) -> Any:
         return words.flag(WHAT, field, text)
     if field == "log":
         return _alone(field, "" if text.lower() in ("none", "null") else text)
-    if field in ("warmup_steps", "eval_data") and text.lower() in _NOTHING:
+    if field in ("warmup_steps", "eval_data", "capacity_factor") and text.lower() in _NOTHING:
         return None
     if field in ("data", "eval_data"):
         return _alone(field, text)
     if choices := [choice for choice in get_args(annotation) if isinstance(choice, str)]:
         return words.choice(WHAT, field, text, choices)
-    return _alone(field, _float(field, text) if annotation is float else words.whole(WHAT, field, text, _example(field)))
+    return _alone(
+        field, _float(field, text) if annotation in (float, float | None) else words.whole(WHAT, field, text, _example(field))
+    )
 
 
 def _float(field: str, text: str) -> float:

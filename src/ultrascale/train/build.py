@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -10,10 +10,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ultrascale.cost.stages import chunk_layers
+from ultrascale.model import loss
 from ultrascale.model.init import full_weight
+from ultrascale.model.moe import Router
 from ultrascale.model.transformer import Transformer
-from ultrascale.parallel import context, tensor, zero
-from ultrascale.parallel.data import Gradients, Reduced, TorchDDP
+from ultrascale.parallel import context, expert, tensor, zero
+from ultrascale.parallel.comm import Axis
+from ultrascale.parallel.data import AsMade, Gradients, Reduced, TorchDDP
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.parallel.pipeline import Chunk, Pipeline
 from ultrascale.parallel.products import Later
@@ -24,7 +27,8 @@ from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import Training
 from ultrascale.train import compile, recompute
-from ultrascale.train.optimizer import Weight
+from ultrascale.train.balance import Still, bias_name
+from ultrascale.train.optimizer import Weight, in_one_pass
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -33,6 +37,8 @@ COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Built:
     pipeline: Pipeline
     weights: list[Weight]
+    routers: dict[int, Router]
+    """of layers with experts, by the layer's index in the whole model"""
 
 
 def schedule_of(layout: Layout) -> Schedule:
@@ -46,14 +52,15 @@ def build(job: Job, mesh: Mesh, training: Training) -> Built:
     schedule = schedule_of(layout)
     counts = chunk_layers(job, schedule.ranks, schedule.virtual_stages)
     ends = [0, *accumulate(counts)]
-    chunks, weights = [], []
+    chunks, weights, routers = [], list[Weight](), dict[int, Router]()
     for stage in schedule.stages_of(mesh.pp.rank):
         layers = range(ends[stage], ends[stage + 1])
-        chunk, held = _chunk(job, mesh, training, schedule, stage, layers)
+        chunk, held, choosing = _chunk(job, mesh, training, schedule, stage, layers)
         chunks.append(chunk)
         weights += held
+        routers |= choosing
     dtype = COMPUTE[job.precision]
-    return Built(Pipeline(chunks, schedule, mesh, boundary_shape(job, layout), dtype), weights)
+    return Built(Pipeline(chunks, schedule, mesh, boundary_shape(job, layout), dtype), weights, routers)
 
 
 def boundary_shape(job: Job, layout: Layout) -> tuple[int, int, int]:
@@ -64,7 +71,7 @@ def boundary_shape(job: Job, layout: Layout) -> tuple[int, int, int]:
 
 def _chunk(
     job: Job, mesh: Mesh, training: Training, schedule: Schedule, stage: int, layers: range
-) -> tuple[Chunk, list[Weight]]:
+) -> tuple[Chunk, list[Weight], dict[int, Router]]:
     layout, compute = mesh.layout, COMPUTE[job.precision]
     reduce = torch.float32 if job.gradients == "fp32" or job.precision == "fp32" else compute
     sharded = layout.zero > 0 and mesh.shard.size > 1
@@ -72,8 +79,11 @@ def _chunk(
     with torch.device("meta"):
         module = Transformer(job.model, layers, embed=stage == 0, head=stage == schedule.stages - 1)
     shards = tensor.apply(module, mesh, later)  # first: the others see this rank's sizes
+    expert.apply(module, mesh, shards)
     context.apply(module, mesh.cp, layout.context_parallel, job.seq)
     recompute.apply(module, layout.recompute)  # inside what ZeRO gathers, so that recomputing finds it gathered
+    if in_chunks(job, mesh) and not later.used:
+        loss.apply(module)
     if mesh.device.type == "cuda" and mesh.tp.size == mesh.cp.size == 1 and not later.used:
         compile.apply(module)
     if sharded:
@@ -84,22 +94,50 @@ def _chunk(
     gradients: Gradients
     if sharded:
         gradients = zero.Sharded(module, mesh, training.reduce_every_microbatch)
+    elif as_made(job, mesh):
+        gradients = AsMade(module)
     elif layout.data_parallel == "ddp" and mesh.data.size > 1:
         gradients = TorchDDP(module, mesh.data, training.bucket_mb, training.reduce_every_microbatch)
-    else:
-        gradients = Reduced(
+    elif mesh.ep.size > 1:
+        experts = nn.ParameterList(expert.experts_of(module))
+        others = {id(parameter) for parameter in experts}
+        rest = nn.ParameterList([parameter for parameter in module.parameters() if id(parameter) not in others])
+        gradients = expert.Apart(
             module,
-            mesh.data,
-            "bucketed" if layout.data_parallel == "ddp" else layout.data_parallel,
-            reduce,
-            training.bucket_mb,
-            training.compress,
-            training.reduce_every_microbatch,
+            _reduced(experts, mesh.expert_data, layout, reduce, training),
+            _reduced(rest, mesh.data, layout, reduce, training),
         )
+    else:
+        gradients = _reduced(module, mesh.data, layout, reduce, training)
     weights = [
         _weight(name, parameter, shards[name], gradients, job, mesh, training) for name, parameter in module.named_parameters()
     ]
-    return Chunk(stage, gradients, later), weights
+    weights += [
+        _bias(layer, router, job, mesh, training) for layer, router in module.routers().items() if router.moe.router_bias
+    ]
+    return Chunk(stage, gradients, later), weights, module.routers()
+
+
+def _reduced(module: nn.Module, axis: Axis, layout: Layout, dtype: torch.dtype, training: Training) -> Reduced:
+    return Reduced(
+        module,
+        axis,
+        "bucketed" if layout.data_parallel == "ddp" else layout.data_parallel,
+        dtype,
+        training.bucket_mb,
+        training.compress,
+        training.reduce_every_microbatch,
+    )
+
+
+def in_chunks(job: Job, mesh: Mesh) -> bool:
+    """Whether the loss may come in chunks: on a GPU, with a whole vocabulary; fp16 must scale gradients before making them."""
+    return mesh.device.type == "cuda" and mesh.tp.size == 1 and job.precision != "fp16"
+
+
+def as_made(job: Job, mesh: Mesh) -> bool:
+    """Whether gradients may stay as backward makes them: they are added to nothing, and the optimizer reads any format."""
+    return mesh.world.size == 1 and mesh.layout.gas == 1 and in_one_pass(job, mesh)
 
 
 @torch.no_grad()
@@ -107,16 +145,9 @@ def _weight(
     name: str, parameter: nn.Parameter, shard: Shard, gradients: Gradients, job: Job, mesh: Mesh, training: Training
 ) -> Weight:
     """Fills a parameter with its initial values and makes its master."""
-    whole = full_weight(name, torch.Size(shard.shape), training.seed, job.model, mesh.device)
-    part = shard.of(whole)
-    offsets = [shard.start if dim == shard.dim else 0 for dim in range(len(shard.shape))]
-    if isinstance(parameter, DTensor):
-        local = parameter.to_local()
-        pieces = part.chunk(mesh.shard.size)
-        offsets[0] += sum(len(piece) for piece in pieces[: mesh.shard.rank])
-        part = pieces[mesh.shard.rank] if mesh.shard.rank < len(pieces) else part[:0]
-    else:
-        local = parameter.data
+    shard = _placed(shard, isinstance(parameter, DTensor), mesh)
+    part = shard.piece(full_weight(name, torch.Size(shard.shape), training.seed, job.model, mesh.device))
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
     local.copy_(part)
     host = mesh.layout.offload == "optimizer"
     master = (
@@ -127,4 +158,24 @@ def _weight(
     # A tied head on a stage of its own is a second copy of the embedding.
     copy_of_embedding = name == "head.linear.weight" and job.model.tied_embeddings
     counted = shard.counted and not copy_of_embedding
-    return Weight(shard, parameter, local, master, gradients, tuple(offsets), counted)
+    return Weight(shard, parameter, local, master, gradients, shard.offsets, counted)
+
+
+def _placed(shard: Shard, sharded: bool, mesh: Mesh) -> Shard:
+    """With the ranks over which ZeRO cuts this part further, and those that hold the same of it."""
+    is_expert = shard.rows is not None
+    if sharded:
+        return replace(shard, pieces=mesh.expert_shard if is_expert else mesh.shard, copies=mesh.replica)
+    if mesh.layout.zero:
+        return replace(shard, copies=mesh.data)
+    # One rank of the ep axis counts what all of them hold, so that the norm adds up over it for experts and the rest alike.
+    return replace(shard, copies=mesh.expert_data, counted=shard.counted and (is_expert or mesh.ep.rank == 0))
+
+
+def _bias(layer: int, router: Router, job: Job, mesh: Mesh, training: Training) -> Weight:
+    """A router's bias, whole and in fp32 on every rank: kept with the weights, but moved by loads instead of gradients."""
+    name, shape = bias_name(layer), (router.moe.experts,)
+    router.bias = full_weight(name, torch.Size(shape), training.seed, job.model, mesh.device)
+    parameter = nn.Parameter(router.bias, requires_grad=False)
+    shard = Shard(name, shape, counted=mesh.tp.rank == 0)
+    return _weight(name, parameter, shard, Still(router, router.bias), job, mesh, training)

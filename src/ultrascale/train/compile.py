@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ultrascale.model.loss import ChunkedHead
 from ultrascale.model.transformer import Transformer
 
 
@@ -9,5 +10,7 @@ def apply(model: Transformer) -> None:
     """One graph for all blocks alike, recomputation included; one for the head, whose fp32 logits then never reach memory."""
     for block in model.each_block():
         block.compile()
-    if model.head is not None:
+    if isinstance(model.head, ChunkedHead):
+        model.head.norm.compile()  # its loss is a kernel of its own already
+    elif model.head is not None:
         model.head.compile()

@@ -15,6 +15,7 @@ from ultrascale.specs.errors import RunError
 from ultrascale.specs.job import Job
 from ultrascale.specs.training import Training
 from ultrascale.train.ahead import Ahead
+from ultrascale.train.balance import Balance, Loads
 from ultrascale.train.build import build
 from ultrascale.train.data import Batches, rows_of
 from ultrascale.train.lr import learning_rate
@@ -33,6 +34,8 @@ class StepResult:
     lr: float
     skipped: bool
     """fp16: gradients overflowed, the weights were left alone and the loss scale halved"""
+    loads: Loads | None = None
+    """of experts, where the model has any"""
     stop: bool = False
     """some rank was asked to end the run"""
 
@@ -45,6 +48,8 @@ class Engine:
         built = build(job, mesh, training)
         self.pipeline, self.weights = built.pipeline, built.weights
         self.optimizer = Optimizer(self.weights, job, training, mesh)
+        self.balance = Balance(built.routers, self.weights, job, mesh, training) if job.model.moe is not None else None
+        self._loads: Loads | None = None
         self.scale = LossScale(training, used=job.precision == "fp16")
         self.tokens = mesh.layout.batch_tokens(job.seq)
         self.here = context.positions(job.seq, mesh.cp, mesh.layout.context_parallel)
@@ -64,15 +69,20 @@ class Engine:
         """Forward and backward of a step's batch; leaves the (scaled) gradients in place. Returns the mean loss."""
         # Data ranks take the mean of their gradients: weighed so, it is the gradient of the mean over all tokens.
         weight = self.scale.value * self.mesh.data.size / self.tokens
+        if self.balance is not None:
+            self.balance.aim(weight)
         loss = self.pipeline.step(batch, weight)
         self._complete_gradients()
+        if self.balance is not None:
+            self._loads = self.balance.take()
         return self._mean_loss(loss)
 
     def update(self, number: int, loss: torch.Tensor) -> StepResult:
         """Norm, clipping and the optimizer's step, from the gradients that `backward` left."""
         norm = self.optimizer.norm() / self.scale.value
         rate = learning_rate(self.training, number)
-        result = StepResult(float(loss), float(norm), rate, skipped=False, stop=bool(self._stop))
+        mean, length, stop = torch.stack((loss, norm, self._stop)).tolist()  # together: a GPU is waited for once
+        result = StepResult(mean, length, rate, skipped=False, loads=self._loads, stop=bool(stop))
         if not (_finite(result.loss) and _finite(result.grad_norm)):
             if self.scale.value <= 1.0:  # not fp16, or no smaller scale would help
                 raise NotFiniteError(self._what_broke(number, result))
@@ -81,9 +91,9 @@ class Engine:
         factor = 1 / self.scale.value
         if self.training.clip:
             factor *= min(1.0, self.training.clip / (result.grad_norm + 1e-6))
-        if factor != 1.0:
-            self.optimizer.scale_gradients(factor)
-        self.optimizer.step(rate)
+        self.optimizer.step(rate, factor)
+        if self.balance is not None and self._loads is not None:
+            self.balance.steer(self._loads)
         self.scale.update(overflow=False)
         return result
 
@@ -121,6 +131,9 @@ class Engine:
 
     def _complete_gradients(self) -> None:
         """Sums what ranks with the same parameter computed in shares: norms on slices, repeated kv heads, tied ends."""
+        experts = [weight.gradient for weight in self.weights if weight.shard.rows is not None]
+        if experts:  # the mean was taken over those that hold them alone, while all data ranks sent them tokens
+            torch._foreach_mul_(experts, 1 / self.mesh.ep.size)
         by_axis: dict[int, tuple[Axis, list[torch.Tensor]]] = {}
         for weight in self.weights:
             axis = weight.shard.partial
@@ -154,6 +167,8 @@ class Engine:
             torch.distributed.all_gather_object(everyone, mine, group=self.mesh.world.group)
         broken = next((name for name in everyone if name is not None), None)
         where = f"the gradient of {broken} is not finite" if broken else "every gradient is finite"
+        if result.loads is not None and result.loads.broken:
+            where = f"the router of layer {result.loads.broken[0]} scored tokens with NaN; {where}"
         return (
             f"step {number + 1}: loss {result.loss}, gradient norm {result.grad_norm}; {where}. The weights are those of step "
             f"{number}. Try a lower train.lr, a longer train.warmup_steps, or a smaller train.clip"

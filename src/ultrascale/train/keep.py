@@ -21,7 +21,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from ultrascale.data import choose
 from ultrascale.specs.checkpointing import Checkpointing
@@ -222,7 +221,7 @@ def _states(engine: Engine, own: bool, moments: tuple[str, ...]) -> Pieces:
     """Weights and moments of this rank; `own`: of what several ranks hold alike, those that this one writes."""
     optimizer, pieces = engine.optimizer, Pieces()
     for number, weight in enumerate(engine.weights):
-        if not weight.master.numel() or (own and not _writes(weight, number, engine)):
+        if not weight.master.numel() or (own and not _writes(weight, number)):
             continue
         name = _stored_name(weight, engine)
         shape, sizes = weight.shard.shape, tuple(weight.master.shape)
@@ -233,9 +232,10 @@ def _states(engine: Engine, own: bool, moments: tuple[str, ...]) -> Pieces:
     return pieces
 
 
-def _writes(weight: Weight, number: int, engine: Engine) -> bool:
+def _writes(weight: Weight, number: int) -> bool:
     """Ranks with the same numbers take turns, parameter by parameter."""
-    axis = engine.mesh.replica if isinstance(weight.parameter, DTensor) else engine.mesh.data
+    axis = weight.shard.copies
+    assert axis is not None
     return weight.counted and number % axis.size == axis.rank
 
 

@@ -45,6 +45,12 @@ class StepRecord:
     eval_loss: float | None = None
     checkpoint_s: float | None = None
     """how long training stood still for a checkpoint"""
+    balance_loss: float | None = None
+    """of the experts, mean over sequences and layers; 1 is even"""
+    expert_load: tuple[float, ...] | None = None
+    """per layer with experts, the tokens of the busiest expert over the mean"""
+    dropped_tokens: int | None = None
+    """choices of a token that met a full expert"""
 
     def values(self) -> dict[str, Any]:
         """Fields in order, as JSON holds them: what is not finite is null."""
@@ -142,7 +148,8 @@ def open_sinks(names: Iterable[str], folder: Path, config: Mapping[str, Any]) ->
 
 
 def _curves(record: StepRecord) -> dict[str, float]:
-    return {name: float(value) for name, value in record.values().items() if name != "step" and value is not None}
+    values = {name: value for name, value in record.values().items() if name != "step" and value is not None}
+    return {name: max(value) if isinstance(value, tuple) else float(value) for name, value in values.items()}
 
 
 def _module(module: str, package: str) -> Any:
@@ -210,6 +217,10 @@ def progress_line(record: StepRecord, total_steps: int, eta_s: float | None) -> 
         words.append(f"peak {record.peak_gib:.2f} GiB" if record.peak_gib >= 0.1 else f"peak {record.peak_gib * 1024:.1f} MiB")
     if record.data_wait_s is not None:
         words.append(f"data {record.data_wait_s * 1e3:.1f} ms")
+    if record.expert_load is not None:
+        words.append(f"busiest expert {max(record.expert_load):.2f}×")
+    if record.dropped_tokens:
+        words.append(f"dropped {record.dropped_tokens:,}")
     if record.skipped:
         words.append("skipped")
     if record.checkpoint_s is not None:

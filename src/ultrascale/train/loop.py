@@ -151,7 +151,7 @@ class Recorder:
         loss_scale: float | None,
         checkpoint_s: float | None,
     ) -> None:
-        step_s, data_s = seen.step_s[-1], seen.data_s[-1]
+        step_s, data_s, loads = seen.step_s[-1], seen.data_s[-1], result.loads
         rate = self.tokens / step_s / self.request.layout.gpus
         record = StepRecord(
             step=done,
@@ -168,6 +168,9 @@ class Recorder:
             loss_scale=loss_scale,
             eval_loss=eval_loss,
             checkpoint_s=checkpoint_s,
+            balance_loss=loads.balance_loss if loads else None,
+            expert_load=loads.busiest if loads else None,
+            dropped_tokens=loads.dropped if loads else None,
         )
         if self.log is not None and done % self.request.training.log_every == 0:
             self.log.write(record)

@@ -55,6 +55,7 @@ class Optimizer:
         self.weights, self.training, self.mesh = list(weights), training, mesh
         self.inner = _inner(self.weights, job, training)
         self.moments = MOMENTS[job.optimizer]
+        self.one_pass = in_one_pass(job, mesh)
         self.updates = 0
 
     def norm(self) -> torch.Tensor:
@@ -71,7 +72,13 @@ class Optimizer:
             factor = factor.to(gradients[0].device)
         torch._foreach_mul_(gradients, factor)
 
-    def step(self, learning_rate: float) -> None:
+    def step(self, learning_rate: float, factor: float = 1.0) -> None:
+        """One update with the gradients times `factor`."""
+        if self.one_pass:
+            self._step_in_one_pass(learning_rate, factor)
+            return
+        if factor != 1.0:
+            self.scale_gradients(factor)
         for group in self.inner.param_groups:
             group["lr"] = learning_rate
         for weight in self.weights:
@@ -84,6 +91,29 @@ class Optimizer:
                 torch._foreach_copy_([weight.local for weight in apart], [weight.master for weight in apart])
         for weight in self.weights:
             weight.master.grad = None
+
+    def _step_in_one_pass(self, learning_rate: float, factor: float) -> None:
+        from ultrascale.train import adamw_kernel
+
+        self.updates += 1
+        training = self.training
+        for weight in self.weights:
+            moments = self.inner.state[weight.master]
+            if not moments:
+                moments.update({name: torch.zeros_like(weight.master) for name in self.moments})
+            adamw_kernel.step(
+                weight.master,
+                weight.gradient.contiguous(),
+                moments["exp_avg"],
+                moments["exp_avg_sq"],
+                weight.local if weight.master is not weight.local else None,
+                factor=factor,
+                rate=learning_rate,
+                decay=training.weight_decay if weight.shard.decays else 0.0,
+                betas=(training.beta1, training.beta2),
+                eps=training.eps,
+                updates=self.updates,
+            )
 
     def moment(self, weight: Weight, name: str) -> torch.Tensor:
         moment = self.inner.state[weight.master][name]
@@ -116,6 +146,11 @@ class Optimizer:
     def unfinished(self) -> str | None:
         """The first parameter whose gradient is not finite."""
         return next((w.shard.name for w in self.weights if not bool(torch.isfinite(w.gradient).all())), None)
+
+
+def in_one_pass(job: Job, mesh: Mesh) -> bool:
+    """Whether our own kernel steps, which reads gradients in any format: AdamW, all of it on a GPU."""
+    return job.optimizer == "adamw" and mesh.device.type == "cuda" and mesh.layout.offload == "none"
 
 
 def _inner(weights: list[Weight], job: Job, training: Training) -> torch.optim.Optimizer:

@@ -12,21 +12,43 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _CachedTorchDispatchMode,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
+from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.rotary import Rope
-from ultrascale.model.transformer import Transformer
+from ultrascale.model.transformer import MLP, Transformer
 from ultrascale.specs.layout import Recompute
 
 Forward = Callable[..., Tensor]
 
-_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+_PRODUCTS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._grouped_mm.default,
+}
 _ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 }
+
+
+class _SavedOnly(_CachedTorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Asks only for what was saved. FSDP2 gathers experts within the region, in backward by other steps than in forward, which
+    torch would take for a region that is not the same twice.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _PRODUCTS | _ATTENTION:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
 
 def apply(model: Transformer, policy: Recompute) -> None:
@@ -37,7 +59,7 @@ def apply(model: Transformer, policy: Recompute) -> None:
         # No dropout anywhere: there is no random state to restore.
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         if policy == "selective":
-            options["context_fn"] = partial(_contexts, block.mlp.down.weight.shape[1])
+            options["context_fn"] = partial(_contexts, _last_widths(block.mlp), isinstance(block.mlp, MixtureOfExperts))
         block.forward = _again(block.forward, options)  # type: ignore[method-assign]
 
 
@@ -50,15 +72,26 @@ def _again(forward: Forward, options: dict[str, Any]) -> Forward:
     return recomputed
 
 
-def _contexts(ffn: int) -> Any:
-    return create_selective_checkpoint_contexts(partial(_policy, ffn))  # type: ignore[no-untyped-call]
+def _last_widths(mlp: MLP | MixtureOfExperts) -> frozenset[int]:
+    """What the last products of a block contract: the dense MLP's width, or those of experts."""
+    if isinstance(mlp, MLP):
+        return frozenset({mlp.down.weight.shape[1]})
+    shared = _last_widths(mlp.shared) if isinstance(mlp.shared, MLP) else frozenset()
+    return shared | {mlp.experts.down.shape[2]}
 
 
-def _policy(ffn: int, _: Any, operator: Any, *arguments: Any, **__: Any) -> CheckpointPolicy:
+def _contexts(widths: frozenset[int], experts: bool) -> Any:
+    first, again = create_selective_checkpoint_contexts(partial(_policy, widths))  # type: ignore[no-untyped-call]
+    if experts:
+        again.__class__ = _SavedOnly
+    return first, again
+
+
+def _policy(widths: frozenset[int], _: Any, operator: Any, *arguments: Any, **__: Any) -> CheckpointPolicy:
     if operator in _ATTENTION:
         return CheckpointPolicy.MUST_SAVE
     if operator in _PRODUCTS:
         # The last product of a block is only the next block's input: backward of this one never asks for it.
-        contracted = arguments[-1].shape[-2]
-        return CheckpointPolicy.PREFER_RECOMPUTE if contracted == ffn else CheckpointPolicy.MUST_SAVE
+        contracted = arguments[2 if operator is torch.ops.aten.addmm.default else 1].shape[-2]
+        return CheckpointPolicy.PREFER_RECOMPUTE if contracted in widths else CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

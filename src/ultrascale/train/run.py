@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ultrascale.cost import flops
 from ultrascale.parallel.data import Reduced
+from ultrascale.parallel.expert import Apart
 from ultrascale.parallel.mesh import Mesh, Place
 from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.layout import Layout
@@ -163,7 +164,8 @@ def _measurement(engine: Engine, watch: Watch, peak_flops: float | None) -> Meas
     stages = _stages(everyone)
     fullest = max(stages, key=lambda stage: stage.memory.total)
     on_cpu = mesh.device.type == "cpu"
-    unseen = mesh.data.size > 1 and not all(isinstance(one.gradients, Reduced) for one in engine.pipeline.chunks.values())
+    chunks = engine.pipeline.chunks.values()
+    unseen = mesh.data.size > 1 and not all(isinstance(chunk.gradients, Reduced | Apart) for chunk in chunks)
 
     def utilisation(flops_per_token: float) -> float | None:
         return rate / layout.gpus * flops_per_token / peak_flops if peak_flops else None
@@ -211,13 +213,14 @@ def _time(watches: list[Watch], step_s: float, waits_seen: bool, exchange_seen: 
     optimizer_s, data_s = typical(lambda watch: watch.optimizer_s), typical(lambda watch: watch.data_s)
     if not waits_seen:  # on a GPU the host does not wait where the device does
         return MeasuredTime(overhead_s=data_s)
-    axes = ("tp", "cp", "pp", "dp") if exchange_seen else ("tp", "cp", "pp")
+    axes = ("tp", "cp", "ep", "pp", "dp") if exchange_seen else ("tp", "cp", "ep", "pp")
     waits = {axis: typical(lambda watch: [one.get(axis, 0.0) for one in watch.waits_s]) for axis in axes}  # noqa: B023
     computing = step_s - sum(waits.values()) - optimizer_s - data_s
     return MeasuredTime(
         computing_s=max(0.0, computing),
         tensor_s=waits["tp"],
         context_s=waits["cp"],
+        expert_s=waits["ep"],
         data_s=waits.get("dp"),
         bubble_s=waits["pp"],
         optimizer_s=optimizer_s,

@@ -30,9 +30,10 @@ def check(job: Job, layout: Layout, training: Training) -> None:
 
 def job_problem(job: Job) -> str | None:
     model = job.model
-    for part in ("moe", "mla"):
-        if getattr(model, part) is not None:
-            return f"model.{part} is set ({model.name}) but the engine trains dense models: try llama-3-8b or tiny"
+    if model.mla is not None:
+        return f"model.mla is set ({model.name}) but the engine has no latent attention: try qwen3-30b-a3b or tiny-moe"
+    if model.moe is not None and model.mlp_bias:
+        return f"model.mlp_bias is true ({model.name}) but the engine's experts have no biases: try false"
     if job.precision not in PRECISIONS:
         return f"job.precision is {job.precision} but the engine computes in {', '.join(PRECISIONS)}: try bf16"
     if job.optimizer not in OPTIMIZERS:
@@ -94,7 +95,62 @@ def _documents(job: Job, layout: Layout, training: Training) -> str | None:
     )
 
 
-_RULES: tuple[Callable[[Job, Layout, Training], str | None], ...] = (_vocabulary, _ddp, _compress, _window, _documents)
+def _balance(job: Job, _: Layout, training: Training) -> str | None:
+    if job.model.moe is not None:
+        return None
+    if training.balance_loss:
+        return f"train.balance_loss is {training.balance_loss:g} but {job.model.name} has no experts: try 0"
+    if training.capacity_factor is not None:
+        return f"train.capacity_factor is {training.capacity_factor:g} but {job.model.name} has no experts: try null"
+    return None
+
+
+def _capacity(job: Job, layout: Layout, training: Training) -> str | None:
+    moe, factor = job.model.moe, training.capacity_factor
+    if moe is None or factor is None:
+        return None
+    if moe.capacity(job.seq, factor) < 1:
+        return (
+            f"train.capacity_factor is {factor:g}: an expert would take {factor * job.seq * moe.top_k / moe.experts:.2g} of a "
+            f"sequence's {job.seq} tokens: try {max(1.0, moe.experts / (job.seq * moe.top_k)):g} or null"
+        )
+    if layout.cp > 1:
+        return (
+            f"layout.cp is {layout.cp} but train.capacity_factor counts the tokens of whole sequences: "
+            "try cp=1 or train.capacity_factor=null"
+        )
+    return None
+
+
+def _experts(job: Job, layout: Layout, _: Training) -> str | None:
+    if layout.ep == 1 or job.model.moe is None:
+        return None
+    if layout.data_ranks % layout.ep:
+        allowed = [ep for ep in divisors(layout.data_ranks) if job.model.moe.experts % ep == 0]
+        return (
+            f"layout.ep is {layout.ep} but the engine spreads experts over data ranks, of which there are dp·cp = "
+            f"{layout.data_ranks}: try {near(layout.ep, allowed)}"
+        )
+    if layout.zero and layout.shards % layout.ep:
+        return (
+            f"layout.zero_shards is {layout.zero_shards} but must be a multiple of ep = {layout.ep}: "
+            f"try zero_shards={layout.ep} or null"
+        )
+    if layout.data_parallel == "ddp":
+        return f"layout.data_parallel = ddp reduces experts (ep = {layout.ep}) over all data ranks: try data_parallel=bucketed"
+    return None
+
+
+_RULES: tuple[Callable[[Job, Layout, Training], str | None], ...] = (
+    _vocabulary,
+    _ddp,
+    _compress,
+    _window,
+    _documents,
+    _balance,
+    _capacity,
+    _experts,
+)
 
 
 def alternatives(job: Job, layout: Layout, training: Training) -> Iterator[Layout]:

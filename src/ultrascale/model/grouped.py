@@ -1,0 +1,75 @@
+"""One product per expert over rows that are sorted by expert: a grouped kernel on a GPU, a loop of plain products elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Owe = Callable[[Callable[[], None]], bool]
+"""takes a weight gradient that shall be computed later; False: it must be computed now"""
+
+ALIGNED = 16  # bytes: what the grouped kernel asks of every row
+
+
+def grouped_product(x: Tensor, weight: Tensor, counts: Tensor, owe: Owe | None = None) -> Tensor:
+    """x [n, in] by weight [experts, out, in]: the first counts[0] rows meet weight[0], the next counts[1] weight[1] …"""
+    out: Tensor = _Grouped.apply(x, weight, counts, owe)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Grouped(torch.autograd.Function):
+    """Autograd would make a gradient as large as all experts for each of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor, owe: Owe | None) -> Tensor:
+        ctx.save_for_backward(x, weight, counts)
+        ctx.parameter, ctx.owe = weight, owe  # the leaf itself: what checkpointing unpacks is a copy whose .grad is lost
+        return _products(x, weight.transpose(1, 2), counts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight, counts = ctx.saved_tensors
+        grad = grads[0].contiguous()  # the kernel refuses expanded ones
+        dx = _products(grad, weight, counts) if ctx.needs_input_grad[0] else None
+        if ctx.owe is not None and ctx.owe(_payment(grad, x, counts, ctx.parameter)):
+            return dx, None, None, None
+        return dx, _weight_gradient(grad, x, counts), None, None
+
+
+def _payment(grad: Tensor, x: Tensor, counts: Tensor, parameter: Tensor) -> Callable[[], None]:
+    @torch.no_grad()
+    def pay() -> None:
+        gradient = _weight_gradient(grad, x, counts)
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad += gradient
+
+    return pay
+
+
+def _products(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+    """Rows of x times the matrix [in, out] of their expert."""
+    if _has_kernel(x, x.shape[1], matrices.shape[2]):
+        return torch._grouped_mm(x, matrices, offs=_ends(counts))
+    parts = torch.split(x, counts.tolist())
+    return torch.cat([part @ matrix for part, matrix in zip(parts, matrices, strict=True)])
+
+
+def _weight_gradient(grad: Tensor, x: Tensor, counts: Tensor) -> Tensor:
+    if _has_kernel(x, x.shape[1], grad.shape[1]):
+        return torch._grouped_mm(grad.t(), x, offs=_ends(counts))
+    sizes = counts.tolist()
+    return torch.stack([g.t() @ part for g, part in zip(torch.split(grad, sizes), torch.split(x, sizes), strict=True)])
+
+
+def _ends(counts: Tensor) -> Tensor:
+    return counts.cumsum(0).to(torch.int32)
+
+
+def _has_kernel(x: Tensor, *widths: int) -> bool:
+    aligned = all(width * x.element_size() % ALIGNED == 0 for width in widths)
+    return x.is_cuda and x.dtype == torch.bfloat16 and aligned

@@ -1,0 +1,112 @@
+"""Cross-entropy of a linear head, some thousand tokens at a time, so that the logits of a micro-batch never exist.
+
+Forward makes a chunk's logits, their loss and, in their place, their gradient, and gives it on to the hidden states and to the
+head's weight at once. Kept for backward are those two gradients, which it only has to scale. The law is cost/activations.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ultrascale.model.transformer import IGNORED, Head, Transformer
+
+CHUNK = 4096  # tokens: 1 GiB of bf16 logits for a vocabulary of 128 thousand (benchmarks/gpu)
+
+
+def apply(model: Transformer) -> None:
+    """Gives a model that has a head the chunked loss; names and parameters stay."""
+    if model.head is not None:
+        model.head = ChunkedHead(model.head)
+
+
+class ChunkedHead(Head):
+    """A head whose loss comes straight from the hidden states."""
+
+    def __init__(self, plain: Head) -> None:
+        nn.Module.__init__(self)  # the plain module's parameters are taken over as they are
+        self.norm, self.linear, self.criterion = plain.norm, plain.linear, plain.criterion
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        if targets is None:
+            return super().forward(x)
+        hidden = self.norm(x)
+        return linear_cross_entropy(hidden.flatten(0, -2), self.linear.weight, targets.flatten())
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int = CHUNK) -> Tensor:
+    """Summed cross-entropy in fp32 of hidden [n, h] · weight [v, h]ᵀ; targets [n]: `IGNORED` ones carry no loss."""
+    kept = torch.is_grad_enabled()
+    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, chunk, kept)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, kept: bool) -> Tensor:
+        losses = torch.empty(len(hidden), dtype=_wide(hidden.dtype), device=hidden.device)
+        parts = [torch.split(part, chunk) for part in (hidden, targets, losses)]
+        if not kept:
+            for some, wanted, lost in zip(*parts, strict=True):
+                _loss_and_gradient(some @ weight.t(), wanted, lost)
+            return losses.sum()
+        to_hidden = torch.empty_like(hidden)
+        to_weight = torch.empty(weight.shape, dtype=_wide(weight.dtype), device=weight.device)
+        for number, (some, wanted, lost, out) in enumerate(zip(*parts, torch.split(to_hidden, chunk), strict=True)):
+            gradient = _loss_and_gradient(some @ weight.t(), wanted, lost)
+            torch.mm(gradient, weight, out=out)
+            _add_product(to_weight, gradient.t(), some, fresh=number == 0)
+            del gradient  # or the next chunk's logits would be made beside it
+        ctx.save_for_backward(to_hidden, to_weight)
+        ctx.dtype = weight.dtype
+        return losses.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        to_hidden, to_weight = ctx.saved_tensors
+        return to_hidden * grad, _scaled(to_weight, grad, ctx.dtype), None, None, None
+
+
+def _loss_and_gradient(logits: Tensor, targets: Tensor, losses: Tensor) -> Tensor:
+    """Writes each token's loss to `losses`; returns the gradient of their sum, on a GPU in the memory of the logits."""
+    if logits.is_cuda:
+        from ultrascale.model import loss_kernel
+
+        loss_kernel.loss_and_gradient_(logits, targets, losses)
+        return logits
+    wide = logits.to(losses.dtype)
+    counts = targets != IGNORED
+    losses.copy_(F.cross_entropy(wide, targets, ignore_index=IGNORED, reduction="none"))
+    gradient = wide.softmax(dim=-1)
+    rows = torch.arange(len(targets), device=targets.device)
+    gradient[rows, targets.masked_fill(~counts, 0)] -= 1
+    return (gradient * counts.unsqueeze(-1)).to(logits.dtype)
+
+
+def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """x · factor, rounded to `dtype`."""
+    if x.is_cuda:
+        from ultrascale.model import loss_kernel
+
+        return loss_kernel.scaled(x, factor, dtype)
+    return (x * factor).to(dtype)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, fresh: bool) -> None:
+    """total += left · right, summed in the format of `total`; a fresh total is written, whatever it held."""
+    beta = 0 if fresh else 1
+    if total.dtype == left.dtype:
+        torch.addmm(total, left, right, beta=beta, out=total)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
+    else:
+        torch.addmm(total, left.to(total.dtype), right.to(total.dtype), beta=beta, out=total)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

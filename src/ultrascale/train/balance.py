@@ -1,0 +1,108 @@
+"""How evenly tokens fall on experts: the pull of the balance loss, loads over all ranks, and biases that follow them.
+
+Two ways to keep experts in use, each off unless asked for: the balance loss changes the router's gradient; a bias, where the
+model has one, changes only its choices (Wang 2024, DeepSeek-V3 section 2.1.2: no loss interferes with the language's).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ultrascale.model.moe import Router
+from ultrascale.parallel import comm
+from ultrascale.parallel.data import Gradients
+from ultrascale.parallel.mesh import Mesh
+from ultrascale.specs.job import Job
+from ultrascale.specs.training import Training
+from ultrascale.train.optimizer import Weight
+
+
+class Still(Gradients):
+    """Of what no gradient moves: the router's bias. Always zero."""
+
+    def __init__(self, module: nn.Module, like: Tensor) -> None:
+        super().__init__(module)
+        self.zero = torch.zeros_like(like)
+
+    def begin(self) -> None:
+        pass
+
+    def before_backward(self, last: bool, split: bool) -> None:
+        pass
+
+    def of(self, parameter: nn.Parameter) -> Tensor:
+        return self.zero
+
+
+@dataclass(frozen=True)
+class Loads:
+    """What the routers of the whole model did in a step."""
+
+    tokens: Tensor
+    """[layers with experts, experts]: how often each expert was chosen"""
+    balance_loss: float
+    """mean over sequences and layers; 1 is even"""
+    dropped: int
+    """choices that met a full expert"""
+    broken: tuple[int, ...]
+    """layers whose router's scores were no numbers"""
+
+    @property
+    def busiest(self) -> tuple[float, ...]:
+        """Per layer, the tokens of the busiest expert over the mean."""
+        return tuple((self.tokens.amax(1) / self.tokens.mean(1)).tolist())
+
+
+class Balance:
+    """The routers on this rank, by layer, and what all ranks' routers saw."""
+
+    def __init__(
+        self, routers: Mapping[int, Router], weights: Sequence[Weight], job: Job, mesh: Mesh, training: Training
+    ) -> None:
+        moe = job.model.moe
+        assert moe is not None
+        self.routers, self.moe, self.job, self.mesh, self.training = routers, moe, job, mesh, training
+        self.biases = {weight.shard.name: weight for weight in weights if isinstance(weight.owner, Still)}
+        for router in routers.values():
+            router.capacity_factor = training.capacity_factor
+            router.over_sequence = lambda counts: comm.all_reduce(counts, mesh.cp)
+
+    def aim(self, weight: float) -> None:
+        """Before a step's first forward. `weight`: what the gradients of one token's loss are multiplied by."""
+        # The loss is a mean over sequences and layers. Each tp rank computes it whole, and their gradients are added up.
+        share = self.training.balance_loss / (self.job.model.moe_layers * self.mesh.tp.size)
+        for router in self.routers.values():
+            router.pull = share * weight * self.job.seq
+
+    def take(self) -> Loads:
+        """After a step's last backward; the same on every rank."""
+        moe, layers = self.moe, self.job.model.moe_layers
+        table = torch.zeros(layers, moe.experts + 2, device=self.mesh.device)
+        for layer, router in self.routers.items():
+            seen = router.take()
+            if self.mesh.tp.rank == 0:
+                table[layer - moe.dense_layers] = seen
+        table = comm.all_reduce(table, self.mesh.world).cpu()
+        balance, dropped = table[:, -2], table[:, -1]
+        sequences = self.mesh.layout.dp * self.mesh.layout.mbs * self.mesh.layout.gas
+        broken = tuple(moe.dense_layers + int(row) for row in torch.nonzero(~balance.isfinite()).flatten())
+        return Loads(table[:, :-2], float(balance.mean()) / sequences, int(dropped.sum()), broken)
+
+    @torch.no_grad()
+    def steer(self, loads: Loads) -> None:
+        """After an update: experts that had more than the mean become a little less likely to be chosen, others more."""
+        for layer in self.routers:
+            weight = self.biases.get(bias_name(layer))
+            if weight is not None:
+                tokens = loads.tokens[layer - self.moe.dense_layers]
+                change = self.training.router_bias_rate * (tokens.mean() - tokens).sign()
+                weight.master.add_(change.to(weight.master.device))
+                weight.local.copy_(weight.master)
+
+
+def bias_name(layer: int) -> str:
+    return f"blocks.{layer}.mlp.router.bias"

@@ -1,0 +1,126 @@
+"""The loss in chunks against torch's own on whole logits: value, both gradients, tied ends, and that no logits are kept."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ultrascale.cost import activations
+from ultrascale.model import loss
+from ultrascale.model.init import initialize
+from ultrascale.model.loss import ChunkedHead, linear_cross_entropy
+from ultrascale.model.transformer import IGNORED, Transformer
+from ultrascale.specs.model import Model
+from ultrascale.train.live import LiveBytes
+
+Made = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def inputs(tokens: int, hidden: int, vocab: int, dtype: torch.dtype = torch.float32) -> Made:
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, hidden, generator=generator).to(dtype).requires_grad_()
+    weight = (torch.randn(vocab, hidden, generator=generator) * hidden**-0.5).to(dtype).requires_grad_()
+    return x, weight, torch.randint(vocab, (tokens,), generator=generator)
+
+
+def plain(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy((x @ weight.t()).float(), targets, ignore_index=IGNORED, reduction="sum")
+
+
+def close(made: torch.Tensor, wanted: torch.Tensor, bound: float = 1e-6) -> None:
+    assert made.dtype == wanted.dtype
+    assert float((made - wanted).abs().max()) <= bound * max(1.0, float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize(("tokens", "hidden", "vocab", "chunk"), [(12, 8, 40, 4), (13, 5, 33, 4), (7, 3, 2, 100), (1, 4, 9, 1)])
+@pytest.mark.parametrize("ignored", ["none", "some", "all"])
+def test_value_and_gradients_of_whole_logits(tokens: int, hidden: int, vocab: int, chunk: int, ignored: str) -> None:
+    x, weight, targets = inputs(tokens, hidden, vocab)
+    if ignored != "none":
+        targets[:: 3 if ignored == "some" else 1] = IGNORED
+    found = linear_cross_entropy(x, weight, targets, chunk)
+    wanted = plain(x, weight, targets)
+    close(found.detach(), wanted.detach())
+    # The weight of a token's loss comes with backward: 0.37 stands for it.
+    pairs = zip(torch.autograd.grad(0.37 * found, [x, weight]), torch.autograd.grad(0.37 * wanted, [x, weight]), strict=True)
+    for made, reference in pairs:
+        close(made, reference)
+
+
+def test_bf16_sums_the_weight_gradient_of_many_chunks_in_fp32() -> None:
+    """64 chunks: summed in bf16, most of their shares would fall below the last bit of the sum."""
+    x, weight, targets = inputs(256, 16, 50, torch.bfloat16)
+    found = torch.autograd.grad(linear_cross_entropy(x, weight, targets, 4), [x, weight])
+    wide = [one.detach().float().requires_grad_() for one in (x, weight)]
+    for made, exact in zip(found, torch.autograd.grad(plain(*wide, targets), wide), strict=True):
+        assert made.dtype == torch.bfloat16
+        close(made.float(), exact, bound=2.0**-7)
+
+
+def test_it_holds_a_chunk_of_logits_at_a_time_and_keeps_none() -> None:
+    tokens, hidden, vocab, chunk = 512, 4, 1000, 16
+    x, weight, targets = inputs(tokens, hidden, vocab)
+    live = LiveBytes()
+    with live:
+        found = linear_cross_entropy(x, weight, targets, chunk)
+    whole = 4 * tokens * vocab
+    assert live.peak < whole / 4  # the plain twin of the kernel has a few copies of its chunk
+    del found
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one.nbytes) or one, lambda one: one):  # type: ignore[func-returns-value]
+        linear_cross_entropy(x, weight, targets, chunk)
+    assert sorted(kept) == sorted([x.nbytes, weight.nbytes])
+
+
+def test_an_evaluation_makes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, targets = inputs(10, 4, 20)
+    wanted = plain(x, weight, targets)
+    monkeypatch.setattr(loss, "_add_product", None)
+    with torch.no_grad():
+        found = linear_cross_entropy(x, weight, targets, 3)
+    assert not found.requires_grad
+    close(found, wanted.detach())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_with_it_is_the_model_without(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tied ends: the gradient of the embedding is the sum of both uses."""
+    monkeypatch.setattr(loss, "linear_cross_entropy", partial(linear_cross_entropy, chunk=5))
+    model = Model(name="tiny", layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=64, tied_embeddings=tied)
+    one, other = Transformer(model), Transformer(model)
+    for made in (one, other):
+        initialize(made, 0, model)
+    loss.apply(other)
+    assert isinstance(other.head, ChunkedHead)
+    assert [name for name, _ in one.named_parameters()] == [name for name, _ in other.named_parameters()]
+    tokens, positions = torch.arange(32).view(2, 16) % model.vocab, torch.arange(16)
+    targets = tokens.flip(-1).clone()
+    targets[0, :3] = IGNORED
+    assert torch.equal(one(tokens, positions), other(tokens, positions))
+    totals = [made(tokens, positions, targets) for made in (one, other)]
+    close(totals[1].detach(), totals[0].detach())
+    gradients = [torch.autograd.grad(total, list(made.parameters())) for total, made in zip(totals, (one, other), strict=True)]
+    for made_gradient, wanted in zip(gradients[1], gradients[0], strict=True):
+        close(made_gradient, wanted, bound=2e-6)
+
+
+def test_the_law_counts_the_same_chunk() -> None:
+    assert loss.CHUNK == activations.LOSS_CHUNK
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_kernels_in_tritons_interpreter() -> None:
+    """In a process of their own: Triton decides when it is first imported."""
+    tests = Path(__file__).parents[1]
+    files = [str(tests / "model" / "test_loss_kernel.py"), str(tests / "train" / "test_adamw_kernel.py")]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *files]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout

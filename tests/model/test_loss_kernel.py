@@ -1,0 +1,43 @@
+"""The loss's Triton kernels against their plain twins, by Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ultrascale.model.transformer import IGNORED
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # before anything imports Triton: test_loss.py starts this file so
+pytestmark = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="no GPU, and Triton does not interpret")
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = importlib.import_module("ultrascale.model.loss_kernel")
+    monkeypatch.setattr(module, "BLOCK", 64)
+    return module
+
+
+@pytest.mark.parametrize("vocab", [2, 64, 150])
+def test_loss_and_gradient(vocab: int, kernel: ModuleType) -> None:
+    """Rows of less than a block, of one, and of two and a part; targets at both ends, and one that is ignored."""
+    logits = (torch.randn(4, vocab, generator=torch.Generator().manual_seed(0)) * 3).to(DEVICE)
+    targets = torch.tensor([0, vocab - 1, IGNORED, vocab // 2], device=DEVICE)
+    reference = logits.clone().requires_grad_()
+    wanted = F.cross_entropy(reference, targets, ignore_index=IGNORED, reduction="none")
+    wanted.sum().backward()
+    losses = torch.empty(4, device=DEVICE)
+    kernel.loss_and_gradient_(logits, targets, losses)
+    torch.testing.assert_close(losses, wanted.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(logits, reference.grad, rtol=1e-6, atol=1e-6)
+
+
+def test_scaled(kernel: ModuleType) -> None:
+    x = torch.randn(3000, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    torch.testing.assert_close(kernel.scaled(x, torch.tensor(0.3, device=DEVICE), torch.float32), 0.3 * x)

@@ -1,0 +1,203 @@
+"""Routers, experts and what a router tells: against the plain formulas, written out token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ultrascale.model.grouped import grouped_product
+from ultrascale.model.init import initialize
+from ultrascale.model.moe import Exchange, MixtureOfExperts
+from ultrascale.model.transformer import Transformer
+from ultrascale.specs.model import Model, MoE
+
+SHAPE: dict[str, Any] = {"layers": 1, "hidden": 16, "heads": 2, "vocab": 32, "ffn": 24}
+
+
+def layer(**moe: Any) -> MixtureOfExperts:
+    model = Model(name="x", **SHAPE, moe={"experts": 6, "top_k": 2, "expert_ffn": 12, **moe})
+    module = Transformer(model)
+    initialize(module, 3, model)
+    mlp = module.each_block()[0].mlp
+    assert isinstance(mlp, MixtureOfExperts)
+    with torch.no_grad():
+        for parameter in mlp.parameters():
+            parameter.mul_(20)  # far from ties, and no output lost in rounding
+        if mlp.router.bias is not None:
+            mlp.router.bias.copy_(torch.tensor([0.9, -0.9, 0.5, 0.0, -0.5, 0.1]))
+    return mlp.double()
+
+
+def tokens(batch: int = 3, length: int = 7) -> Tensor:
+    return torch.randn(batch, length, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+
+
+def by_hand(mlp: MixtureOfExperts, x: Tensor) -> Tensor:
+    """One token after the other."""
+    moe, router, experts = mlp.router.moe, mlp.router, mlp.experts
+    rows = []
+    for token in x.flatten(0, 1):
+        logits = router.weight @ token
+        scores = logits.sigmoid() if moe.router == "sigmoid" else logits.softmax(0)
+        chosen = (scores if router.bias is None else scores + router.bias).topk(moe.top_k).indices.tolist()
+        weights = scores[chosen] / scores[chosen].sum() if moe.renormalize else scores[chosen]
+        out = torch.zeros_like(token)
+        for weight, expert in zip(weights, chosen, strict=True):
+            gate, up = (experts.get_parameter(name)[expert] @ token for name in ("gate", "up"))
+            out = out + weight * (experts.down[expert] @ (torch.nn.functional.silu(gate) * up))
+        if mlp.shared is not None:
+            shared = mlp.shared(token.view(1, 1, -1)).flatten()
+            out = out + (shared if mlp.shared_gate is None else shared * (mlp.shared_gate.weight @ token).sigmoid())
+        rows.append(out)
+    return torch.stack(rows).view_as(x)
+
+
+@pytest.mark.parametrize(
+    "moe",
+    [
+        {},
+        {"top_k": 1},
+        {"top_k": 6},
+        {"renormalize": False},
+        {"router": "sigmoid"},
+        {"router": "sigmoid", "renormalize": False},
+        {"router": "sigmoid", "router_bias": True, "shared_experts": 2},
+        {"shared_experts": 1, "shared_expert_ffn": 20, "shared_gate": True},
+    ],
+)
+def test_outputs_and_gradients_are_those_of_the_formula(moe: dict[str, Any]) -> None:
+    mlp = layer(**moe)
+    results = []
+    for compute in (mlp, lambda x: by_hand(mlp, x)):
+        x = tokens().requires_grad_()
+        out = compute(x)
+        mlp.zero_grad()
+        (out * torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)).sum().backward()
+        results.append([out.detach(), x.grad, *(parameter.grad.clone() for parameter in mlp.parameters())])
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10)
+
+
+def test_the_bias_changes_the_choice_and_not_the_weights() -> None:
+    mlp = layer(router="sigmoid", router_bias=True, top_k=1, renormalize=False)
+    assert mlp.router.bias is not None
+    mlp.router.bias.copy_(torch.tensor([0.0, 0.0, 0.0, 5.0, 0.0, 0.0]))
+    x = tokens()
+    routes = mlp.router(x)
+    assert (routes.experts == 3).all()
+    torch.testing.assert_close(routes.weights, (x @ mlp.router.weight[3]).sigmoid().unsqueeze(-1))
+
+
+def test_a_group_without_rows_gets_no_gradient() -> None:
+    weight = torch.randn(3, 4, 5, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
+    counts = torch.tensor([2, 0, 4])
+    assert torch.autograd.gradcheck(lambda x, weight: grouped_product(x, weight, counts), (x, weight))
+    grouped_product(x, weight, counts).sum().backward()
+    assert weight.grad is not None
+    assert not weight.grad[1].any()
+    assert weight.grad[0].any()
+
+
+def balance_of(mlp: MixtureOfExperts, x: Tensor) -> Tensor:
+    """Experts · Σ fraction · mean probability, summed over sequences; differentiable."""
+    moe = mlp.router.moe
+    scores = x @ mlp.router.weight.t()
+    scores = scores.sigmoid() if moe.router == "sigmoid" else scores.softmax(-1)
+    probabilities = scores / scores.sum(-1, keepdim=True)
+    chosen = torch.nn.functional.one_hot(mlp.router(x).experts, moe.experts).sum(2).double()
+    fractions = chosen.mean(1) / moe.top_k
+    return moe.experts * (fractions * probabilities.mean(1)).sum()
+
+
+@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
+def test_the_balance_loss_is_reported_and_pulls(router: str) -> None:
+    mlp, x = layer(router=router), tokens()
+    mlp.router.pull = 0.3
+    mlp(x).sum().backward()
+    assert mlp.router.weight.grad is not None
+    pulled = mlp.router.weight.grad.clone()
+    seen = mlp.router.take()
+    wanted = balance_of(mlp, x)
+    assert seen[-2].item() == pytest.approx(wanted.item(), rel=1e-6)
+    assert seen[:-2].sum() == 3 * 7 * 2
+    mlp.zero_grad()
+    mlp.router.pull = 0.0
+    (mlp(x).sum() + 0.3 * wanted).backward()
+    torch.testing.assert_close(pulled, mlp.router.weight.grad, rtol=1e-6, atol=1e-9)
+
+
+def test_even_choices_have_a_balance_loss_of_one() -> None:
+    mlp = layer(top_k=6)  # everybody is chosen
+    mlp(tokens()).sum().backward()
+    assert mlp.router.take()[-2].item() == pytest.approx(3.0)  # three sequences
+
+
+def test_recomputed_forwards_and_evaluations_are_not_counted() -> None:
+    mlp, x = layer(), tokens()
+    with torch.no_grad():
+        mlp(x)
+    assert not mlp.router.take().any()
+    torch.utils.checkpoint.checkpoint(mlp, x.requires_grad_(), use_reentrant=False).sum().backward()
+    assert mlp.router.take()[:-2].sum() == 3 * 7 * 2
+    assert not mlp.router.take().any()
+
+
+def test_a_full_expert_drops_the_later_tokens() -> None:
+    """A factor of 0.5 gives each of 6 experts one of a sequence's 7 · 2 choices."""
+    mlp, x = layer(), tokens()
+    assert mlp.router.moe.capacity(7, 0.5) == 1
+    mlp.router.capacity_factor = 0.5
+    routes = mlp.router(x)
+    assert routes.kept is not None
+    for experts, kept in zip(routes.experts.flatten(1).tolist(), routes.kept.flatten(1).tolist(), strict=True):
+        assert kept == [expert not in experts[:place] for place, expert in enumerate(experts)]
+    out = mlp(x)
+    out.sum().backward()
+    assert mlp.router.take()[-1] == (~routes.kept).sum() > 0
+    gone = ~routes.kept.any(-1)
+    assert gone.any()
+    assert not out[gone].any()
+    mlp.router.capacity_factor = 6.0  # room for everybody
+    wide = mlp(x)
+    mlp.router.capacity_factor = None
+    torch.testing.assert_close(wide, mlp(x))
+
+
+def test_half_precision_routes_in_single() -> None:
+    mlp = layer().bfloat16()
+    out = mlp(tokens().bfloat16())
+    assert out.dtype == torch.bfloat16
+    out.sum().backward()
+    assert mlp.router.take().dtype == torch.float32
+
+
+def test_the_capacity_rounds_down() -> None:
+    moe = MoE(experts=8, top_k=2, expert_ffn=4)
+    assert [moe.capacity(64, factor) for factor in (1.0, 1.3, 0.01)] == [16, 20, 0]
+
+
+class Watched(Exchange):
+    def __init__(self, heard: list[str]) -> None:
+        self.heard = heard
+
+    def begin(self, rows: Tensor, counts: Tensor) -> None:
+        self.heard.append("leave")
+        super().begin(rows, counts)
+
+    def arrived(self) -> tuple[Tensor, Tensor]:
+        self.heard.append("arrive")
+        return super().arrived()
+
+
+def test_shared_experts_compute_while_tokens_travel() -> None:
+    mlp = layer(shared_experts=1)
+    heard: list[str] = []
+    mlp.exchange = Watched(heard)
+    assert mlp.shared is not None
+    mlp.shared.register_forward_hook(lambda *_: heard.append("shared"))
+    mlp(tokens())
+    assert heard == ["leave", "shared", "arrive"]

@@ -1,0 +1,219 @@
+"""Models with experts under every technique against one process: losses, gradients, and what the routers tell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel.harness import check, in_ranks, job_of, one_process, training_of
+from ultrascale.parallel import local
+from ultrascale.parallel.comm import Axis
+from ultrascale.parallel.expert import AllToAll
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.training import Training
+from ultrascale.train.engine import Engine
+
+slow = pytest.mark.slow
+BALANCED = training_of(balance_loss=0.5, router_bias_rate=0.05)
+
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dp2": ("experts", {"dp": 2}),
+    "dp2, torch's": ("deepseek", {"dp": 2, "gas": 2, "data_parallel": "ddp"}),
+    "zero1": ("deepseek", {"dp": 2, "gas": 2, "zero": 1}),
+    "zero2": ("experts", {"dp": 2, "gas": 2, "zero": 2}),
+    "zero3": ("qwen2-moe", {"dp": 2, "gas": 2, "zero": 3}),
+    "tp2": ("qwen2-moe", {"tp": 2, "gas": 2}),
+    "tp2 without sequence parallelism": ("deepseek", {"tp": 2, "gas": 2, "sequence_parallel": False}),
+    "tp4": ("experts", {"tp": 4, "gas": 1, "mbs": 2}),
+    "cp2": ("deepseek", {"cp": 2, "gas": 2}),
+    "cp2, ulysses": ("experts", {"cp": 2, "gas": 1, "mbs": 2, "context_parallel": "ulysses"}),
+    "pp2": ("qwen2-moe", {"pp": 2, "gas": 4}),
+    "zero-bubble": ("qwen2-moe", {"pp": 2, "gas": 4, "schedule": "zero-bubble"}),
+    "zb-v": ("deepseek", {"pp": 2, "gas": 4, "schedule": "zb-v", "virtual_stages": 2}),
+    "selective": ("deepseek", {"gas": 2, "recompute": "selective"}),
+    "full": ("qwen2-moe", {"tp": 2, "gas": 2, "recompute": "full"}),
+}
+LAYOUTS |= {
+    "ep2": ("experts", {"dp": 2, "ep": 2}),
+    "ep2, hooks": ("qwen2-moe", {"dp": 2, "ep": 2, "gas": 2, "data_parallel": "hooks"}),
+    "ep2 of dp4": ("deepseek", {"dp": 4, "ep": 2, "gas": 2}),
+    "ep4": ("experts", {"dp": 4, "ep": 4, "gas": 1}),
+    "ep2 over cp2": ("deepseek", {"cp": 2, "ep": 2, "gas": 2}),
+    "ep2 zero1": ("deepseek", {"dp": 2, "ep": 2, "gas": 2, "zero": 1}),
+    "ep2 of dp4 zero3": ("qwen2-moe", {"dp": 4, "ep": 2, "gas": 2, "zero": 3}),
+    "ep2 of dp4 zero2 in two": ("experts", {"dp": 4, "ep": 2, "gas": 2, "zero": 2, "zero_shards": 2}),
+    "ep2 of dp4 zero2 recomputed": ("experts", {"dp": 4, "ep": 2, "gas": 2, "zero": 2, "recompute": "selective"}),
+    "ep2 of dp4 zero3 recomputed": ("qwen2-moe", {"dp": 4, "ep": 2, "gas": 2, "zero": 3, "recompute": "selective"}),
+    "ep2 of dp4 zero3 gathered once, recomputed": (
+        "experts",
+        {"dp": 4, "ep": 2, "gas": 2, "zero": 3, "recompute": "selective", "keep_gathered": True},
+    ),
+    "ep2 tp2": ("qwen2-moe", {"dp": 2, "ep": 2, "tp": 2, "gas": 2}),
+    "ep2 recomputed": ("deepseek", {"dp": 2, "ep": 2, "gas": 2, "recompute": "selective", "data_parallel": "naive"}),
+    "ep2 pp2, zero-bubble": ("deepseek", {"dp": 2, "ep": 2, "pp": 2, "gas": 4, "schedule": "zero-bubble"}),
+}
+LONG: dict[str, tuple[str, dict[str, Any]]] = {
+    "tp2 dp2 zero3": ("qwen2-moe", {"tp": 2, "dp": 2, "gas": 2, "zero": 3}),
+    "tp2 cp2": ("deepseek", {"tp": 2, "cp": 2, "gas": 2, "recompute": "selective"}),
+    "pp2 dp2 zero2, dualpipe-v": (
+        "experts",
+        {"pp": 2, "dp": 2, "gas": 4, "zero": 2, "schedule": "dualpipe-v", "virtual_stages": 2},
+    ),
+    "pp2 tp2, zero-bubble": ("deepseek", {"pp": 2, "tp": 2, "gas": 4, "schedule": "zero-bubble"}),
+    "dp4 zero1 in two": ("deepseek", {"dp": 4, "gas": 2, "zero": 1, "zero_shards": 2}),
+    "ep2 pp2 zero3, zb-v": (
+        "deepseek",
+        {"dp": 2, "ep": 2, "pp": 2, "gas": 4, "zero": 3, "schedule": "zb-v", "virtual_stages": 2},
+    ),
+    "ep2 of dp4 pp2 zero2, dualpipe-v": (
+        "eight-experts",
+        {"dp": 4, "ep": 2, "pp": 2, "gas": 4, "zero": 2, "schedule": "dualpipe-v", "virtual_stages": 2, "recompute": "full"},
+    ),
+    "ep4 of dp4 tp2 zero3": ("experts", {"dp": 4, "ep": 4, "tp": 2, "gas": 1, "zero": 3, "recompute": "full"}),
+    "ep4 over dp2 cp2": ("experts", {"dp": 2, "cp": 2, "ep": 4, "tp": 2, "gas": 1, "zero": 1}),
+    "ep8 zero3": ("deepseek", {"dp": 8, "ep": 8, "gas": 1, "zero": 3}),
+    "ep2 of dp8 zero3 in four": ("deepseek", {"dp": 8, "ep": 2, "gas": 1, "zero": 3, "zero_shards": 4}),
+    "ep2 of dp8 tp1 more ranks than experts": ("qwen2-moe", {"dp": 8, "ep": 2, "gas": 1, "zero": 3}),
+    "interleaved zero3": (
+        "eight-experts",
+        {"pp": 2, "dp": 2, "gas": 4, "schedule": "interleaved", "virtual_stages": 2, "zero": 3, "recompute": "full"},
+    ),
+}
+LONG |= {
+    name: LAYOUTS.pop(name)
+    for name in (
+        "dp2, torch's",
+        "zero2",
+        "tp4",
+        "cp2, ulysses",
+        "pp2",
+        "selective",
+        "ep2, hooks",
+        "ep4",
+        "ep2 zero1",
+        "ep2 of dp4 zero2 recomputed",
+        "ep2 of dp4 zero3 recomputed",
+        "ep2 recomputed",
+    )
+}
+CASES = [*LAYOUTS.values(), *(pytest.param(*case, marks=slow) for case in LONG.values())]
+
+
+@pytest.mark.parametrize(("family", "fields"), CASES, ids=[*LAYOUTS, *LONG])
+def test_the_same_as_one_process(family: str, fields: dict[str, Any]) -> None:
+    check(family, BALANCED, **fields)
+
+
+def loads(engine: Engine) -> list[Any]:
+    """Of three steps: tokens of every expert, balance loss and dropped tokens; and the biases at the end."""
+    seen = []
+    for number in range(3):
+        found = engine.step(number).loads
+        assert found is not None
+        seen.append((found.tokens.tolist(), round(found.balance_loss, 5), found.dropped))
+    return seen
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp=2, zero=3, gas=2),
+        Layout(dp=4, ep=2, zero=1),
+        Layout(tp=2, gas=4, recompute="full"),
+        Layout(cp=2, mbs=4),
+        Layout(pp=2, gas=4),
+    ],
+    ids=str,
+)
+def test_what_routers_tell_does_not_depend_on_the_layout(layout: Layout) -> None:
+    job = job_of("deepseek")
+    alone = in_ranks(loads, job, Layout(mbs=4), BALANCED)[0]
+    assert sum(alone[0][0][0]) == 4 * job.seq * 2  # every token chooses two
+    for rank in in_ranks(loads, job, layout, BALANCED):
+        assert rank == alone
+
+
+def test_dropped_tokens_do_not_depend_on_the_layout() -> None:
+    training = training_of(capacity_factor=1.0)
+    alone = in_ranks(loads, job_of("experts"), Layout(mbs=4), training)[0]
+    assert alone[0][2] > 0
+    assert in_ranks(loads, job_of("experts"), Layout(dp=2, tp=2, gas=2), training)[3] == alone
+    check("experts", training, dp=2, gas=2)
+    check("experts", training, dp=4, ep=4, gas=1)
+
+
+def biases(engine: Engine) -> dict[str, list[float]]:
+    found = {}
+    for number in range(3):
+        before = [weight.master.clone() for weight in engine.weights]
+        result = engine.step(number)
+        assert result.loads is not None
+        for weight, old in zip(engine.weights, before, strict=True):
+            if weight.shard.name.endswith("router.bias"):
+                tokens = result.loads.tokens[int(weight.shard.name.split(".")[1]) - 1]
+                assert ((weight.master - old) / 0.05).round().tolist() == (tokens.mean() - tokens).sign().tolist()
+                found[weight.shard.name] = weight.master.tolist()
+    return found
+
+
+def test_biases_follow_the_loads_and_nothing_else() -> None:
+    (found,) = in_ranks(biases, job_of("deepseek"), Layout(mbs=4), BALANCED)
+    assert len(found) == 3
+    still = in_ranks(biases_after_nothing, job_of("deepseek"), Layout(mbs=4), BALANCED.changed(router_bias_rate=0.0))[0]
+    assert not any(any(values) for values in still)
+
+
+def biases_after_nothing(engine: Engine) -> list[list[float]]:
+    engine.step(0)
+    return [weight.master.tolist() for weight in engine.weights if weight.shard.name.endswith("router.bias")]
+
+
+def test_a_strong_pull_evens_the_experts_out() -> None:
+    """What the balance loss is for."""
+    ended = {}
+    for weight in (0.0, 10.0):
+        training = Training(steps=12, seed=1, lr=1e-2, warmup_steps=0, data="synthetic", balance_loss=weight)
+        ended[weight] = in_ranks(last_balance, job_of("experts"), Layout(mbs=4), training)[0]
+    assert ended[10.0] < ended[0.0]
+    assert ended[10.0] == pytest.approx(1.0, abs=0.05)
+
+
+def last_balance(engine: Engine) -> float:
+    found = [engine.step(number).loads for number in range(engine.training.steps)][-1]
+    assert found is not None
+    return found.balance_loss
+
+
+def test_the_loss_is_that_of_the_tokens_alone() -> None:
+    """With and without a balance loss the first step reports the same."""
+    plain, pulled = (one_process(job_of("experts"), 4, training_of(balance_loss=weight)) for weight in (0.0, 1.0))
+    assert plain.losses[0] == pulled.losses[0]
+    assert plain.losses[1] != pulled.losses[1]
+
+
+def rows_of(rank: int, nproc: int, store: str) -> tuple[list[float], list[float]]:
+    """Rank r sends r + i rows of the number 10 r + i to rank i, but none to itself; and lets gradients go home."""
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
+    axis = Axis("ep", dist.group.WORLD, rank, nproc, tuple(range(nproc)))
+    exchange = AllToAll(axis)
+    counts = torch.tensor([0 if there == rank else rank + there for there in range(nproc)])
+    values = torch.tensor([10.0 * rank + there for there in range(nproc)]).repeat_interleave(counts)
+    rows = values.unsqueeze(1).requires_grad_()
+    exchange.begin(rows, counts)
+    arrived, _ = exchange.arrived()
+    back = exchange.back(arrived * (rank + 1))
+    (back * 2).sum().backward()
+    assert rows.grad is not None
+    dist.destroy_process_group()
+    assert torch.equal(back.detach().flatten(), values * (1 + values % 10))
+    return sorted(set(arrived.flatten().tolist())), rows.grad.flatten().tolist()
+
+
+def test_uneven_rows_travel_there_and_back() -> None:
+    found = local.run(rows_of, 3, timeout_s=60)
+    assert [numbers for numbers, _ in found] == [[10, 20], [1, 21], [2, 12]]
+    # The gradient of a row is twice the factor of the rank that it visited.
+    assert [gradient for _, gradient in found] == [[4, 6, 6], [2, 6, 6, 6], [2, 2, 4, 4, 4]]

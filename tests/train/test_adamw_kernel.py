@@ -1,0 +1,64 @@
+"""AdamW in one pass against torch's, by Triton's interpreter where there is no GPU: one weight, and an engine that clips."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from types import ModuleType
+
+import pytest
+import torch
+
+from parallel.harness import engine_of, job_of, training_of
+from ultrascale.specs.layout import Layout
+from ultrascale.train import optimizer
+from ultrascale.train.engine import Engine
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # before anything imports Triton: test_loss.py starts this file so
+pytestmark = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="no GPU, and Triton does not interpret")
+
+
+@pytest.fixture
+def kernel() -> ModuleType:
+    return importlib.import_module("ultrascale.train.adamw_kernel")
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_one_weight(copied: bool, kernel: ModuleType) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, gradient, mean, square = torch.randn(4, 3000, generator=generator).to(DEVICE)
+    gradient, square = gradient.bfloat16(), square.square()
+    copy = torch.zeros_like(weight) if copied else None
+    wanted = weight.clone().requires_grad_()
+    wanted.grad = 0.5 * gradient.float()
+    adamw = torch.optim.AdamW([wanted], lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.2)
+    state = {"step": torch.tensor(3.0), "exp_avg": mean.clone(), "exp_avg_sq": square.clone()}
+    adamw.state[wanted] = state
+    adamw.step()
+    fields = {"factor": 0.5, "rate": 0.1, "decay": 0.2, "betas": (0.9, 0.95), "eps": 1e-8, "updates": 4}
+    kernel.step(weight, gradient, mean, square, copy, **fields)
+    torch.testing.assert_close(weight, wanted.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(mean, state["exp_avg"], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(square, state["exp_avg_sq"], rtol=1e-5, atol=1e-6)
+    assert copy is None or torch.equal(copy, weight)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the engine of this test is on the CPU")
+def test_an_engine_steps_as_with_torchs_adamw(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def engine() -> Engine:
+        return engine_of(job_of("gpt2"), Layout(), training_of(clip=0.1, steps=3))
+
+    plain = engine()
+    monkeypatch.setattr(optimizer, "in_one_pass", lambda *_: True)
+    ours = engine()
+    for step in range(3):
+        wanted = plain.step(step)
+        found = ours.step(step)
+        assert wanted.grad_norm > 0.1
+        assert found.loss == pytest.approx(wanted.loss, rel=1e-6)
+    for mine, other in zip(ours.weights, plain.weights, strict=True):
+        torch.testing.assert_close(mine.local, other.local, rtol=1e-5, atol=1e-6)
+        for name in ("exp_avg", "exp_avg_sq"):
+            found_moment, wanted_moment = ours.optimizer.moment(mine, name), plain.optimizer.moment(other, name)
+            torch.testing.assert_close(found_moment, wanted_moment, rtol=1e-4, atol=1e-9)
