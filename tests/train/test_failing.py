@@ -127,6 +127,7 @@ def test_the_engines_own_exchanges_are_named(layout: Layout, exchange: str) -> N
 
 
 def engine_rank(rank: int, nproc: int, store: str, board: SharedBoard, layout: Layout) -> None:
+    torch.set_num_threads(1)  # other tests of this process may have used more, and a fork of those hangs
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
     engine = engine_of(job_of("llama"), layout, training_of(), rank)
     engine.step(0)  # the first may take seconds on a busy machine, and is not what is watched
