@@ -133,7 +133,7 @@ def write(run: Path, value: float) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     state = State(step, asked.job, asked.layout, asked.training, checkpointing=Checkpointing())
     pieces = {"model": {"weight": Piece.whole((4,), lambda: torch.full((4,), value))}}
-    save(pieces, folder, lambda sums: checkpoint.void(checkpoint.commit(run, state, sums, keep=1)), None)
+    save(pieces, folder, lambda sums: checkpoint.commit(run, state, sums, keep=1), None)
 
 
 def write_until(run: Path, calls: int) -> None:

@@ -8,11 +8,12 @@ import time
 
 import pytest
 
+from ultrascale.parallel.local import STOP
 from ultrascale.train import stop as stopping
-from ultrascale.train.stop import SIGNALS, StopSignals
+from ultrascale.train.stop import StopSignals
 
 
-@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+@pytest.mark.parametrize("number", STOP, ids=lambda number: number.name)
 def test_the_first_signal_is_remembered_and_nothing_ends(number: signal.Signals) -> None:
     with StopSignals() as stop:
         assert stop.asked is None

@@ -8,6 +8,25 @@ from pathlib import Path
 CGROUP = Path("/sys/fs/cgroup")
 NEARLY_FULL = 0.05  # of the memory left
 
+# What gloo, NCCL and the store say when a peer is gone or does not come.
+LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "Timed out waiting",
+    "Wait timeout",
+    "Application timeout",
+    "Socket Timeout",
+    "timed out after",
+    "Read timeout",
+    "ncclRemoteError",
+    "ncclSystemError",
+    "NCCL communicator was aborted",
+    "Watchdog caught collective operation timeout",
+    "failed to recv, got 0 bytes",
+)
+
 
 def ending(code: int | None, kills_before: int | None) -> str:
     """Of `Process.exitcode`; `kills_before`: what `oom_kills` said when the process was started."""

@@ -23,15 +23,14 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Protocol
 
-from ultrascale.parallel.ended import ending, oom_kills, state
+from ultrascale.parallel.ended import LOST, ending, oom_kills, state
 from ultrascale.specs.errors import RunError, SpecError
 
 GRACE_S = 4.0  # between asking the surviving ranks to end and ending them
-SAME_S = 2.0  # a terminal and a launcher may both signal: what comes this soon is the same wish
-STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SAME_S = 2.0  # a terminal signals the whole group and a launcher forwards it: what comes this soon is the same wish
+STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # of a launcher or Slurm, of Ctrl-C, of Slurm before the limit
 
-# What a rank says when another one is what failed.
-LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "lost a peer")
+CONSEQUENCE = (*LOST, "lost a peer")  # what a rank says, or we for it, when another one is what failed
 
 
 class RankError(RunError):
@@ -221,7 +220,7 @@ def _collect(ranks: _Ranks, timeout_s: float | None) -> list[Any]:
                 failures.append(value)
     if failures:
         # A rank that lost its peer says so; the one that was lost says why. Prefer the latter.
-        first = min(failures, key=lambda one: (any(word in one.text for word in LOST), one.rank))
+        first = min(failures, key=lambda one: (any(word in one.text for word in CONSEQUENCE), one.rank))
         text = first.text + ranks.stopped()
         raise first.kind(text) if first.kind else RankError(first.rank, text, ranks.describe(first.rank))
     return [results[rank] for rank in sorted(results)]

@@ -59,10 +59,6 @@ class State:
     data: int | None = None
     """fingerprint of the text that was trained on"""
 
-    @property
-    def samples(self) -> int:
-        return self.step * self.job.sequences
-
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -193,7 +189,7 @@ def begin(run: Path) -> None:
             left.unlink(missing_ok=True)
 
 
-def commit(run: Path, state: State, sums: Sums, keep: int = 0) -> Path:
+def commit(run: Path, state: State, sums: Sums, keep: int = 0) -> None:
     """Makes a partial checkpoint a complete one, and forgets the oldest beyond `keep` (0: none)."""
     partial, final = partial_folder(run, state.step), run / FOLDER / f"step-{state.step:06d}"
     data = _manifest(state, sums)
@@ -208,7 +204,6 @@ def commit(run: Path, state: State, sums: Sums, keep: int = 0) -> Path:
         others = sorted((one for one in complete(run) if one != final), key=lambda one: (one / MANIFEST).stat().st_mtime)
         for old in others[: -(keep - 1) or None]:
             _set_aside(old)
-    return final
 
 
 def write_weights(
@@ -230,16 +225,12 @@ def write_weights(
     folder = partial_folder(run, 0)
     try:
         folder.mkdir(parents=True)
-        save(pieces, folder, lambda sums: void(commit(run, state, sums)), None)
+        save(pieces, folder, lambda sums: commit(run, state, sums), None)
     except OSError as error:
         raise SpecError(f"{run} cannot be written ({(error.strerror or str(error)).lower()}): name another folder") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return run / FOLDER / f"step-{0:06d}"
-
-
-def void(_: object) -> None:
-    """For callbacks that return nothing."""
 
 
 def _manifest(state: State, sums: Sums) -> dict[str, Any]:

@@ -66,11 +66,8 @@ class Optimizer:
             squares = torch.stack(torch._foreach_norm(counted, dtype=torch.float32)).to(self.mesh.device).square().sum()
         return comm.all_reduce(squares, self.mesh.parts).sqrt()
 
-    def scale_gradients(self, factor: torch.Tensor | float) -> None:
-        gradients = [weight.gradient for weight in self.weights]
-        if isinstance(factor, torch.Tensor):
-            factor = factor.to(gradients[0].device)
-        torch._foreach_mul_(gradients, factor)
+    def scale_gradients(self, factor: float) -> None:
+        torch._foreach_mul_([weight.gradient for weight in self.weights], factor)
 
     def step(self, learning_rate: float, factor: float = 1.0) -> None:
         """One update with the gradients times `factor`."""

@@ -7,8 +7,7 @@ import time
 from types import FrameType
 from typing import Any, Self
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # of a launcher or Slurm, of Ctrl-C, of Slurm before the limit
-SAME_S = 2.0  # a terminal signals the whole group and a launcher forwards it: what comes this soon is the same wish
+from ultrascale.parallel.local import SAME_S, STOP
 
 
 class StopSignals:
@@ -21,7 +20,7 @@ class StopSignals:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._hear) for number in SIGNALS}
+        self._before = {number: signal.signal(number, self._hear) for number in STOP}
         return self
 
     def __exit__(self, *_: object) -> None:

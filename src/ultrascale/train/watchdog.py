@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Self
 
+from ultrascale.parallel.ended import LOST
 from ultrascale.train import waiting
 from ultrascale.train.board import Board, Note, silent
 
@@ -21,25 +22,6 @@ NAMED = 8  # ranks that a report names one by one
 LOOKS = 2.5  # beats between two looks, at least, before a rank is called silent
 LONGEST_LOOK_S = 10.0  # while an error is explained
 LONGEST_READ_S = 20.0  # of every rank's note from a store
-
-# What gloo, NCCL and the store say when a peer is gone or does not come.
-LOST = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Connection refused",
-    "Broken pipe",
-    "Timed out waiting",
-    "Wait timeout",
-    "Application timeout",
-    "Socket Timeout",
-    "timed out after",
-    "Read timeout",
-    "ncclRemoteError",
-    "ncclSystemError",
-    "NCCL communicator was aborted",
-    "Watchdog caught collective operation timeout",
-    "failed to recv, got 0 bytes",
-)
 
 
 def lost_a_peer(error: BaseException) -> bool:
