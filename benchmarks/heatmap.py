@@ -3,50 +3,119 @@
 python benchmarks/heatmap.py [data/published.csv]
 
 Each cell is a model size on a number of GPUs; the sweep tried data, tensor and pipeline parallelism, ZeRO 0 and 1 and
-micro-batches, with 1F1B and no recomputation, so the search is held to those.
+micro-batches, with 1F1B and no recomputation, so the search is held to those. The map prints the run of the highest MFU, with
+(6·parameters + 12·layers·seq·hidden) FLOPs a token and the parameters of all stages summed: a tied embedding sits on the first
+and on the last stage and counts twice where pp > 1, up to 17 % more MFU for the same speed. So our candidates are ranked by
+that count for the printed layout, and by speed for the fastest run of each cell (benchmarks/nanotron_sweep.csv: the fastest
+runs of these cells in the sweep's own table, bench_final2_mfu2.csv as stored in eyao600/Rapid-LLM @d6e2fc37).
 """
 
 from __future__ import annotations
 
+import csv
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from ultrascale import Layout, plan
-from ultrascale.measure.runs import read
+from ultrascale import Layout, Model, estimate, plan
+from ultrascale.measure.runs import Run, read
 
+HERE = Path(__file__).parent
 SWEPT = {"fix": ["schedule=1f1b", "recompute=none"], "forbid": ["cp", "keep_gathered", "zero_shards", "zero=2", "zero=3"]}
+Cut = tuple[int, int, int, int]
 
 
-def cut(layout: Layout) -> tuple[int, int, int, int]:
+@dataclass(frozen=True)
+class Cell:
+    name: str
+    printed: Cut
+    printed_rank: int | None
+    degrees_rank: int | None
+    """of the printed dp, tp and pp by speed, whatever the micro-batch"""
+    fastest: Cut
+    fastest_rank: int | None
+    first: Cut
+    regret: float
+    """how much slower the measured run that we think fastest is than the fastest"""
+    errors: tuple[float, ...]
+    """predicted over measured speed, less one, of every run of the sweep that is known in this cell"""
+
+
+def cut(layout: Layout) -> Cut:
     return layout.dp, layout.tp, layout.pp, layout.mbs
 
 
-def main() -> None:
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent.parent / "data" / "published.csv"
-    table = Table(title="Best layout of the sweep (dp, tp, pp, mbs) in our ranking", title_justify="left")
-    for name in ("cell", "best of the sweep", "our rank", "of its dp, tp, pp", "our first"):
-        table.add_column(name)
-    cells = hits = hits_of_degrees = 0
-    for run in read(path)[0]:
-        if run.system != "nanotron v0.5" or run.job is None or run.layout is None:
+def credited_flops(model: Model, seq: int, pp: int) -> float:
+    """FLOPs that the map credits a token with."""
+    twice = model.vocab * model.hidden if pp > 1 and model.tied_embeddings else 0
+    return 6 * (model.parameters + twice) + 12 * model.layers * seq * model.hidden
+
+
+def place(wanted: tuple[int, ...], scores: dict[Cut, float]) -> int | None:
+    """Where it stands among our candidates, told apart by as many degrees as it names."""
+    order = list(dict.fromkeys(one[: len(wanted)] for one in sorted(scores, key=lambda one: -scores[one])))
+    return order.index(wanted) + 1 if wanted in order else None
+
+
+def cell(run: Run, sweep: list[dict[str, str]]) -> Cell:
+    assert run.job is not None
+    assert run.layout is not None
+    model, seq = run.job.model, run.job.seq
+    speed: dict[Cut, float] = {}
+    for one in plan(run.job, top=400, explain=False, **SWEPT).plans:
+        speed[cut(one.layout)] = max(speed.get(cut(one.layout), 0.0), one.estimate.tokens_per_s_per_gpu)
+    by_map = {key: value * credited_flops(model, seq, key[2]) for key, value in speed.items()}
+    runs = []
+    for row in sweep:
+        if row["model"] != model.name or int(row["gpus"]) != run.job.cluster.gpus:
             continue
-        plans = plan(run.job, top=200, explain=False, **SWEPT).plans
-        ranked = list(dict.fromkeys(cut(one.layout) for one in plans))
-        wanted = cut(run.layout)
-        rank = ranked.index(wanted) + 1 if wanted in ranked else None
-        degrees = list(dict.fromkeys(layout[:3] for layout in ranked))
-        rank_of_degrees = degrees.index(wanted[:3]) + 1 if wanted[:3] in degrees else None
-        cells += 1
-        hits += rank is not None and rank <= 3
-        hits_of_degrees += rank_of_degrees is not None and rank_of_degrees <= 3
-        cell = f"{run.job.model.name}, {run.job.cluster.gpus} GPUs"
-        table.add_row(cell, str(wanted), str(rank or "–"), str(rank_of_degrees or "–"), str(ranked[0]))
-    console = Console(width=120)
+        dp, tp, pp, mbs, zero = (int(row[name]) for name in ("dp", "tp", "pp", "mbs", "zero"))
+        layout = run.layout.changed(
+            dp=dp, tp=tp, pp=pp, mbs=mbs, zero=zero, gas=run.layout.gas * run.layout.mbs * run.layout.dp // (dp * mbs)
+        )
+        runs.append((float(row["tokens_per_s_per_gpu"]), estimate(run.job, layout).tokens_per_s_per_gpu, cut(layout)))
+    best, (chosen, *_) = max(runs), max(runs, key=lambda one: one[1])
+    return Cell(
+        f"{model.name}, {run.job.cluster.gpus} GPUs",
+        cut(run.layout),
+        place(cut(run.layout), by_map),
+        place(cut(run.layout)[:3], speed),
+        best[2],
+        place(best[2], speed),
+        max(speed, key=lambda one: speed[one]),
+        best[0] / chosen - 1,
+        tuple(predicted / measured - 1 for measured, predicted, _ in runs),
+    )
+
+
+def cells(path: Path) -> list[Cell]:
+    with (HERE / "nanotron_sweep.csv").open(encoding="utf-8") as file:
+        sweep = list(csv.DictReader(file))
+    return [cell(run, sweep) for run in read(path)[0] if run.system == "nanotron v0.5" and run.job and run.layout]
+
+
+def main() -> None:
+    found = cells(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE.parent / "data" / "published.csv")
+    table = Table(title="Best layouts of the sweep (dp, tp, pp, mbs) in our ranking", title_justify="left")
+    for name in ("cell", "printed", "our rank", "fastest", "our rank", "our first", "regret"):
+        table.add_column(name)
+    for one in found:
+        ranks = (str(one.printed_rank or "–"), str(one.fastest_rank or "–"))
+        table.add_row(one.name, str(one.printed), ranks[0], str(one.fastest), ranks[1], str(one.first), f"{one.regret:.1%}")
+    console = Console(width=140)
     console.print(table)
-    console.print(f"among our first three: {hits} of {cells} layouts, {hits_of_degrees} of {cells} dp·tp·pp")
+    printed, degrees, fastest = (
+        sum((getattr(one, name) or len(found)) <= 3 for one in found)
+        for name in ("printed_rank", "degrees_rank", "fastest_rank")
+    )
+    console.print(f"among our first three, of {len(found)} cells:")
+    console.print(f"  {printed} printed layouts, by the map's MFU; {degrees} of their dp·tp·pp by speed alone")
+    console.print(f"  {fastest} fastest layouts, by speed")
+    errors = [error for one in found for error in one.errors]
+    console.print(f"{len(errors)} runs of the sweep: {sum(map(abs, errors)) / len(errors):.1%} mean error in tokens/s")
 
 
 if __name__ == "__main__":

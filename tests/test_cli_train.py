@@ -81,6 +81,10 @@ def test_a_model_with_experts_tells_how_busy_they_are(run: Run, tmp_path: Path) 
         assert all(1 <= load <= 8 for load in line["expert_load"])
         assert line["balance_loss"] == pytest.approx(1, abs=0.3)
         assert 0 < line["dropped_tokens"] < 2 * 8 * line["tokens"]
+        tokens = line["tokens"] / line["step"]
+        assert [sum(layer) for layer in line["expert_tokens"]] == [2 * tokens] * 8
+        busiest = [max(layer) * len(layer) / sum(layer) for layer in line["expert_tokens"]]
+        assert line["expert_load"] == pytest.approx(busiest)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
-"""Training steps on one GPU, timed: `python benchmarks/gpu/step.py [--model 1b|3b] [--mbs 8 4 2] [--recompute none full]`.
+"""Training steps on one GPU, timed: `python benchmarks/gpu/step.py [--model 1b|3b|moe] [--mbs 8 4 2] [--recompute none full]`.
 
 Builds the engine as `ultrascale train` does and steps it on synthetic tokens. Prints one row per combination of what was asked
 for; `--profile` adds where one step's time goes, by kind of kernel. Compilation and the first steps are not counted.
-`--ways` runs the engine without its own kernels too, in the same run: plain, loss, adamw and all, each with one thing more.
+`--precision bf16 fp8` compares the two. `--ways` runs the engine without its own kernels too, in the same run: plain, loss,
+adamw, made and all, each with one thing more.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import platform
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -28,10 +29,10 @@ from ultrascale import Cluster, Job, Layout, Model
 from ultrascale.cost.flops import model_flops
 from ultrascale.parallel import local
 from ultrascale.parallel.mesh import Mesh
+from ultrascale.specs.model import MoE
 from ultrascale.specs.training import Training
 from ultrascale.specs.units import GIB
-from ultrascale.train import build as building
-from ultrascale.train import optimizer
+from ultrascale.train import kernels as own
 from ultrascale.train.data import Batches, corpus
 from ultrascale.train.engine import Engine
 
@@ -48,19 +49,24 @@ MODELS = {
         name="llama-3b-untied", layers=28, hidden=3072, ffn=8192, heads=24, kv_heads=8, head_dim=128, vocab=128256,
         rope_theta=500000.0,
     ),
+    "moe": Model(  # 1b with eight experts in the place of its MLP, of which a token visits two of half its width
+        name="llama-1b-experts", layers=16, hidden=2048, ffn=0, heads=32, kv_heads=8, head_dim=64, vocab=128256,
+        rope_theta=500000.0, moe=MoE(experts=8, top_k=2, expert_ffn=4096),
+    ),
 }  # fmt: skip
-MBS = {"1b": 8, "3b": 4}
+MBS = {"1b": 8, "3b": 4, "moe": 8}
 
-# What each way has beyond the one before it, as the engine asks for it: the loss in chunks with its gradients, AdamW and its
-# copies in one pass, gradients left as backward makes them.
-WAYS = ("plain", "loss", "adamw", "all")
-ASKED = ((building, "in_chunks"), (optimizer, "in_one_pass"), (building, "as_made"))
+# What each way has beyond the one before it: compiled blocks; the loss in chunks with its gradients; AdamW in one pass, masters
+# in halves; gradients left as backward makes them; fused blocks.
+WAYS = {"plain": "compiled", "loss": "loss", "adamw": "adamw", "made": "as_made", "all": "fused"}
 
 # Parts of kernels' names, in the order in which they are tried.
 KINDS = {
     "attention": ("flash", "fmha", "cudnn"),
     "matrix products": ("gemm", "nvjet", "cutlass", "xmma", "splitk"),
+    "casts to fp8, with what is fused to them": ("_scaled_mm", "_abs_"),
     "loss": ("softmax", "nll", "_row", "_scale"),
+    "norms, rotations, gates": ("_norm", "_turn", "_gate"),
     "optimizer": ("multi_tensor", "foreach", "adam", "_step"),
     "fused by inductor": ("triton",),
     "embedding": ("embedding", "gather", "scatter", "compute_grad_weight", "sort"),
@@ -75,6 +81,7 @@ class Measured:
     mbs: int
     recompute: str
     way: str
+    numbers: str
     step_ms: float
     tokens_per_s: float
     mfu: float
@@ -87,33 +94,51 @@ class Measured:
     """from nothing to the end of the warm-up"""
 
 
+class Numbers(NamedTuple):
+    """Of the products; scaling and keep are those of fp8."""
+
+    precision: str = "bf16"
+    scaling: str = "tensor"
+    keep: str = "ends"
+
+    def __str__(self) -> str:
+        return self.precision if self.precision != "fp8" else f"fp8 {self.scaling}, keep {self.keep}"
+
+
 class Kernel(NamedTuple):
     name: str
     ms: float
     calls: int
 
 
-def build(model: Model, mbs: int, recompute: str, steps: int, device: str = "cuda", seq: int = SEQ) -> Engine:
+def build(model: Model, mbs: int, recompute: str, steps: int, numbers: Numbers, device: str = "cuda", seq: int = SEQ) -> Engine:
     layout = Layout(mbs=mbs, gas=1, recompute=recompute)
-    job = Job(model=model, cluster=Cluster.load("1xh200"), seq=seq, batch_tokens=mbs * seq, precision="bf16")
-    training = Training(steps=steps, data="synthetic", clip=1.0)
+    job = Job(model=model, cluster=Cluster.load("1xh200"), seq=seq, batch_tokens=mbs * seq, precision=numbers.precision)
+    training = Training(steps=steps, data="synthetic", clip=1.0, fp8_scaling=numbers.scaling, fp8_keep=numbers.keep)
     batches = Batches(corpus(training, model.vocab), seq, mbs, training.seed)
     return Engine(job, Mesh.build(layout, model.kv_heads, 0, device), training, batches)
 
 
 @contextmanager
 def only(way: str) -> Iterator[None]:
-    """The engine with the things that `way` has and no others."""
-    with ExitStack() as patches:
-        for module, name in ASKED[WAYS.index(way) :]:
-            patches.enter_context(mock.patch.object(module, name, return_value=False))
+    """The engine with what `way` has and no more of its own kernels."""
+    names = list(WAYS)[: list(WAYS).index(way) + 1]
+    choose = own.choose
+
+    def fewer(*asked: Any) -> own.Kernels:
+        chosen = choose(*asked)
+        return own.Kernels(**{WAYS[name]: getattr(chosen, WAYS[name]) for name in names})
+
+    with mock.patch.object(own, "choose", fewer):
         yield
 
 
-def measure(name: str, mbs: int, recompute: str, way: str, steps: int, profiled: bool) -> tuple[Measured, list[Kernel], str]:
+def measure(
+    name: str, mbs: int, recompute: str, way: str, numbers: Numbers, steps: int, profiled: bool
+) -> tuple[Measured, list[Kernel], str]:
     began = time.perf_counter()
     with only(way):
-        engine = build(MODELS[name], mbs, recompute, WARM_UP + steps)
+        engine = build(MODELS[name], mbs, recompute, WARM_UP + steps, numbers)
     losses = [engine.step(number).loss for number in range(WARM_UP)]
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -127,6 +152,7 @@ def measure(name: str, mbs: int, recompute: str, way: str, steps: int, profiled:
         mbs=mbs,
         recompute=recompute,
         way=way,
+        numbers=str(numbers),
         step_ms=step_s * 1e3,
         tokens_per_s=tokens_per_s,
         mfu=tokens_per_s * model_flops(MODELS[name], SEQ) / engine.job.peak_flops,
@@ -139,12 +165,12 @@ def measure(name: str, mbs: int, recompute: str, way: str, steps: int, profiled:
 
 
 def measure_apart(
-    name: str, mbs: int, recompute: str, way: str, steps: int, profiled: bool
+    name: str, mbs: int, recompute: str, way: str, numbers: Numbers, steps: int, profiled: bool
 ) -> tuple[Measured, list[Kernel], str]:
     """In a process of its own, so that every row finds the GPU empty."""
 
     def rank(_: int, __: int, ___: str) -> tuple[Measured, list[Kernel], str]:
-        return measure(name, mbs, recompute, way, steps, profiled)
+        return measure(name, mbs, recompute, way, numbers, steps, profiled)
 
     (result,) = local.run(rank, 1)
     return result  # type: ignore[no-any-return]
@@ -173,17 +199,18 @@ def by_kind(kernels: Sequence[Kernel]) -> dict[str, float]:
 
 def machine(gpu: str) -> str:
     versions = f"torch {torch.__version__} · Python {platform.python_version()}"
-    return f"{gpu} · {versions} · {datetime.date.today()} · sequences of {SEQ}, bf16"
+    return f"{gpu} · {versions} · {datetime.date.today()} · sequences of {SEQ}"
 
 
 def show(rows: Sequence[Measured], title: str) -> None:
     table = Table(title=title)
-    words = ("model", "recompute", "way")
+    words = ("model", "recompute", "way", "products")
     for heading in (
         "model",
         "mbs",
         "recompute",
         "way",
+        "products",
         "step ms",
         "tokens/s",
         "MFU %",
@@ -197,7 +224,7 @@ def show(rows: Sequence[Measured], title: str) -> None:
         figures = f"{row.step_ms:.1f}", f"{row.tokens_per_s:,.0f}", f"{100 * row.mfu:.1f}"
         memory = f"{row.allocated_gib:.2f}", f"{row.reserved_gib:.2f}"
         ends = f"{row.losses[-1]:.3f}", f"{row.ready_s:.0f}"
-        table.add_row(row.model, str(row.mbs), row.recompute, row.way, *figures, *memory, *ends)
+        table.add_row(row.model, str(row.mbs), row.recompute, row.way, row.numbers, *figures, *memory, *ends)
     Console(width=128).print(table)
     for row in rows:
         print(
@@ -205,6 +232,7 @@ def show(rows: Sequence[Measured], title: str) -> None:
             row.mbs,
             row.recompute,
             row.way,
+            row.numbers,
             "losses of the first steps:",
             *(f"{loss:.4f}" for loss in row.losses[:-1]),
         )
@@ -222,16 +250,22 @@ def show_profile(kernels: Sequence[Kernel], longest: int = 25) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(MODELS), default="1b")
-    parser.add_argument("--mbs", type=int, nargs="+", help="sequences in a micro-batch; default 8 for 1b, 4 for 3b")
+    parser.add_argument("--mbs", type=int, nargs="+", help="sequences in a micro-batch; default 8, for 3b 4")
     parser.add_argument("--recompute", nargs="+", choices=("none", "selective", "full"), default=["none"])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["all"], help="with how many of its own kernels")
+    parser.add_argument("--precision", nargs="+", choices=("bf16", "fp8"), default=["bf16"])
+    parser.add_argument("--fp8-scaling", choices=("tensor", "row", "block"), default="tensor")
+    parser.add_argument("--fp8-keep", nargs="+", choices=("ends", "head", "none"), default=["ends"])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--profile", action="store_true", help="one more step, by kernel")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows = []
-    for mbs, recompute, way in product(options.mbs or [MBS[options.model]], options.recompute, options.ways):
-        row, kernels, gpu = measure_apart(options.model, mbs, recompute, way, options.steps, options.profile)
+    kept = {"bf16": ["ends"], "fp8": options.fp8_keep}
+    numbers = [Numbers(name, options.fp8_scaling, keep) for name in options.precision for keep in kept[name]]
+    asked = product(options.mbs or [MBS[options.model]], options.recompute, options.ways, numbers)
+    for mbs, recompute, way, of in asked:
+        row, kernels, gpu = measure_apart(options.model, mbs, recompute, way, of, options.steps, options.profile)
         rows.append(row)
         if kernels:
             show_profile(kernels)

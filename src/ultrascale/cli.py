@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ultrascale.bench_cli import app as bench_verbs
 from ultrascale.data.cli import app as data_verbs
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ app = typer.Typer(
 NO, BAD_INPUT = 1, 2
 PLAN, RUN = "Plan", "Run"
 app.add_typer(data_verbs, rich_help_panel=RUN)
+app.add_typer(bench_verbs, rich_help_panel=RUN)
 
 ModelArgument = Annotated[
     str, typer.Argument(help="A preset ([cyan]llama-3-70b[/]), a model file, or a Hugging Face [cyan]config.json[/].")
@@ -442,6 +444,28 @@ def verify(
     )
     if wrong:
         raise typer.Exit(NO)
+
+
+@app.command(rich_help_panel=RUN)
+def compare(
+    first: Annotated[Path, typer.Argument(help="A plan file, or a run's folder.", metavar="PLAN|RUN")],
+    second: Annotated[Path, typer.Argument(help="The other: its numbers are what the difference is of.", metavar="PLAN|RUN")],
+    as_json: JsonOption = False,
+) -> None:
+    """Compare a plan with a run, two runs, or two plans: time by cause, memory by owner, and which part differs most.
+
+    [dim]ultrascale compare plan.yaml runs/first[/]
+    [dim]ultrascale compare runs/a runs/b[/]
+    """
+    from ultrascale.measure.compare import compare as compared
+    from ultrascale.measure.compare import load
+    from ultrascale.show.compare import compare_json, show_compare
+
+    found = compared(load(first), load(second))
+    if as_json:
+        _print_json(compare_json(found))
+    else:
+        show_compare(_console(), found)
 
 
 @app.command(rich_help_panel=RUN)

@@ -98,17 +98,31 @@ def test_fp32_doubles_everything_but_the_log_sum_exp() -> None:
     assert layer.total[0] == 8192 * (2 * (139_392 - 128) + 128)
 
 
-def test_moe_layer_of_mixtral() -> None:
-    """Mixtral-8x7B: 2 experts a token and the busiest rank 10 % over the mean: 2.2 rows of 4096 in and out, 3·14336 inside.
+@pytest.mark.parametrize(("ep", "rows"), [(1, 2.0), (8, 2.2)])
+def test_moe_layer_of_mixtral(ep: int, rows: float) -> None:
+    """Mixtral-8x7B: 2 experts a token, a row of 4096 in and out and 3·14336 inside for each.
 
-    attention 8192 + 8192 + 8192 + 4096 + 8192 + 128, MLP norm and input 16384, router 4·8 = 32, rows 2.2·(8192 + 8192),
-    gate and up 2.2·57344, activation 2.2·28672.
+    With ep the busiest rank has 10 % over the mean; a rank with all experts has exactly its tokens. Attention
+    8192 + 8192 + 8192 + 4096 + 8192 + 128, MLP norm and input 16384, router 4·8 = 32, rows 8192 + 8192, gate and up 57344,
+    activation 28672.
     """
     of = job("mixtral-8x7b", 4096)
-    imbalance = of.cluster.efficiency.expert_imbalance
-    assert imbalance == 1.10
-    by_hand = 36_992 + 16_384 + 32 + 2.2 * (16_384 + 57_344 + 28_672)
-    assert one_layer(of, Layout(), moe=True).total[0] == pytest.approx(4096 * by_hand)
+    assert of.cluster.efficiency.expert_imbalance == 1.10
+    by_hand = 36_992 + 16_384 + 32 + rows * (16_384 + 57_344 + 28_672)
+    assert one_layer(of, Layout(dp=8, ep=ep), moe=True).total[0] == pytest.approx(4096 * by_hand)
+
+
+def test_experts_keep_their_inputs_in_fp8_where_the_engine_does() -> None:
+    """Of Mixtral's 2 rows a token, 4096 in and 14336 behind the gate are kept in one byte instead of two."""
+    layers = [
+        one_layer(job("mixtral-8x7b", 4096, precision="fp8", framework=Framework(fp8_inputs=kept)), Layout(), moe=True)
+        for kept in (False, True)
+    ]
+    for module, width in (("expert input", 4096), ("expert activation", 14_336)):
+        assert layers[0].kept[module][0] == pytest.approx(4096 * 2 * width * 2)
+        assert layers[1].kept[module][0] == pytest.approx(4096 * 2 * width)
+    for module in ("expert products", "expert output"):
+        assert layers[0].kept[module][0] == layers[1].kept[module][0]
 
 
 def test_mla_layer_of_deepseek_v3() -> None:

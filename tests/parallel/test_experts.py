@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from parallel.harness import check, in_ranks, job_of, one_process, training_of
-from ultrascale.parallel import local
+from ultrascale.model.moe import MixtureOfExperts
+from ultrascale.model.transformer import MLP
+from ultrascale.parallel import expert, local
 from ultrascale.parallel.comm import Axis
-from ultrascale.parallel.expert import AllToAll
+from ultrascale.parallel.expert import Travel, _Journey
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import Training
 from ultrascale.train.engine import Engine
@@ -198,13 +202,13 @@ def rows_of(rank: int, nproc: int, store: str) -> tuple[list[float], list[float]
     """Rank r sends r + i rows of the number 10 r + i to rank i, but none to itself; and lets gradients go home."""
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
     axis = Axis("ep", dist.group.WORLD, rank, nproc, tuple(range(nproc)))
-    exchange = AllToAll(axis)
     counts = torch.tensor([0 if there == rank else rank + there for there in range(nproc)])
     values = torch.tensor([10.0 * rank + there for there in range(nproc)]).repeat_interleave(counts)
     rows = values.unsqueeze(1).requires_grad_()
-    exchange.begin(rows, counts)
-    arrived, _ = exchange.arrived()
-    back = exchange.back(arrived * (rank + 1))
+    travel = Travel(axis, rows, counts)
+    arrived, _ = travel.arrive()
+    travel.turn_back(arrived * (rank + 1))
+    back = travel.return_()
     (back * 2).sum().backward()
     assert rows.grad is not None
     dist.destroy_process_group()
@@ -217,3 +221,46 @@ def test_uneven_rows_travel_there_and_back() -> None:
     assert [numbers for numbers, _ in found] == [[10, 20], [1, 21], [2, 12]]
     # The gradient of a row is twice the factor of the rank that it visited.
     assert [gradient for _, gradient in found] == [[4, 6, 6], [2, 6, 6, 6], [2, 2, 4, 4, 4]]
+
+
+def order_of_events(rank: int, nproc: int, store: str) -> tuple[list[str], list[str]]:
+    """What one layer with a shared expert does, one thing after the other: forward, then backward."""
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
+    axis = Axis("ep", dist.group.WORLD, rank, nproc, tuple(range(nproc)))
+    heard: list[str] = []
+
+    class Loud(_Journey):
+        def start(self, way: Any, rows: torch.Tensor) -> None:
+            heard.append("begin")
+            super().start(way, rows)
+
+        def wait(self) -> torch.Tensor:
+            heard.append("end")
+            return super().wait()
+
+    model = job_of("deepseek").model
+    assert model.moe is not None
+    shared = MLP(model, model.moe.shared_expert_ffn)
+    layer = MixtureOfExperts(model, model.moe.model_copy(update={"experts": 4}), shared)
+    layer.router.moe = model.moe  # eight experts, of which four are here
+    layer.router.weight, layer.router.bias = torch.nn.Parameter(torch.empty(8, model.hidden)), torch.zeros(8)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    layer.visit = partial(Travel, axis)
+    for name, module in (("first products", shared.inputs), ("last product", shared.down), ("experts", layer.experts)):
+        module.register_forward_hook(lambda *_, name=name: heard.append(name))
+        module.register_full_backward_hook(lambda *_, name=name: heard.append(name))
+    x = torch.randn(2, 8, model.hidden, requires_grad=True)
+    with mock.patch.object(expert, "_Journey", Loud):
+        out = layer(x)
+    forward = list(heard)
+    heard.clear()
+    out.sum().backward()
+    dist.destroy_process_group()
+    return forward, heard
+
+
+def test_shared_experts_compute_while_rows_travel_in_both_passes() -> None:
+    for forward, backward in local.run(order_of_events, 2, timeout_s=60):
+        assert forward == ["begin", "first products", "end", "experts", "begin", "last product", "end"]
+        assert backward == ["begin", "last product", "end", "experts", "begin", "first products", "end"]

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from ultrascale.model import loss
+from ultrascale.model import grouped, loss, moe
 from ultrascale.model.init import initialize
 from ultrascale.model.transformer import Transformer
 from ultrascale.specs.layout import Recompute
-from ultrascale.specs.model import Model
+from ultrascale.specs.model import Model, MoE
 from ultrascale.train import compile, recompute
 
 TINY = Model(name="tiny", layers=3, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=64)
@@ -37,6 +37,19 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
     torch._dynamo.reset()
     yield found
     torch._dynamo.reset()
+
+
+EXPERTS = Model(
+    name="experts", layers=3, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=0, vocab=64,
+    moe=MoE(experts=8, top_k=2, expert_ffn=16, shared_experts=1, router="sigmoid", router_bias=True),
+)  # fmt: skip
+
+
+@pytest.fixture
+def grouped_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: torch's grouped product, which a CPU has too, but slow."""
+    for module in (grouped, moe):
+        monkeypatch.setattr(module, "has_kernel", lambda *_: True)
 
 
 def loss_and_gradients(model: Transformer) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -74,3 +87,54 @@ def test_a_chunked_loss_stays_out_of_the_graphs(graphs: Graphs) -> None:
     torch.testing.assert_close(found, expected_loss)
     for gradient, reference in zip(gradients, expected, strict=True):
         torch.testing.assert_close(gradient, reference, rtol=1e-4, atol=1e-5)
+
+
+def counting(capacity_factor: float | None = None) -> Transformer:
+    model = Transformer(EXPERTS)
+    initialize(model, 0, EXPERTS)
+    for router in model.routers().values():
+        router.count(torch.device("cpu"))
+        router.pull = torch.tensor(0.5)
+        router.capacity_factor = capacity_factor
+    return model.bfloat16()
+
+
+def trained(model: Transformer) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    """Loss, gradients, and what the routers saw."""
+    tokens = torch.arange(64).view(2, 32) * 7 % EXPERTS.vocab
+    loss = model(tokens, torch.arange(32), tokens.flip(-1))
+    loss.backward()
+    return loss.detach(), [parameter.grad for parameter in model.parameters()], [r.take() for r in model.routers().values()]
+
+
+@pytest.mark.usefixtures("grouped_kernel")
+@pytest.mark.parametrize("policy", ["none", "selective", "full"])
+def test_blocks_with_experts_are_one_graph_too(policy: Recompute, graphs: Graphs) -> None:
+    plain, compiled = counting(), counting()
+    recompute.apply(compiled, policy)
+    compile.apply(compiled)
+    loss, gradients, seen = trained(compiled)
+    assert len(graphs) == 2
+    expected_loss, expected, expected_seen = trained(plain)
+    torch.testing.assert_close(loss, expected_loss)
+    torch.testing.assert_close(seen, expected_seen)
+    for gradient, reference in zip(gradients, expected, strict=True):
+        assert (gradient - reference).norm() <= 0.02 * reference.norm()  # bf16, rounded in other places
+
+
+@pytest.mark.parametrize("policy", ["none", "selective", "full"])
+def test_experts_whose_rows_are_counted_on_the_host_stay_out(policy: Recompute, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What surrounds them is compiled, and nothing fails: a full expert drops tokens, so that shapes depend on the data."""
+    monkeypatch.setattr(nn.Module, "compile", lambda module: setattr(
+        module, "_compiled_call_impl", torch.compile(module._call_impl, backend="eager")
+    ))  # fmt: skip
+    torch._dynamo.reset()
+    plain, compiled = counting(1.0), counting(1.0)
+    recompute.apply(compiled, policy)
+    compile.apply(compiled)
+    loss, _, seen = trained(compiled)
+    expected_loss, _, expected_seen = trained(plain)
+    torch.testing.assert_close(loss, expected_loss)
+    torch.testing.assert_close(seen, expected_seen)
+    assert all(row[-1] > 0 for row in seen)
+    torch._dynamo.reset()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ultrascale.cost import fused
 from ultrascale.cost.columns import Array, Columns
 from ultrascale.specs.job import Job
 from ultrascale.specs.model import Model
@@ -127,15 +128,16 @@ def _mlp(job: Job, columns: Columns, tokens: Array, b: int, operand: Array) -> d
 def _moe(job: Job, columns: Columns, tokens: Array, b: int, residual: Array) -> dict[str, Array]:
     model, moe = job.model, job.model.moe
     assert moe is not None
-    routed = tokens * moe.top_k * job.cluster.efficiency.expert_imbalance
-    wide = b * routed * moe.expert_ffn / columns.tp
+    routed = tokens * moe.top_k * columns.busiest(job.cluster.efficiency.expert_imbalance)
+    wide, operand = routed * moe.expert_ffn / columns.tp, operand_bytes(job)
+    travelling = routed * model.hidden / columns.routed_cut
     modules = {
         "mlp input": residual,
         "router": 4 * tokens * moe.experts / columns.sequence_cut,
-        "expert input": b * routed * model.hidden / columns.routed_cut,
-        "expert products": (2 if model.gated else 1) * wide,
-        "expert activation": wide,
-        "expert output": b * routed * model.hidden / columns.routed_cut,
+        "expert input": operand * travelling,
+        "expert products": b * (2 if model.gated else 1) * wide,
+        "expert activation": operand * wide,
+        "expert output": b * travelling,
     }
     if moe.shared_experts:
         shared = b * tokens * (moe.shared_expert_ffn or 0) / columns.tp
@@ -154,7 +156,8 @@ def _apply_policy(job: Job, columns: Columns, modules: dict[str, Array], residua
     dropped = _CHEAP if job.attention == "flash" else ("attention scores",)
     if job.model.mla is not None and job.attention == "flash":
         dropped = (*dropped, "q, k, v")  # made again from the latents, by two small products
-    keeps = {name: none | (selective & (name not in dropped)) for name in modules}
+    drops = selective | (none & lean(job, columns))
+    keeps = {name: (none | selective) & ~(drops & (name in dropped)) for name in modules}
     kept = {name: np.where(keeps[name], bytes_, 0.0) for name, bytes_ in modules.items()}
     if job.framework.selective == "half":
         # Every second product is computed again; attention's own output is always kept.
@@ -162,6 +165,13 @@ def _apply_policy(job: Job, columns: Columns, modules: dict[str, Array], residua
             kept[name] = np.where(selective, 0.5 * kept[name], kept[name])
     kept["attention norm"] = np.where(columns.is_("recompute", "full"), residual, kept["attention norm"])
     return kept
+
+
+def lean(job: Job, columns: Columns) -> Array:
+    """Layers whose backward makes the cheap outputs again without being asked to recompute."""
+    whole = (columns.tp == 1) & (columns.cp == 1) & ~split_backward(columns)
+    fits = job.framework.lean and job.attention == "flash"  # compiled blocks in fp8 keep as little (docs/fp8.md)
+    return np.asarray(whole & (fits and fused.why_not(job.model, job.seq) is None))
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,10 @@ class Columns:
         """By what the routed tokens of a rank are cut: along the sequence, or over the tp ranks that hold whole experts."""
         return np.where(self.expert_cut == self.tp, self.sequence_cut, self.tp)
 
+    def busiest(self, imbalance: float) -> Array:
+        """Tokens of the busiest expert rank over the mean; a rank that has all experts has the mean."""
+        return np.where(self.ep > 1, imbalance, 1.0)
+
     def tokens(self, seq: int) -> Array:
         """Tokens of one micro-batch on one rank (the playbook's mbs × mseqlen)."""
         return np.asarray(self.mbs * seq / self.cp)

@@ -10,7 +10,9 @@ For C[m, n] = A[m, k] · B[k, n], with P the peak, S the multiprocessors, W the 
     time    = launch_s + max(compute, memory) + overlap_loss · min(compute, memory) [+ quantisation, fp8 only]
 
 `throttle` is the clock that drops when large products draw the full power budget: without it products with m, n and k
-of 8192 and more come out 8 % too fast in bf16 and 24 % in fp8 (H100). The measured fp8 rows include the dynamic
+of 8192 and more come out 8 % too fast in bf16 and 24 % in fp8 (H100). Measured alone, a short product is over before the
+clock drops; in a training step one product follows another and they share one clock, so `steady` gives each the drop of a
+product of STEADY_S, whatever its own length. The measured fp8 rows include the dynamic
 quantisation of A, a pass that reads 2 bytes and writes 1 per element. All coefficients are fractions, elements or
 seconds, so a relative may borrow a surface with its own peak, bandwidth and multiprocessors. Fitted by
 tools/fit_surfaces.py; residuals stand in surfaces/gemm.json and docs/kernels.md.
@@ -35,6 +37,8 @@ Floats = NDArray[np.float64]
 # fp16 runs on the same tensor cores at the same rate as bf16; only bf16 was measured.
 _SAME_SURFACE = {"fp16": "bf16"}
 _OUTPUT_BYTES = 2.0  # both measured dtypes write bf16
+# m = n = k = 8192 at the peak of an H100: the largest products that most training steps hold.
+STEADY_S = 1.1e-3
 
 
 @dataclass(frozen=True)
@@ -110,10 +114,12 @@ def gemm_time_s(
     memory_bandwidth_gb_s: float,
     multiprocessors: float,
     quantize: bool = True,
+    steady: bool = False,
 ) -> Floats:
     """Seconds of C[m, n] = A[m, k] · B[k, n]; m, n and k broadcast.
 
-    `quantize=False` leaves out the fp8 quantisation of A, for callers that quantise once and multiply often.
+    `quantize=False` leaves out the fp8 quantisation of A, for callers that quantise once and multiply often; `steady` is for
+    products among others, as in a training step.
     Scalars are folded first: this runs on arrays of 100k shapes, in 28 elementwise operations (fp8: 30).
     """
     c = surface.coefficients
@@ -125,7 +131,8 @@ def gemm_time_s(
     waves = tiles * ((1.0 - c.wave_share) / multiprocessors) + c.wave_share * np.ceil(tiles * (1.0 / multiprocessors))
     wave_s_per_k = multiprocessors * 2.0 * c.tile_m * c.tile_n / (peak_tflops * 1e12)
     ideal = waves * (k * wave_s_per_k + c.k_ramp * wave_s_per_k)
-    compute = ideal * (1.0 / c.peak_fraction + (c.throttle / c.peak_fraction) * (ideal / (ideal + c.throttle_s)))
+    hot = STEADY_S / (STEADY_S + c.throttle_s) if steady else ideal / (ideal + c.throttle_s)
+    compute = ideal * (1.0 / c.peak_fraction + (c.throttle / c.peak_fraction) * hot)
 
     byte_s = 1.0 / (c.bandwidth_fraction * bandwidth)
     memory = (m + n) * k * (input_bytes * byte_s) + m * n * (_OUTPUT_BYTES * byte_s)

@@ -136,6 +136,7 @@ class Machine:
             memory_bandwidth_gb_s=self.gpu.memory_bandwidth_gb_s,
             multiprocessors=self.gpu.multiprocessors or surface.multiprocessors,
             quantize=False,
+            steady=True,
         )
         given = self.efficiency.matmul_fp8 if fp8 else self.efficiency.matmul
         return np.asarray(time / (given or self.sustained["fp8" if fp8 else "bf16"]))

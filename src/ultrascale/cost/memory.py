@@ -49,6 +49,8 @@ def states(job: Job, columns: Columns, held: params.RankParameters) -> StateByte
     stage_of_parameters = np.where(columns.keep_gathered == 1, 4, 3)
     parameters = np.where(zero >= stage_of_parameters, sharded(compute, 3), sharded(compute, 4))
     master = sharded(activations.FP32 if has_master(job) else 0, 1)
+    if job.framework.halves and job.optimizer == "adamw" and job.precision in ("bf16", "fp8"):
+        master = np.where(shards == 1, sharded(activations.FP32 - compute, 1), master)
     gradients = sharded(activations.gradient_bytes(job), 2)
     if job.framework.states == "fp32":
         # FSDP's shards are the fp32 weights. A copy in the compute format exists only where it is gathered; in fp32 a copy that

@@ -88,7 +88,8 @@ def layer_matmuls(job: Job, columns: Columns, moe: bool) -> list[Matmul]:
     assert model.moe is not None
     local = model.moe.experts / columns.ep
     whole_experts = columns.tp / columns.expert_cut
-    rows = tokens * model.moe.top_k * job.cluster.efficiency.expert_imbalance / local / whole_experts
+    busiest = columns.busiest(job.cluster.efficiency.expert_imbalance)
+    rows = tokens * model.moe.top_k * busiest / local / whole_experts
     router = Matmul("router", tokens, np.asarray(float(model.moe.experts)), np.asarray(float(model.hidden)), in_fp8=False)
     products += [router, *mlp_matmuls(model, "expert", rows, model.moe.expert_ffn / columns.expert_cut, local)]
     if model.moe.shared_experts:
@@ -119,7 +120,7 @@ def memory_bound_bytes(job: Job, columns: Columns, moe: bool) -> Array:
     width: Array = model.ffn / columns.tp
     routed: Array = 0.0 * residual
     if moe and model.moe is not None:
-        rows = model.moe.top_k * job.cluster.efficiency.expert_imbalance
+        rows = model.moe.top_k * columns.busiest(job.cluster.efficiency.expert_imbalance)
         width = (rows * model.moe.expert_ffn + (model.moe.shared_expert_ffn or 0) * bool(model.moe.shared_experts)) / columns.tp
         routed = 4 * residual * rows
     activation = b * tokens * (3 if model.gated else 2) * width

@@ -11,7 +11,7 @@ from functools import reduce
 
 import numpy as np
 
-from ultrascale.cost import context, expert, operators, params, tensor, zero
+from ultrascale.cost import activations, context, expert, operators, params, tensor, zero
 from ultrascale.cost.columns import Array, Columns
 from ultrascale.cost.hardware import Machine
 from ultrascale.cost.mesh import Mesh, mesh
@@ -152,7 +152,7 @@ def _layer(job: Job, columns: Columns, machine: Machine, places: Mesh, moe: bool
     elif job.model.mla is not None and job.attention == "flash":
         up = [product for product in compute.matmuls if product.name in ("q up", "kv up")]
         cheap = cheap + operators.matmul_passes(machine, up).forward
-    repeated = np.where(columns.is_("recompute", "selective"), cheap, repeated)
+    repeated = np.where(columns.is_("recompute", "selective") & ~activations.lean(job, columns), cheap, repeated)
     layer = params.per_layer(job.model, columns)
     elements, experts = (layer.moe, layer.experts) if moe else (layer.dense, nothing)
     behind_forward = around.behind_forward_s + np.minimum(pieced, compute.matmul.forward)

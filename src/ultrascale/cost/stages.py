@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -40,8 +41,21 @@ def split_layers(layers: int, ranks: int, virtual_stages: int, head_layers: floa
     return tuple(counts)
 
 
+@lru_cache(maxsize=4096)
+def fill_stages(layers: int, ranks: int, head_layers: float) -> tuple[int, ...]:
+    """Layers per stage as nanotron deals them out: a stage closes with the block that reaches its share of the whole cost.
+
+    Early stages are so never lighter than the mean and the last never heavier; each later stage keeps a layer at least.
+    """
+    share = (layers + head_layers) / ranks
+    ends = [min(math.ceil(share * (rank + 1)), layers - (ranks - 1 - rank)) for rank in range(ranks - 1)]
+    return tuple(np.diff((0, *ends, layers)).tolist())
+
+
 def chunk_layers(job: Job, ranks: int, virtual_stages: int) -> tuple[int, ...]:
     model, engine = job.model, job.framework
+    if engine.filled and virtual_stages == 1:
+        return fill_stages(model.layers, ranks, flops.head_in_layers(model))
     head_layers = flops.head_in_layers(model) if engine.balanced else float(engine.head_as_layer)
     return split_layers(model.layers, ranks, virtual_stages, head_layers)
 

@@ -53,14 +53,14 @@ def _payment(grad: Tensor, x: Tensor, counts: Tensor, parameter: Tensor) -> Call
 
 def _products(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     """Rows of x times the matrix [in, out] of their expert."""
-    if _has_kernel(x, x.shape[1], matrices.shape[2]):
+    if has_kernel(x, x.shape[1], matrices.shape[2]):
         return torch._grouped_mm(x, matrices, offs=_ends(counts))
     parts = torch.split(x, counts.tolist())
     return torch.cat([part @ matrix for part, matrix in zip(parts, matrices, strict=True)])
 
 
 def _weight_gradient(grad: Tensor, x: Tensor, counts: Tensor) -> Tensor:
-    if _has_kernel(x, x.shape[1], grad.shape[1]):
+    if has_kernel(x, x.shape[1], grad.shape[1]):
         return torch._grouped_mm(grad.t(), x, offs=_ends(counts))
     sizes = counts.tolist()
     return torch.stack([g.t() @ part for g, part in zip(torch.split(grad, sizes), torch.split(x, sizes), strict=True)])
@@ -70,6 +70,14 @@ def _ends(counts: Tensor) -> Tensor:
     return counts.cumsum(0).to(torch.int32)
 
 
-def _has_kernel(x: Tensor, *widths: int) -> bool:
-    aligned = all(width * x.element_size() % ALIGNED == 0 for width in widths)
-    return x.is_cuda and x.dtype == torch.bfloat16 and aligned
+def has_kernel(x: Tensor, *widths: int) -> bool:
+    """Can the grouped kernel multiply such rows by matrices of these widths?"""
+    return x.is_cuda and why_not(x.dtype, *widths) is None
+
+
+def why_not(dtype: torch.dtype, *widths: int) -> str | None:
+    """Why a GPU multiplies the rows of one expert after the other; None: it has a kernel for all of them."""
+    if dtype != torch.bfloat16:
+        return f"the grouped kernel multiplies bf16, not {str(dtype).removeprefix('torch.')}"
+    odd = [width for width in widths if width * dtype.itemsize % ALIGNED]
+    return f"the grouped kernel wants widths that are multiples of {ALIGNED // dtype.itemsize}, not {odd[0]}" if odd else None

@@ -1,7 +1,7 @@
 """Mixture of experts: a router that sends each token to a few experts, their weights in one tensor each, shared experts.
 
-Dropless unless a capacity is set. Nothing here exchanges: expert parallelism sets `exchange`, tensor parallelism cuts the
-experts' width, and whoever trains reads from each router what it saw and sets how strongly it is pulled towards balance.
+Dropless unless a capacity is set. Nothing here exchanges: expert parallelism sets `visit`, tensor parallelism cuts the
+experts' width, and whoever trains lets each router count and sets how strongly it is pulled towards balance.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from ultrascale.model.grouped import Owe, grouped_product
+from ultrascale.model.grouped import Owe, grouped_product, has_kernel
 from ultrascale.model.operators import ACTIVATIONS
+from ultrascale.model.permute import Order
+from ultrascale.model.route import Seen, choose, counts_of, first, logits_of
 from ultrascale.specs.model import Model, MoE
 
 
@@ -28,6 +28,8 @@ class Routes:
     """[b, s, k]"""
     weights: Tensor
     """[b, s, k], in the type of the tokens"""
+    counts: Tensor
+    """[experts]: tokens that each takes"""
     kept: Tensor | None
     """[b, s, k]; False: the expert was full"""
 
@@ -44,82 +46,68 @@ class Router(nn.Module):
         # A buffer: it chooses but does not weigh, so no gradient reaches it (DeepSeek-V3, section 2.1.2).
         self.register_buffer("bias", torch.zeros(moe.experts) if moe.router_bias else None)
         self.capacity_factor: float | None = None
-        self.pull = 0.0
-        """gradient of the objective by one sequence's balance loss in this layer"""
-        self.over_sequence: Callable[[Tensor], Tensor] = lambda counts: counts
-        """sums counts over those who hold other parts of the same sequences"""
-        self.seen: Tensor | None = None
-        """[experts + 2]: tokens that each expert was chosen for, balance losses and dropped tokens, summed until taken"""
+        self.pull: Tensor | None = None
+        """gradient of the objective by one sequence's balance loss in this layer, where it shall be pulled"""
+        self.over_sequence: Callable[[Tensor], Tensor] | None = None
+        """sums counts over those who hold other parts of the same sequences, where there are any"""
+        self.tally: Tensor | None = None
+        """[experts + 2], whose gradient tells how often each expert was chosen, balance losses and dropped tokens"""
 
     def forward(self, x: Tensor) -> Routes:
         moe = self.moe
-        wide = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(wide), self.weight.to(wide))
+        logits = logits_of(x, self.weight)
         scores = logits.softmax(-1) if moe.router == "softmax" else logits.sigmoid()
         probabilities = scores if moe.router == "softmax" else scores / scores.sum(-1, keepdim=True)
         with torch.no_grad():
-            wanted = scores if self.bias is None else scores + self.bias
-            experts = wanted.topk(moe.top_k, dim=-1).indices
-            counts = _counts(experts.flatten(1), moe.experts)
-            kept = None if self.capacity_factor is None else _first(experts, moe.capacity(x.shape[1], self.capacity_factor))
+            experts = choose(scores if self.bias is None else scores + self.bias, moe)
+            counts = counts_of(experts.flatten(1), moe.experts)
+            kept = None if self.capacity_factor is None else first(experts, moe.capacity(x.shape[1], self.capacity_factor))
             dropped = torch.zeros((), device=x.device) if kept is None else (~kept).sum()
-        if torch.is_grad_enabled():
-            scores = _Seen.apply(scores, probabilities, counts, dropped, self)  # type: ignore[no-untyped-call]
+            taken = counts if kept is None else _taken(experts, kept, moe.experts)
+        if torch.is_grad_enabled() and self.tally is not None:
+            scores = Seen.apply(  # type: ignore[no-untyped-call]
+                scores, probabilities.sum(1), self.tally, counts, dropped, self.pull, moe.top_k, self.over_sequence
+            )
         weights = scores.gather(-1, experts)
         if moe.renormalize:
             weights = weights / weights.sum(-1, keepdim=True)
-        return Routes(experts, weights.to(x.dtype), kept)
+        return Routes(experts, (weights * moe.scaling).to(x.dtype), taken.sum(0).long(), kept)
+
+    def count(self, device: torch.device) -> None:
+        """From now on, backward counts, on the device that computes."""
+        self.tally = torch.zeros(self.moe.experts + 2, device=device, requires_grad=True)
 
     def take(self) -> Tensor:
-        """What was seen since the last call."""
-        seen = self.seen if self.seen is not None else self.weight.new_zeros(self.moe.experts + 2, dtype=torch.float32)
-        self.seen = None
+        """What was seen since the last call: the tally's gradient."""
+        assert self.tally is not None
+        seen = torch.zeros_like(self.tally.detach()) if self.tally.grad is None else self.tally.grad
+        self.tally.grad = None
         return seen
 
 
-class _Seen(torch.autograd.Function):
-    """Counts in backward, which passes every micro-batch once even where its forward is recomputed; adds the balance's pull.
-
-    The balance loss of a sequence is experts · Σ fraction · probability (Fedus 2021, equation 4; per sequence as DeepSeek-V3,
-    section 2.1.2, so that it does not depend on how a batch is cut), 1 where all experts are chosen alike.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, probabilities: Tensor, counts: Tensor, dropped: Tensor, router: Router) -> Tensor:
-        ctx.save_for_backward(probabilities.sum(1), counts, dropped)
-        ctx.router, ctx.shape = router, probabilities.shape
-        return scores.view_as(scores)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
-        totals, counts, dropped = ctx.saved_tensors
-        router: Router = ctx.router
-        whole = router.over_sequence(counts.clone())  # [b, experts]
-        routed = whole.sum(1, keepdim=True)  # tokens of the sequence · k
-        slope = router.moe.experts * router.moe.top_k * whole / routed.square()  # of the loss by one probability
-        seen = torch.cat([counts.sum(0), (slope * totals).sum().float().view(1), dropped.float().view(1)])
-        router.seen = seen if router.seen is None else router.seen + seen
-        pull = (router.pull * slope).to(totals.dtype).unsqueeze(1).expand(ctx.shape) if router.pull else None
-        return grad, pull, None, None, None
+def _taken(experts: Tensor, kept: Tensor, of: int) -> Tensor:
+    """As `counts_of`, of those that are kept."""
+    return counts_of(experts.masked_fill(~kept, of).flatten(1), of + 1)[:, :of]
 
 
-class Exchange:
-    """Where sorted rows meet their experts: here, all of them. Begun early, so that other work can be done meanwhile."""
+class Visit:
+    """Sorted rows meet their experts: here, where all of them are. Each way begins early, so that work is done meanwhile."""
 
-    def begin(self, rows: Tensor, counts: Tensor) -> None:
-        """Rows sorted by expert, and how many each expert gets."""
+    def __init__(self, rows: Tensor, counts: Tensor) -> None:
+        """Rows sorted by expert, and how many each expert gets, set out."""
         self.rows, self.counts = rows, counts
 
-    def arrived(self) -> tuple[Tensor, Tensor]:
+    def arrive(self) -> tuple[Tensor, Tensor]:
         """Rows for the experts here, sorted, and their counts."""
-        rows, counts = self.rows, self.counts
-        del self.rows, self.counts
-        return rows, counts
+        return self.rows, self.counts
 
-    def back(self, rows: Tensor) -> Tensor:
-        """What the experts made, in the order of the rows that were given."""
-        return rows
+    def turn_back(self, rows: Tensor) -> None:
+        """What the experts made sets out for home."""
+        self.rows = rows
+
+    def return_(self) -> Tensor:
+        """In the order of the rows that set out."""
+        return self.rows
 
 
 class Experts(nn.Module):
@@ -148,45 +136,43 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(model, moe)
         self.shared = shared
         self.shared_gate = nn.Linear(model.hidden, 1, bias=False) if moe.shared_gate else None
-        self.exchange = Exchange()
+        self.visit: Callable[[Tensor, Tensor], Visit] = Visit
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> Tensor:
+        return self._forward(x) if self._of_known_sizes(x) else self._forward_uncompiled(x)
+
+    def _of_known_sizes(self, x: Tensor) -> bool:
+        """Does no shape depend on where tokens go? Then a block with experts is one graph for the compiler."""
+        whole = self.visit is Visit and self.router.capacity_factor is None and self.experts.owe is None
+        return whole and has_kernel(x, *self.experts.down.shape[1:])
+
+    def _forward(self, x: Tensor) -> Tensor:
         routes = self.router(x)
-        tokens = x.flatten(0, 1)
-        assignments = routes.experts.numel()
-        order = routes.experts.flatten().argsort(stable=True)
-        if routes.kept is not None:
-            order = order[routes.kept.flatten()[order]]
-        counts = _counts(routes.experts.flatten()[order].unsqueeze(0), self.router.moe.experts)[0].long()
-        self.exchange.begin(tokens[order // self.router.moe.top_k], counts)
-        shared = None if self.shared is None else self._shared(x)
-        made = self.exchange.back(self.experts(*self.exchange.arrived()))
-        # Each row back to its place, so that the sum over a token's experts has one order, and gradients no collisions.
-        places = torch.zeros(assignments, x.shape[-1], dtype=made.dtype, device=made.device).index_copy(0, order, made)
-        out: Tensor = (places.view(*routes.weights.shape, -1) * routes.weights.unsqueeze(-1)).sum(-2)
+        order = Order.of(routes.experts.flatten(0, 1), _flat(routes.kept), self.router.moe.experts)
+        visit = self.visit(order.spread(x.flatten(0, 1)), routes.counts)
+        inner = None if self.shared is None else _inner(self.shared, x)
+        visit.turn_back(self.experts(*visit.arrive()))
+        shared = None if inner is None else self._shared(inner, x)
+        out = order.collect(visit.return_(), routes.weights.flatten(0, 1)).view_as(x)
         return out if shared is None else out + shared
 
-    def _shared(self, x: Tensor) -> Tensor:
-        assert self.shared is not None
-        out: Tensor = self.shared(x)
+    _forward_uncompiled = torch.compiler.disable(_forward)  # type: ignore[no-untyped-call]
+
+    def _shared(self, inner: Tensor, x: Tensor) -> Tensor:
+        out = _outer(self.shared, inner)
         return out if self.shared_gate is None else out * self.shared_gate(x).sigmoid()
 
 
-def _counts(experts: Tensor, of: int) -> Tensor:
-    """[b, n] -> how often each row names each expert, [b, experts]."""
-    counts = torch.zeros(experts.shape[0], of, device=experts.device)
-    return counts.scatter_add_(1, experts, torch.ones_like(experts, dtype=counts.dtype))
+# A dense MLP in two, so that each half has a way of the rows to compute in.
+def _inner(mlp: Any, x: Tensor) -> Tensor:
+    out: Tensor = mlp.activation(*mlp.inputs(x))
+    return out
 
 
-def _first(experts: Tensor, capacity: int) -> Tensor:
-    """[b, s, k]: is the token among the first `capacity` of its sequence that chose the expert?
+def _outer(mlp: Any, inner: Tensor) -> Tensor:
+    out: Tensor = mlp.down(inner)
+    return out
 
-    In the order of positions: were the best scores kept instead, a token's fate would depend on later ones.
-    """
-    chosen = experts.flatten(1)
-    order = chosen.argsort(dim=1, stable=True)
-    sorted_ = chosen.gather(1, order)
-    starts = torch.searchsorted(sorted_, sorted_)  # where the run of equal experts begins
-    rank = torch.arange(chosen.shape[1], device=chosen.device) - starts
-    return torch.empty_like(chosen).scatter_(1, order, rank).lt(capacity).view_as(experts)
+
+def _flat(kept: Tensor | None) -> Tensor | None:
+    return None if kept is None else kept.flatten(0, 1)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask
 
+from ultrascale.model import flex
 from ultrascale.model.attention import causal_attention
 from ultrascale.model.moe import MixtureOfExperts, Router
 from ultrascale.model.operators import ACTIVATIONS, LayerNorm, RMSNorm
@@ -22,6 +25,9 @@ from ultrascale.specs.errors import SpecError
 from ultrascale.specs.model import Model
 
 IGNORED = -100  # the target of a token that carries no loss
+
+Mask = Any
+"""what a token sees: a Tensor that is added to scores, or a BlockMask on a GPU"""
 
 
 class Fan(nn.Module):
@@ -39,14 +45,19 @@ class Fan(nn.Module):
 class Core(nn.Module):
     """Causal attention: q [b, s, heads, d], k and v [b, s, kv_heads, d] -> [b, s, heads, d].
 
-    `bias` [b, 1, s, s], where given, is added to the scores: 0 for what a token sees, minus infinity for all else.
+    `bias` [b, 1, s, s], where given, is added to the scores: 0 for what a token sees, minus infinity for all else. A block mask
+    in its place says all of what a token sees, the window included.
     """
 
     def __init__(self, sliding_window: int | None = None) -> None:
         super().__init__()
         self.sliding_window = sliding_window
+        self.backends: list[SDPBackend] = []
+        """of torch's attention on a GPU, the fastest first (train/attention.py); none: torch has an order of its own"""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Mask | None = None) -> Tensor:
+        if isinstance(bias, BlockMask):
+            return flex.attend(q, k, v, bias)
         length = q.shape[1]
         mask = bias
         if self.sliding_window is not None and self.sliding_window < length:
@@ -56,6 +67,9 @@ class Core(nn.Module):
         elif bias is None and q.device.type == "cpu" and not torch.compiler.is_compiling():
             return causal_attention(q, k, v, q.shape[-1] ** -0.5)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if mask is None and self.backends:
+            with sdpa_kernel(self.backends, set_priority=True):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
         return out.transpose(1, 2)
 
@@ -70,7 +84,7 @@ class Attention(nn.Module):
         self.core = Core(model.sliding_window)
         self.out = nn.Linear(model.q_dim, model.hidden, bias=model.attention_output_bias)
 
-    def forward(self, x: Tensor, rope: Rope | None, bias: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | None, bias: Mask | None = None) -> Tensor:
         q, k, v = (product.unflatten(-1, (-1, self.head_dim)) for product in self.qkv(x))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -102,7 +116,7 @@ class Block(nn.Module):
         self.mlp_norm = _norm(model)
         self.mlp = _experts(model) if model.is_moe_layer(index) else MLP(model, model.ffn)
 
-    def forward(self, x: Tensor, rope: Rope | None, bias: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | None, bias: Mask | None = None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rope, bias)
         out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out
@@ -187,16 +201,29 @@ class Transformer(nn.Module):
         rope = tables(self.model, positions) if self.model.positions == "rotary" else None
         if self.embed is not None:
             x = self.embed(x, positions)
-        # Made once, in the type that attention wants: made of truth values, each block would keep a copy of its own.
-        bias = () if documents is None else (_within(documents, x.dtype),)
+        bias = self._bias(x, len(positions), documents)
         for block in self.each_block():
             x = block(x, rope, *bias)
         if self.head is not None:
             x = self.head(x, targets)
         return x
 
+    def _bias(self, x: Tensor, length: int, documents: Tensor | None) -> tuple[Mask, ...]:
+        """What all blocks need to be told of who sees whom, made once."""
+        window = self.model.sliding_window
+        window = window if window is not None and window < length else None
+        # Only a plain core takes a mask: one that context parallelism put in its place sees to its window by itself.
+        masked = documents is not None or (window is not None and self._has_plain_cores())
+        if x.is_cuda and masked and flex.why_not(self.model.head_dim, x.dtype) is None:
+            return (flex.mask(length, window, documents, x.device),)
+        # In the type that attention wants: made of truth values, each block would keep a copy of its own.
+        return () if documents is None else (within(documents, x.dtype),)
 
-def _within(documents: Tensor, dtype: torch.dtype) -> Tensor:
+    def _has_plain_cores(self) -> bool:
+        return all(isinstance(block.attention.core, Core) for block in self.each_block())
+
+
+def within(documents: Tensor, dtype: torch.dtype) -> Tensor:
     """[b, 1, s, s]: 0 where the second token is of the first's document and no later, else minus infinity."""
     seen = (documents.unsqueeze(2) == documents.unsqueeze(1)).tril()
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -math.inf).unsqueeze(1)

@@ -1,22 +1,22 @@
 """Expert parallelism: each rank of the ep axis holds some of the experts, and tokens travel to theirs and back.
 
 Two all-to-alls with as many rows as there are: rows leave sorted by expert, so that what goes to one rank lies in one piece.
-Nothing is padded or dropped. The first is under way while shared experts compute. The ep axis runs over data ranks: they
-bring different tokens, and an expert's gradient is complete on its rank but for those ranks that hold the same experts. The
-law is cost/expert.py.
+Nothing is padded or dropped. Shared experts compute while rows travel, their first products on the way there and their last on
+the way back, in backward alike. The ep axis runs over data ranks: they bring different tokens, and an expert's gradient is
+complete on its rank but for those ranks that hold the same experts. The law is cost/expert.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ultrascale.model.moe import Exchange, MixtureOfExperts
+from ultrascale.model.moe import MixtureOfExperts, Visit
 from ultrascale.model.transformer import Transformer
 from ultrascale.parallel import comm
 from ultrascale.parallel.comm import Axis, Handle
@@ -41,64 +41,86 @@ class _Way:
         return _Way(self.axis, self.received, self.sent)
 
 
-class _Travelled(torch.autograd.Function):
-    """Rows whose journey was begun before; their gradients go home."""
+class _Journey:
+    """One exchange of rows, and in backward of their gradients the other way: each begun by one node, awaited by another.
 
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, way: _Way, under_way: Handle[Tensor]) -> Tensor:
-        ctx.way = way
+    Autograd goes back in the order in which nodes were made: what was computed while rows travelled is undone while their
+    gradients do.
+    """
+
+    def __init__(self, way: _Way) -> None:
+        self.way = way
+        self.under_way: Handle[Tensor] | None = None
+
+    def begin(self, rows: Tensor) -> Tensor:
+        """The rows that shall come; what is in them, `end` tells."""
+        coming: Tensor = _Begin.apply(rows, self)  # type: ignore[no-untyped-call]
+        return coming
+
+    def end(self, coming: Tensor) -> Tensor:
+        rows: Tensor = _End.apply(coming, self)  # type: ignore[no-untyped-call]
+        return rows
+
+    def start(self, way: _Way, rows: Tensor) -> None:
+        self.under_way = way.start(rows)
+
+    def wait(self) -> Tensor:
+        under_way, self.under_way = self.under_way, None
+        assert under_way is not None
         return under_way.wait()
 
+
+class _Begin(torch.autograd.Function):
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.way.home.start(grads[0]).wait(), None, None
+    def forward(ctx: Any, rows: Tensor, journey: _Journey) -> Tensor:
+        ctx.journey = journey
+        journey.start(journey.way, rows)
+        return rows.new_empty(1, 1).expand(sum(journey.way.received), rows.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
+        return ctx.journey.wait(), None
 
 
-@dataclass(frozen=True)
-class _Trip:
-    """One forward's rows on their way."""
+class _End(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, coming: Tensor, journey: _Journey) -> Tensor:
+        ctx.journey = journey
+        return journey.wait()
 
-    rows: Tensor
-    way: _Way
-    under_way: Handle[Tensor]
-    counts: Tensor
-    """[ranks, experts here]: where the rows that come are from, and whom they are for"""
-
-    @cached_property
-    def order(self) -> Tensor:
-        """From the order of ranks to that of experts."""
-        ranks, experts = self.counts.shape
-        here = torch.arange(experts, device=self.counts.device).repeat(ranks)
-        return here.repeat_interleave(self.counts.flatten(), output_size=sum(self.way.received)).argsort(stable=True)
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.journey.start(ctx.journey.way.home, grads[0])
+        return grads[0], None  # the gradient of nothing, in the shape that is asked for
 
 
-class AllToAll(Exchange):
-    """The experts of an axis: rank 0 has the first, and so on."""
+class Travel(Visit):
+    """Rows go to the ranks of an axis and come home; rank 0 has the first experts, and so on."""
 
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
-        self.trip: _Trip | None = None
-
-    def begin(self, rows: Tensor, counts: Tensor) -> None:
-        leaving = counts.view(self.axis.size, -1)
-        coming = comm.all_to_all(counts, self.axis, 0, 0).view(self.axis.size, -1)
+    def __init__(self, axis: Axis, rows: Tensor, counts: Tensor) -> None:
+        leaving = counts.view(axis.size, -1)
+        coming = comm.all_to_all(counts, axis, 0, 0).view(axis.size, -1)
         sent, received = torch.stack([leaving.sum(1), coming.sum(1)]).tolist()
-        way = _Way(self.axis, sent, received)
-        self.trip = _Trip(rows, way, way.start(rows.detach()), coming)
+        self.counts, self.order = coming.sum(0), _by_expert(coming, sum(received))
+        self.journey = _Journey(_Way(axis, sent, received))
+        self.rows = self.journey.begin(rows)
 
-    def arrived(self) -> tuple[Tensor, Tensor]:
-        trip = self.trip
-        assert trip is not None
-        rows: Tensor = _Travelled.apply(trip.rows, trip.way, trip.under_way)  # type: ignore[no-untyped-call]
-        return rows[trip.order], trip.counts.sum(0)
+    def arrive(self) -> tuple[Tensor, Tensor]:
+        return self.journey.end(self.rows)[self.order], self.counts
 
-    def back(self, rows: Tensor) -> Tensor:
-        trip, self.trip = self.trip, None
-        assert trip is not None
-        by_rank = rows[trip.order.argsort()]
-        home = trip.way.home
-        out: Tensor = _Travelled.apply(by_rank, home, home.start(by_rank.detach()))  # type: ignore[no-untyped-call]
-        return out
+    def turn_back(self, rows: Tensor) -> None:
+        self.journey = _Journey(self.journey.way.home)
+        self.rows = self.journey.begin(rows[self.order.argsort()])
+
+    def return_(self) -> Tensor:
+        return self.journey.end(self.rows)
+
+
+def _by_expert(counts: Tensor, rows: int) -> Tensor:
+    """The order of experts of rows that come in the order of ranks; counts [ranks, experts here]."""
+    ranks, experts = counts.shape
+    here = torch.arange(experts, device=counts.device).repeat(ranks)
+    return here.repeat_interleave(counts.flatten(), output_size=rows).argsort(stable=True)
 
 
 def apply(model: Transformer, mesh: Mesh, shards: dict[str, Shard]) -> None:
@@ -115,7 +137,7 @@ def apply(model: Transformer, mesh: Mesh, shards: dict[str, Shard]) -> None:
             each = parameter.shape[0] // axis.size
             shards[name] = replace(shards[name], rows=(axis.rank * each, each))
             setattr(experts, leaf, nn.Parameter(parameter.data.narrow(0, axis.rank * each, each).contiguous()))
-        block.mlp.exchange = AllToAll(axis)
+        block.mlp.visit = partial(Travel, axis)
 
 
 def experts_of(model: Transformer) -> list[nn.Parameter]:

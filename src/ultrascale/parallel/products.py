@@ -10,14 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 
+from ultrascale.model.float8_products import Plain
 from ultrascale.parallel import comm
 from ultrascale.parallel.comm import Axis
 
 SEQUENCE = 1  # the dimension of [batch, sequence, hidden] that sequence parallelism cuts
 
 ALONE = Axis("alone", None, 0, 1, (0,))
+PLAIN = Plain()
 
 
 @dataclass
@@ -42,48 +43,47 @@ class Later:
 
 class _Products(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, axis, sequence, later, count, *tensors):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, axis, sequence, later, numbers, count, *tensors):  # type: ignore[no-untyped-def]
         weights, biases = tensors[:count], tensors[count:]
         whole = comm.all_gather(x, axis, SEQUENCE) if sequence else x
-        ctx.axis, ctx.sequence, ctx.later, ctx.has_bias = axis, sequence, later, [bias is not None for bias in biases]
+        ctx.axis, ctx.sequence, ctx.later, ctx.numbers = axis, sequence, later, numbers
+        ctx.has_bias = [bias is not None for bias in biases]
         ctx.parameters = weights  # the leaves themselves: what checkpointing unpacks is a copy whose .grad is lost
         ctx.save_for_backward(x, *weights)
-        return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+        return tuple(numbers.forward(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
         x, *weights = ctx.saved_tensors
-        axis, later = ctx.axis, ctx.later
+        axis, later, numbers = ctx.axis, ctx.later, ctx.numbers
         gathering = comm.all_gather_start(x, axis, SEQUENCE) if ctx.sequence else None
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = grads[0] @ weights[0]
+            dx = numbers.to_input(grads[0], weights[0])
             for grad, weight in zip(grads[1:], weights[1:], strict=True):
-                dx += grad @ weight
+                dx += numbers.to_input(grad, weight)
         whole = gathering.wait() if gathering is not None else x
         meeting = None
         if dx is not None:
             meeting = comm.reduce_scatter_start(dx, axis, SEQUENCE) if ctx.sequence else comm.all_reduce_start(dx, axis)
         if later.open:
-            later.owed.append(_owed(whole, grads, ctx.parameters))
+            later.owed.append(_owed(whole, grads, ctx.parameters, numbers))
             dw: list[torch.Tensor | None] = [None] * len(weights)
         else:
-            dw = [_weight_gradient(grad, whole) for grad in grads]
+            dw = [numbers.to_weight(grad, whole) for grad in grads]
         db = [grad.flatten(0, -2).sum(0) if has else None for grad, has in zip(grads, ctx.has_bias, strict=True)]
         if meeting is not None:
             dx = meeting.wait()
-        return dx, None, None, None, None, *dw, *db
+        return dx, None, None, None, None, None, *dw, *db
 
 
-def _weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return grad.flatten(0, -2).t() @ x.flatten(0, -2)
-
-
-def _owed(x: torch.Tensor, grads: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> Callable[[], None]:
+def _owed(
+    x: torch.Tensor, grads: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], numbers: Plain
+) -> Callable[[], None]:
     @torch.no_grad()
     def pay() -> None:
         for grad, parameter in zip(grads, parameters, strict=True):
-            gradient = _weight_gradient(grad, x)
+            gradient = numbers.to_weight(grad, x)
             if parameter.grad is None:
                 parameter.grad = gradient
             else:
@@ -99,9 +99,11 @@ def products(
     later: Later,
     axis: Axis = ALONE,
     sequence: bool = False,
+    numbers: Plain = PLAIN,
 ) -> tuple[torch.Tensor, ...]:
     """x·wᵀ + b for each weight. On an axis the input is the same (or in slices) and its gradients are summed over it."""
     if axis.size == 1 and not later.used:
-        return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
-    out: tuple[torch.Tensor, ...] = _Products.apply(x, axis, sequence, later, len(weights), *weights, *biases)  # type: ignore[no-untyped-call]
+        return tuple(numbers.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    settings = axis, sequence, later, numbers, len(weights)
+    out: tuple[torch.Tensor, ...] = _Products.apply(x, *settings, *weights, *biases)  # type: ignore[no-untyped-call]
     return out

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ultrascale.model.float8_products import ByHand
 from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.transformer import IGNORED, MLP, Criterion, Embedding, Fan, Transformer
 from ultrascale.parallel import comm
@@ -33,7 +34,7 @@ class _Cut(nn.Module):
         return f"{tuple(self.weight.shape)}, part {self.axis.rank + 1} of {self.axis.size}"
 
 
-class ColumnFan(Fan):
+class ColumnFan(ByHand, Fan):
     """Products whose outputs are cut; with sequence parallelism the input arrives in slices and is gathered for all at once."""
 
     def __init__(self, plain: Fan, axis: Axis, sequence: bool, later: Later) -> None:
@@ -45,10 +46,10 @@ class ColumnFan(Fan):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         linears = cast(list[nn.Linear], list(self.children()))
         weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-        return products(x, weights, biases, self.later, self.axis, self.sequence)
+        return products(x, weights, biases, self.later, self.axis, self.sequence, self.numbers)
 
 
-class RowLinear(_Cut, nn.Linear):
+class RowLinear(ByHand, _Cut, nn.Linear):
     """A product whose input is cut: the parts are summed over tp, and left in slices of the sequence where those are wanted."""
 
     def __init__(self, plain: nn.Linear, axis: Axis, sequence: bool, later: Later) -> None:
@@ -57,7 +58,7 @@ class RowLinear(_Cut, nn.Linear):
         self.axis, self.sequence, self.later = axis, sequence, later
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        (part,) = products(input, [self.weight], [None], self.later)
+        (part,) = products(input, [self.weight], [None], self.later, numbers=self.numbers)
         y = scatter_to(part, self.axis, SEQUENCE) if self.sequence else reduce_from(part, self.axis)
         return y if self.bias is None else y + self.bias
 
@@ -89,7 +90,7 @@ class SlicedPositions(_Cut, nn.Embedding):
         return F.embedding(input.chunk(self.axis.size)[self.axis.rank], self.weight)
 
 
-class VocabularyLinear(_Cut, nn.Linear):
+class VocabularyLinear(ByHand, _Cut, nn.Linear):
     """The head: every rank has the logits of its rows of the vocabulary."""
 
     def __init__(self, plain: nn.Linear, axis: Axis, sequence: bool, later: Later) -> None:
@@ -98,7 +99,7 @@ class VocabularyLinear(_Cut, nn.Linear):
         self.axis, self.sequence, self.later = axis, sequence, later
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        (logits,) = products(input, [self.weight], [None], self.later, self.axis, self.sequence)
+        (logits,) = products(input, [self.weight], [None], self.later, self.axis, self.sequence, self.numbers)
         return logits
 
 
@@ -154,7 +155,7 @@ class CutExperts(MixtureOfExperts):
         for name in ("shared", "shared_gate"):
             if getattr(plain, name) is None:
                 setattr(self, name, None)
-        self.exchange, self.axis, self.sequence = plain.exchange, axis, sequence
+        self.visit, self.axis, self.sequence = plain.visit, axis, sequence
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.sequence:

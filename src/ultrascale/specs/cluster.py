@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.errors import SpecError
-from ultrascale.specs.files import read_mapping
+from ultrascale.specs.files import read_mapping, rounded, to_yaml, write_text
 from ultrascale.specs.gpu import GPU
 from ultrascale.specs.validate import build, shown
 
@@ -84,6 +84,19 @@ class Cluster(BaseModel):
             },
             "cluster",
         )
+
+    def to_mapping(self) -> dict[str, Any]:
+        """All its numbers, without the sources of those that a preset has; `from_mapping` reads it back."""
+        data = self.model_dump(mode="json", exclude_none=True)
+        data["gpu"].pop("sources")
+        data["efficiency"] = self.efficiency.model_dump(mode="json", exclude_defaults=True)
+        return data
+
+    def save(self, path: str | Path) -> Path:
+        """Write cluster.yaml, whole or not at all."""
+        target = Path(path)
+        write_text(target, to_yaml(rounded(self.to_mapping())))
+        return target
 
     @classmethod
     def load(cls, ref: str | Path) -> Cluster:

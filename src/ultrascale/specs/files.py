@@ -126,3 +126,13 @@ _Dumper.add_representer(tuple, _sequence)
 
 def to_yaml(data: Mapping[str, Any]) -> str:
     return yaml.dump(dict(data), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def rounded(value: Any) -> Any:
+    """Six significant digits: more would be noise in a file that people read. Whole bytes stay whole."""
+    if isinstance(value, float):
+        short = value if value.is_integer() else float(f"{value:.6g}")
+        return int(short) if short.is_integer() and abs(short) < 2**53 else short
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, (list, tuple)) else value

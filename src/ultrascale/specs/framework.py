@@ -42,6 +42,10 @@ class Framework(BaseModel):
     head_as_layer: bool = Field(
         False, description="where layers alone are counted, the head counts as one of them (Megatron's account-for-loss)"
     )
+    filled: bool = Field(
+        False,
+        description="stages take blocks until their share of the cost is reached, that block included (nanotron)",
+    )
     rails: bool = Field(True, description="collectives across nodes use every NIC of a node, not one per ring")
     loss: Literal["at-once", "overwritten", "fused", "in-place", "fp32", "chunked"] = Field(
         "fused",
@@ -56,6 +60,14 @@ class Framework(BaseModel):
     )
     states: Literal["master", "fp32", "pure"] = Field(
         "master", description="master: bf16 copy + fp32 master; fp32: FSDP's fp32 shards, cast when gathered; pure: bf16 all"
+    )
+    halves: bool = Field(
+        False,
+        description="without ZeRO, AdamW's fp32 masters share their upper 16 bits with the bf16 copy: 4 bytes a weight, not 6",
+    )
+    lean: bool = Field(
+        False,
+        description="whole Llama-like layers keep neither norms' nor gates' outputs: backward's kernels write them once more",
     )
     tensor_overlap: float = Field(0.0, ge=0, le=1, description="share of a dense layer's tp exchange that may hide")
     expert_overlap: float = Field(0.0, ge=0, le=1, description="share of the expert exchange that hides")

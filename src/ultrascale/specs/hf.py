@@ -140,6 +140,7 @@ def _deepseek(config: Mapping[str, Any]) -> Fields:
     _only(config, "moe_layer_freq", 1)
     # V3 routes by sigmoid scores with a correction bias and names both only in its own code's configs.
     v3 = config["model_type"] == "deepseek_v3"
+    method = config.get("topk_method", "noaux_tc" if v3 else "greedy")
     fields["moe"] = {
         "experts": _experts(config, "n_routed_experts"),
         "top_k": _count(config, "num_experts_per_tok"),
@@ -147,8 +148,15 @@ def _deepseek(config: Mapping[str, Any]) -> Fields:
         "shared_experts": _optional_count(config, "n_shared_experts") or 0,
         "dense_layers": _count(config, "first_k_dense_replace", least=0),
         "router": config.get("scoring_func", "sigmoid" if v3 else "softmax"),
-        "router_bias": config.get("topk_method", "noaux_tc" if v3 else "greedy") == "noaux_tc",
+        "router_bias": method == "noaux_tc",
+        "renormalize": _flag(config, "norm_topk_prob", v3),
+        "scaling": _number(config, "routed_scaling_factor", 2.5 if v3 else 1.0),
     }
+    if method != "greedy":
+        fields["moe"] |= {
+            "groups": _count(config, "n_group", default=8 if v3 else None),
+            "top_groups": _count(config, "topk_group", default=4 if v3 else None),
+        }
     return fields
 
 

@@ -67,7 +67,7 @@ def _family_of_experts(model: Model, moe: MoE) -> str:
     """Shared experts with a gate are Qwen2-MoE's, normed queries and keys Qwen3-MoE's, else it is a Mixtral."""
     gated = model.activation if model.gated else "swiglu"
     wanted: Config = {"positions": "rotary", "norm": "rmsnorm", "activation": gated, "mlp_bias": False}
-    said: Config = {"router": "softmax", "router_bias": False}
+    said: Config = {"router": "softmax", "router_bias": False, "groups": 1, "scaling": 1.0}
     if moe.shared_experts:
         family, words = "qwen2_moe", "shared experts (Qwen2-MoE's)"
         wanted |= {"qk_norm": False, "attention_output_bias": False, "sliding_window": None}

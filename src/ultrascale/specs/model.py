@@ -81,9 +81,27 @@ class MoE(BaseModel):
     router_bias: Flag = Field(default=False, description="DeepSeek-V3's e_score_correction_bias, one per expert.")
     shared_gate: Flag = Field(default=False, description="Qwen2-MoE's learned gate on the shared expert.")
     renormalize: Flag = Field(default=True, description="The weights of a token's chosen experts add up to one.")
+    groups: Count = Field(default=1, description="Groups of experts, of which a token may visit top_groups (DeepSeek).")
+    top_groups: Count = Field(default=1, examples=[4])
+    scaling: Factor = Field(default=1.0, description="DeepSeek's routed_scaling_factor on the weights of chosen experts.")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if self.experts % self.groups:
+            raise ValueError(
+                f"model.moe.groups is {self.groups} but must divide experts = {self.experts}: "
+                f"try {_near_divisors(self.experts, self.groups)}"
+            )
+        if self.top_groups > self.groups:
+            raise ValueError(
+                f"model.moe.top_groups is {self.top_groups} but there are only groups = {self.groups}: try {self.groups}"
+            )
+        reached = self.top_groups * self.experts // self.groups
+        if reached < self.top_k <= self.experts:
+            raise ValueError(
+                f"model.moe.top_groups is {self.top_groups} but its groups have {reached} experts and top_k is {self.top_k}: "
+                f"try {-(-self.top_k * self.groups // self.experts)}"
+            )
         if self.top_k > self.experts:
             raise ValueError(
                 f"model.moe.top_k is {self.top_k} but there are only experts = {self.experts}: try {min(2, self.experts)}"

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.estimate import Estimate, Flag, Number
-from ultrascale.specs.files import read_mapping, to_yaml, write_text
+from ultrascale.specs.files import read_mapping, rounded, to_yaml, write_text
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -62,9 +62,9 @@ class Plan(BaseModel):
         return {
             "job": job_to_mapping(self.job),
             "layout": self.layout.model_dump(mode="json"),
-            "estimate": _rounded(self.estimate.model_dump(mode="json")),
+            "estimate": rounded(self.estimate.model_dump(mode="json")),
             "reasons": list(self.reasons),
-            "rejected": [_rounded(one.model_dump(mode="json")) for one in self.rejected],
+            "rejected": [rounded(one.model_dump(mode="json")) for one in self.rejected],
         }
 
     @classmethod
@@ -92,10 +92,7 @@ class Plan(BaseModel):
 def job_to_mapping(job: Job) -> dict[str, Any]:
     data = job.model_dump(mode="json", exclude_none=True)
     data["model"] = job.model.model_dump(mode="json", exclude_defaults=True)
-    cluster = job.cluster.model_dump(mode="json", exclude_none=True)
-    cluster["gpu"].pop("sources")
-    cluster["efficiency"] = job.cluster.efficiency.model_dump(mode="json", exclude_defaults=True)
-    data["cluster"] = cluster
+    data["cluster"] = job.cluster.to_mapping()
     same = Framework.presets().get(job.framework.name) == job.framework
     data["framework"] = job.framework.name if same else job.framework.model_dump(mode="json", exclude_defaults=True)
     return data
@@ -117,13 +114,3 @@ def job_from_mapping(data: Mapping[str, Any], what: str) -> Job:
 
 
 HEADER = "# A plan of ultrascale: `ultrascale explain` reads it. Memory in bytes unless a name ends in gib, times in seconds.\n"
-
-
-def _rounded(value: Any) -> Any:
-    """Six significant digits: more would be noise in a file that people read. Whole bytes stay whole."""
-    if isinstance(value, float):
-        short = value if value.is_integer() else float(f"{value:.6g}")
-        return int(short) if short.is_integer() and abs(short) < 2**53 else short
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    return [_rounded(item) for item in value] if isinstance(value, (list, tuple)) else value

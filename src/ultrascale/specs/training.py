@@ -21,6 +21,16 @@ LONGEST_WARMUP = 2000  # steps; what Llama 2 used for 500,000 (Touvron 2023, sec
 LrSchedule = Literal["cosine", "linear", "wsd", "constant"]
 Compress = Literal["none", "bf16", "int8"]
 Sink = Literal["tensorboard", "wandb"]
+Kernels = Literal["fused", "compile", "eager"]
+Fp8Scaling = Literal["tensor", "row", "block"]
+Fp8Keep = Literal["ends", "head", "none"]
+
+FP8_BLOCK = 128  # numbers that share a scale
+# What sizes of a weight, and tokens where a product sums over them, must be multiples of: the kernels' alignment. A row of
+# blocks of a weight must begin at 16 bytes, which four scales are.
+FP8_MULTIPLE: dict[Fp8Scaling, int] = {"tensor": 16, "row": 16, "block": 4 * FP8_BLOCK}
+FP8_TOKENS: dict[Fp8Scaling, int] = {"tensor": 16, "row": 16, "block": FP8_BLOCK}
+
 _POWER = re.compile(r"[0-9]+(?:\.[0-9]*)?[eE][+-]?[0-9]{1,3}")
 
 
@@ -74,6 +84,9 @@ class Training(BaseModel):
     reduce_every_microbatch: bool = Field(
         False, strict=True, description="the naive baseline: reduce gradients after each micro-batch, not once a step"
     )
+    kernels: Kernels = Field(
+        "fused", description="on a GPU: our own kernels and torch.compile, torch.compile alone, or operator by operator"
+    )
     balance_loss: float = Field(
         0.0,
         ge=0,
@@ -95,6 +108,10 @@ class Training(BaseModel):
     loss_scale: float = Field(65536.0, ge=1, le=2.0**40, strict=True, description="fp16: first factor of the loss")
     loss_scale_window: int = Field(
         1000, ge=1, le=2**40, strict=True, description="fp16: steps without overflow before the factor doubles"
+    )
+    fp8_scaling: Fp8Scaling = Field("tensor", description="fp8: what shares a scale, a tensor, a row, or 128 numbers of a row")
+    fp8_keep: Fp8Keep = Field(
+        "ends", description="fp8: what stays in bf16, the first and last block and the head, the head alone, or nothing"
     )
     log: tuple[Sink, ...] = Field((), examples=["tensorboard"], description="where metrics go beside metrics.jsonl")
     log_every: int = Field(1, ge=1, le=2**40, strict=True, description="steps between records of metrics")

@@ -1,22 +1,25 @@
 """AdamW with fp32 masters in one Triton kernel: one pass over gradient, master and moments writes all that changes.
 
 The gradient is read in the format it has and scaled on the way (clipping, fp16's loss scale), and the copy that computes is
-written with its master. Each number is read and written once: 28 bytes a parameter with gradients in bf16, where scaling,
-torch's fused AdamW and a copy move 42.
+written with its master. Each number is read and written once: 28 bytes a parameter with gradients in bf16, 26 where the master
+shares its upper half with the copy (train/halves.py), where scaling, torch's fused AdamW and a copy move 42.
 """
 
 # No postponed annotations: Triton reads them.
+from collections.abc import Sequence
+
 import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
 BLOCK, WARPS = 1024, 4
+SUMMED = 16  # blocks that one program of the norm adds up
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _step(  # type: ignore[no-untyped-def]
     master, gradient, mean, square, copy, size, factor, rate, decay, beta1, rest1, beta2, rest2, eps, whole1, whole2,
-    COPIED: tl.constexpr, BLOCK: tl.constexpr,
+    COPIED: tl.constexpr, PARTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
@@ -24,14 +27,22 @@ def _step(  # type: ignore[no-untyped-def]
     m = tl.load(mean + at, mask=inside)
     v = tl.load(square + at, mask=inside)
     w = tl.load(master + at, mask=inside)
+    if PARTED:
+        w = (tl.load(copy + at, mask=inside).to(tl.int32) << 16) + w.to(tl.int32)
+        w = w.to(tl.float32, bitcast=True)
     m = beta1 * m + rest1 * g
     v = beta2 * v + rest2 * g * g
     w = w * (1 - rate * decay) - rate / whole1 * m / (tl.sqrt(v / whole2) + eps)
     tl.store(mean + at, m, mask=inside)
     tl.store(square + at, v, mask=inside)
-    tl.store(master + at, w, mask=inside)
-    if COPIED:
-        tl.store(copy + at, w.to(copy.dtype.element_ty), mask=inside)
+    if PARTED:
+        bits = w.to(tl.int32, bitcast=True)
+        tl.store(master + at, bits.to(tl.int16), mask=inside)
+        tl.store(copy + at, ((bits + 32768) >> 16).to(tl.int16), mask=inside)
+    else:
+        tl.store(master + at, w, mask=inside)
+        if COPIED:
+            tl.store(copy + at, w.to(copy.dtype.element_ty), mask=inside)
 
 
 def step(
@@ -48,12 +59,39 @@ def step(
     eps: float,
     updates: int,
 ) -> None:
-    """One update of a weight, its moments and its copy, all contiguous; `updates`: this one counted in."""
+    """One update of a weight, its moments and its copy, all contiguous; `updates`: this one counted in.
+
+    A master of int16 is the lower half of numbers whose upper half is the copy.
+    """
     size, (beta1, beta2) = master.numel(), betas
     if not size:
         return
+    parted = master.dtype == torch.int16
+    if parted:
+        assert copy is not None
+        copy = copy.view(torch.int16)
     _step[(triton.cdiv(size, BLOCK),)](
         master, gradient, mean, square, master if copy is None else copy, size, factor, rate, decay,
         beta1, 1 - beta1, beta2, 1 - beta2, eps, 1 - beta1**updates, 1 - beta2**updates,
-        COPIED=copy is not None, BLOCK=BLOCK, num_warps=WARPS,
+        COPIED=copy is not None, PARTED=parted, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _squares(gradient, sums, size, SUMMED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    program = tl.program_id(0).to(tl.int64)
+    at = program * SUMMED * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for block in tl.static_range(SUMMED):
+        g = tl.load(gradient + at + block * BLOCK, mask=at + block * BLOCK < size, other=0.0).to(tl.float32)
+        total += g * g
+    tl.store(sums + program, tl.sum(total, 0))
+
+
+def sum_of_squares(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Of all numbers of contiguous tensors, in fp32 whatever their format."""
+    programs = [triton.cdiv(gradient.numel(), SUMMED * BLOCK) for gradient in gradients]
+    sums = torch.empty(sum(programs), dtype=torch.float32, device=gradients[0].device)
+    for gradient, part, count in zip(gradients, torch.split(sums, programs), programs, strict=True):
+        _squares[(count,)](gradient, part, gradient.numel(), SUMMED=SUMMED, BLOCK=BLOCK, num_warps=WARPS)
+    return sums.sum()

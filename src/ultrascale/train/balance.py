@@ -20,6 +20,8 @@ from ultrascale.specs.job import Job
 from ultrascale.specs.training import Training
 from ultrascale.train.optimizer import Weight
 
+WHOLE_TABLE = 4096  # layers · experts up to which a step's record holds every expert
+
 
 class Still(Gradients):
     """Of what no gradient moves: the router's bias. Always zero."""
@@ -40,21 +42,55 @@ class Still(Gradients):
 
 @dataclass(frozen=True)
 class Loads:
-    """What the routers of the whole model did in a step."""
+    """What the routers of the whole model did in a step. On a GPU, to be read once the step's loss has been read."""
 
-    tokens: Tensor
-    """[layers with experts, experts]: how often each expert was chosen"""
-    balance_loss: float
-    """mean over sequences and layers; 1 is even"""
-    dropped: int
-    """choices that met a full expert"""
-    broken: tuple[int, ...]
-    """layers whose router's scores were no numbers"""
+    table: Tensor
+    """[layers with experts, experts + 2], in the host's memory or on its way there: as routers tell it, of all ranks"""
+    sequences: int
+    dense_layers: int
+    """layers before the first with experts"""
+
+    @property
+    def tokens(self) -> Tensor:
+        """[layers with experts, experts]: how often each expert was chosen."""
+        return self.table[:, :-2]
+
+    @property
+    def balance_loss(self) -> float:
+        """Mean over sequences and layers; 1 is even."""
+        return float(self.table[:, -2].mean()) / self.sequences
+
+    @property
+    def dropped(self) -> int:
+        """Choices that met a full expert."""
+        return int(self.table[:, -1].sum())
+
+    @property
+    def broken(self) -> tuple[int, ...]:
+        """Layers whose router's scores were no numbers."""
+        return tuple(self.dense_layers + int(row) for row in torch.nonzero(~self.table[:, -2].isfinite()).flatten())
 
     @property
     def busiest(self) -> tuple[float, ...]:
         """Per layer, the tokens of the busiest expert over the mean."""
         return tuple((self.tokens.amax(1) / self.tokens.mean(1)).tolist())
+
+    @property
+    def per_expert(self) -> tuple[tuple[int, ...], ...] | None:
+        """Per layer, the tokens of each expert; None where that were too much to write in every step."""
+        return _rows(self.tokens) if self.tokens.numel() <= WHOLE_TABLE else None
+
+    @property
+    def quantiles(self) -> tuple[tuple[int, ...], ...] | None:
+        """Per layer, the tokens of the idlest expert, at the quartiles and of the busiest, where there is no whole table."""
+        if self.tokens.numel() <= WHOLE_TABLE:
+            return None
+        places = torch.linspace(0, self.tokens.shape[1] - 1, 5).round().long()
+        return _rows(self.tokens.sort(dim=1).values[:, places])
+
+
+def _rows(tokens: Tensor) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(row) for row in tokens.long().tolist())
 
 
 class Balance:
@@ -67,16 +103,18 @@ class Balance:
         assert moe is not None
         self.routers, self.moe, self.job, self.mesh, self.training = routers, moe, job, mesh, training
         self.biases = {weight.shard.name: weight for weight in weights if isinstance(weight.owner, Still)}
+        self.pull = torch.zeros((), device=mesh.device)
         for router in routers.values():
+            router.count(mesh.device)
             router.capacity_factor = training.capacity_factor
-            router.over_sequence = lambda counts: comm.all_reduce(counts, mesh.cp)
+            router.pull = self.pull if training.balance_loss else None
+            router.over_sequence = (lambda counts: comm.all_reduce(counts, mesh.cp)) if mesh.cp.size > 1 else None
 
     def aim(self, weight: float) -> None:
         """Before a step's first forward. `weight`: what the gradients of one token's loss are multiplied by."""
         # The loss is a mean over sequences and layers. Each tp rank computes it whole, and their gradients are added up.
         share = self.training.balance_loss / (self.job.model.moe_layers * self.mesh.tp.size)
-        for router in self.routers.values():
-            router.pull = share * weight * self.job.seq
+        self.pull.fill_(share * weight * self.job.seq)
 
     def take(self) -> Loads:
         """After a step's last backward; the same on every rank."""
@@ -86,11 +124,10 @@ class Balance:
             seen = router.take()
             if self.mesh.tp.rank == 0:
                 table[layer - moe.dense_layers] = seen
-        table = comm.all_reduce(table, self.mesh.world).cpu()
-        balance, dropped = table[:, -2], table[:, -1]
         sequences = self.mesh.layout.dp * self.mesh.layout.mbs * self.mesh.layout.gas
-        broken = tuple(moe.dense_layers + int(row) for row in torch.nonzero(~balance.isfinite()).flatten())
-        return Loads(table[:, :-2], float(balance.mean()) / sequences, int(dropped.sum()), broken)
+        # Nobody waits here: who reads the step's loss has waited long enough.
+        table = comm.all_reduce(table, self.mesh.world).to("cpu", non_blocking=True)
+        return Loads(table, sequences, moe.dense_layers)
 
     @torch.no_grad()
     def steer(self, loads: Loads) -> None:

@@ -7,10 +7,11 @@ from itertools import accumulate
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 
 from ultrascale.cost.stages import chunk_layers
-from ultrascale.model import loss
+from ultrascale.model import float8, fused, loss
 from ultrascale.model.init import full_weight
 from ultrascale.model.moe import Router
 from ultrascale.model.transformer import Transformer
@@ -26,9 +27,10 @@ from ultrascale.schedules import build as build_schedule
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import Training
-from ultrascale.train import compile, recompute
+from ultrascale.train import compile, halves, kernels, recompute
 from ultrascale.train.balance import Still, bias_name
-from ultrascale.train.optimizer import Weight, in_one_pass
+from ultrascale.train.kernels import Kernels
+from ultrascale.train.optimizer import Weight
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -39,6 +41,7 @@ class Built:
     weights: list[Weight]
     routers: dict[int, Router]
     """of layers with experts, by the layer's index in the whole model"""
+    kernels: Kernels
 
 
 def schedule_of(layout: Layout) -> Schedule:
@@ -53,14 +56,22 @@ def build(job: Job, mesh: Mesh, training: Training) -> Built:
     counts = chunk_layers(job, schedule.ranks, schedule.virtual_stages)
     ends = [0, *accumulate(counts)]
     chunks, weights, routers = [], list[Weight](), dict[int, Router]()
+    own = kernels.choose(job, layout, training, mesh.device.type)
     for stage in schedule.stages_of(mesh.pp.rank):
         layers = range(ends[stage], ends[stage + 1])
-        chunk, held, choosing = _chunk(job, mesh, training, schedule, stage, layers)
+        chunk, held, choosing = _chunk(job, mesh, training, schedule, stage, layers, own)
         chunks.append(chunk)
         weights += held
         routers |= choosing
-    dtype = COMPUTE[job.precision]
-    return Built(Pipeline(chunks, schedule, mesh, boundary_shape(job, layout), dtype), weights, routers)
+    dtype = compute_format(job, mesh)
+    return Built(Pipeline(chunks, schedule, mesh, boundary_shape(job, layout), dtype), weights, routers, own)
+
+
+def compute_format(job: Job, mesh: Mesh) -> torch.dtype:
+    """Of weights and activations; fp8 is a format of operands, around which a CPU, which emulates it, stays in fp32."""
+    if job.precision == "fp8":
+        return torch.bfloat16 if mesh.device.type == "cuda" else torch.float32
+    return COMPUTE[job.precision]
 
 
 def boundary_shape(job: Job, layout: Layout) -> tuple[int, int, int]:
@@ -70,31 +81,40 @@ def boundary_shape(job: Job, layout: Layout) -> tuple[int, int, int]:
 
 
 def _chunk(
-    job: Job, mesh: Mesh, training: Training, schedule: Schedule, stage: int, layers: range
+    job: Job, mesh: Mesh, training: Training, schedule: Schedule, stage: int, layers: range, own: Kernels
 ) -> tuple[Chunk, list[Weight], dict[int, Router]]:
-    layout, compute = mesh.layout, COMPUTE[job.precision]
+    layout, compute = mesh.layout, compute_format(job, mesh)
     reduce = torch.float32 if job.gradients == "fp32" or job.precision == "fp32" else compute
     sharded = layout.zero > 0 and mesh.shard.size > 1
     later = Later(used=any(action.kind is Kind.W for action in schedule.actions[mesh.pp.rank]))
-    with torch.device("meta"):
-        module = Transformer(job.model, layers, embed=stage == 0, head=stage == schedule.stages - 1)
-    shards = tensor.apply(module, mesh, later)  # first: the others see this rank's sizes
-    expert.apply(module, mesh, shards)
-    context.apply(module, mesh.cp, layout.context_parallel, job.seq)
-    recompute.apply(module, layout.recompute)  # inside what ZeRO gathers, so that recomputing finds it gathered
-    if in_chunks(job, mesh) and not later.used:
-        loss.apply(module)
-    if mesh.device.type == "cuda" and mesh.tp.size == mesh.cp.size == 1 and not later.used:
-        compile.apply(module)
-    if sharded:
-        zero.apply(module, mesh, compute, reduce)
-    else:
-        module.to(compute)
+    # A rehearsal pretends that tensors have memory (measure/rehearse.py): those on the meta device need no such thing.
+    with unset_fake_temporarily():
+        with torch.device("meta"):
+            module = Transformer(job.model, layers, embed=stage == 0, head=stage == schedule.stages - 1)
+        shards = tensor.apply(module, mesh, later)  # first: the others see this rank's sizes
+        expert.apply(module, mesh, shards)
+        context.apply(module, mesh.cp, layout.context_parallel, job.seq)
+        if own.fused:
+            fused.apply(module)
+        else:
+            recompute.apply(module, layout.recompute)  # inside what ZeRO gathers, so that recomputing finds it gathered
+        if own.loss:
+            loss.apply(module)
+        if job.precision == "fp8":
+            float8.apply(module, training.fp8_scaling, training.fp8_keep, mesh.device)
+        if own.compiled:
+            compile.apply(module)
+        if sharded:
+            zero.apply(module, mesh, compute, reduce)
+        else:
+            module.to(compute)
     module.to_empty(device="cpu" if sharded and layout.offload == "parameters" else mesh.device)
+    if own.fused and not sharded:
+        fused.join(module)
     gradients: Gradients
     if sharded:
         gradients = zero.Sharded(module, mesh, training.reduce_every_microbatch)
-    elif as_made(job, mesh):
+    elif own.as_made:
         gradients = AsMade(module)
     elif layout.data_parallel == "ddp" and mesh.data.size > 1:
         gradients = TorchDDP(module, mesh.data, training.bucket_mb, training.reduce_every_microbatch)
@@ -110,10 +130,11 @@ def _chunk(
     else:
         gradients = _reduced(module, mesh.data, layout, reduce, training)
     weights = [
-        _weight(name, parameter, shards[name], gradients, job, mesh, training) for name, parameter in module.named_parameters()
+        _weight(name, parameter, shards[name], gradients, job, mesh, training, own)
+        for name, parameter in module.named_parameters()
     ]
     weights += [
-        _bias(layer, router, job, mesh, training) for layer, router in module.routers().items() if router.moe.router_bias
+        _bias(layer, router, job, mesh, training, own) for layer, router in module.routers().items() if router.moe.router_bias
     ]
     return Chunk(stage, gradients, later), weights, module.routers()
 
@@ -130,19 +151,16 @@ def _reduced(module: nn.Module, axis: Axis, layout: Layout, dtype: torch.dtype, 
     )
 
 
-def in_chunks(job: Job, mesh: Mesh) -> bool:
-    """Whether the loss may come in chunks: on a GPU, with a whole vocabulary; fp16 must scale gradients before making them."""
-    return mesh.device.type == "cuda" and mesh.tp.size == 1 and job.precision != "fp16"
-
-
-def as_made(job: Job, mesh: Mesh) -> bool:
-    """Whether gradients may stay as backward makes them: they are added to nothing, and the optimizer reads any format."""
-    return mesh.world.size == 1 and mesh.layout.gas == 1 and in_one_pass(job, mesh)
-
-
 @torch.no_grad()
 def _weight(
-    name: str, parameter: nn.Parameter, shard: Shard, gradients: Gradients, job: Job, mesh: Mesh, training: Training
+    name: str,
+    parameter: nn.Parameter,
+    shard: Shard,
+    gradients: Gradients,
+    job: Job,
+    mesh: Mesh,
+    training: Training,
+    own: Kernels,
 ) -> Weight:
     """Fills a parameter with its initial values and makes its master."""
     shard = _placed(shard, isinstance(parameter, DTensor), mesh)
@@ -150,11 +168,13 @@ def _weight(
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
     local.copy_(part)
     host = mesh.layout.offload == "optimizer"
-    master = (
-        local
-        if local.dtype == torch.float32 and not host
-        else part.to("cpu" if host else local.device, torch.float32, copy=True)
-    )
+    if local.dtype == torch.bfloat16 and own.adamw:
+        upper, master = halves.parted(part.float())
+        local.copy_(upper)
+    elif local.dtype == torch.float32 and not host:
+        master = local
+    else:
+        master = part.to("cpu" if host else local.device, torch.float32, copy=True)
     # A tied head on a stage of its own is a second copy of the embedding.
     copy_of_embedding = name == "head.linear.weight" and job.model.tied_embeddings
     counted = shard.counted and not copy_of_embedding
@@ -172,10 +192,10 @@ def _placed(shard: Shard, sharded: bool, mesh: Mesh) -> Shard:
     return replace(shard, copies=mesh.expert_data, counted=shard.counted and (is_expert or mesh.ep.rank == 0))
 
 
-def _bias(layer: int, router: Router, job: Job, mesh: Mesh, training: Training) -> Weight:
+def _bias(layer: int, router: Router, job: Job, mesh: Mesh, training: Training, own: Kernels) -> Weight:
     """A router's bias, whole and in fp32 on every rank: kept with the weights, but moved by loads instead of gradients."""
     name, shape = bias_name(layer), (router.moe.experts,)
     router.bias = full_weight(name, torch.Size(shape), training.seed, job.model, mesh.device)
     parameter = nn.Parameter(router.bias, requires_grad=False)
     shard = Shard(name, shape, counted=mesh.tp.rank == 0)
-    return _weight(name, parameter, shard, Still(router, router.bias), job, mesh, training)
+    return _weight(name, parameter, shard, Still(router, router.bias), job, mesh, training, own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ultrascale.model.fused import FusedBlock
 from ultrascale.model.loss import ChunkedHead
 from ultrascale.model.transformer import Transformer
 
@@ -9,7 +10,8 @@ from ultrascale.model.transformer import Transformer
 def apply(model: Transformer) -> None:
     """One graph for all blocks alike, recomputation included; one for the head, whose fp32 logits then never reach memory."""
     for block in model.each_block():
-        block.compile()
+        if not isinstance(block, FusedBlock):
+            block.compile()
     if isinstance(model.head, ChunkedHead):
         model.head.norm.compile()  # its loss is a kernel of its own already
     elif model.head is not None:

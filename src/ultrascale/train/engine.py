@@ -14,6 +14,7 @@ from ultrascale.parallel.pipeline import Batch
 from ultrascale.specs.errors import RunError
 from ultrascale.specs.job import Job
 from ultrascale.specs.training import Training
+from ultrascale.train import attention
 from ultrascale.train.ahead import Ahead
 from ultrascale.train.balance import Balance, Loads
 from ultrascale.train.build import build
@@ -45,9 +46,13 @@ class Engine:
 
     def __init__(self, job: Job, mesh: Mesh, training: Training, batches: Batches) -> None:
         self.job, self.mesh, self.training, self.batches = job, mesh, training, batches
+        # Before there is a model: now there is memory for it.
+        self.attention = None if training.document_mask else attention.fastest(job, mesh.layout, mesh.device)
         built = build(job, mesh, training)
         self.pipeline, self.weights = built.pipeline, built.weights
-        self.optimizer = Optimizer(self.weights, job, training, mesh)
+        if self.attention is not None:
+            self.attention.apply(chunk.gradients.module for chunk in self.pipeline.chunks.values())
+        self.optimizer = Optimizer(self.weights, job, training, mesh, built.kernels.adamw)
         self.balance = Balance(built.routers, self.weights, job, mesh, training) if job.model.moe is not None else None
         self._loads: Loads | None = None
         self.scale = LossScale(training, used=job.precision == "fp16")

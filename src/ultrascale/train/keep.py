@@ -13,7 +13,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -180,7 +180,8 @@ def restore(engine: Engine, source: Checkpoint, weights_alone: bool = False) -> 
     """Fills an engine from a checkpoint of any layout."""
     group = own_group(engine)
     engine.optimizer.continued(0 if weights_alone else source.state.updates)
-    pieces = _states(engine, False, engine.optimizer.moments if engine.optimizer.updates else ())
+    rooms = {id(weight): torch.empty(weight.master.shape) for weight in engine.weights if weight.parted}
+    pieces = _states(engine, False, engine.optimizer.moments if engine.optimizer.updates else (), rooms)
     randomness = {} if weights_alone else _kept_randomness(engine, source)
     try:
         load(pieces | randomness, source.folder, source.sums, group)
@@ -189,8 +190,11 @@ def restore(engine: Engine, source: Checkpoint, weights_alone: bool = False) -> 
     for name in _randomness(engine).get("random", {}):
         if kept := randomness.get("random", {}).get(name):
             torch.cuda.set_rng_state(kept.tensor()) if name.endswith("cuda") else torch.set_rng_state(kept.tensor())
+    for weight in engine.weights:
+        if weight.parted:
+            weight.set(rooms[id(weight)])
     for twin, original in _twins(engine):
-        twin.master.copy_(original.master)
+        twin.set(original.exact())
         for name in engine.optimizer.moments if engine.optimizer.updates else ():
             engine.optimizer.moment(twin, name).copy_(engine.optimizer.moment(original, name))
     engine.optimizer.fill()
@@ -217,15 +221,19 @@ def _room(states: Pieces, pinned: bool) -> torch.Tensor:
     return room
 
 
-def _states(engine: Engine, own: bool, moments: tuple[str, ...]) -> Pieces:
-    """Weights and moments of this rank; `own`: of what several ranks hold alike, those that this one writes."""
+def _states(engine: Engine, own: bool, moments: tuple[str, ...], rooms: Mapping[int, torch.Tensor] | None = None) -> Pieces:
+    """Weights and moments of this rank; `own`: of what several ranks hold alike, those that this one writes.
+
+    Masters in halves are made whole when they are asked for, or read into `rooms`, by the weights' ids.
+    """
     optimizer, pieces = engine.optimizer, Pieces()
     for number, weight in enumerate(engine.weights):
         if not weight.master.numel() or (own and not _writes(weight, number)):
             continue
         name = _stored_name(weight, engine)
         shape, sizes = weight.shard.shape, tuple(weight.master.shape)
-        tensors = {"model": partial(_itself, weight.master)}
+        room = None if rooms is None else rooms.get(id(weight))
+        tensors = {"model": weight.exact if room is None else partial(_itself, room)}
         tensors |= {f"optimizer.{moment}": partial(optimizer.moment, weight, moment) for moment in moments}
         for section, tensor in tensors.items():
             pieces.setdefault(section, {}).setdefault(name, Piece(shape, weight.offsets, sizes, tensor))

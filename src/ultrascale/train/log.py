@@ -49,6 +49,10 @@ class StepRecord:
     """of the experts, mean over sequences and layers; 1 is even"""
     expert_load: tuple[float, ...] | None = None
     """per layer with experts, the tokens of the busiest expert over the mean"""
+    expert_tokens: tuple[tuple[int, ...], ...] | None = None
+    """per layer with experts, how often each was chosen"""
+    expert_quantiles: tuple[tuple[int, ...], ...] | None = None
+    """in its place, where there are many: how often the idlest, those at the quartiles and the busiest were"""
     dropped_tokens: int | None = None
     """choices of a token that met a full expert"""
 
@@ -58,6 +62,7 @@ class StepRecord:
         return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in known.items()}
 
 
+_NO_CURVE = ("step", "expert_tokens", "expert_quantiles")
 _ALWAYS = ("step", "tokens", "loss", "grad_norm", "lr", "tokens_per_s_per_gpu", "mfu", "peak_gib")
 
 
@@ -148,7 +153,7 @@ def open_sinks(names: Iterable[str], folder: Path, config: Mapping[str, Any]) ->
 
 
 def _curves(record: StepRecord) -> dict[str, float]:
-    values = {name: value for name, value in record.values().items() if name != "step" and value is not None}
+    values = {name: value for name, value in record.values().items() if name not in _NO_CURVE and value is not None}
     return {name: max(value) if isinstance(value, tuple) else float(value) for name, value in values.items()}
 
 

@@ -170,6 +170,8 @@ class Recorder:
             checkpoint_s=checkpoint_s,
             balance_loss=loads.balance_loss if loads else None,
             expert_load=loads.busiest if loads else None,
+            expert_tokens=loads.per_expert if loads else None,
+            expert_quantiles=loads.quantiles if loads else None,
             dropped_tokens=loads.dropped if loads else None,
         )
         if self.log is not None and done % self.request.training.log_every == 0:

@@ -5,8 +5,10 @@ Every layout ends here with the same thing: a list of local tensors, their gradi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +20,7 @@ from ultrascale.parallel.shards import Shard
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
 from ultrascale.specs.training import Training
+from ultrascale.train import halves
 
 
 @dataclass
@@ -29,7 +32,7 @@ class Weight:
     local: torch.Tensor
     """what computes, or its shard"""
     master: torch.Tensor
-    """what the optimizer steps: `local` itself in fp32, else a copy of its own"""
+    """what the optimizer steps: `local` itself in fp32, a copy of its own, or the lower halves of numbers whose upper is it"""
     owner: Gradients
     offsets: tuple[int, ...]
     """where `local` begins in the whole parameter"""
@@ -39,6 +42,26 @@ class Weight:
     @property
     def gradient(self) -> torch.Tensor:
         return self.owner.of(self.parameter)
+
+    @property
+    def parted(self) -> bool:
+        return self.master.dtype == torch.int16
+
+    def exact(self) -> torch.Tensor:
+        """The fp32 values: the master itself where it is whole."""
+        return halves.whole(self.local, self.master) if self.parted else self.master
+
+    @torch.no_grad()
+    def set(self, values: torch.Tensor) -> None:
+        """Master and copy become these fp32 values."""
+        if self.parted:
+            upper, rest = halves.parted(values.to(self.local.device))
+            self.local.copy_(upper)
+            self.master.copy_(rest)
+            return
+        self.master.copy_(values)
+        if self.master is not self.local:
+            self.local.copy_(self.master)
 
 
 # What each optimizer keeps beside the weights, by the names that torch gives it.
@@ -51,18 +74,23 @@ SUPPORTED = tuple(MOMENTS)
 
 
 class Optimizer:
-    def __init__(self, weights: Sequence[Weight], job: Job, training: Training, mesh: Mesh) -> None:
+    def __init__(self, weights: Sequence[Weight], job: Job, training: Training, mesh: Mesh, in_one_pass: bool = False) -> None:
         self.weights, self.training, self.mesh = list(weights), training, mesh
-        self.inner = _inner(self.weights, job, training)
+        self.inner = None if in_one_pass else _inner(self.weights, job, training)
+        """torch's optimizer; None: our own kernel steps"""
         self.moments = MOMENTS[job.optimizer]
-        self.one_pass = in_one_pass(job, mesh)
+        self.state: MutableMapping[torch.Tensor, dict[str, Any]] = defaultdict(dict) if self.inner is None else self.inner.state
         self.updates = 0
 
     def norm(self) -> torch.Tensor:
         """The norm of the whole gradient, the same number on every rank of every layout."""
         counted = [weight.gradient for weight in self.weights if weight.counted and weight.gradient.numel()]
         squares = torch.zeros((), device=self.mesh.device)
-        if counted:
+        if counted and self.inner is None:
+            from ultrascale.train import adamw_kernel
+
+            squares = adamw_kernel.sum_of_squares([gradient.contiguous() for gradient in counted])
+        elif counted:
             squares = torch.stack(torch._foreach_norm(counted, dtype=torch.float32)).to(self.mesh.device).square().sum()
         return comm.all_reduce(squares, self.mesh.parts).sqrt()
 
@@ -71,7 +99,7 @@ class Optimizer:
 
     def step(self, learning_rate: float, factor: float = 1.0) -> None:
         """One update with the gradients times `factor`."""
-        if self.one_pass:
+        if self.inner is None:
             self._step_in_one_pass(learning_rate, factor)
             return
         if factor != 1.0:
@@ -95,9 +123,9 @@ class Optimizer:
         self.updates += 1
         training = self.training
         for weight in self.weights:
-            moments = self.inner.state[weight.master]
+            moments = self.state[weight.master]
             if not moments:
-                moments.update({name: torch.zeros_like(weight.master) for name in self.moments})
+                moments.update(self._nothing(weight))
             adamw_kernel.step(
                 weight.master,
                 weight.gradient.contiguous(),
@@ -112,8 +140,12 @@ class Optimizer:
                 updates=self.updates,
             )
 
+    def _nothing(self, weight: Weight) -> dict[str, torch.Tensor]:
+        """Moments before the first update, in fp32 beside masters of either kind."""
+        return {name: torch.zeros_like(weight.master, dtype=torch.float32) for name in self.moments}
+
     def moment(self, weight: Weight, name: str) -> torch.Tensor:
-        moment = self.inner.state[weight.master][name]
+        moment = self.state[weight.master][name]
         assert isinstance(moment, torch.Tensor)
         return moment
 
@@ -123,31 +155,26 @@ class Optimizer:
         if not updates:
             return
         for weight in self.weights:
-            state = self.inner.state[weight.master]
-            state.update({name: torch.zeros_like(weight.master) for name in self.moments})
+            state = self.state[weight.master]
+            state.update(self._nothing(weight))
             if "exp_avg" in self.moments:
                 state["step"] = torch.tensor(float(updates), device=weight.master.device)
 
+    @torch.no_grad()
     def fill(self) -> None:
         """Brings what computes up to its masters."""
-        with torch.no_grad():
-            for weight in self.weights:
-                if weight.master is not weight.local:
-                    weight.local.copy_(weight.master)
+        for weight in self.weights:
+            if weight.master is not weight.local and not weight.parted:
+                weight.local.copy_(weight.master)
 
     def state_tensors(self) -> list[torch.Tensor]:
         """Moments, for the account of memory."""
-        states = self.inner.state.values()
+        states = self.state.values()
         return [value for state in states for value in state.values() if isinstance(value, torch.Tensor) and value.dim()]
 
     def unfinished(self) -> str | None:
         """The first parameter whose gradient is not finite."""
         return next((w.shard.name for w in self.weights if not bool(torch.isfinite(w.gradient).all())), None)
-
-
-def in_one_pass(job: Job, mesh: Mesh) -> bool:
-    """Whether our own kernel steps, which reads gradients in any format: AdamW, all of it on a GPU."""
-    return job.optimizer == "adamw" and mesh.device.type == "cuda" and mesh.layout.offload == "none"
 
 
 def _inner(weights: list[Weight], job: Job, training: Training) -> torch.optim.Optimizer:

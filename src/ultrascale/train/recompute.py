@@ -31,12 +31,14 @@ _PRODUCTS = {
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
     torch.ops.aten._grouped_mm.default,
+    torch.ops.aten._scaled_mm.default,
 }
 _ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.higher_order.flex_attention,
 }
 
 
@@ -73,11 +75,13 @@ def _again(forward: Forward, options: dict[str, Any]) -> Forward:
 
 
 def _last_widths(mlp: MLP | MixtureOfExperts) -> frozenset[int]:
-    """What the last products of a block contract: the dense MLP's width, or those of experts."""
+    """What the last product of a block contracts: the dense MLP's width, or that of shared experts.
+
+    Not of routed ones: the gradient of a routing weight asks for what the expert made.
+    """
     if isinstance(mlp, MLP):
         return frozenset({mlp.down.weight.shape[1]})
-    shared = _last_widths(mlp.shared) if isinstance(mlp.shared, MLP) else frozenset()
-    return shared | {mlp.experts.down.shape[2]}
+    return _last_widths(mlp.shared) if isinstance(mlp.shared, MLP) else frozenset()
 
 
 def _contexts(widths: frozenset[int], experts: bool) -> Any:
@@ -88,7 +92,7 @@ def _contexts(widths: frozenset[int], experts: bool) -> Any:
 
 
 def _policy(widths: frozenset[int], _: Any, operator: Any, *arguments: Any, **__: Any) -> CheckpointPolicy:
-    if operator in _ATTENTION:
+    if operator in _ATTENTION or operator is torch.ops.aten._grouped_mm.default:
         return CheckpointPolicy.MUST_SAVE
     if operator in _PRODUCTS:
         # The last product of a block is only the next block's input: backward of this one never asks for it.

@@ -115,7 +115,7 @@ def from_words(
         if model is not None or weights is not None:
             raise SpecError("--resume brings its own model and weights: leave --model and --weights out")
         plan = Plan.load(file) if file is not None else None
-        return from_checkpoint(checkpoint.resolve(resume), changes, world, gpu, plan)
+        return _emulated(from_checkpoint(checkpoint.resolve(resume), changes, world, gpu, plan), gpu)
     source = checkpoint.resolve(weights) if weights is not None else None
     sources = sum((file is not None, model is not None))
     if sources > 1 or (sources == 0 and source is None):
@@ -128,7 +128,13 @@ def from_words(
     if source is not None:
         _same_model(request.job.model, source.job.model, source.folder)
         request = replace(request, weights=source.folder)
-    return request
+    return _emulated(request, gpu)
+
+
+def _emulated(request: Request, gpu: bool) -> Request:
+    if gpu or request.job.precision != "fp8":
+        return request
+    return replace(request, notes=(*request.notes, "no GPU here: fp8 is emulated, with its rounding and without its speed"))
 
 
 def from_checkpoint(
@@ -213,6 +219,8 @@ def _request(job: Job, base: Layout, overrides: Overrides, world: int, training:
     if layout.gpus != world:
         raise SpecError(_world_sentence(job, layout, training, world))
     supported.check(job, layout, training)
+    if (plain := supported.left_in_bf16(job, layout, training)) is not None:
+        notes.append(plain)
     choose.check(training, job.model.vocab, job.seq)
     return Request(job, layout, training, Checkpointing().changed(**overrides.checkpoint), notes=tuple(notes))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ultrascale.cost import flops
+from ultrascale.model import flex, grouped
 from ultrascale.parallel.data import Reduced
 from ultrascale.parallel.expert import Apart
 from ultrascale.parallel.mesh import Mesh, Place
@@ -21,9 +23,11 @@ from ultrascale.specs.measurement import MeasuredStage, MeasuredTime, Measuremen
 from ultrascale.specs.units import GIB
 from ultrascale.train import checkpoint
 from ultrascale.train.board import Board, SharedBoard, StoreBoard
+from ultrascale.train.build import compute_format
 from ultrascale.train.data import Batches, corpus
 from ultrascale.train.engine import Engine
 from ultrascale.train.keep import Keeper, restore
+from ultrascale.train.kernels import why_not_fused
 from ultrascale.train.loop import Loop, Recorder, Watch
 from ultrascale.train.meeting import meet
 from ultrascale.train.memory_advice import held, is_out_of_memory, out_of_memory
@@ -94,6 +98,8 @@ def _train(
     keeper = None
     if out is not None and request.checkpoint.save:
         keeper = Keeper(engine, out, request.checkpoint)
+    if seat.rank == 0 and not quiet:
+        sys.stderr.writelines(f"note: {line}\n" for line in _notes(engine))
     recorder = Recorder(request, out, peak_flops, quiet) if seat.rank == 0 else None
     with StopSignals() as signals, watchdog:
         loop = Loop(engine, recorder, keeper, signals, watchdog.at)
@@ -105,6 +111,26 @@ def _train(
     measured = None if loop.stopped or loop.watch.memory is None else _measurement(engine, loop.watch, peak_flops)
     kept = None if keeper is None or out is None else checkpoint.newest(out)
     return Outcome(loop.done, measured, loop.stopped, kept) if seat.rank == 0 else None
+
+
+def _notes(engine: Engine) -> list[str]:
+    """What a user of a GPU is told once of the kernels that run, and of those that cannot."""
+    job, mesh, training = engine.job, engine.mesh, engine.training
+    if mesh.device.type != "cuda":
+        return []
+    lines = [] if engine.attention is None else [str(engine.attention)]
+    if why := why_not_fused(job, mesh.layout, training):
+        lines.append(f"blocks are not fused: {why}")
+    window = job.model.sliding_window
+    masked = training.document_mask or (window is not None and window < job.seq)
+    if masked and (why := flex.why_not(job.model.head_dim, compute_format(job, mesh))):
+        lines.append(f"attention's mask is dense: {why}")
+    moe = job.model.moe
+    if moe is not None and (
+        why := grouped.why_not(compute_format(job, mesh), job.model.hidden, moe.expert_ffn // mesh.tp.size)
+    ):
+        lines.append(f"experts compute one after the other: {why}")
+    return lines
 
 
 def _as_first(request: Request, seat: Seat) -> Request:
@@ -187,7 +213,7 @@ def _measurement(engine: Engine, watch: Watch, peak_flops: float | None) -> Meas
         steps=len(settled),
         processes=layout.gpus,
         device=torch.cuda.get_device_name() if mesh.device.type == "cuda" else "cpu",
-        notes=(UNSEEN,) if on_cpu and unseen else (),
+        notes=((UNSEEN,) if on_cpu and unseen else ()) + (() if engine.attention is None else (str(engine.attention),)),
     )
 
 

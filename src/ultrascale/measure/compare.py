@@ -1,0 +1,178 @@
+"""Two sides of a step, term by term: what was planned and what was measured, two runs, or two plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.estimate import Estimate
+from ultrascale.specs.measurement import Measurement
+from ultrascale.specs.plan import Plan
+from ultrascale.specs.units import GIB, seconds
+
+PLAN, MEASUREMENT = "plan.yaml", "measurement.json"
+
+# What a Measurement can tell apart, and the causes of an Estimate that it sees as one.
+TIMES = {
+    "computing": ("computing_s", ("matmul_s", "attention_s", "memory_bound_s", "recompute_s", "launch_s")),
+    "tensor exchange": ("tensor_s", ("tensor_s",)),
+    "context exchange": ("context_s", ("context_s",)),
+    "expert exchange": ("expert_s", ("expert_s",)),
+    "gradient reduction": ("data_s", ("data_s",)),
+    "ZeRO exchange": ("zero_s", ("zero_s",)),
+    "waiting for stages": ("bubble_s", ("bubble_s", "send_s")),
+    "optimizer": ("optimizer_s", ("optimizer_s",)),
+    "reading data": ("overhead_s", ()),
+}
+# What is on its way and what waits for backward look alike from outside: they are compared together.
+OWNERS = {
+    **{owner: (owner,) for owner in ("parameters", "master", "gradients", "optimizer")},
+    "activations, buffers": ("activations", "buffers"),
+}
+
+
+@dataclass(frozen=True)
+class Term:
+    """None: that side does not know it."""
+
+    name: str
+    unit: str
+    """s, B, % of a whole, or none"""
+    first: float | None
+    second: float | None
+    part: bool = False
+    """of the nearest term above that is none"""
+
+    @property
+    def difference(self) -> float | None:
+        """Of the first side, relative to the second."""
+        return self.first / self.second - 1 if self.first is not None and self.second else None
+
+
+Seen = Estimate | Measurement
+
+
+@dataclass(frozen=True)
+class Side:
+    name: str
+    plan: Plan
+    seen: Seen
+    """the plan's estimate, or what was measured"""
+
+    @property
+    def word(self) -> str:
+        return "measured" if isinstance(self.seen, Measurement) else "planned"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    first: Side
+    second: Side
+    terms: tuple[Term, ...]
+    apart: tuple[str, ...]
+    """settings in which the two differ"""
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """Which part makes most of the difference, of time and of memory."""
+        return tuple(_largest(self.terms, whole, unit) for whole, unit in (("step time", "s"), ("tensors at the peak", "B")))
+
+
+def load(path: Path) -> Side:
+    """A run's folder, or a plan's file."""
+    if not path.is_dir():
+        plan = Plan.load(path)
+        return Side(str(path), plan, plan.estimate)
+    for name, made in ((PLAN, "`ultrascale train --out` writes it"), (MEASUREMENT, "a run has it once all its steps are done")):
+        if not (path / name).is_file():
+            raise SpecError(f"{path} has no {name}, so there is nothing to compare ({made}): try another run, or a plan file")
+    return Side(str(path), Plan.load(path / PLAN), Measurement.load(path / MEASUREMENT))
+
+
+def compare(first: Side, second: Side) -> Comparison:
+    models = [side.plan.job.model for side in (first, second)]
+    if first.word != second.word and models[0] != models[1]:
+        raise SpecError(
+            f"{first.name} is of {models[0].name} and {second.name} of {models[1].name}: a plan is compared with a run of its "
+            "own model; two runs, or two plans, may differ in it"
+        )
+    return Comparison(first, second, tuple(terms(first.seen, second.seen)), tuple(_apart(first.plan, second.plan)))
+
+
+def terms(first: Seen | None, second: Seen | None) -> Iterator[Term]:
+    """Every term that either side knows: rates, time by cause, memory by owner of the fullest stage."""
+
+    def both(name: str, unit: str, values: tuple[float | None, float | None], part: bool = True) -> Iterator[Term]:
+        if any(values):
+            yield Term(name, unit, *values, part=part)
+
+    sides = first, second
+    rates = {"step time": ("step_time_s", "s"), "tokens/s/GPU": ("tokens_per_s_per_gpu", ""), "MFU": ("mfu", "%")}
+    if any(isinstance(side, Measurement) and side.mfu is None for side in sides):
+        del rates["MFU"]  # of a machine whose peak is not known
+    for name, (field, unit) in rates.items():
+        yield from both(name, unit, (getattr(first, field, None), getattr(second, field, None)), part=False)
+    for name in TIMES:
+        yield from both(name, "s", (_time(first, name), _time(second, name)))
+    stage = next((side.peak_stage for side in sides if isinstance(side, Measurement)), None)
+    held = [_held(side, stage) for side in sides]
+    totals = [sum(one.values()) if one else None for one in held]
+    many = any(side is not None and len(side.memory) > 1 for side in sides)
+    where = f", stage {stage}" if many and stage is not None else ""
+    yield from both(f"tensors at the peak{where}", "B", (totals[0], totals[1]), part=False)
+    for owner in OWNERS:
+        yield from both(owner, "B", (held[0].get(owner), held[1].get(owner)))
+
+
+def _time(side: Seen | None, name: str) -> float | None:
+    seen, causes = TIMES[name]
+    if isinstance(side, Measurement):
+        return getattr(side.time, seen)  # type: ignore[no-any-return]
+    return sum(getattr(side.time, cause) for cause in causes) if side is not None and causes else None
+
+
+def _held(side: Seen | None, stage: int | None) -> dict[str, float]:
+    """Tensors alone: a CUDA context or an allocator's holes are nobody's."""
+    if side is None:
+        return {}
+    place = side.peak_stage if stage is None or stage >= len(side.memory) else stage
+    memory = side.memory[place].memory
+    return {name: sum(getattr(memory, owner) for owner in owners) for name, owners in OWNERS.items()}
+
+
+def _apart(first: Plan, second: Plan) -> Iterator[str]:
+    """`layout.tp 2 and 1` for each setting that differs."""
+    for what, one, other in (("layout", first.layout, second.layout), ("job", first.job, second.job)):
+        for field in type(one).model_fields:
+            values: list[Any] = [getattr(side, field) for side in (one, other)]
+            if values[0] != values[1]:
+                words = [getattr(value, "label", None) or getattr(value, "name", None) or value for value in values]
+                same = words[0] == words[1]
+                yield f"{what}.{field} {'of other numbers' if same else f'{words[0]} and {words[1]}'}"
+
+
+def _largest(found: tuple[Term, ...], whole: str, unit: str) -> str:
+    total = next((term for term in found if term.name.startswith(whole)), None)
+    if total is None or total.first is None or total.second is None:
+        return f"{whole}: only one side knows it"
+    amount = seconds if unit == "s" else _bytes
+    first, second = total.first, total.second
+    sentence = f"{whole}: {amount(first)} against {amount(second)} ({first / second - 1:+.1%})"
+    known = [
+        (term, term.first - term.second)
+        for term in found
+        if term.part and term.unit == unit and term.first is not None and term.second is not None
+    ]
+    if not known:
+        return sentence
+    term, gap = max(known, key=lambda one: abs(one[1]))
+    if abs(gap) < 0.005 * second:
+        return f"{sentence}; no part differs by more than 0.5 % of it"
+    return f"{sentence}; most of it is {term.name}, {amount(abs(gap))} {'more' if gap > 0 else 'less'}"
+
+
+def _bytes(value: float) -> str:
+    return f"{value / GIB:,.2f} GiB" if value >= GIB / 10 else f"{value / 2**20:,.2f} MiB"

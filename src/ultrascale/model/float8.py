@@ -1,0 +1,95 @@
+"""fp8 applied to a plain model from outside: which products are in fp8, and which stay as they were.
+
+Experts' grouped products, routers and embeddings stay. The arithmetic is in model/float8_products.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ultrascale.model.float8_head import Float8Head
+from ultrascale.model.float8_products import ByHand, Float8
+from ultrascale.model.loss import ChunkedHead
+from ultrascale.model.moe import MixtureOfExperts
+from ultrascale.model.transformer import MLP, Fan, Head, Transformer
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.training import FP8_MULTIPLE, Fp8Keep, Fp8Scaling
+
+FIRST = (8, 9)  # compute capability of Ada; Hopper and later have fp8 too
+BLOCKS = 9  # the one major capability for which cuBLAS has products with a scale per block
+
+
+class Float8Linear(nn.Linear):
+    """A linear layer in fp8; weight and bias are the plain one's, under the same names."""
+
+    def __init__(self, plain: nn.Linear, numbers: Float8) -> None:
+        nn.Module.__init__(self)  # the plain module's parameters are taken over as they are
+        self.weight, self.bias, self.numbers = plain.weight, plain.bias, numbers
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.numbers.linear(input, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, fp8 with a scale per {self.numbers.scaling}"
+
+
+def apply(model: Transformer, scaling: Fp8Scaling, keep: Fp8Keep, device: torch.device) -> None:
+    """Swaps products for those in fp8, where their sizes suit the kernel; names and parameters stay."""
+    if device.type == "cuda":
+        check(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device), scaling)
+    numbers = Float8(scaling)
+    ends = (0, model.model.layers - 1) if keep == "ends" else ()
+    for index, block in zip(model.blocks, model.each_block(), strict=True):
+        if int(index) in ends:
+            continue
+        _fan(block.attention.qkv, numbers)
+        block.attention.out = _linear(block.attention.out, numbers)
+        mlp = block.mlp.shared if isinstance(block.mlp, MixtureOfExperts) else block.mlp
+        if isinstance(mlp, MLP):
+            _fan(mlp.inputs, numbers)
+            mlp.down = _linear(mlp.down, numbers)
+    if keep == "none" and model.head is not None:
+        model.head = _head(model.head, numbers)
+
+
+def check(capability: tuple[int, int], name: str, scaling: Fp8Scaling) -> None:
+    """Raises SpecError where a GPU of that capability lacks what the scaling needs."""
+    if capability < FIRST:
+        raise SpecError(f"job.precision is fp8 but {name} does not compute in it (Ada and Hopper were the first): try bf16")
+    if scaling == "block" and capability[0] != BLOCKS:
+        raise SpecError(f"train.fp8_scaling is block but {name} has no such products (Hopper has): try tensor or row")
+
+
+def _fits(linear: nn.Module, numbers: Float8) -> bool:
+    weight = linear.get_parameter("weight")
+    return all(size % FP8_MULTIPLE[numbers.scaling] == 0 for size in weight.shape)
+
+
+def _linear(linear: nn.Linear, numbers: Float8) -> nn.Linear:
+    if not _fits(linear, numbers):
+        return linear
+    if isinstance(linear, ByHand):
+        linear.numbers = numbers
+        return linear
+    return Float8Linear(linear, numbers)
+
+
+def _fan(fan: Fan, numbers: Float8) -> None:
+    """Products of one input; those cut by hand are made together, so that all of them fit or none is changed."""
+    if isinstance(fan, ByHand):
+        if all(_fits(linear, numbers) for linear in fan.children()):
+            fan.numbers = numbers
+        return
+    for name, linear in fan.named_children():
+        assert isinstance(linear, nn.Linear)
+        setattr(fan, name, _linear(linear, numbers))
+
+
+def _head(head: Head, numbers: Float8) -> Head:
+    if not _fits(head.linear, numbers):
+        return head
+    if isinstance(head, ChunkedHead):
+        return Float8Head(head)
+    head.linear = _linear(head.linear, numbers)
+    return head

@@ -1,0 +1,206 @@
+"""A dense block for a GPU: joined products, fused kernels between them, and less kept for backward.
+
+The plain block keeps its norms' and its gate's outputs, because the products that follow want them in backward. Here the
+kernels of backward, which have the numbers in registers, write them once more: a third less is kept, no product is repeated.
+Query, key and value are one product, gate and up another, so that their inputs' gradients need no sum.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ultrascale.model.operators import RMSNorm, swiglu
+from ultrascale.model.rotary import Rope, rotate
+from ultrascale.model.transformer import MLP, Block, Fan, Transformer
+
+
+def apply(model: Transformer) -> None:
+    """Gives a model fused blocks; names and parameters stay."""
+    for name, block in model.blocks.items():
+        model.blocks[name] = FusedBlock(cast(Block, block))
+
+
+def join(model: Transformer) -> None:
+    """Once the weights are where they will stay; without it every product copies its matrices together."""
+    for block in model.each_block():
+        if isinstance(block, FusedBlock):
+            block.join()
+
+
+class FusedBlock(Block):
+    def __init__(self, plain: Block) -> None:
+        nn.Module.__init__(self)  # the plain module's parameters are taken over as they are
+        self.attention_norm, self.attention = plain.attention_norm, plain.attention
+        self.mlp_norm, self.mlp = plain.mlp_norm, plain.mlp
+
+    def join(self) -> None:
+        """Lays the weights that are one product side by side in memory."""
+        for fan in self._fans():
+            weights = list(fan.parameters())
+            together = torch.cat([weight.data for weight in weights])
+            for weight, part in zip(weights, torch.split(together, [len(weight) for weight in weights]), strict=True):
+                weight.data = part
+
+    def _fans(self) -> tuple[Fan, Fan]:
+        assert isinstance(self.mlp, MLP)
+        return self.attention.qkv, self.mlp.inputs
+
+    def forward(self, x: Tensor, rope: Rope | None, bias: Tensor | None = None) -> Tensor:
+        if bias is not None or rope is None:
+            return super().forward(x, rope, bias)
+        attention, (qkv, inputs) = self.attention, self._fans()
+        first, second = cast(RMSNorm, self.attention_norm), cast(RMSNorm, self.mlp_norm)
+        weights = (*qkv.parameters(), *inputs.parameters())  # no biases: one matrix each
+        x, q, k, v = _Queries.apply(x, first.weight, *weights[:3], *rope, first.eps, attention.head_dim)  # type: ignore[no-untyped-call]
+        seen = attention.core(q, k, v)
+        assert isinstance(self.mlp, MLP)
+        last = self.mlp.down.weight
+        out: Tensor = _Rest.apply(x, seen, attention.out.weight, second.weight, *weights[3:], last, second.eps)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _Queries(torch.autograd.Function):
+    """Norm, the product to q, k and v, and the rotation; the input is passed on, so that its gradients meet in one kernel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gain: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, eps: float, dim: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        _, normed, scales = norm(x.flatten(0, 1), None, gain, eps)
+        joint = (normed @ joined(q, k, v).t()).view(len(normed), -1, dim)
+        heads, kv_heads = len(q) // dim, len(k) // dim
+        turn_(joint, heads, kv_heads, (cos, sin))
+        ctx.save_for_backward(x, scales, gain, q, k, v, cos, sin)
+        turned_q, turned_k, values = torch.split(joint.view(*x.shape[:2], -1, dim), [heads, kv_heads, kv_heads], dim=2)
+        return x.view_as(x), turned_q, turned_k, values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, past: Tensor, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, scales, gain, q, k, v, cos, sin = ctx.saved_tensors
+        to_q, to_k, to_v = (grad.contiguous().flatten(0, 1) for grad in grads)
+        joint = turn_back(to_q, to_k, to_v, (cos, sin)).flatten(1)
+        to_normed = joint @ joined(q, k, v)
+        to_x, to_gain, normed = norm_backward(to_normed, x.flatten(0, 1), scales, gain, past.flatten(0, 1))
+        to_weights = torch.split(joint.t() @ normed, [len(q), len(k), len(v)])
+        return to_x.view_as(x), to_gain, *to_weights, None, None, None, None
+
+
+class _Rest(torch.autograd.Function):
+    """From attention's output to the block's: the product, the residual's sum with the norm, and the gated MLP."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, seen: Tensor, out: Tensor, gain: Tensor, gate_: Tensor, up: Tensor, down: Tensor, eps: float
+    ) -> Tensor:
+        rows = seen.flatten(2).flatten(0, 1)
+        total, normed, scales = norm(rows @ out.t(), x.flatten(0, 1), gain, eps)
+        both = normed @ joined(gate_, up).t()
+        ctx.save_for_backward(rows, total, scales, both, out, gain, gate_, up, down)
+        ctx.shape = seen.shape
+        return (total + gate(both) @ down.t()).view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, total, scales, both, out, gain, gate_, up, down = ctx.saved_tensors
+        flat = grad.contiguous().flatten(0, 1)
+        to_both, gated = gate_backward(flat @ down, both)
+        to_down = flat.t() @ gated
+        del gated
+        to_total, to_gain, normed = norm_backward(to_both @ joined(gate_, up), total, scales, gain, flat)
+        to_gate, to_up = torch.split(to_both.t() @ normed, [len(gate_), len(up)])
+        del to_both, normed
+        to_seen = (to_total @ out).view(ctx.shape)
+        return to_total.view_as(grad), to_seen, to_total.t() @ rows, to_gain, to_gate, to_up, to_down, None
+
+
+def joined(*weights: Tensor) -> Tensor:
+    """Matrices [out, in] below each other: a view where they lie so in memory, else a copy."""
+    first, end = weights[0], weights[0].data_ptr()
+    for weight in weights:
+        if (
+            weight.data_ptr() != end
+            or not weight.is_contiguous()
+            or weight.untyped_storage()._cdata != first.untyped_storage()._cdata
+        ):
+            return torch.cat(weights)
+        end += weight.nbytes
+    return first.as_strided((sum(len(weight) for weight in weights), first.shape[1]), first.stride())
+
+
+def norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum of x [n, h] and what is added to it, its RMSNorm, and each row's scale [n]."""
+    if x.is_cuda:
+        from ultrascale.model import fused_kernels
+
+        return fused_kernels.norm(x, added, weight, eps)
+    total = x if added is None else x + added
+    wide = _wide(total)
+    scales = torch.rsqrt(wide.square().mean(-1) + eps)
+    return total, (wide * scales.unsqueeze(-1) * _wide(weight)).to(x.dtype), scales
+
+
+def norm_backward(grad: Tensor, x: Tensor, scales: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, with what arrives past the norm added, and of the weight; and the norm's output once more."""
+    if x.is_cuda:
+        from ultrascale.model import fused_kernels
+
+        return fused_kernels.norm_backward(grad, x, scales, weight, residual)
+    unit, wide = _wide(x) * scales.unsqueeze(-1), _wide(grad)
+    to_unit = wide * _wide(weight)
+    to_x = scales.unsqueeze(-1) * (to_unit - unit * (to_unit * unit).mean(-1, keepdim=True))
+    out = (unit * _wide(weight)).to(x.dtype)
+    return (_wide(residual) + to_x).to(x.dtype), (wide * unit).sum(0).to(weight.dtype), out
+
+
+def turn_(qkv: Tensor, heads: int, kv_heads: int, rope: Rope) -> None:
+    """Rotates the queries and keys of qkv [n, heads + 2·kv_heads, d] in place; rows are whole sequences."""
+    if qkv.is_cuda:
+        from ultrascale.model import fused_kernels
+
+        fused_kernels.turn_(qkv, heads, kv_heads, *rope)
+        return
+    turned = qkv.view(-1, len(rope[0]), *qkv.shape[1:])[:, :, : heads + kv_heads]
+    turned.copy_(rotate(turned, rope))
+
+
+def turn_back(q: Tensor, k: Tensor, v: Tensor, rope: Rope) -> Tensor:
+    """Gradients of q, k and v [n, heads, d] as one [n, heads + 2·kv_heads, d], before the rotation."""
+    if q.is_cuda:
+        from ultrascale.model import fused_kernels
+
+        return fused_kernels.turn_back(q, k, v, *rope)
+    cos, sin = rope
+    both = torch.cat((q, k), dim=1)
+    turned = both.view(-1, len(cos), *both.shape[1:])
+    return torch.cat((rotate(turned, (cos, -sin)).flatten(0, 1), v), dim=1)
+
+
+def gate(both: Tensor) -> Tensor:
+    """silu(gate) · up of both [n, 2·f]."""
+    if both.is_cuda:
+        from ultrascale.model import fused_kernels
+
+        return fused_kernels.gate(both)
+    return swiglu(*both.chunk(2, dim=-1))
+
+
+def gate_backward(grad: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of both, and the gate's output once more."""
+    if both.is_cuda:
+        from ultrascale.model import fused_kernels
+
+        return fused_kernels.gate_backward(grad, both)
+    opened, up = both.chunk(2, dim=-1)
+    silu = F.silu(opened)
+    return torch.cat((torch.ops.aten.silu_backward(grad * up, opened), grad * silu), dim=-1), silu * up
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,179 @@
+"""Triton kernels of a fused block: norm with the residual's sum, rotation in place, the gate, and their backward passes.
+
+Each backward also writes what its forward did not keep (the norm's output, the gate's), which the next product wants: the
+numbers it is made of are in registers anyway. The plain twins stand in model/fused.py, what each bought in docs/kernels.
+"""
+
+# No postponed annotations: Triton reads them.
+import torch
+import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+WARPS = 4
+PROGRAMS, STAGES = 2, 3  # of the norm's backward: programs on each multiprocessor, rows of each on their way
+BLOCK = 4096  # numbers of a row that one program of the gate has
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _norm(x, added, weight, total, out, scales, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < WIDTH
+    numbers = tl.load(x + row * WIDTH + at, mask=inside, other=0.0)
+    if ADDS:
+        numbers = numbers + tl.load(added + row * WIDTH + at, mask=inside, other=0.0)
+        tl.store(total + row * WIDTH + at, numbers, mask=inside)
+    wide = numbers.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
+    tl.store(scales + row, scale)
+    gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + at, (wide * scale * gain).to(out.dtype.element_ty), mask=inside)
+
+
+def norm(
+    x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The sum of x [n, h] and what is added to it, its norm, and each row's scale [n]."""
+    rows, width = x.shape
+    total = x if added is None else torch.empty_like(x)
+    out, scales = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
+    _norm[(rows,)](
+        x, x if added is None else added, weight, total, out, scales, eps,
+        WIDTH=width, BLOCK=triton.next_power_of_2(width), ADDS=added is not None, num_warps=WARPS,
+    )  # fmt: skip
+    return total, out, scales
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _norm_backward(  # type: ignore[no-untyped-def]
+    grad, x, scales, weight, residual, to_x, to_weight, out, rows, each,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < WIDTH
+    gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    first = program * each
+    for row in tl.range(first, tl.minimum(first + each, rows), num_stages=STAGES):
+        start = row * WIDTH
+        wide = tl.load(x + start + at, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(grad + start + at, mask=inside, other=0.0).to(tl.float32)
+        past = tl.load(residual + start + at, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(scales + row)
+        unit = wide * scale
+        sums += g * unit
+        g = g * gain
+        inner = tl.sum(g * unit, 0) / WIDTH
+        tl.store(to_x + start + at, (past + scale * (g - unit * inner)).to(to_x.dtype.element_ty), mask=inside)
+        tl.store(out + start + at, (unit * gain).to(out.dtype.element_ty), mask=inside)
+    tl.store(to_weight + program * WIDTH + at, sums, mask=inside)
+
+
+def norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of x, with what arrives past the norm added, and of the weight; and the norm's output once more."""
+    rows, width = x.shape
+    each = triton.cdiv(rows, PROGRAMS * _processors(x.device))
+    programs = triton.cdiv(rows, each)
+    to_x, out = torch.empty_like(x), torch.empty_like(x)
+    to_weight = torch.empty(programs, width, dtype=torch.float32, device=x.device)
+    _norm_backward[(programs,)](
+        grad, x, scales, weight, residual, to_x, to_weight, out, rows, each,
+        WIDTH=width, BLOCK=triton.next_power_of_2(width), STAGES=STAGES, num_warps=WARPS,
+    )  # fmt: skip
+    return to_x, to_weight.sum(0).to(weight.dtype), out
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _turn(  # type: ignore[no-untyped-def]
+    q, k, v, cos, sin, length, q_row, k_row, to,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, BOTH: tl.constexpr, VALUES: tl.constexpr, HALF: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    end = to + row * (QUERIES + 2 * KEYS) * 2 * HALF
+    head = tl.arange(0, BOTH)[:, None]
+    at = tl.arange(0, HALF)[None, :]
+    position = row % length
+    c = tl.load(cos + position * 2 * HALF + at).to(to.dtype.element_ty).to(tl.float32)
+    s = tl.load(sin + position * 2 * HALF + at).to(to.dtype.element_ty).to(tl.float32)
+    if BACK:
+        s = -s
+    inside = head < QUERIES + KEYS
+    start = tl.where(head < QUERIES, q + row * q_row + head * 2 * HALF, k + row * k_row + (head - QUERIES) * 2 * HALF) + at
+    left = tl.load(start, mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(start + HALF, mask=inside, other=0.0).to(tl.float32)
+    tl.store(end + head * 2 * HALF + at, (left * c - right * s).to(to.dtype.element_ty), mask=inside)
+    tl.store(end + head * 2 * HALF + HALF + at, (right * c + left * s).to(to.dtype.element_ty), mask=inside)
+    if BACK:
+        own = tl.arange(0, VALUES)[:, None]
+        across = own * 2 * HALF + tl.arange(0, 2 * HALF)[None, :]
+        values = tl.load(v + row * k_row + across, mask=own < KEYS)
+        tl.store(end + (QUERIES + KEYS) * 2 * HALF + across, values, mask=own < KEYS)
+
+
+def turn_(qkv: torch.Tensor, heads: int, kv_heads: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotates the queries and keys of qkv [n, heads + 2·kv_heads, d] in place; cos and sin [s, d]."""
+    rows, together, dim = qkv.shape
+    parts = qkv, qkv[:, heads:], qkv
+    _turn[(rows,)](*parts, cos, sin, len(cos), together * dim, together * dim, qkv, BACK=False, **_heads(heads, kv_heads, dim))
+
+
+def turn_back(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Gradients of q, k and v [n, heads, d] as one [n, heads + 2·kv_heads, d], before the rotation."""
+    (rows, heads, dim), kv_heads = q.shape, k.shape[1]
+    out = torch.empty(rows, heads + 2 * kv_heads, dim, dtype=q.dtype, device=q.device)
+    _turn[(rows,)](q, k, v, cos, sin, len(cos), heads * dim, kv_heads * dim, out, BACK=True, **_heads(heads, kv_heads, dim))
+    return out
+
+
+def _heads(heads: int, kv_heads: int, dim: int) -> dict[str, int]:
+    powers = {"BOTH": triton.next_power_of_2(heads + kv_heads), "VALUES": triton.next_power_of_2(kv_heads)}
+    return {"QUERIES": heads, "KEYS": kv_heads, "HALF": dim // 2, "num_warps": WARPS, **powers}
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _gate(both, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < WIDTH
+    g = tl.load(both + row * 2 * WIDTH + at, mask=inside).to(tl.float32)
+    u = tl.load(both + row * 2 * WIDTH + WIDTH + at, mask=inside).to(tl.float32)
+    tl.store(out + row * WIDTH + at, (g * tl.sigmoid(g) * u).to(out.dtype.element_ty), mask=inside)
+
+
+def gate(both: torch.Tensor) -> torch.Tensor:
+    """silu(gate) · up of both [n, 2·f]."""
+    rows, width = both.shape[0], both.shape[1] // 2
+    out = torch.empty(rows, width, dtype=both.dtype, device=both.device)
+    _gate[(rows, triton.cdiv(width, BLOCK))](both, out, WIDTH=width, BLOCK=BLOCK, num_warps=WARPS)
+    return out
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _gate_backward(grad, both, to_both, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < WIDTH
+    d = tl.load(grad + row * WIDTH + at, mask=inside).to(tl.float32)
+    g = tl.load(both + row * 2 * WIDTH + at, mask=inside).to(tl.float32)
+    u = tl.load(both + row * 2 * WIDTH + WIDTH + at, mask=inside).to(tl.float32)
+    open_ = tl.sigmoid(g)
+    silu = g * open_
+    to = to_both.dtype.element_ty
+    tl.store(out + row * WIDTH + at, (silu * u).to(to), mask=inside)
+    tl.store(to_both + row * 2 * WIDTH + at, (d * u * (open_ + silu * (1 - open_))).to(to), mask=inside)
+    tl.store(to_both + row * 2 * WIDTH + WIDTH + at, (d * silu).to(to), mask=inside)
+
+
+def gate_backward(grad: torch.Tensor, both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of both, and the gate's output once more."""
+    rows, width = grad.shape
+    to_both, out = torch.empty_like(both), torch.empty_like(grad)
+    _gate_backward[(rows, triton.cdiv(width, BLOCK))](grad, both, to_both, out, WIDTH=width, BLOCK=BLOCK, num_warps=WARPS)
+    return to_both, out

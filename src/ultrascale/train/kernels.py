@@ -1,0 +1,70 @@
+"""Which of our own kernels a rank runs, by job, layout and device. None of them changes what is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ultrascale.cost import fused
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.training import Training
+from ultrascale.train.supported import SPLIT
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """All of them off is the plain model, run operator by operator."""
+
+    fused: bool = False
+    """blocks with joined products and kernels between them (model/fused.py)"""
+    compiled: bool = False
+    """torch.compile for blocks and head, where they are not fused"""
+    loss: bool = False
+    """the loss in chunks, with its gradients (model/loss.py)"""
+    adamw: bool = False
+    """AdamW in one pass, masters in halves (train/adamw_kernel.py, train/halves.py)"""
+    as_made: bool = False
+    """gradients stay as backward makes them (parallel/data.py)"""
+
+
+def choose(job: Job, layout: Layout, training: Training, device: str) -> Kernels:
+    if device != "cuda" or training.kernels == "eager":
+        return Kernels()
+    split = _splits(layout)
+    compiled = layout.tp == layout.cp == 1 and not split
+    if training.kernels == "compile":
+        return Kernels(compiled=compiled)
+    adamw = job.optimizer == "adamw" and layout.offload == "none"
+    return Kernels(
+        fused=why_not_fused(job, layout, training) is None,
+        compiled=compiled,
+        # fp16 must scale gradients before it makes them.
+        loss=layout.tp == 1 and job.precision != "fp16" and not split,
+        adamw=adamw,
+        # One micro-batch on one GPU: a gradient is added to nothing, and our AdamW reads it in any format.
+        as_made=adamw and layout.gpus == layout.gas == 1,
+    )
+
+
+def why_not_fused(job: Job, layout: Layout, training: Training) -> str | None:
+    """Why a GPU runs the plain blocks, compiled where it can be, and not the fused ones; None: it runs those.
+
+    Fused ones drop by themselves all that selective recomputation would; full recomputation ends early only in plain ones.
+    """
+    if training.kernels != "fused":
+        return f"train.kernels is {training.kernels}"
+    if layout.tp > 1 or layout.cp > 1:
+        return f"layers are cut (tp = {layout.tp}, cp = {layout.cp})"
+    if _splits(layout):
+        return f"{layout.schedule} splits their backward"
+    if layout.recompute == "full":
+        return "they are recomputed in full"
+    if job.precision == "fp8":
+        return "their products are in fp8"
+    if training.document_mask:
+        return "attention stays within documents"
+    return fused.why_not(job.model, job.seq)
+
+
+def _splits(layout: Layout) -> bool:
+    return layout.pp > 1 and layout.schedule in SPLIT

@@ -1,0 +1,63 @@
+"""Which layers a pipeline stage gets: dealt out as nanotron does, against the parameters that its sweep printed per rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from ultrascale.cost.estimate import estimate
+from ultrascale.cost.stages import fill_stages
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.framework import Framework
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.model import Model
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "ffn", "ranks", "printed"),
+    [
+        # Parameters of the first rank in nanotron's sweep, in billions: the embedding and its layers.
+        (16, 2048, 8192, 2, 0.940),
+        (16, 2048, 8192, 4, 0.604),
+        (16, 2048, 8192, 8, 0.470),
+        (28, 3072, 8192, 2, 2.21),
+        (28, 3072, 8192, 4, 1.31),
+        (28, 3072, 8192, 8, 0.856),
+        (32, 4096, 14336, 2, 4.92),
+        (32, 4096, 14336, 4, 2.73),
+        (32, 4096, 14336, 8, 1.75),
+    ],
+)
+def test_the_first_stage_holds_what_nanotron_printed(layers: int, hidden: int, ffn: int, ranks: int, printed: float) -> None:
+    layer, embedding = 4 * hidden**2 + 3 * hidden * ffn, 131072 * hidden
+    stages = fill_stages(layers, ranks, embedding / layer)
+    assert (embedding + stages[0] * layer) / 1e9 == pytest.approx(printed, rel=4e-3)
+    assert sum(stages) == layers
+    assert min(stages) >= 1
+
+
+def test_a_stage_closes_with_the_layer_that_reaches_its_share() -> None:
+    """32 layers and a head of 2.2: shares of 8.55, so 9 layers, 18 at 17.1, 26 at 25.65, and the rest with the head."""
+    assert fill_stages(32, 4, 2.2) == (9, 9, 8, 6)
+    assert fill_stages(8, 4, 0.0) == (2, 2, 2, 2)
+
+
+def test_a_heavy_head_leaves_every_later_stage_a_layer() -> None:
+    assert fill_stages(8, 4, 20.0) == (5, 1, 1, 1)
+
+
+def test_an_engine_that_fills_stages_is_slower_than_one_that_balances_them() -> None:
+    """Llama-3-8B on two stages: 17 layers at most when balanced, 18 when dealt out (a head of 2.4 layers)."""
+
+    def predicted(**fields: object) -> list[int]:
+        cluster, model = Cluster.load("8xh100"), Model.load("llama-3-8b")
+        job = Job(model=model, cluster=cluster, seq=4096, batch_tokens=64 * 4096, framework=Framework(**fields))
+        found = estimate(job, Layout(dp=4, pp=2, zero=1, schedule="1f1b", mbs=1, gas=16))
+        assert sum(stage.layers for stage in found.memory) == 32
+        times.append(found.step_time_s)
+        return [stage.layers for stage in found.memory]
+
+    times: list[float] = []
+    assert predicted() == [17, 15]
+    assert predicted(filled=True) == [18, 14]
+    assert times[1] > times[0]

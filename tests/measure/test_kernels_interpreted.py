@@ -1,0 +1,52 @@
+"""The contests with their Triton kernels, ours and Liger's, by Triton's interpreter: test_kernels.py starts this file so."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from ultrascale.measure import kernels_block, kernels_step, kernels_timed
+from ultrascale.measure.kernels import Shape
+from ultrascale.model import fused
+from ultrascale.specs.model import Model
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton does not interpret")
+
+SMALL = Shape(
+    Model(name="small", layers=1, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=16, vocab=96, rope_theta=1e4), mbs=1, seq=6
+)
+
+
+def difference(kernel: str, way: str, dtype: torch.dtype) -> float:
+    asked = kernels_timed.MAKERS[kernel](SMALL, torch.device("cpu"), dtype)
+    found = []
+    for name in ("eager", way):
+        one = asked.ways[name]()
+        outputs = one.run()
+        found.append(tuple(output.clone() for output in (outputs if one.result is None else one.result())))
+    return kernels_timed.difference(found[1], found[0])
+
+
+@pytest.mark.parametrize("kernel", ["norm", "rotary", "gate"])
+def test_ours(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ultrascale.model import fused_kernels
+
+    for name in ("norm", "norm_backward", "gate", "gate_backward"):
+        monkeypatch.setattr(fused, name, getattr(fused_kernels, name))
+    monkeypatch.setattr(fused, "turn_", lambda qkv, heads, kv_heads, rope: fused_kernels.turn_(qkv, heads, kv_heads, *rope))
+    monkeypatch.setattr(fused, "turn_back", lambda q, k, v, rope: fused_kernels.turn_back(q, k, v, *rope))
+    assert difference(kernel, "ours", torch.float32) < 1e-5
+
+
+def test_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels_step, "LAYERS", 1)
+    assert difference("adamw", "ours", torch.bfloat16) < 1e-4
+
+
+@pytest.mark.skipif(not kernels_block.LIGER, reason="Liger-Kernel is not installed")
+@pytest.mark.parametrize("kernel", ["rotary", "loss"])
+def test_liger(kernel: str) -> None:
+    """Its norm and its gate do not run under the interpreter."""
+    assert difference(kernel, "liger", torch.float32) < 1e-5

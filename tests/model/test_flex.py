@@ -1,0 +1,139 @@
+"""FlexAttention's masks against the dense ones: what is seen, values and gradients; and where the model uses which."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
+
+from ultrascale.model import flex
+from ultrascale.model.transformer import Core, Transformer, within
+from ultrascale.specs.model import Model
+
+LENGTH = 150  # more than one block, and not a whole number of them
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch refuses gradients of FlexAttention on a CPU by a check of its own; what it would compute there is right."""
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+
+
+def numbers(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def documents() -> Tensor:
+    """Two rows: of many documents, and of one."""
+    lengths = [7, 60, 1, 82]
+    return torch.stack((torch.repeat_interleave(torch.arange(4), torch.tensor(lengths)), torch.zeros(LENGTH, dtype=torch.long)))
+
+
+MASKS = [(None, True), (40, False), (40, True), (None, False)]
+
+
+@pytest.mark.parametrize(("window", "packed"), MASKS)
+def test_a_rule_says_what_the_dense_mask_says(window: int | None, packed: bool) -> None:
+    found = documents() if packed else None
+    at = torch.arange(LENGTH)
+    seen = flex.rule(window, found)(torch.tensor(0), torch.tensor(0), at.unsqueeze(1), at)
+    for q, k in ((0, 0), (50, 50), (50, 51), (50, 10), (50, 11), (67, 66), (68, 67), (149, 68), (149, 110)):
+        wanted = k <= q and (window is None or q - k < window)
+        wanted = wanted and (found is None or bool(found[0, q] == found[0, k]))
+        assert bool(seen[q, k]) is wanted, (q, k)
+
+
+@pytest.mark.parametrize(("window", "packed"), MASKS)
+@pytest.mark.usefixtures("uncompiled")
+def test_values_and_gradients_are_those_of_the_dense_mask(window: int | None, packed: bool) -> None:
+    found = documents() if packed else None
+    inputs = [numbers(2, LENGTH, heads, 16, seed=heads + seed).requires_grad_() for seed, heads in enumerate((4, 2, 2))]
+    grad = numbers(2, LENGTH, 4, 16, seed=9)
+    dense = Core(window)(*inputs, None if found is None else within(found, torch.float32))
+    ours = Core(window)(*inputs, flex.mask(LENGTH, window, found, CPU))
+    torch.testing.assert_close(ours, dense, rtol=1e-5, atol=1e-5)
+    wanted, mine = (torch.autograd.grad(out, inputs, grad) for out in (dense, ours))
+    for one, other in zip(mine, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_blocks_that_nobody_sees_are_left_out() -> None:
+    """768 tokens are 6 × 6 blocks: a window of 128 sees its own and the one before."""
+    mask = flex.mask(768, 128, None, CPU)
+    assert mask.kv_num_blocks.flatten().tolist() == [1, 2, 2, 2, 2, 2]
+    assert flex.mask(768, 128, None, CPU) is mask  # the same for every micro-batch
+
+
+class _OnGPU(Tensor):
+    """A tensor that says it is on a GPU, for the choice alone."""
+
+    is_cuda = True
+
+
+def bias_of(model: Transformer, packed: bool, length: int = LENGTH, on_gpu: bool = True) -> tuple[Any, ...]:
+    x = torch.zeros(2, length, 64)
+    x = x.as_subclass(_OnGPU) if on_gpu else x
+    return model._bias(x, length, documents() if packed else None)
+
+
+def model_of(window: int | None = None, head_dim: int = 16) -> Transformer:
+    fields = {"layers": 1, "hidden": 64, "ffn": 64, "heads": 4, "kv_heads": 2, "vocab": 32, "rope_theta": 1e4}
+    return Transformer(Model(name="m", head_dim=head_dim, sliding_window=window, **fields))
+
+
+def test_a_gpu_gets_block_masks_and_a_cpu_dense_ones() -> None:
+    for window, packed in ((None, True), (40, False), (40, True)):
+        (mask,) = bias_of(model_of(window), packed)
+        assert isinstance(mask, BlockMask)
+    (dense,) = bias_of(model_of(40), True, on_gpu=False)
+    assert isinstance(dense, Tensor)
+    assert bias_of(model_of(40), False, on_gpu=False) == ()
+
+
+def test_causal_attention_needs_no_mask() -> None:
+    assert bias_of(model_of(), False) == ()
+    assert bias_of(model_of(LENGTH), False) == ()  # a window that spans all is none
+
+
+def test_what_flex_refuses_has_dense_masks() -> None:
+    assert "heads of 8" in (flex.why_not(8, torch.bfloat16) or "")
+    assert "float64" in (flex.why_not(64, torch.float64) or "")
+    assert flex.why_not(64, torch.bfloat16) is None
+    (dense,) = bias_of(model_of(40, head_dim=8), True)
+    assert isinstance(dense, Tensor)
+
+
+def test_a_core_that_was_replaced_is_given_no_window() -> None:
+    """Context parallelism's, which takes no mask."""
+    model = model_of(40)
+    model.each_block()[0].attention.core = torch.nn.Identity()  # type: ignore[assignment]
+    assert bias_of(model, False) == ()
+
+
+def test_backends_are_asked_for_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only where attention is causal and no more: a mask may need another one."""
+    core, asked = Core(), []
+    core.backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(*arguments: Any, **options: Any) -> Tensor:
+        now = SimpleNamespace(flash=torch._C._get_flash_sdp_enabled(), efficient=torch._C._get_mem_efficient_sdp_enabled())
+        asked.append((now.flash, now.efficient))
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # past the CPU's own way
+    q, k, v = (numbers(1, 6, heads, 8, seed=heads) for heads in (4, 2, 2))
+    out = core(q, k, v)
+    seen = torch.ones(6, 6, dtype=torch.bool).tril()
+    bias = torch.zeros(1, 1, 6, 6).masked_fill(~seen, -math.inf)
+    torch.testing.assert_close(core(q, k, v, bias), out)
+    assert asked == [(True, False), (True, True)]

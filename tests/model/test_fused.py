@@ -1,0 +1,115 @@
+"""The fused block against the plain one in float64, with its kernels' plain twins; and what it keeps for backward."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ultrascale.model import fused
+from ultrascale.model.transformer import Block, Transformer
+from ultrascale.specs.model import Model
+
+MODEL = Model(name="m", layers=2, hidden=48, ffn=80, heads=4, kv_heads=2, head_dim=16, vocab=64, rope_theta=10000.0)
+
+
+def built(model: Model = MODEL) -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(model).double()
+
+
+def loss_of(model: Transformer) -> Tensor:
+    tokens = torch.randint(0, MODEL.vocab, (2, 10), generator=torch.Generator().manual_seed(1))
+    loss: Tensor = model(tokens[:, :-1], torch.arange(9), tokens[:, 1:])
+    return loss
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_the_fused_block_is_the_plain_block(joined: bool) -> None:
+    plain, ours = built(), built()
+    fused.apply(ours)
+    if joined:
+        fused.join(ours)
+    assert [name for name, _ in plain.named_parameters()] == [name for name, _ in ours.named_parameters()]
+    wanted, found = loss_of(plain), loss_of(ours)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+    wanted.backward()
+    found.backward()
+    for (name, theirs), mine in zip(plain.named_parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_gradients_add_up_over_micro_batches() -> None:
+    once, twice = built(), built()
+    for model in (once, twice):
+        fused.apply(model)
+    loss_of(once).backward()
+    for _ in range(2):
+        loss_of(twice).backward()
+    for one, two in zip(once.parameters(), twice.parameters(), strict=True):
+        assert one.grad is not None
+        torch.testing.assert_close(two.grad, 2 * one.grad)
+
+
+def test_joined_weights_are_one_view_and_others_a_copy() -> None:
+    model = built()
+    fused.apply(model)
+    block = model.each_block()[0]
+    weights = tuple(block.attention.qkv.parameters())
+    apart = fused.joined(*weights)
+    assert apart.data_ptr() != weights[0].data_ptr()
+    fused.join(model)
+    together = fused.joined(*weights)
+    assert together.data_ptr() == weights[0].data_ptr()
+    assert torch.equal(together, apart)
+    assert fused.joined(weights[1], weights[0]).data_ptr() != weights[1].data_ptr()  # in memory, but in another order
+
+
+def kept_bytes(block: Block) -> int:
+    """What autograd keeps of one forward beyond its parameters, each storage once."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    x = torch.randn(2, 8, MODEL.hidden, dtype=torch.float64, requires_grad=True)
+    angles = torch.zeros(8, MODEL.head_dim)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = block(x, (angles.cos(), angles.sin()))
+    for parameter in block.parameters():
+        kept.pop(parameter.untyped_storage().data_ptr(), None)
+    del out
+    return sum(kept.values())
+
+
+def test_the_outputs_of_norms_and_gate_are_not_kept() -> None:
+    """Kept are both residuals, q, k and v, attention's output, gate and up, and a few numbers per row and head."""
+    model = built()
+    fused.apply(model)
+    wide = 2 * MODEL.hidden + 2 * MODEL.q_dim + 2 * MODEL.kv_dim + 2 * MODEL.ffn
+    assert kept_bytes(model.each_block()[0]) == pytest.approx(16 * 8 * wide, rel=0.05)
+
+
+def test_a_mask_of_documents_takes_the_plain_way() -> None:
+    plain, ours = built(), built()
+    fused.apply(ours)
+    tokens, documents = torch.arange(9).unsqueeze(0), torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1]])
+    wanted = plain(tokens, torch.arange(9), documents=documents)
+    torch.testing.assert_close(ours(tokens, torch.arange(9), documents=documents), wanted)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
+@pytest.mark.parametrize("file", ["test_fused_kernels.py"])
+def test_the_kernels_under_tritons_interpreter(file: str) -> None:
+    """In a process of its own: whether Triton interprets is decided when it is first imported."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name(file))]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "skipped" not in done.stdout

@@ -1,0 +1,104 @@
+"""Attention's kernel is chosen by time: fastest first, those that refuse left out, never on a CPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+
+from parallel.harness import job_of, training_of
+from ultrascale.model.transformer import Core, Transformer
+from ultrascale.parallel.mesh import Mesh
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.train import attention, run
+from ultrascale.train.data import Batches, corpus
+from ultrascale.train.engine import Engine
+
+CUDNN, FLASH, EFFICIENT = attention.NAMES
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[attention.Shape]:
+    """Made-up times: cuDNN is slower than flash, the third refuses."""
+    shapes: list[attention.Shape] = []
+
+    def time_ms(backend: SDPBackend, shape: attention.Shape, _: torch.device) -> float:
+        shapes.append(shape)
+        if backend == EFFICIENT:
+            raise RuntimeError("No available kernel")
+        return {CUDNN: 7.5, FLASH: 4.9}[backend]
+
+    monkeypatch.setattr(attention, "_time_ms", time_ms)
+    return shapes
+
+
+def test_the_fastest_comes_first_and_one_that_refuses_not_at_all(asked: list[attention.Shape]) -> None:
+    found = attention.fastest(job_of("llama"), Layout(mbs=3, tp=2), GPU)
+    assert found is not None
+    assert str(found) == "attention: flash 4.90 ms, cuDNN 7.50 ms"
+    model = job_of("llama").model
+    assert asked[0] == (3, job_of("llama").seq, model.heads // 2, model.kv_heads // 2, model.head_dim, torch.float32)
+    plain = Transformer(model)
+    found.apply([plain])
+    cores = [module for module in plain.modules() if isinstance(module, Core)]
+    assert len(cores) == model.layers
+    assert all(core.backends == [FLASH, CUDNN, SDPBackend.MATH] for core in cores)
+
+
+@pytest.mark.usefixtures("asked")
+def test_nothing_is_chosen_where_there_is_no_choice() -> None:
+    job = job_of("llama")
+    windowed = job.model_copy(update={"model": job.model.model_copy(update={"sliding_window": 4})})
+    assert attention.fastest(job, Layout(), CPU) is None
+    assert attention.fastest(job, Layout(cp=2), GPU) is None
+    assert attention.fastest(windowed, Layout(), GPU) is None
+
+
+def test_no_kernel_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(attention, "_time_ms", refuse)
+    assert attention.fastest(job_of("llama"), Layout(), GPU) is None
+
+
+def test_a_run_on_a_gpu_says_what_it_chose_and_where_a_mask_stays_dense() -> None:
+    job = job_of("llama")
+    narrow = job.model_copy(update={"model": job.model.model_copy(update={"sliding_window": 4, "head_dim": 8})})
+
+    def notes(job: Job, device: torch.device, chosen: attention.Timed | None) -> str:
+        mesh = SimpleNamespace(device=device, layout=Layout())
+        return "; ".join(
+            run._notes(cast(Engine, SimpleNamespace(job=job, mesh=mesh, training=training_of(), attention=chosen)))
+        )
+
+    assert notes(job, GPU, attention.Timed({FLASH: 4.9})) == "attention: flash 4.90 ms"
+    assert "attention's mask is dense: heads of 8" in notes(narrow, GPU, None)
+    assert notes(narrow, CPU, None) == ""
+
+
+def engine_of(**fields: object) -> Engine:
+    job, training = job_of("llama"), training_of(**fields)
+    batches = Batches(corpus(training, job.model.vocab), job.seq, 2, training.seed)
+    return Engine(job, Mesh.build(Layout(mbs=2), job.model.kv_heads), training, batches)
+
+
+def test_an_engine_on_a_cpu_leaves_torch_alone() -> None:
+    engine = engine_of()
+    assert engine.attention is None
+    modules = [module for chunk in engine.pipeline.chunks.values() for module in chunk.gradients.module.modules()]
+    assert [core.backends for core in modules if isinstance(core, Core)] == [[]] * engine.job.model.layers
+
+
+def test_an_engine_hands_its_choice_to_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "fastest", lambda *_: attention.Timed({FLASH: 1.0}))
+    engine = engine_of()
+    modules = [module for chunk in engine.pipeline.chunks.values() for module in chunk.gradients.module.modules()]
+    cores = [module for module in modules if isinstance(module, Core)]
+    assert [core.backends for core in cores] == [[FLASH, SDPBackend.MATH]] * engine.job.model.layers
+    assert engine_of(document_mask=True).attention is None  # masks have a kernel of their own
