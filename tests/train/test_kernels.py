@@ -24,21 +24,21 @@ def test_one_gpu_runs_all_of_them_and_a_cpu_none() -> None:
 @pytest.mark.parametrize(
     ("fields", "off"),
     [
-        ({"gas": 2}, {"as_made"}),
-        ({"dp": 2}, {"as_made"}),
-        ({"tp": 2}, {"fused", "compiled", "loss", "as_made"}),
-        ({"cp": 2}, {"fused", "compiled", "as_made"}),
-        ({"pp": 2, "gas": 2}, {"as_made"}),
-        ({"pp": 2, "gas": 2, "schedule": "zero-bubble"}, {"fused", "compiled", "loss", "as_made"}),
-        ({"recompute": "full"}, {"fused"}),
-        ({"recompute": "selective"}, set()),
-        ({"offload": "optimizer"}, {"adamw", "as_made"}),
+        ({"gas": 2}, "as_made"),
+        ({"dp": 2}, "as_made"),
+        ({"tp": 2}, "fused compiled loss as_made"),
+        ({"cp": 2}, "fused compiled as_made"),
+        ({"pp": 2, "gas": 2}, "as_made"),
+        ({"pp": 2, "gas": 2, "schedule": "zero-bubble"}, "fused compiled loss as_made"),
+        ({"recompute": "full"}, "fused"),
+        ({"recompute": "selective"}, ""),
+        ({"offload": "optimizer"}, "adamw as_made"),
     ],
     ids=str,
 )
-def test_a_layout_decides(fields: dict[str, Any], off: set[str]) -> None:
+def test_a_layout_decides(fields: dict[str, Any], off: str) -> None:
     found = choose(job_of("llama"), Layout(**fields), training_of(), "cuda")
-    assert {name for name, used in vars(found).items() if not used} == off
+    assert {name for name, used in vars(found).items() if not used} == set(off.split())
 
 
 def test_fp16_has_its_loss_whole() -> None:
