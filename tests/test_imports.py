@@ -12,7 +12,7 @@ import pytest
 import ultrascale
 
 ROOT = Path(ultrascale.__file__).parent
-# What each room may import of the others: specs ← schedules ← cost ← plan, and specs ← model ← parallel ← train.
+# What each room may import of the others: specs ← schedules ← cost ← plan, and specs ← model ← kernels ← parallel ← train.
 ALLOWED = {
     "specs": {"specs"},
     "schedules": {"schedules", "specs.errors"},
@@ -20,8 +20,9 @@ ALLOWED = {
     "plan": {"plan", "cost", "schedules", "specs"},
     "data": {"data", "specs"},
     "model": {"model", "specs"},
-    "parallel": {"parallel", "model", "schedules", "specs"},
-    "train": {"train", "data", "parallel", "model", "cost", "schedules", "specs"},
+    "kernels": {"kernels", "model", "specs"},
+    "parallel": {"parallel", "kernels", "model", "schedules", "specs"},
+    "train": {"train", "data", "parallel", "kernels", "model", "cost", "schedules", "specs"},
 }
 
 

@@ -7,9 +7,9 @@ import os
 import pytest
 import torch
 
+from ultrascale.kernels import fused
 from ultrascale.measure import kernels_block, kernels_step, kernels_timed
 from ultrascale.measure.kernels import Shape
-from ultrascale.model import fused
 from ultrascale.specs.model import Model
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton does not interpret")
@@ -31,12 +31,12 @@ def difference(kernel: str, way: str, dtype: torch.dtype) -> float:
 
 @pytest.mark.parametrize("kernel", ["norm", "rotary", "gate"])
 def test_ours(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ultrascale.model import fused_kernels
+    from ultrascale.kernels import fused_triton
 
     for name in ("norm", "norm_backward", "gate", "gate_backward"):
-        monkeypatch.setattr(fused, name, getattr(fused_kernels, name))
-    monkeypatch.setattr(fused, "turn_", lambda qkv, heads, kv_heads, rope: fused_kernels.turn_(qkv, heads, kv_heads, *rope))
-    monkeypatch.setattr(fused, "turn_back", lambda q, k, v, rope: fused_kernels.turn_back(q, k, v, *rope))
+        monkeypatch.setattr(fused, name, getattr(fused_triton, name))
+    monkeypatch.setattr(fused, "turn_", lambda qkv, heads, kv_heads, rope: fused_triton.turn_(qkv, heads, kv_heads, *rope))
+    monkeypatch.setattr(fused, "turn_back", lambda q, k, v, rope: fused_triton.turn_back(q, k, v, *rope))
     assert difference(kernel, "ours", torch.float32) < 1e-5
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.harness import assert_same, check, gradient_errors, in_ranks, job_of, one_process, relative, train, training_of
-from ultrascale.model import loss
+from ultrascale.kernels import loss
 from ultrascale.parallel import comm, data, local
 from ultrascale.parallel.comm import Axis
 from ultrascale.parallel.data import mean_start

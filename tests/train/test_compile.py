@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from ultrascale.model import grouped, loss, moe
+from ultrascale.kernels import loss
+from ultrascale.model import grouped, moe
 from ultrascale.model.init import initialize
 from ultrascale.model.transformer import Transformer
 from ultrascale.specs.layout import Recompute

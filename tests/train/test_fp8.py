@@ -12,8 +12,8 @@ import torch
 
 from conftest import Run
 from parallel.harness import Seen, gradient_errors, in_ranks, job_of, one_process, relative, train, training_of
-from ultrascale.model import float8
-from ultrascale.model.float8 import Float8Linear
+from ultrascale.kernels import float8
+from ultrascale.kernels.float8 import Float8Linear
 from ultrascale.model.transformer import Transformer
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job

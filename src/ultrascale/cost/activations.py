@@ -17,7 +17,7 @@ from ultrascale.specs.model import Model
 
 FP32 = 4
 CHUNKS = 8  # pieces in which a chunked loss computes its logits
-LOSS_CHUNK = 4096  # tokens at a time of a loss that makes its gradients at once (model/loss.py)
+LOSS_CHUNK = 4096  # tokens at a time of a loss that makes its gradients at once (kernels/loss.py)
 
 
 def compute_bytes(job: Job) -> int:

@@ -1,4 +1,4 @@
-"""Which blocks the engine fuses on a GPU (model/fused.py): they keep less for backward, so that memory depends on it."""
+"""Which blocks the engine fuses on a GPU (kernels/fused.py): they keep less for backward, so that memory depends on it."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ultrascale.kernels import fused
 from ultrascale.measure.kernels import Contest, Contestant, Shape
-from ultrascale.model import fused
 from ultrascale.model.rotary import rotate, tables
 
 EPS = 1e-5

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ultrascale.kernels import halves
+from ultrascale.kernels.loss import linear_cross_entropy
 from ultrascale.measure.kernels import Contest, Contestant, Shape
 from ultrascale.measure.kernels_block import ABSENT, both_ways, leaves, liger_function, numbers
-from ultrascale.model.loss import linear_cross_entropy
 from ultrascale.model.transformer import IGNORED, Criterion
-from ultrascale.train import halves
 
 LAYERS = 4  # whose weights AdamW steps: some gigabytes, as in a model
 RATE, DECAY, BETAS, NEAR_ZERO, FACTOR = 1e-3, 0.1, (0.9, 0.95), 1e-8, 0.999
@@ -90,14 +90,14 @@ def adamw(shape: Shape, device: torch.device, dtype: torch.dtype) -> Contest:
         return Contestant(run, result=lambda: _updates(masters))
 
     def ours() -> Contestant:
-        from ultrascale.train import adamw_kernel
+        from ultrascale.kernels import adamw_triton
 
         pairs = [halves.parted(one) for one in before]
         means, squares = ([torch.zeros_like(one) for one in before] for _ in range(2))
 
         def run() -> tuple[Tensor, ...]:
             for (copy, rest), gradient, mean, square in zip(pairs, made, means, squares, strict=True):
-                adamw_kernel.step(
+                adamw_triton.step(
                     rest, gradient, mean, square, copy,
                     factor=FACTOR, rate=RATE, decay=DECAY, betas=BETAS, eps=NEAR_ZERO, updates=1,
                 )  # fmt: skip

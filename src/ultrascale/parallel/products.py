@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ultrascale.model.float8_products import Plain
+from ultrascale.kernels.float8_products import Plain
 from ultrascale.parallel import comm
 from ultrascale.parallel.comm import Axis
 
@@ -56,7 +56,8 @@ class _Products(torch.autograd.Function):
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
         x, *weights = ctx.saved_tensors
         axis, later, numbers = ctx.axis, ctx.later, ctx.numbers
-        gathering = comm.all_gather_start(x, axis, SEQUENCE) if ctx.sequence else None
+        # What is owed gathers when it is paid: until then the slice waits, not the whole.
+        gathering = comm.all_gather_start(x, axis, SEQUENCE) if ctx.sequence and not later.open else None
         dx = None
         if ctx.needs_input_grad[0]:
             dx = numbers.to_input(grads[0], weights[0])
@@ -67,7 +68,7 @@ class _Products(torch.autograd.Function):
         if dx is not None:
             meeting = comm.reduce_scatter_start(dx, axis, SEQUENCE) if ctx.sequence else comm.all_reduce_start(dx, axis)
         if later.open:
-            later.owed.append(_owed(whole, grads, ctx.parameters, numbers))
+            later.owed.append(_owed(x, axis if ctx.sequence else ALONE, grads, ctx.parameters, numbers))
             dw: list[torch.Tensor | None] = [None] * len(weights)
         else:
             dw = [numbers.to_weight(grad, whole) for grad in grads]
@@ -78,12 +79,13 @@ class _Products(torch.autograd.Function):
 
 
 def _owed(
-    x: torch.Tensor, grads: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], numbers: Plain
+    x: torch.Tensor, axis: Axis, grads: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], numbers: Plain
 ) -> Callable[[], None]:
     @torch.no_grad()
     def pay() -> None:
+        whole = comm.all_gather(x, axis, SEQUENCE)
         for grad, parameter in zip(grads, parameters, strict=True):
-            gradient = numbers.to_weight(grad, x)
+            gradient = numbers.to_weight(grad, whole)
             if parameter.grad is None:
                 parameter.grad = gradient
             else:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ultrascale.model.float8_products import ByHand
+from ultrascale.kernels.float8_products import ByHand
 from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.transformer import IGNORED, MLP, Criterion, Embedding, Fan, Transformer
 from ultrascale.parallel import comm

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 
 from ultrascale.cost.stages import chunk_layers
-from ultrascale.model import float8, fused, loss
+from ultrascale.kernels import float8, fused, halves, loss
 from ultrascale.model.init import full_weight
 from ultrascale.model.moe import Router
 from ultrascale.model.transformer import Transformer
@@ -27,7 +27,7 @@ from ultrascale.schedules import build as build_schedule
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import Training
-from ultrascale.train import compile, halves, kernels, recompute
+from ultrascale.train import compile, kernels, recompute
 from ultrascale.train.balance import Still, bias_name
 from ultrascale.train.kernels import Kernels
 from ultrascale.train.optimizer import Weight

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ultrascale.model.fused import FusedBlock
-from ultrascale.model.loss import ChunkedHead
+from ultrascale.kernels.fused import FusedBlock
+from ultrascale.kernels.loss import ChunkedHead
 from ultrascale.model.transformer import Transformer
 
 

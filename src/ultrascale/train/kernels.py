@@ -16,13 +16,13 @@ class Kernels:
     """All of them off is the plain model, run operator by operator."""
 
     fused: bool = False
-    """blocks with joined products and kernels between them (model/fused.py)"""
+    """blocks with joined products and kernels between them (kernels/fused.py)"""
     compiled: bool = False
     """torch.compile for blocks and head, where they are not fused"""
     loss: bool = False
-    """the loss in chunks, with its gradients (model/loss.py)"""
+    """the loss in chunks, with its gradients (kernels/loss.py)"""
     adamw: bool = False
-    """AdamW in one pass, masters in halves (train/adamw_kernel.py, train/halves.py)"""
+    """AdamW in one pass, masters in halves (kernels/adamw_triton.py, kernels/halves.py)"""
     as_made: bool = False
     """gradients stay as backward makes them (parallel/data.py)"""
 

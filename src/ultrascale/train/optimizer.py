@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ultrascale.kernels import halves
 from ultrascale.parallel import comm
 from ultrascale.parallel.data import Gradients
 from ultrascale.parallel.mesh import Mesh
@@ -20,7 +21,6 @@ from ultrascale.parallel.shards import Shard
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
 from ultrascale.specs.training import Training
-from ultrascale.train import halves
 
 
 @dataclass
@@ -87,9 +87,9 @@ class Optimizer:
         counted = [weight.gradient for weight in self.weights if weight.counted and weight.gradient.numel()]
         squares = torch.zeros((), device=self.mesh.device)
         if counted and self.inner is None:
-            from ultrascale.train import adamw_kernel
+            from ultrascale.kernels import adamw_triton
 
-            squares = adamw_kernel.sum_of_squares([gradient.contiguous() for gradient in counted])
+            squares = adamw_triton.sum_of_squares([gradient.contiguous() for gradient in counted])
         elif counted:
             squares = torch.stack(torch._foreach_norm(counted, dtype=torch.float32)).to(self.mesh.device).square().sum()
         return comm.all_reduce(squares, self.mesh.parts).sqrt()
@@ -118,7 +118,7 @@ class Optimizer:
             weight.master.grad = None
 
     def _step_in_one_pass(self, learning_rate: float, factor: float) -> None:
-        from ultrascale.train import adamw_kernel
+        from ultrascale.kernels import adamw_triton
 
         self.updates += 1
         training = self.training
@@ -126,7 +126,7 @@ class Optimizer:
             moments = self.state[weight.master]
             if not moments:
                 moments.update(self._nothing(weight))
-            adamw_kernel.step(
+            adamw_triton.step(
                 weight.master,
                 weight.gradient.contiguous(),
                 moments["exp_avg"],

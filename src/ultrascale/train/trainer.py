@@ -18,7 +18,11 @@ from ultrascale.train.world import seat
 
 
 class Trainer:
-    """Runs a plan. `processes` are started here; under torchrun or srun they are there already."""
+    """Runs a plan. `processes` are started here; under torchrun or srun they are there already.
+
+    They are forked: start them before this process has computed with torch or used a GPU, as a notebook may have. What torch's
+    threads had open then is closed to the children, which may wait for ever on a machine with several cores for each.
+    """
 
     def __init__(
         self,

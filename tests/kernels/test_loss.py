@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from ultrascale.cost import activations
-from ultrascale.model import loss
+from ultrascale.kernels import loss
+from ultrascale.kernels.loss import ChunkedHead, linear_cross_entropy
 from ultrascale.model.init import initialize
-from ultrascale.model.loss import ChunkedHead, linear_cross_entropy
 from ultrascale.model.transformer import IGNORED, Transformer
 from ultrascale.specs.model import Model
 from ultrascale.train.live import LiveBytes
@@ -83,7 +78,7 @@ def test_it_holds_a_chunk_of_logits_at_a_time_and_keeps_none() -> None:
 def test_an_evaluation_makes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, targets = inputs(10, 4, 20)
     wanted = plain(x, weight, targets)
-    monkeypatch.setattr(loss, "_add_product", None)
+    monkeypatch.setattr(loss, "add_product", None)
     with torch.no_grad():
         found = linear_cross_entropy(x, weight, targets, 3)
     assert not found.requires_grad
@@ -114,13 +109,3 @@ def test_a_model_with_it_is_the_model_without(tied: bool, monkeypatch: pytest.Mo
 
 def test_the_law_counts_the_same_chunk() -> None:
     assert loss.CHUNK == activations.LOSS_CHUNK
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-def test_kernels_in_tritons_interpreter() -> None:
-    """In a process of their own: Triton decides when it is first imported."""
-    tests = Path(__file__).parents[1]
-    files = [str(tests / "model" / "test_loss_kernel.py"), str(tests / "train" / "test_adamw_kernel.py")]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *files]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout

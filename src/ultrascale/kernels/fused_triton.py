@@ -1,7 +1,7 @@
 """Triton kernels of a fused block: norm with the residual's sum, rotation in place, the gate, and their backward passes.
 
 Each backward also writes what its forward did not keep (the norm's output, the gate's), which the next product wants: the
-numbers it is made of are in registers anyway. The plain twins stand in model/fused.py, what each bought in docs/kernels.
+numbers it is made of are in registers anyway. The plain twins stand in kernels/fused.py, what each bought in docs/kernels.
 """
 
 # No postponed annotations: Triton reads them.

@@ -137,9 +137,9 @@ def joined(*weights: Tensor) -> Tensor:
 def norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """The sum of x [n, h] and what is added to it, its RMSNorm, and each row's scale [n]."""
     if x.is_cuda:
-        from ultrascale.model import fused_kernels
+        from ultrascale.kernels import fused_triton
 
-        return fused_kernels.norm(x, added, weight, eps)
+        return fused_triton.norm(x, added, weight, eps)
     total = x if added is None else x + added
     wide = _wide(total)
     scales = torch.rsqrt(wide.square().mean(-1) + eps)
@@ -149,9 +149,9 @@ def norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[T
 def norm_backward(grad: Tensor, x: Tensor, scales: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, with what arrives past the norm added, and of the weight; and the norm's output once more."""
     if x.is_cuda:
-        from ultrascale.model import fused_kernels
+        from ultrascale.kernels import fused_triton
 
-        return fused_kernels.norm_backward(grad, x, scales, weight, residual)
+        return fused_triton.norm_backward(grad, x, scales, weight, residual)
     unit, wide = _wide(x) * scales.unsqueeze(-1), _wide(grad)
     to_unit = wide * _wide(weight)
     to_x = scales.unsqueeze(-1) * (to_unit - unit * (to_unit * unit).mean(-1, keepdim=True))
@@ -162,9 +162,9 @@ def norm_backward(grad: Tensor, x: Tensor, scales: Tensor, weight: Tensor, resid
 def turn_(qkv: Tensor, heads: int, kv_heads: int, rope: Rope) -> None:
     """Rotates the queries and keys of qkv [n, heads + 2·kv_heads, d] in place; rows are whole sequences."""
     if qkv.is_cuda:
-        from ultrascale.model import fused_kernels
+        from ultrascale.kernels import fused_triton
 
-        fused_kernels.turn_(qkv, heads, kv_heads, *rope)
+        fused_triton.turn_(qkv, heads, kv_heads, *rope)
         return
     turned = qkv.view(-1, len(rope[0]), *qkv.shape[1:])[:, :, : heads + kv_heads]
     turned.copy_(rotate(turned, rope))
@@ -173,9 +173,9 @@ def turn_(qkv: Tensor, heads: int, kv_heads: int, rope: Rope) -> None:
 def turn_back(q: Tensor, k: Tensor, v: Tensor, rope: Rope) -> Tensor:
     """Gradients of q, k and v [n, heads, d] as one [n, heads + 2·kv_heads, d], before the rotation."""
     if q.is_cuda:
-        from ultrascale.model import fused_kernels
+        from ultrascale.kernels import fused_triton
 
-        return fused_kernels.turn_back(q, k, v, *rope)
+        return fused_triton.turn_back(q, k, v, *rope)
     cos, sin = rope
     both = torch.cat((q, k), dim=1)
     turned = both.view(-1, len(cos), *both.shape[1:])
@@ -185,18 +185,18 @@ def turn_back(q: Tensor, k: Tensor, v: Tensor, rope: Rope) -> Tensor:
 def gate(both: Tensor) -> Tensor:
     """silu(gate) · up of both [n, 2·f]."""
     if both.is_cuda:
-        from ultrascale.model import fused_kernels
+        from ultrascale.kernels import fused_triton
 
-        return fused_kernels.gate(both)
+        return fused_triton.gate(both)
     return swiglu(*both.chunk(2, dim=-1))
 
 
 def gate_backward(grad: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of both, and the gate's output once more."""
     if both.is_cuda:
-        from ultrascale.model import fused_kernels
+        from ultrascale.kernels import fused_triton
 
-        return fused_kernels.gate_backward(grad, both)
+        return fused_triton.gate_backward(grad, both)
     opened, up = both.chunk(2, dim=-1)
     silu = F.silu(opened)
     return torch.cat((torch.ops.aten.silu_backward(grad * up, opened), grad * silu), dim=-1), silu * up

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
 
-from ultrascale.model import fused
+from ultrascale.kernels import fused
 from ultrascale.model.transformer import Block, Transformer
 from ultrascale.specs.model import Model
 
@@ -103,13 +97,3 @@ def test_a_mask_of_documents_takes_the_plain_way() -> None:
     tokens, documents = torch.arange(9).unsqueeze(0), torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1]])
     wanted = plain(tokens, torch.arange(9), documents=documents)
     torch.testing.assert_close(ours(tokens, torch.arange(9), documents=documents), wanted)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
-@pytest.mark.parametrize("file", ["test_fused_kernels.py"])
-def test_the_kernels_under_tritons_interpreter(file: str) -> None:
-    """In a process of its own: whether Triton interprets is decided when it is first imported."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name(file))]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "skipped" not in done.stdout

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ultrascale.model import float8, loss
-from ultrascale.model.float8 import Float8Linear
-from ultrascale.model.float8_head import Float8Head, linear_cross_entropy
-from ultrascale.model.float8_products import NARROW, WIDE, Float8, Plain, multiply, quantise, quantise_transposed
+from ultrascale.kernels import float8, loss
+from ultrascale.kernels.float8 import Float8Linear
+from ultrascale.kernels.float8_head import Float8Head, linear_cross_entropy
+from ultrascale.kernels.float8_products import NARROW, WIDE, Float8, Plain, multiply, quantise, quantise_transposed
 from ultrascale.model.init import initialize
 from ultrascale.model.transformer import Transformer
 from ultrascale.specs.errors import SpecError

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from parallel.harness import engine_of, job_of, training_of
+from ultrascale.kernels import halves
 from ultrascale.specs.checkpointing import Checkpointing
 from ultrascale.specs.layout import Layout
-from ultrascale.train import checkpoint, halves, kernels
+from ultrascale.train import checkpoint, kernels
 from ultrascale.train.engine import Engine
 from ultrascale.train.keep import Keeper, restore
 from ultrascale.train.kernels import Kernels

@@ -13,13 +13,14 @@ import torch.nn.functional as F
 from ultrascale.model.transformer import IGNORED
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # before anything imports Triton: test_loss.py starts this file so
+# Before anything imports Triton: test_interpreted.py starts this file so.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="no GPU, and Triton does not interpret")
 
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    module = importlib.import_module("ultrascale.model.loss_kernel")
+    module = importlib.import_module("ultrascale.kernels.loss_triton")
     monkeypatch.setattr(module, "BLOCK", 64)
     return module
 

@@ -1,6 +1,6 @@
 """fp8 applied to a plain model from outside: which products are in fp8, and which stay as they were.
 
-Experts' grouped products, routers and embeddings stay. The arithmetic is in model/float8_products.py.
+Experts' grouped products, routers and embeddings stay. The arithmetic is in kernels/float8_products.py.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ultrascale.model.float8_head import Float8Head
-from ultrascale.model.float8_products import ByHand, Float8
-from ultrascale.model.loss import ChunkedHead
+from ultrascale.kernels.float8_head import Float8Head
+from ultrascale.kernels.float8_products import ByHand, Float8
+from ultrascale.kernels.loss import ChunkedHead
 from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.transformer import MLP, Fan, Head, Transformer
 from ultrascale.specs.errors import SpecError

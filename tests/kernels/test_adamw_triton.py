@@ -10,19 +10,21 @@ import pytest
 import torch
 
 from parallel.harness import engine_of, job_of, training_of
+from ultrascale.kernels import halves
 from ultrascale.specs.layout import Layout
-from ultrascale.train import halves, kernels
+from ultrascale.train import kernels
 from ultrascale.train.engine import Engine
 from ultrascale.train.kernels import Kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # before anything imports Triton: test_loss.py starts this file so
+# Before anything imports Triton: test_interpreted.py starts this file so.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="no GPU, and Triton does not interpret")
 
 
 @pytest.fixture
 def kernel() -> ModuleType:
-    return importlib.import_module("ultrascale.train.adamw_kernel")
+    return importlib.import_module("ultrascale.kernels.adamw_triton")
 
 
 @pytest.mark.parametrize("copied", [True, False])

@@ -52,14 +52,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         parts = [torch.split(part, chunk) for part in (hidden, targets, losses)]
         if not kept:
             for some, wanted, lost in zip(*parts, strict=True):
-                _loss_and_gradient(some @ weight.t(), wanted, lost)
+                loss_and_gradient(some @ weight.t(), wanted, lost)
             return losses.sum()
         to_hidden = torch.empty_like(hidden)
         to_weight = torch.empty(weight.shape, dtype=_wide(weight.dtype), device=weight.device)
         for number, (some, wanted, lost, out) in enumerate(zip(*parts, torch.split(to_hidden, chunk), strict=True)):
-            gradient = _loss_and_gradient(some @ weight.t(), wanted, lost)
+            gradient = loss_and_gradient(some @ weight.t(), wanted, lost)
             torch.mm(gradient, weight, out=out)
-            _add_product(to_weight, gradient.t(), some, fresh=number == 0)
+            add_product(to_weight, gradient.t(), some, fresh=number == 0)
             del gradient  # or the next chunk's logits would be made beside it
         ctx.save_for_backward(to_hidden, to_weight)
         ctx.dtype = weight.dtype
@@ -69,15 +69,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         to_hidden, to_weight = ctx.saved_tensors
-        return to_hidden * grad, _scaled(to_weight, grad, ctx.dtype), None, None, None
+        return to_hidden * grad, scaled(to_weight, grad, ctx.dtype), None, None, None
 
 
-def _loss_and_gradient(logits: Tensor, targets: Tensor, losses: Tensor) -> Tensor:
+def loss_and_gradient(logits: Tensor, targets: Tensor, losses: Tensor) -> Tensor:
     """Writes each token's loss to `losses`; returns the gradient of their sum, on a GPU in the memory of the logits."""
     if logits.is_cuda:
-        from ultrascale.model import loss_kernel
+        from ultrascale.kernels import loss_triton
 
-        loss_kernel.loss_and_gradient_(logits, targets, losses)
+        loss_triton.loss_and_gradient_(logits, targets, losses)
         return logits
     wide = logits.to(losses.dtype)
     counts = targets != IGNORED
@@ -88,16 +88,16 @@ def _loss_and_gradient(logits: Tensor, targets: Tensor, losses: Tensor) -> Tenso
     return (gradient * counts.unsqueeze(-1)).to(logits.dtype)
 
 
-def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """x · factor, rounded to `dtype`."""
     if x.is_cuda:
-        from ultrascale.model import loss_kernel
+        from ultrascale.kernels import loss_triton
 
-        return loss_kernel.scaled(x, factor, dtype)
+        return loss_triton.scaled(x, factor, dtype)
     return (x * factor).to(dtype)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor, fresh: bool) -> None:
+def add_product(total: Tensor, left: Tensor, right: Tensor, fresh: bool) -> None:
     """total += left · right, summed in the format of `total`; a fresh total is written, whatever it held."""
     beta = 0 if fresh else 1
     if total.dtype == left.dtype:

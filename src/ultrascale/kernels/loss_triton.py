@@ -1,7 +1,7 @@
 """Triton kernels of the chunked loss: softmax, loss and gradient in one, written over the logits; and a scaling that rounds.
 
 One program has one row of logits: it reads it once for the maximum and the sum, and once more to write the gradient. The plain
-twins stand in model/loss.py, what each bought in docs/kernels/loss.md.
+twins stand in kernels/loss.py, what each bought in docs/kernels/loss.md.
 """
 
 # No postponed annotations: Triton reads them.

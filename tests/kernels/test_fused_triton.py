@@ -10,16 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from ultrascale.model import fused
+from ultrascale.kernels import fused
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # before anything imports Triton: test_fused.py starts this file so
+# Before anything imports Triton: test_interpreted.py starts this file so.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="no GPU, and Triton does not interpret")
 
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    module = importlib.import_module("ultrascale.model.fused_kernels")
+    module = importlib.import_module("ultrascale.kernels.fused_triton")
     monkeypatch.setattr(module, "BLOCK", 32)
     return module
 

@@ -1,4 +1,4 @@
-"""The head and its loss in chunks, as in model/loss.py, with logits and the gradient of hidden states in fp8.
+"""The head and its loss in chunks, as in kernels/loss.py, with logits and the gradient of hidden states in fp8.
 
 One scale per tensor. The gradient of logits lies between -1 and 1, so that its scale is known beforehand. The weight's gradient
 adds up over chunks, which fp8 products cannot, and stays in bf16.
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ultrascale.model import loss
-from ultrascale.model.float8_products import NARROW, WIDE, Operand, factor_below, multiply
-from ultrascale.model.loss import CHUNK, ChunkedHead
+from ultrascale.kernels import loss
+from ultrascale.kernels.float8_products import NARROW, WIDE, Operand, factor_below, multiply
+from ultrascale.kernels.loss import CHUNK, ChunkedHead
 
 
 class Float8Head(ChunkedHead):
@@ -28,7 +28,7 @@ class Float8Head(ChunkedHead):
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int = CHUNK) -> Tensor:
-    """As model/loss.py's, for hidden [n, h] and weight [v, h] whose h and v fp8 products take."""
+    """As kernels/loss.py's, for hidden [n, h] and weight [v, h] whose h and v fp8 products take."""
     kept = torch.is_grad_enabled()
     out: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, chunk, kept)  # type: ignore[no-untyped-call]
     return out
@@ -43,7 +43,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         parts = [torch.split(part, chunk) for part in (narrow.data, targets, losses)]
         if not kept:
             for some, wanted, lost in zip(*parts, strict=True):
-                loss._loss_and_gradient(multiply(Operand(some, narrow.scale), table, hidden.dtype, fast=True), wanted, lost)
+                loss.loss_and_gradient(multiply(Operand(some, narrow.scale), table, hidden.dtype, fast=True), wanted, lost)
             return losses.sum()
         turned = Operand(table.data.t().contiguous(), table.scale)
         to_hidden, to_weight = torch.empty_like(hidden), torch.empty(weight.shape, dtype=wide, device=weight.device)
@@ -51,10 +51,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         parts += [torch.split(part, chunk) for part in (hidden, to_hidden)]
         for number, (some, wanted, lost, rows, out) in enumerate(zip(*parts, strict=True)):
             logits = multiply(Operand(some, narrow.scale), table, hidden.dtype, fast=True)
-            gradient = loss._loss_and_gradient(logits, wanted, lost)
-            left = Operand(loss._scaled(gradient, factor, WIDE), factor.reciprocal())
+            gradient = loss.loss_and_gradient(logits, wanted, lost)
+            left = Operand(loss.scaled(gradient, factor, WIDE), factor.reciprocal())
             out.copy_(multiply(left, turned, hidden.dtype))
-            loss._add_product(to_weight, gradient.t(), rows, fresh=number == 0)
+            loss.add_product(to_weight, gradient.t(), rows, fresh=number == 0)
             del logits, gradient  # or the next chunk's would be made beside them
         ctx.save_for_backward(to_hidden, to_weight)
         ctx.dtype = weight.dtype
@@ -64,11 +64,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         to_hidden, to_weight = ctx.saved_tensors
-        return to_hidden * grad, loss._scaled(to_weight, grad, ctx.dtype), None, None, None
+        return to_hidden * grad, loss.scaled(to_weight, grad, ctx.dtype), None, None, None
 
 
 def _narrow(x: Tensor) -> Operand:
     """x with one scale, in two passes: no compiler fuses what is done between chunks."""
     low, high = torch.aminmax(x)
     factor = factor_below(torch.maximum(-low, high), NARROW)
-    return Operand(loss._scaled(x, factor, NARROW), factor.reciprocal())
+    return Operand(loss.scaled(x, factor, NARROW), factor.reciprocal())
