@@ -469,6 +469,46 @@ def compare(
 
 
 @app.command(rich_help_panel=RUN)
+def rehearse(
+    file: Annotated[Path, typer.Argument(help="A plan written by [cyan]ultrascale plan -o[/].", metavar="PLAN.YAML")],
+    rank: Annotated[int | None, typer.Option("--rank", help="The rank to run; 0 unless told otherwise.")] = None,
+    stage: Annotated[
+        str | None, typer.Option("--stage", help="[cyan]all[/]: one rank of each pipeline stage; or one stage's number.")
+    ] = None,
+    device: Annotated[
+        str, typer.Option("--device", help="[cyan]meta[/]: without memory, on any machine; [cyan]cuda[/]: on one real GPU.")
+    ] = "meta",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all of it there.", metavar="OUT.JSON")] = None,
+) -> None:
+    """Run the real training program of one rank alone, without its peers: memory, FLOPs, collectives, beside the Estimate.
+
+    [dim]ultrascale rehearse plan.yaml --stage all[/]
+    """
+    from ultrascale.measure.rehearse_asked import check, ranks_of
+    from ultrascale.show import rehearse as show
+    from ultrascale.show.lines import progress
+    from ultrascale.specs.files import write_text
+    from ultrascale.specs.plan import Plan
+    from ultrascale.train import launch
+
+    plan = Plan.load(file)
+    check(plan.job, plan.layout, device)
+    ranks = ranks_of(plan.layout, rank, stage)
+    launch.import_torch()
+    from ultrascale.measure import rehearse as measure
+    from ultrascale.measure.rehearse_compare import notes, prediction
+
+    with progress() as say:
+        say(f"rehearsing {len(ranks)} of {plan.layout.gpus:,} ranks")
+        found = measure.rehearse(plan.job, plan.layout, ranks, device, say)
+    predicted, told = prediction(plan.job, plan.layout, device), notes(plan.job, plan.layout, device)
+    show.show(_console(), plan.job, plan.layout, predicted, found, told)
+    if json_file is not None:
+        data = show.as_json(plan.job, plan.layout, predicted, found, told, device)
+        write_text(json_file, json.dumps(data, indent=1, allow_nan=False) + "\n")
+
+
+@app.command(rich_help_panel=RUN)
 def convert(
     words: Annotated[
         list[str] | None,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from parallel.harness import check, engine_of, in_ranks, job_of, relative, training_of
-from ultrascale.parallel import products
+from ultrascale.kernels.float8_products import Plain
 from ultrascale.schedules import Kind, build
 from ultrascale.specs.layout import Layout
 from ultrascale.train.engine import Engine
@@ -80,15 +81,15 @@ def test_with_data_parallelism(name: str, data_parallel: str, every: bool) -> No
 
 def _when(engine: Engine) -> list[Kind]:
     """What the pipeline was at whenever a weight's gradient was computed."""
-    plain, seen = products._weight_gradient, list[Kind]()
+    plain, seen = Plain.to_weight, list[Kind]()
     actions = engine.pipeline.schedule.actions[engine.pipeline.rank]
 
-    def watched(grad: Any, x: Any) -> Any:
+    def watched(self: Plain, grad: Any, x: Any) -> Any:
         seen.append(actions[len(engine.pipeline.ran)].kind)
-        return plain(grad, x)
+        return plain(self, grad, x)
 
-    products._weight_gradient = watched
-    engine.backward(engine.read(0))
+    with mock.patch.object(Plain, "to_weight", watched):
+        engine.backward(engine.read(0))
     assert not any(chunk.later.owed or chunk.later.open for chunk in engine.pipeline.chunks.values())
     return seen
 

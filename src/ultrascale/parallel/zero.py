@@ -88,7 +88,12 @@ class Sharded(Gradients):
         )
 
     def after_backward(self, last: bool, split: bool) -> None:
-        if split and (last or self.every_microbatch):
+        if not split:
+            return
+        for parameter in self._parameters():  # as FSDP2 does after a backward: added up in the format that meets
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+        if last or self.every_microbatch:
             self._set(sync=True, last=last, reshard=self.gather_again or last)
             self._scatter()
 
@@ -104,6 +109,16 @@ class Sharded(Gradients):
     def gathered(self) -> list[torch.Tensor]:
         """Where gathered parameters live, empty between uses, for the account of a run."""
         return [output for parameter in self._parameters() for output in parameter.all_gather_outputs]
+
+    @property
+    def converts(self) -> bool:
+        """Do gradients meet in another format than backward makes them in?"""
+        return any(parameter.reduce_dtype not in (None, parameter.param_dtype) for parameter in self._parameters())
+
+    def accumulated(self) -> list[torch.Tensor]:
+        """Whole gradients of earlier micro-batches, where FSDP2 keeps them in another format than backward makes them in."""
+        kept = [parameter.unsharded_accumulated_grad for parameter in self._parameters()]
+        return [gradient for gradient in kept if gradient is not None]
 
     def unsharded(self) -> list[nn.Parameter]:
         """The gathered parameters, whose gradients backward makes before they are scattered."""

@@ -25,9 +25,12 @@ OWNERS = ("parameters", "master", "gradients", "optimizer", "activations", "buff
 T = TypeVar("T")
 
 
-def account(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T]:
-    """Runs `step`, one whole training step, and says what was alive at its peak, beside what the step returned."""
-    return _followed(engine, step) if engine.mesh.device.type == "cpu" else _allocated(engine, step)
+def account(engine: Engine, step: Callable[[], T], live: LiveBytes | None = None) -> tuple[MeasuredMemory, T]:
+    """Runs `step`, one whole training step, and says what was alive at its peak, beside what the step returned.
+
+    `live`: who follows it on a CPU, where somebody wants to see more of it.
+    """
+    return _followed(engine, step, live or LiveBytes()) if engine.mesh.device.type == "cpu" else _allocated(engine, step)
 
 
 def states(engine: Engine) -> dict[str, list[torch.Tensor]]:
@@ -54,18 +57,18 @@ def states(engine: Engine) -> dict[str, list[torch.Tensor]]:
     return found
 
 
-def _followed(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T]:
-    live = LiveBytes()
+def _followed(engine: Engine, step: Callable[[], T], live: LiveBytes) -> tuple[MeasuredMemory, T]:
     hooks = []
     with live:
         for owner, tensors in states(engine).items():
             live.track(tensors, owner)
         for chunk in engine.pipeline.chunks.values():
             if isinstance(chunk.gradients, Sharded):
-                # Whole gradients on their way into the scatter; ZeRO-1 keeps them through the step.
-                owner = "gradients" if engine.mesh.layout.zero == 1 else "buffers"
-                hooks += [_watch(parameter, partial(_made, live, owner)) for parameter in chunk.gradients.unsharded()]
-                _label_scattered(chunk.gradients, live)
+                # Whole gradients on their way into the scatter; ZeRO-1 keeps them through the step, in the format that meets.
+                kept = "gradients" if engine.mesh.layout.zero == 1 else "buffers"
+                fresh = kept if not chunk.gradients.converts else "buffers"
+                hooks += [_watch(parameter, partial(_made, live, fresh)) for parameter in chunk.gradients.unsharded()]
+                _label_kept(chunk.gradients, live, kept)
         live.reset_peak()
         result = step()
     for hook in hooks:
@@ -83,13 +86,14 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _label_scattered(gradients: Sharded, live: LiveBytes) -> None:
-    """Shards that one micro-batch left are gradients to the next one; FSDP2 makes them out of sight of any hook."""
+def _label_kept(gradients: Sharded, live: LiveBytes, owner: str) -> None:
+    """What one micro-batch left, shards or whole, are gradients to the next one; FSDP2 makes them out of sight of any hook."""
     after_backward = gradients.after_backward
 
     def after(last: bool, split: bool) -> None:
         after_backward(last, split)
         live.track(gradients.held(), "gradients")
+        live.track(gradients.accumulated(), owner)
 
     gradients.after_backward = after  # type: ignore[method-assign]
 
@@ -118,5 +122,5 @@ def _allocated(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T
 
 def _bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
     """Each storage once."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in map(_local, tensors) if tensor.device == device}
+    storages = {tensor.untyped_storage()._cdata: tensor for tensor in map(_local, tensors) if tensor.device == device}
     return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())

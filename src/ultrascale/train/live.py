@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 UNLABELLED = "activations"
@@ -32,6 +33,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._by_owner: dict[str, int] = {}
         self._living: dict[int, _Living] = {}
         self._end_resize: Callable[[], None] | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled where it looks, and asking torch for that costs at every operator
 
     @property
     def by_owner(self) -> dict[str, int]:
@@ -141,7 +146,7 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
     if hasattr(tensor, "__tensor_flatten__"):
         parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         yield from _tensors([part for part in parts if isinstance(part, Tensor)])  # a DTensor's mesh is a part too
-    elif tensor.device.type != "meta":
+    elif isinstance(tensor, FakeTensor) or tensor.device.type != "meta":  # where a fake one is costs as much as an operator
         yield tensor
 
 

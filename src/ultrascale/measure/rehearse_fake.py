@@ -1,0 +1,145 @@
+"""Tensors without memory, quickly: torch's own FakeTensorMode behind a cache whose keys cost little.
+
+A step repeats few operators on few shapes many times. What torch made of the first is remembered (shapes, strides, which
+argument's storage is shared) and made again without asking; whatever is out of the ordinary goes torch's way every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+CPU = torch.device("cpu")
+
+
+class _Made(NamedTuple):
+    """How an output comes about: argument number `of` itself (no shape), a view of it, or (-1) something new."""
+
+    of: int
+    shape: tuple[int, ...] | None
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+
+class _Unusual(Exception):  # no error: the slow way is taken
+    pass
+
+
+_SLOW = object()
+
+
+class QuickFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._known: dict[Any, Any] = {}
+        self._attributes: dict[str, Any] | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and asking costs at every operator
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.dispatch(func, types, args, kwargs)
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device
+        if func.namespace == "profiler":
+            return func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":  # writes into what it is given, and nothing else
+            with in_kernel_invocation_manager(self):
+                return func(*args, **(kwargs or {}))
+        try:
+            key = (func, _key(args), _key(tuple((kwargs or {}).items())))
+        except _Unusual:
+            return super().dispatch(func, types, args, kwargs or {})
+        known = self._known.get(key)
+        if known is None:
+            result = super().dispatch(func, types, args, kwargs or {})
+            self._known[key] = _recipe(result, args) if key[1] == _key(args) else _SLOW
+            return result
+        if known is _SLOW:
+            return super().dispatch(func, types, args, kwargs or {})
+        made, pack = known
+        return pack([self._make(one, args) for one in made])
+
+    def _make(self, made: _Made, args: Sequence[Any]) -> Any:
+        if made.shape is None:
+            return args[made.of]
+        if made.of < 0:
+            meta = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
+        else:
+            meta = torch.empty(0, dtype=made.dtype, device="meta")
+            meta.set_(args[made.of].untyped_storage(), made.offset, made.shape, made.stride)
+        if self._attributes is None:
+            self._attributes = dict(vars(FakeTensor(self, meta, CPU)))
+        fake = Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=CPU)
+        vars(fake).update(self._attributes)
+        return fake
+
+
+def _key(value: Any) -> Any:
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return tuple([_key(one) for one in value])
+    if isinstance(value, Tensor):
+        if not isinstance(value, FakeTensor) or value.constant is not None or value.fake_device != CPU:
+            raise _Unusual
+        return value.shape, value.stride(), value.dtype, value.storage_offset()
+    if kind in _PLAIN:
+        return kind, value
+    raise _Unusual
+
+
+def _one(values: list[Any]) -> Any:
+    return values[0]
+
+
+def _nothing(_: list[Any]) -> None:
+    return None
+
+
+def _recipe(result: Any, args: Sequence[Any]) -> Any:
+    """What makes such a result again of such arguments."""
+    pack: Callable[[list[Any]], Any]
+    if result is None:
+        return (), _nothing
+    if isinstance(result, Tensor):
+        outputs, pack = [result], _one
+    elif type(result) in (tuple, list) and all(isinstance(one, Tensor) for one in result):
+        outputs, pack = list(result), type(result)
+    else:
+        return _SLOW
+    storages = [arg.untyped_storage()._cdata if isinstance(arg, Tensor) else None for arg in args]
+    made, fresh = [], set()
+    for out in outputs:
+        if type(out) is not FakeTensor or out.fake_device != CPU or out.constant is not None:
+            return _SLOW
+        storage = out.untyped_storage()
+        same = next((place for place, arg in enumerate(args) if arg is out), None)
+        if same is not None:
+            made.append(_Made(same, None, (), out.dtype, 0))
+        elif storage._cdata in storages:
+            made.append(
+                _Made(storages.index(storage._cdata), tuple(out.shape), out.stride(), out.dtype, int(out.storage_offset()))
+            )
+        elif storage._cdata in fresh or out.storage_offset() or storage.nbytes() != _span(out):
+            return _SLOW
+        else:
+            fresh.add(storage._cdata)
+            made.append(_Made(-1, tuple(out.shape), out.stride(), out.dtype, 0))
+    return tuple(made), pack
+
+
+def _span(tensor: Tensor) -> int:
+    """Bytes that a storage of its own takes."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.dtype.itemsize

@@ -1,0 +1,82 @@
+"""How few micro-batches show a whole step: a schedule's list is a beginning, a stretch that repeats itself, and an end.
+
+A rehearsal runs the shortest list that holds as much at its peak and differs from the whole one only in how often that stretch
+is repeated; what is seen there then counts as often as the whole list has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ultrascale.schedules import Action, Kind, Schedule
+from ultrascale.specs.layout import Layout
+from ultrascale.train.build import schedule_of
+
+Step = tuple[Kind, int]
+
+
+@dataclass(frozen=True)
+class Short:
+    """So many micro-batches instead of all, and the stretch of their list that the whole list repeats."""
+
+    microbatches: int
+    begin: int = 0
+    end: int = 0
+    times: int = 1
+    """that the whole list has the stretch"""
+
+    def weight(self, place: int | None) -> int:
+        """How often the whole step does what was seen at this place of the list; None: outside of it, once."""
+        return self.times if place is not None and self.begin <= place < self.end else 1
+
+
+def shorten(layout: Layout, rank: int) -> Short:
+    """For one pipeline rank of a layout."""
+    whole = schedule_of(layout)
+    full = _steps(whole.actions[rank])
+    for count in range(1, layout.gas):
+        short = _steps(cut(whole, count).actions[rank])
+        if _holds(short) == _holds(full) and (found := _stretch(short, full)) is not None:
+            return Short(count, *found)
+    return Short(layout.gas)
+
+
+def cut(schedule: Schedule, microbatches: int) -> Schedule:
+    """The same schedule with its first micro-batches alone."""
+    kept = tuple(tuple(action for action in actions if action.microbatch < microbatches) for actions in schedule.actions)
+    return replace(schedule, microbatches=microbatches, actions=kept)
+
+
+def _steps(actions: Sequence[Action]) -> list[Step]:
+    return [(action.kind, action.stage) for action in actions]
+
+
+def _holds(steps: list[Step]) -> tuple[int, int]:
+    """The most that wait at a time: chunks whose backward has not ended, and of those the ones that owe weight gradients."""
+    held, owed = [0], [0]
+    for kind, _ in steps:
+        held.append(held[-1] + {Kind.F: 1, Kind.I: 0}.get(kind, -1))
+        owed.append(owed[-1] + {Kind.I: 1, Kind.W: -1}.get(kind, 0))
+    return max(held), max(owed)
+
+
+def _stretch(short: list[Step], full: list[Step]) -> tuple[int, int, int] | None:
+    """The part of `short` whose repetition makes `full`. Not its first turn, in which ZeRO gathers and gradients are written
+    and not added to, nor its last, in which gradients meet.
+    """
+    more = len(full) - len(short)
+    for length in range(2, len(short) + 1):
+        if more % length:
+            continue
+        for begin in range(len(short) - length, -1, -1):
+            end = begin + length
+            block = short[begin:end]
+            known = set(block) <= set(short[:begin]) and {step for step in block if step[0] is not Kind.F} <= set(short[end:])
+            if known and full[begin : end + more] == block * (1 + more // length) and _around(short, full, end, more):
+                return begin, end, 1 + more // length
+    return None
+
+
+def _around(short: list[Step], full: list[Step], end: int, more: int) -> bool:
+    return short[:end] == full[:end] and short[end:] == full[end + more :]

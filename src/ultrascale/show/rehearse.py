@@ -1,0 +1,128 @@
+"""`ultrascale rehearse` in the terminal: each rank beside the Estimate, the fullest with all that it does; or JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ultrascale.show.lines import count_of, heading, labelled
+from ultrascale.specs.estimate import Estimate
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.units import GIB, seconds
+
+if TYPE_CHECKING:
+    from ultrascale.measure.rehearse import Rehearsal
+    from ultrascale.measure.rehearse_compare import Term
+
+KERNELS_SHOWN = 12
+
+
+def show(
+    console: Console, job: Job, layout: Layout, predicted: Estimate, found: Sequence[Rehearsal], notes: Sequence[str]
+) -> None:
+    from ultrascale.measure.rehearse_compare import compared
+
+    if len(found) > 1:
+        console.print(_stages(job, layout, predicted, found))
+    fullest = max(found, key=lambda one: one.peak)
+    _one(console, layout, fullest, compared(job, layout, predicted, fullest))
+    for note in notes:
+        labelled(console, "note:", "yellow", note)
+
+
+def _stages(job: Job, layout: Layout, predicted: Estimate, found: Sequence[Rehearsal]) -> Table:
+    from ultrascale.measure.rehearse_compare import compared
+
+    table = Table(title="one rank of each stage, tensors at its peak", title_justify="left", title_style="bold")
+    for name in ("stage", "ranks", "layers", "predicted", "rehearsed", "difference"):
+        table.add_column(name, justify="right")
+    table.add_column("peak at")
+    for one in found:
+        whole = next(term for term in compared(job, layout, predicted, one) if term.label == "all tensors at the peak")
+        cells = (str(one.place.pp), f"{one.alike:,}", str(one.layers), *_cells(whole), one.moment)
+        table.add_row(*cells)
+    return table
+
+
+def _one(console: Console, layout: Layout, one: Rehearsal, terms: Sequence[Term]) -> None:
+    where = one.place.words(layout)
+    heading(console, f"rank {one.rank}" + (f" ({where})" if where else "") + f", one of {one.alike:,} alike")
+    again = "" if one.microbatches == layout.gas else "; the others repeat what a stretch of these does"
+    ran = f"{one.microbatches} of {layout.gas} micro-batches run in {one.seconds:.1f} s{again}"
+    console.print(f"{count_of(one.layers, 'layer')}; {ran}; peak: {one.moment}")
+    table = Table()
+    table.add_column("a step")
+    for name in ("predicted", "rehearsed", "difference"):
+        table.add_column(name, justify="right")
+    for term in terms:
+        table.add_row(term.label, *_cells(term))
+    console.print(table)
+    total = sum(one.flops.values())
+    shares = ", ".join(f"{name} {count / total:.1%}" for name, count in one.flops.items())
+    console.print(f"FLOPs by operator: {shares}")
+    if one.collectives:
+        console.print(_collectives(one))
+    if one.kernels_s is not None:
+        console.print(_kernels(one.kernels_s))
+
+
+def _collectives(one: Rehearsal) -> Table:
+    table = Table(title="collectives of a step", title_justify="left", title_style="bold")
+    for name in ("technique", "collective", "where"):
+        table.add_column(name)
+    for name in ("ranks", "calls", "sent"):
+        table.add_column(name, justify="right")
+    for each in one.collectives:
+        table.add_row(each.technique, each.kind, each.where, f"{each.group:,}", f"{each.calls:,}", _bytes(each.bytes))
+    return table
+
+
+def _kernels(times: dict[str, float]) -> Table:
+    table = Table(title=f"kernels, {seconds(sum(times.values()))} in all", title_justify="left", title_style="bold")
+    table.add_column("kernel", overflow="ellipsis", no_wrap=True)
+    table.add_column("time", justify="right")
+    for name, time_s in list(times.items())[:KERNELS_SHOWN]:
+        table.add_row(name, seconds(time_s))
+    return table
+
+
+def _cells(term: Term) -> tuple[str, str, str]:
+    shown = (lambda value: f"{value / 1e12:,.4g} TFLOP") if term.unit == "FLOP" else _bytes
+    if not isfinite(term.difference):
+        return shown(term.predicted), shown(term.rehearsed), "not seen"
+    exact = round(term.predicted) == round(term.rehearsed)
+    difference = "exact" if exact else "not predicted" if not term.predicted else f"{term.difference:+.2%}"
+    return shown(term.predicted), shown(term.rehearsed), difference
+
+
+def _bytes(value: float) -> str:
+    for size, unit in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if value >= size / 10:
+            return f"{value / size:,.2f} {unit}"
+    return f"{value:,.0f} B"
+
+
+def as_json(
+    job: Job, layout: Layout, predicted: Estimate, found: Sequence[Rehearsal], notes: Sequence[str], device: str
+) -> dict[str, Any]:
+    from ultrascale.measure.rehearse_compare import compared
+
+    def terms(one: Rehearsal) -> list[dict[str, Any]]:
+        return [
+            {**asdict(term), "difference": term.difference if isfinite(term.difference) else None}
+            for term in compared(job, layout, predicted, one)
+        ]
+
+    return {
+        "device": device,
+        "layout": layout.model_dump(mode="json"),
+        "ranks": [{**asdict(one), "memory": one.memory.model_dump(mode="json"), "compared": terms(one)} for one in found],
+        "predicted": predicted.model_dump(mode="json"),
+        "notes": list(notes),
+    }

@@ -1,0 +1,239 @@
+"""A rank rehearsed alone: what it holds and does, against counts by hand, against real tensors, and through the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ultrascale.cost.estimate import estimate
+from ultrascale.measure.rehearse import Rehearsal, rehearse, rehearse_rank
+from ultrascale.measure.rehearse_asked import check, engine_of, ranks_of
+from ultrascale.measure.rehearse_fake import QuickFakeTensorMode
+from ultrascale.measure.rehearse_repeat import Short, cut, shorten
+from ultrascale.measure.rehearse_world import even
+from ultrascale.schedules import Kind, lint
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.model import Model, MoE
+from ultrascale.specs.plan import Plan
+from ultrascale.train.build import schedule_of
+
+MODEL = Model(name="small", layers=4, hidden=64, heads=4, kv_heads=2, ffn=192, vocab=256)
+EXPERTS = Model(
+    name="experts", layers=4, hidden=64, heads=4, kv_heads=2, ffn=0, vocab=256, moe=MoE(experts=8, top_k=2, expert_ffn=96)
+)
+SEQ = 64
+
+
+def asked(fields: dict[str, Any], model: Model = MODEL, precision: str = "bf16") -> tuple[Job, Layout]:
+    layout = Layout(**fields)
+    cluster = Cluster.load(f"{layout.gpus}xh100")
+    tokens = layout.batch_tokens(SEQ)
+    return Job(
+        model=model, cluster=cluster, seq=SEQ, batch_tokens=tokens, precision=precision, framework=engine_of("meta")
+    ), layout
+
+
+def calls(one: Rehearsal, technique: str) -> dict[tuple[str, str], tuple[int, int]]:
+    return {(each.kind, each.where): (each.calls, each.bytes) for each in one.collectives if each.technique == technique}
+
+
+def test_a_model_on_one_rank_by_hand() -> None:
+    one = rehearse_rank(*asked({"gas": 2}), rank=0)
+    layer = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 192 + 2 * 64
+    parameters = 4 * layer + 2 * 256 * 64 + 64
+    assert one.memory.parameters == 2 * parameters
+    assert (one.memory.master, one.memory.gradients, one.memory.optimizer) == (4 * parameters, 4 * parameters, 8 * parameters)
+    products = 2 * 64 * (2 * 64 + 2 * 32 + 3 * 192)  # a token's, in a layer: q, out, k, v; gate, up, down
+    scores = 2 * 64 * (64 / 2) * 2  # q·k and p·v over the causal half of the sequence, 4 heads of 16
+    assert one.flops == {"mm": 3 * 2 * 64 * (4 * products + 2 * 64 * 256), "attention": 3 * 2 * 64 * 4 * scores}
+    assert one.collectives == ()
+    assert one.moment == "backward of micro-batch 0, the head and the loss"  # the next one comes to as much, not more
+
+
+def test_what_tensor_parallel_ranks_send_by_hand() -> None:
+    one = rehearse_rank(*asked({"tp": 2, "gas": 2}), rank=0)
+    half = 2 * 64 * 64 // 2  # of [sequence, hidden] in bf16
+    # Two regions of four layers and the head are entered by a gather; those and the embedding are left by a scatter.
+    assert calls(one, "tensor")["all_gather", "forward"] == (2 * 9, 2 * 9 * half)
+    assert calls(one, "tensor")["reduce_scatter", "forward"] == (2 * 9, 2 * 9 * half)
+    assert calls(one, "tensor")["all_gather", "backward"] == (2 * 18, 2 * 18 * half)
+    assert calls(one, "tensor")["reduce_scatter", "backward"] == (2 * 9, 2 * 9 * half)
+    assert calls(one, "bookkeeping") == {("all_reduce", "loss"): (1, 8), ("all_reduce", "norm"): (1, 4)}
+
+
+def test_zero_gathers_and_scatters_by_hand() -> None:
+    one = rehearse_rank(*asked({"dp": 2, "zero": 3, "gas": 8}), rank=1)
+    layer, ends = 2 * (64 * 192 + 3 * 64 * 192 + 2 * 64), 2 * (2 * 256 * 64 + 64)  # bytes in bf16
+    assert calls(one, "zero")["all_gather", "forward"] == (8 * 5, 8 * (4 * layer + ends) // 2)
+    assert calls(one, "zero")["all_gather", "backward"] == (8 * 4, 8 * 4 * layer // 2)
+    assert calls(one, "zero")["reduce_scatter", "backward"] == (8 * 5, 8 * 2 * (4 * layer + ends) // 2)
+    assert one.microbatches == 3
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"gas": 2}, {"tp": 2, "dp": 2, "gas": 2}, {"dp": 2, "zero": 3, "gas": 2}, {"pp": 2, "gas": 4, "schedule": "zero-bubble"}],
+    ids=str,
+)
+def test_tensors_without_memory_tell_what_real_ones_do(fields: dict[str, Any]) -> None:
+    job, layout = asked({**fields, "recompute": "selective"}, precision="fp32")
+    pretended, real = (rehearse_rank(job, layout, 0, device) for device in ("meta", "cpu"))
+    for name in ("memory", "peak", "moment", "flops", "collectives", "layers"):
+        assert getattr(pretended, name) == getattr(real, name), name
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"gas": 9},
+        {"pp": 4, "gas": 12},
+        {"pp": 2, "gas": 8, "schedule": "zero-bubble"},
+        {"dp": 2, "gas": 6, "zero": 1},
+        {"pp": 2, "dp": 2, "gas": 9, "zero": 3},
+    ],
+    ids=str,
+)
+def test_few_micro_batches_tell_of_all(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    job, layout = asked(fields)
+    few = rehearse_rank(job, layout, 0)
+    monkeypatch.setattr("ultrascale.measure.rehearse.shorten", lambda layout, _: Short(layout.gas))
+    every = rehearse_rank(job, layout, 0)
+    assert few.microbatches < every.microbatches == layout.gas
+    assert (few.flops, few.collectives, few.memory, few.peak) == (every.flops, every.collectives, every.memory, every.peak)
+
+
+def test_a_schedule_is_cut_where_it_repeats_itself() -> None:
+    layout = Layout(pp=4, gas=64)
+    assert [shorten(layout, rank).microbatches for rank in range(4)] == [5, 4, 3, 3]
+    short = shorten(layout, 0)
+    assert (short.end - short.begin, short.times) == (2, 60)
+    assert [short.weight(place) for place in (None, 0, short.begin, short.end)] == [1, 1, 60, 1]
+    assert shorten(Layout(pp=4, gas=8, schedule="afab"), 0) == Short(8)  # holds all of them
+    assert lint(cut(schedule_of(layout), 5)) == []
+    assert sum(action.kind is Kind.B for action in cut(schedule_of(layout), 5).actions[0]) == 5
+
+
+def test_experts_that_are_chosen_equally_often() -> None:
+    assert even(10, 4) == [3, 3, 2, 2]
+    one = rehearse_rank(*asked({"dp": 2, "ep": 2}, EXPERTS), rank=0)
+    rows = 2 * SEQ * 64 * 2 // 2  # two choices a token, in bf16, half of them to the other rank
+    assert calls(one, "expert")["all_to_all", "backward"] == (4 * 2, 4 * 2 * rows)
+    counts = 8 * 8 // 2
+    assert calls(one, "expert")["all_to_all", "forward"] == (4 * 3, 4 * (2 * rows + counts))
+    router, experts = 2 * 64 * 8, 2 * 2 * 64 * 3 * 96
+    attention = 2 * 64 * (2 * 64 + 2 * 32)
+    assert one.flops["mm"] == 3 * SEQ * (4 * (attention + router + experts) + 2 * 64 * 256)
+
+
+def test_a_split_backward_under_zero_in_two_formats() -> None:
+    """All weight gradients come after the last input gradient: FSDP2 takes them in one format only, that of the others."""
+    job, layout = asked({"pp": 2, "dp": 2, "gas": 2, "zero": 1, "schedule": "zero-bubble"})
+    one = rehearse_rank(job, layout, 3)
+    law = estimate(job, layout).memory[1].memory
+    assert (one.memory.parameters, one.memory.gradients) == (law.parameters, law.gradients)
+
+
+def test_what_is_owed_waits_in_slices() -> None:
+    """A put-off weight gradient needs the gathered sequence only when it is made."""
+    job, layout = asked({"pp": 2, "tp": 4, "gas": 4, "schedule": "zero-bubble"})
+    job = job.changed(model=MODEL.model_copy(update={"kv_heads": 4}))
+    one = rehearse_rank(job, layout, 4)
+    again = calls(one, "tensor")["all_gather", "backward"]
+    assert again[0] == 4 * (2 * 2 * 2 + 2 - 1)  # 2 layers: gradients of 2 outputs, 2 inputs again; the head's input again
+
+
+def test_every_stage_is_run_and_told_of() -> None:
+    job, layout = asked({"pp": 4, "gas": 4})
+    told: list[str] = []
+    found = rehearse(job, layout, ranks_of(layout, None, "all"), progress=told.append)
+    assert [one.place.pp for one in found] == [0, 1, 2, 3]
+    assert len(told) == 4
+    assert found[0].memory.activations > found[2].memory.activations
+    assert not dist.is_initialized()
+
+
+def test_remembered_operators_share_storages_as_the_first_did() -> None:
+    with QuickFakeTensorMode():
+        x = torch.zeros(4, 6)
+        for _ in range(2):
+            view, made, same = x.t()[1:], x + 1, x.add_(1)
+            assert view.untyped_storage()._cdata == x.untyped_storage()._cdata != made.untyped_storage()._cdata
+            assert (view.shape, view.stride(), view.storage_offset()) == ((5, 4), (1, 6), 1)
+            assert same is x
+            assert made.device.type == "cpu"
+            assert (x.long() * 2.0).dtype == torch.float32
+            assert (x.long() * 2).dtype == torch.int64
+            assert [part.t().storage_offset() for part in (x[:2], x[2:])] == [0, 12]
+        x.resize_(9, 6)
+        assert x.shape == (9, 6)
+
+
+BAD: list[tuple[list[str], str]] = [
+    (["--rank", "4"], "--rank is 4 but the plan has ranks 0 to 3: try 0"),
+    (["--rank", "-1"], "--rank is -1 but the plan has ranks 0 to 3"),
+    (["--stage", "2"], "--stage is '2' but the plan has stages 0 to 1: try all"),
+    (["--stage", "last"], "try all"),
+    (["--rank", "0", "--stage", "all"], "give one of them"),
+    (["--device", "tpu"], "--device is 'tpu' but a rehearsal runs on meta"),
+    (["--device", "cuda"], "torch sees no GPU here: try --device meta"),
+]
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> Path:
+    job, layout = asked({"pp": 2, "tp": 2, "gas": 4})
+    return Plan(job=job, layout=layout, estimate=estimate(job, layout)).save(tmp_path / "plan.yaml")
+
+
+@pytest.mark.parametrize(("words", "sentence"), BAD, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+def test_bad_words_are_one_sentence(words: list[str], sentence: str, plan_file: Path, run: Any) -> None:
+    if "cuda" in words and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    code, out, said = run("rehearse", plan_file, *words)
+    assert (code, out) == (2, "")
+    assert sentence in said
+    assert said.count("\n") == 1
+
+
+def test_a_broken_plan_is_one_sentence(plan_file: Path, run: Any) -> None:
+    whole = plan_file.read_text()
+    plan_file.write_text(whole[: len(whole) // 2])
+    code, _, said = run("rehearse", plan_file)
+    assert code == 2
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    code, _, said = run("rehearse", plan_file.with_name("none.yaml"))
+    assert code == 2
+    assert "none.yaml" in said
+
+
+def test_plans_that_cannot_be_rehearsed() -> None:
+    job, layout = asked({"dp": 2})
+    with pytest.raises(SpecError, match="has 2 GPUs"):
+        check(job, layout.changed(dp=4), "meta")
+    with pytest.raises(SpecError, match="data_parallel: bucketed"):
+        check(job.changed(precision="fp32"), layout.changed(data_parallel="ddp"), "meta")
+    with pytest.raises(SpecError, match="the engine has no dropout"):
+        check(job.changed(dropout=True), layout, "meta")
+
+
+def test_the_command_shows_and_writes_both_sides(plan_file: Path, run: Any) -> None:
+    out = plan_file.with_name("out.json")
+    code, said, _ = run("rehearse", plan_file, "--stage", "all", "--json", out)
+    assert code == 0
+    for word in ("one rank of each stage", "parameters", "exact", "collectives of a step", "reduce_scatter", "not predicted"):
+        assert word in said
+    data = json.loads(out.read_text())
+    assert [one["place"]["pp"] for one in data["ranks"]] == [0, 1]
+    first = data["ranks"][0]
+    terms = {term["label"]: term for term in first["compared"]}
+    assert terms["parameters"]["predicted"] == terms["parameters"]["rehearsed"] == first["memory"]["parameters"]
+    assert {"technique", "kind", "group", "where", "calls", "bytes"} == set(first["collectives"][0])
