@@ -93,7 +93,7 @@ def test_a_plan_in_bf16_runs_in_fp32_where_there_is_no_gpu():
         (["layout.pp=16"], 16, "8 layers"),
         (["layout.cp=2", "job.seq=127"], 2, "seq = 127"),
         (["layout.pp=4", "layout.schedule=dualpipe-v", "layout.mbs=1", "layout.gas=4"], 4, "at least 8"),
-        (["job.precision=fp8"], 1, "try bf16"),
+        (["train.fp8_scaling=column"], 1, "train.fp8_scaling"),
         (["job.optimizer=muon"], 1, "try adamw"),
         (["layout.data_parallel=ddp", "job.precision=bf16"], 2, "data_parallel=bucketed"),
         (["layout.data_parallel=ddp", "layout.pp=2", "layout.schedule=zero-bubble"], 4, "data_parallel=bucketed"),
