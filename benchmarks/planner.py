@@ -22,6 +22,9 @@ from ultrascale.cost import table
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import Machine
 from ultrascale.cost.timeline import memory_timeline, simulated
+from ultrascale.schedules import StageTimes
+from ultrascale.schedules import build as build_schedule
+from ultrascale.schedules import simulate as simulate_schedule
 from ultrascale.plan.candidates import Wishes, cores
 from ultrascale.specs.units import GIB
 
@@ -96,6 +99,10 @@ def main() -> None:
         memory_timeline(small, layout, 0)
 
     figures.add_row("simulate llama-3-70b TP8·PP4, 16 micro-batches, with timeline", f"{best_of(3, simulate):.3f} s", "< 1 s")
+    schedule = build_schedule("interleaved", 16, 128, 8)
+    times = StageTimes.uniform(schedule.stages, 1.0, 1.0, 1.0, 0.01)
+    alone = best_of(3, lambda: simulate_schedule(schedule, times))
+    figures.add_row("simulate interleaved, 16 ranks · 8 stages each, 128 micro-batches", f"{alone:.2f} s", "< 0.5 s")
     helping = best_of(
         5, lambda: subprocess.run([sys.executable, "-m", "ultrascale", "--help"], check=True, capture_output=True)
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import numpy as np
@@ -88,11 +87,9 @@ def test_rows_of_a_rank() -> None:
     assert rows_of(Layout(dp=4, mbs=2, gas=3), dp_rank=1, microbatch=2) == [18, 19]
 
 
-def test_the_standard_library_is_quick_python_text() -> None:
+def test_the_standard_library_is_python_text() -> None:
     standard_library.cache_clear()
-    start = time.perf_counter()
     text = standard_library()
-    assert time.perf_counter() - start < 2  # 0.1 s as a rule
     assert text is standard_library()
     assert 2**21 < len(text) <= 16 * 2**20
     assert bytes(text).count(b"\ndef ") > 1000
