@@ -22,10 +22,10 @@ from ultrascale.cost import table
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import Machine
 from ultrascale.cost.timeline import memory_timeline, simulated
+from ultrascale.plan.candidates import Wishes, cores
 from ultrascale.schedules import StageTimes
 from ultrascale.schedules import build as build_schedule
 from ultrascale.schedules import simulate as simulate_schedule
-from ultrascale.plan.candidates import Wishes, cores
 from ultrascale.specs.units import GIB
 
 ROOT = Path(__file__).resolve().parent.parent
