@@ -6,35 +6,20 @@ adds up over chunks, which fp8 products cannot, and stays in bf16.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ultrascale.kernels import loss
 from ultrascale.kernels.float8_products import NARROW, WIDE, Operand, factor_below, multiply
-from ultrascale.kernels.loss import CHUNK, ChunkedHead
+from ultrascale.kernels.loss import ChunkedHead, LinearCrossEntropy
 
 
-class Float8Head(ChunkedHead):
-    """A chunked head, two of whose three products are in fp8."""
+class _LinearCrossEntropy(LinearCrossEntropy):
+    """For hidden [n, h] and weight [v, h] whose h and v fp8 products take."""
 
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        if targets is None:
-            return super().forward(x)
-        hidden = self.norm(x)
-        return linear_cross_entropy(hidden.flatten(0, -2), self.linear.weight, targets.flatten())
-
-
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int = CHUNK) -> Tensor:
-    """As kernels/loss.py's, for hidden [n, h] and weight [v, h] whose h and v fp8 products take."""
-    kept = torch.is_grad_enabled()
-    out: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, chunk, kept)  # type: ignore[no-untyped-call]
-    return out
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, kept: bool) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -60,11 +45,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.dtype = weight.dtype
         return losses.sum()
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        to_hidden, to_weight = ctx.saved_tensors
-        return to_hidden * grad, loss.scaled(to_weight, grad, ctx.dtype), None, None, None
+
+linear_cross_entropy = partial(loss.linear_cross_entropy, function=_LinearCrossEntropy)
+
+
+class Float8Head(ChunkedHead):
+    """A chunked head, two of whose three products are in fp8."""
+
+    function = _LinearCrossEntropy
 
 
 def _narrow(x: Tensor) -> Operand:

@@ -27,6 +27,8 @@ def apply(model: Transformer) -> None:
 class ChunkedHead(Head):
     """A head whose loss comes straight from the hidden states."""
 
+    function: type[LinearCrossEntropy] | None = None
+
     def __init__(self, plain: Head) -> None:
         nn.Module.__init__(self)  # the plain module's parameters are taken over as they are
         self.norm, self.linear, self.criterion = plain.norm, plain.linear, plain.criterion
@@ -35,17 +37,22 @@ class ChunkedHead(Head):
         if targets is None:
             return super().forward(x)
         hidden = self.norm(x)
-        return linear_cross_entropy(hidden.flatten(0, -2), self.linear.weight, targets.flatten())
+        return linear_cross_entropy(hidden.flatten(0, -2), self.linear.weight, targets.flatten(), function=self.function)
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int = CHUNK) -> Tensor:
-    """Summed cross-entropy in fp32 of hidden [n, h] · weight [v, h]ᵀ; targets [n]: `IGNORED` ones carry no loss."""
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int = CHUNK, function: type[LinearCrossEntropy] | None = None
+) -> Tensor:
+    """Summed cross-entropy in fp32 of hidden [n, h] · weight [v, h]ᵀ; targets [n]: `IGNORED` ones carry no loss.
+
+    `function`: another that multiplies otherwise.
+    """
     kept = torch.is_grad_enabled()
-    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, chunk, kept)  # type: ignore[no-untyped-call]
+    loss: Tensor = (function or LinearCrossEntropy).apply(hidden, weight, targets, chunk, kept)  # type: ignore[no-untyped-call]
     return loss
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, kept: bool) -> Tensor:
         losses = torch.empty(len(hidden), dtype=_wide(hidden.dtype), device=hidden.device)
