@@ -83,6 +83,8 @@ class Comparison:
 
 def load(path: Path) -> Side:
     """A run's folder, or a plan's file."""
+    if not path.exists():
+        raise SpecError(f"{path} does not exist: give a plan file, such as plan.yaml, or a run's folder, such as runs/first")
     if not path.is_dir():
         plan = Plan.load(path)
         return Side(str(path), plan, plan.estimate)
