@@ -12,7 +12,7 @@ import pytest
 from made import json_lines, words
 from typer.testing import CliRunner
 
-from ultrascale.data.cli import app, progress_line
+from ultrascale.cli.data import app, progress_line
 from ultrascale.data.progress import Progress
 from ultrascale.specs.errors import SpecError
 
@@ -62,7 +62,7 @@ def test_a_line_of_progress() -> None:
 
 
 def test_the_verbs_wait_for_nothing_heavy() -> None:
-    code = "import ultrascale.data.cli, sys; print(*sys.modules)"
+    code = "import ultrascale.cli.data, sys; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"numpy", "torch", "tokenizers", "pyarrow", "yaml"} & set(loaded)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
+
+from ultrascale.cli.common import JsonFileOption, write_json
 
 app = typer.Typer(
     name="bench",
@@ -14,10 +15,6 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-JsonOption = Annotated[
-    Path | None, typer.Option("--json", help="Also write every figure there, for machines.", metavar="OUT.JSON")
-]
 
 
 @app.command()
@@ -39,7 +36,7 @@ def kernels(
             "--hidden", help="One model of this width, MLPs of four times it and heads of 128, instead of the two of 1b and 3b."
         ),
     ] = None,
-    json_file: JsonOption = None,
+    json_file: JsonFileOption = None,
 ) -> None:
     """Race each of our GPU kernels against plain torch, torch.compile and Liger-Kernel: same inputs, forward and backward.
 
@@ -67,7 +64,7 @@ def kernels(
 
     with progress() as say:
         for report in measure(names, asked, say):
-            _write(json_file, show.kernels_json(report))  # after each, so that a bench that is ended keeps what it found
+            write_json(json_file, show.kernels_json(report))  # after each, so that a bench that is ended keeps what it found
     show.show_kernels(terminal(), report)
 
 
@@ -80,7 +77,7 @@ def ladders(
     seq: Annotated[str, typer.Option("--seq", "-s", help="Sequence length in tokens: [cyan]4096[/] or [cyan]4k[/].")] = "4096",
     mbs: Annotated[int, typer.Option("--mbs", help="Sequences in a step.", min=1, max=2**20)] = 8,
     steps: Annotated[int, typer.Option("--steps", help="Steps that count, after those that warm up.", min=1, max=2**20)] = 10,
-    json_file: JsonOption = None,
+    json_file: JsonFileOption = None,
 ) -> None:
     """Climb a technique step by step in the real engine: what each step costs, holds, and bought over the one before.
 
@@ -107,7 +104,7 @@ def ladders(
         say("looking at this machine")
         machine = launch.machine(1, "bf16")
         found = climb.kernels(loaded, machine, length, mbs, steps, say)
-    _write(json_file, show.ladder_json(found))
+    write_json(json_file, show.ladder_json(found))
     show.show_ladder(terminal(), found)
 
 
@@ -117,7 +114,7 @@ def hardware(
     nproc: Annotated[
         int, typer.Option("--nproc", "-n", help="Processes that will train: one per GPU, or so many on a CPU.", min=1, max=1024)
     ] = 1,
-    json_file: JsonOption = None,
+    json_file: JsonFileOption = None,
 ) -> None:
     """Measure what this machine gives a training step, and write it down as a cluster to plan with.
 
@@ -143,12 +140,5 @@ def hardware(
             found = measuring.measured(found)
     if out is not None:
         found.save(out)
-    _write(json_file, hardware_json(found))
+    write_json(json_file, hardware_json(found))
     show_hardware(terminal(), found, out)
-
-
-def _write(file: Path | None, data: dict[str, Any]) -> None:
-    from ultrascale.specs.files import write_text
-
-    if file is not None:
-        write_text(file, json.dumps(data, indent=1, allow_nan=False) + "\n")

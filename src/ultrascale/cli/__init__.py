@@ -1,0 +1,46 @@
+"""The verbs. Each is one thin function over the Python API; heavy imports wait until a verb runs.
+
+Exit codes: 0 done, 1 the answer is no (nothing fits, layouts differ, a run ended early), 2 the input cannot be used as given.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import Annotated
+
+import typer
+
+# Each adds its verbs to the app; panels of `--help` stand in this order.
+from ultrascale.cli import plan, run, measure  # noqa: F401, I001
+from ultrascale.cli.common import BAD_INPUT, NO, app
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        from ultrascale import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line; a SpecError is one sentence and exit code 2, never a traceback."""
+    from ultrascale.specs.errors import RunError, SpecError
+
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # signs that a terminal's encoding lacks (×, ·, █) become `?`
+            stream.reconfigure(errors="replace")
+    try:
+        app()
+    except SpecError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(BAD_INPUT)
+    except RunError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(NO)
+    except BrokenPipeError:
+        sys.exit(0)

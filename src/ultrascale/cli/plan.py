@@ -1,0 +1,234 @@
+"""Verbs of planning: plan, explain, accuracy, presets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ultrascale.cli.common import NO, PLAN, JsonOption, app, print_json, terminal, write_json
+
+ModelArgument = Annotated[
+    str, typer.Argument(help="A preset ([cyan]llama-3-70b[/]), a model file, or a Hugging Face [cyan]config.json[/].")
+]
+ClusterOption = Annotated[
+    str,
+    typer.Option(
+        "--cluster",
+        "-c",
+        help="[cyan]64xh100[/], [cyan]'8x8 h100'[/] (nodes x GPUs), a cluster file, or [cyan]here[/]: this machine.",
+    ),
+]
+
+
+@app.command(rich_help_panel=PLAN)
+def plan(
+    model: ModelArgument,
+    cluster: ClusterOption,
+    batch_tokens: Annotated[
+        str,
+        typer.Option(
+            "--batch-tokens",
+            "-b",
+            help="Tokens in one optimizer step: [cyan]4M[/] is 4 x 2^20, [cyan]4e6[/] four million.",
+        ),
+    ],
+    seq: Annotated[str, typer.Option("--seq", "-s", help="Sequence length in tokens: [cyan]8192[/] or [cyan]8k[/].")],
+    top: Annotated[int, typer.Option("--top", help="How many layouts to show.")] = 10,
+    objective: Annotated[
+        str,
+        typer.Option(
+            "--objective",
+            help="[cyan]throughput[/], [cyan]memory[/] (least peak) or [cyan]cost[/] (least GPU time a token, fewer GPUs too).",
+        ),
+    ] = "throughput",
+    fix: Annotated[
+        list[str] | None, typer.Option("--fix", help="Pin a field of the layout: [cyan]--fix tp=8 --fix zero=1[/].")
+    ] = None,
+    forbid: Annotated[
+        list[str] | None,
+        typer.Option("--forbid", help="Rule out a technique or a value: [cyan]--forbid cp --forbid recompute=full[/]."),
+    ] = None,
+    precision: Annotated[str, typer.Option(help="bf16, fp8, fp16 or fp32.")] = "bf16",
+    gradients: Annotated[str, typer.Option(help="In which gradients are accumulated and reduced: fp32 or bf16.")] = "fp32",
+    optimizer: Annotated[str, typer.Option(help="adamw, adamw-bf16, adamw-8bit, muon, sgd-momentum or sgd.")] = "adamw",
+    attention: Annotated[str, typer.Option(help="flash, or plain (whole score matrices).")] = "flash",
+    framework: Annotated[
+        str,
+        typer.Option(help="The engine that would run it: ultrascale, [cyan]megatron-core[/], [cyan]torchtitan[/]…"),
+    ] = "ultrascale",
+    total_tokens: Annotated[
+        str | None, typer.Option("--total-tokens", help="Of the whole training, for days and cost: [cyan]15T[/].")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the best plan to this file.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Find the best layouts for a model on a cluster: memory, time and reasons, in seconds, without a GPU.
+
+    [dim]ultrascale plan llama-3-70b --cluster 64xh100 --batch-tokens 4M --seq 8192 -o plan.yaml[/]
+    """
+    from ultrascale import asked
+    from ultrascale.plan.search import plan as search
+    from ultrascale.show import plan as show
+    from ultrascale.show.lines import progress
+
+    job = asked.job(model, cluster, batch_tokens, seq, precision, gradients, optimizer, attention, total_tokens, framework)
+    with progress() as say:
+        result = search(
+            job,
+            top=top,
+            objective=objective,  # type: ignore[arg-type]  # checked there, with a sentence
+            fix=fix or (),
+            forbid=forbid or (),
+            progress=say,
+        )
+    if output is not None and result.plans:
+        result.plans[0].save(output)
+    if as_json:
+        print_json(show.as_json(result))
+    else:
+        console = terminal()
+        show.show_result(console, result)
+        if output is not None and result.plans:
+            console.print(f"Wrote {output}; next: ultrascale explain {output}")
+        elif output is not None:
+            console.print(f"{output} was not written: there is no plan to keep")
+    if not result.plans:
+        raise typer.Exit(NO)
+
+
+@app.command(rich_help_panel=PLAN)
+def explain(
+    file: Annotated[
+        Path,
+        typer.Argument(help="A plan written by [cyan]ultrascale plan -o[/]; with --row, a CSV of runs.", metavar="PLAN.YAML"),
+    ],
+    row: Annotated[
+        str | None,
+        typer.Option("--row", help="The id of one run in the CSV: predicted against measured, term by term."),
+    ] = None,
+    cheatsheet: Annotated[
+        bool, typer.Option("--cheatsheet", help="The playbook's cheat-sheet with this plan's numbers in every cell.")
+    ] = False,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--what-if",
+            help="A change beside today: [cyan]zero=3[/], [cyan]recompute=selective,mbs=4[/], [cyan]gradients=bf16[/], "
+            "[cyan]offload=optimizer[/], [cyan]zero_shards=8[/] (HSDP), [cyan]keep_gathered=true[/], [cyan]gpus=128[/].",
+        ),
+    ] = None,
+    largest: Annotated[
+        str | None,
+        typer.Option("--largest", help="How far the layout goes before it no longer fits: mbs, seq or model."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a plan holds and does: memory by owner and stage, time by cause, traffic, reasons, rejected neighbours.
+
+    [dim]ultrascale explain plan.yaml --what-if zero=3 --what-if recompute=selective,mbs=4[/]
+    """
+    from ultrascale.cost.legality import check
+    from ultrascale.plan import what_if as changes
+    from ultrascale.show import explain as show
+    from ultrascale.specs.errors import SpecError
+    from ultrascale.specs.plan import Plan
+
+    if sum((cheatsheet, bool(what_if), largest is not None, row is not None)) > 1:
+        raise SpecError("--row, --cheatsheet, --what-if and --largest answer different questions: ask one at a time")
+    if row is not None:
+        _explain_row(file, row, as_json)
+        return
+    loaded = Plan.load(file)
+    check(loaded.job, loaded.layout)  # a file can be edited
+    console = terminal()
+    if not as_json:
+        show.show_staleness(console, loaded)
+    if cheatsheet:
+        print_json(show.cheatsheet_json(loaded)) if as_json else show.show_cheatsheet(console, loaded)
+    elif what_if:
+        answers = [changes.what_if(loaded, change) for change in what_if]
+        print_json(show.what_if_json(answers)) if as_json else show.show_what_if(console, loaded, answers)
+    elif largest is not None:
+        answer = changes.largest(loaded, largest)
+        if as_json:
+            print_json({**vars(answer), "estimate": answer.estimate.model_dump(mode="json")})
+        else:
+            show.show_largest(console, loaded, answer)
+    elif as_json:
+        print_json(loaded.to_mapping())
+    else:
+        show.show_plan(console, loaded)
+
+
+def _explain_row(file: Path, row: str, as_json: bool) -> None:
+    from ultrascale.measure.accuracy import score
+    from ultrascale.measure.runs import read
+    from ultrascale.show import accuracy as show
+    from ultrascale.specs.errors import SpecError, nearest
+
+    runs, _ = read(file)
+    found = [run for run in runs if run.id == row]
+    if not found:
+        raise SpecError(f"--row is '{row:.60}' but {file} has no such id: {nearest(row, [run.id for run in runs])[:200]}")
+    (one,) = score(found[:1])
+    print_json(show.row_json(one)) if as_json else show.show_row(terminal(), one)
+
+
+@app.command(rich_help_panel=PLAN)
+def accuracy(
+    file: Annotated[Path, typer.Argument(help="A CSV of measured runs, published ones or your own.", metavar="RUNS.CSV")],
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", help="Write every prediction and the summary there.", metavar="OUT.JSON"),
+    ] = None,
+    group: Annotated[str, typer.Option("--by", help="Group errors by source, gpu or system.")] = "source",
+    worst: Annotated[int, typer.Option("--worst", help="How many of the worst rows to show.")] = 10,
+    report: Annotated[
+        Path | None, typer.Option("--report", help="Also write the report as Markdown.", metavar="OUT.MD")
+    ] = None,
+) -> None:
+    """Score the cost model on measured runs: speed, memory, fit or out of memory, ranking; worst rows and why not modelled.
+
+    [dim]ultrascale accuracy data/published.csv --by gpu --worst 20[/]
+    """
+    from ultrascale.measure import accuracy as measure
+    from ultrascale.measure.runs import read
+    from ultrascale.show import accuracy as show
+    from ultrascale.show.lines import progress
+    from ultrascale.specs.errors import SpecError, nearest
+    from ultrascale.specs.files import write_text
+
+    if group not in show.GROUPS:
+        raise SpecError(f"--by is '{group:.40}': {nearest(group, show.GROUPS)}")
+    if not 0 <= worst <= 10_000:
+        raise SpecError(f"--worst is {worst} but must be from 0 to 10000, such as 20")
+    runs, problems = read(file)
+    with progress() as say:
+        scored = measure.score(runs, progress=lambda done: say(f"predicting run {done} of {len(runs)}"))
+        say("predicting each run without its source")
+        left_out = measure.score_left_out(runs)
+    for line in problems:
+        typer.echo(f"note: {line}", err=True)
+    if not any(one.reason is None for one in scored):
+        reasons = "; ".join(sorted({f"{one.run.id}: {one.reason}" for one in scored})[:3])
+        raise SpecError(f"none of the {len(runs)} rows of {file} could be modelled: {reasons}")
+    write_json(json_file, show.as_json(scored, left_out))
+    if report is not None:
+        write_text(report, show.markdown(file, scored, left_out))
+    show.show(terminal(), scored, left_out, group, worst)
+
+
+@app.command(rich_help_panel=PLAN)
+def presets(
+    name: Annotated[str | None, typer.Argument(help="A model or GPU kind: every field, with the source of its number.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the models, GPU kinds and ways to name a cluster, with their sources."""
+    from ultrascale.show import presets as show
+
+    if as_json:
+        print_json(show.presets_json(name))
+    else:
+        show.show_presets(terminal(), name)
