@@ -11,9 +11,11 @@ from typing import Annotated
 
 import typer
 
-# Each adds its verbs to the app; panels of `--help` stand in this order.
-from ultrascale.cli import plan, run, measure  # noqa: F401, I001
 from ultrascale.cli.common import BAD_INPUT, NO, app
+
+# Each adds its verbs to the app; the panels of `--help` stand in this order.
+# isort: off
+from ultrascale.cli import plan, run, measure  # noqa: F401
 
 
 @app.callback(invoke_without_command=True)
