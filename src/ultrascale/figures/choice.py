@@ -1,0 +1,172 @@
+"""What else could have been chosen: heat map over sizes, scaling of each technique, the front, what one step costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ultrascale.figures import style
+from ultrascale.plan.survey import Cell, Point
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.estimate import Estimate
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.plan import Plan
+from ultrascale.specs.units import seconds
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+SHAPES = ("circle", "square", "diamond", "cross", "triangle-up", "star")
+COLOURS = (style.BLUE, style.ORANGE, style.GREEN, style.RED, style.PINK, style.SKY)
+
+
+def heat_map(cells: Sequence[Cell], gpu: str) -> go.Figure:
+    """Best tokens/s/GPU over model size and nodes, with MFU and the winning layout written in each cell."""
+    go = style.graph_objects()
+    models, nodes = list(dict.fromkeys(cell.model for cell in cells)), sorted({cell.nodes for cell in cells})
+    found = {(cell.model, cell.nodes): cell for cell in cells}
+    figure = style.picture(f"Best layout by model size and {gpu} nodes", "nodes", height=170 + 96 * len(models))
+    rows = [[found[model, count] for count in nodes] for model in models]
+    figure.add_trace(
+        go.Heatmap(
+            x=[f"{count}" for count in nodes],
+            y=models,
+            z=[[100 * cell.estimate.mfu if cell.estimate else None for cell in row] for row in rows],
+            text=[[_cell_words(cell) for cell in row] for row in rows],
+            texttemplate="%{text}",
+            textfont={"size": 11},
+            colorscale="Cividis",
+            colorbar={"title": "MFU (%)", "thickness": 12},
+            xgap=2,
+            ygap=2,
+            hovertemplate="%{y} on %{x} nodes<br>%{text}<extra></extra>",
+        )
+    )
+    figure.update_xaxes(type="category", showgrid=False)
+    figure.update_yaxes(autorange="reversed", showgrid=False)
+    return figure
+
+
+def _cell_words(cell: Cell) -> str:
+    if cell.layout is None or cell.estimate is None:
+        return "does not fit"
+    cut = " ".join(
+        f"{axis}{getattr(cell.layout, axis)}" for axis in ("dp", "tp", "pp", "cp", "ep") if getattr(cell.layout, axis) > 1
+    )
+    policy = "" if cell.layout.recompute == "none" else f" {cell.layout.recompute}"
+    return (
+        f"{cell.estimate.tokens_per_s_per_gpu:,.0f} tok/s/GPU<br>{cell.estimate.mfu:.0%} · {cut or 'dp1'}<br>"
+        f"zero{cell.layout.zero} mbs{cell.layout.mbs}{policy}"
+    )
+
+
+def scaling(points: Sequence[Point], cluster: Cluster, title: str) -> go.Figure:
+    """Tokens/s/GPU of each technique alone; hollow where it does not fit; the line where a node ends."""
+    go = style.graph_objects()
+    figure = style.picture(title, "GPUs", "tokens/s/GPU")
+    for name, colour, shape in zip(dict.fromkeys(point.technique for point in points), COLOURS, SHAPES, strict=False):
+        mine = [(point.gpus, point.estimate) for point in points if point.technique == name and point.estimate is not None]
+        figure.add_trace(
+            go.Scatter(
+                name=name,
+                x=[gpus for gpus, _ in mine],
+                y=[found.tokens_per_s_per_gpu for _, found in mine],
+                mode="lines+markers",
+                line={"color": colour},
+                marker={
+                    "color": colour,
+                    "size": 9,
+                    "symbol": [shape if found.fits else f"{shape}-open" for _, found in mine],
+                },
+                customdata=[
+                    f"{found.peak_gib:,.1f} of {found.capacity_gib:,.1f} GiB{'' if found.fits else ': does not fit'}"
+                    for _, found in mine
+                ],
+                hovertemplate="%{x} GPUs: %{y:,.0f} tokens/s/GPU, %{customdata}<extra>%{fullData.name}</extra>",
+            )
+        )
+    sizes = sorted({point.gpus for point in points})
+    figure.update_xaxes(type="log", tickvals=sizes, ticktext=[str(size) for size in sizes])
+    figure.update_yaxes(rangemode="tozero")
+    if sizes[0] <= cluster.fast_domain < sizes[-1]:
+        figure.add_vline(x=cluster.fast_domain * 2**0.5, line={"color": style.GREY, "dash": "dot"})
+        figure.add_annotation(
+            x=math.log10(cluster.fast_domain * 2**0.5),  # on a logarithmic axis a place is its exponent
+            xref="x",
+            y=1,
+            yref="paper",
+            yanchor="bottom",
+            text="node boundary",
+            showarrow=False,
+        )
+    return figure
+
+
+def pareto(front: Sequence[tuple[Layout, Estimate]], chosen: Estimate | None = None) -> go.Figure:
+    """Step time against memory left free; larger is dearer, where the hour's price is known."""
+    go = style.graph_objects()
+    figure = style.picture("No layout is both faster and leaner than these", "step time (s)", "memory left free (GiB)")
+    costs = [found.cost_usd_per_billion_tokens for _, found in front]
+    figure.add_trace(
+        go.Scatter(
+            name="layouts of the front",
+            x=[found.step_time_s for _, found in front],
+            y=[found.headroom_gib for _, found in front],
+            mode="lines+markers",
+            line={"color": style.BLUE, "shape": "hv"},
+            marker={"size": 9, "color": style.BLUE},
+            customdata=[
+                f"{layout}<br>{found.tokens_per_s:,.0f} tokens/s, {found.peak_gib:,.1f} GiB"
+                + ("" if cost is None else f", ${cost:,.0f} a billion tokens")
+                for (layout, found), cost in zip(front, costs, strict=True)
+            ],
+            hovertemplate="%{customdata}<br>%{x:.3f} s, %{y:.1f} GiB free<extra></extra>",
+        )
+    )
+    figure.update_xaxes(type="log")
+    if chosen is not None:
+        figure.add_trace(
+            go.Scatter(
+                name="this plan",
+                x=[chosen.step_time_s],
+                y=[chosen.headroom_gib],
+                mode="markers",
+                marker={"size": 14, "color": style.RED, "symbol": "star"},
+                hovertemplate="this plan: %{x:.3f} s, %{y:.1f} GiB free<extra></extra>",
+            )
+        )
+    return figure
+
+
+def sensitivity(plan: Plan, most: int = 14) -> go.Figure:
+    """What one step in each field of the layout would change, fastest first; what does not fit is hatched."""
+    go, chosen = style.graph_objects(), plan.estimate
+    others = plan.rejected[:most]
+    figure = style.picture(
+        f"One step away from this layout ({seconds(chosen.step_time_s)})",
+        "step time, % more than this plan",
+        height=160 + 28 * len(others),
+    )
+    changes = [100 * (other.step_time_s / chosen.step_time_s - 1) for other in others]
+    figure.add_trace(
+        go.Bar(
+            orientation="h",
+            y=[other.change for other in others],
+            x=changes,
+            text=[f"{change:+.1f} %, {other.peak_gib:,.1f} GiB" for change, other in zip(changes, others, strict=True)],
+            textposition="outside",
+            cliponaxis=False,
+            marker={
+                "color": [style.SKY if other.fits else style.GREY for other in others],
+                "pattern": {"shape": ["" if other.fits else "/" for other in others]},
+            },
+            customdata=[other.verdict for other in others],
+            hovertemplate="%{y}: %{customdata}<extra></extra>",
+        )
+    )
+    low, high = min(0.0, *changes, 0.0), max(0.0, *changes, 0.0)
+    room = 0.3 * (high - low or 1.0)
+    figure.update_xaxes(range=[low - room * (low < 0), high + room])
+    figure.update_yaxes(autorange="reversed")
+    return figure

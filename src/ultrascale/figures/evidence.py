@@ -1,0 +1,95 @@
+"""What was seen: a run's loss and speed, and how near predictions came to published runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ultrascale.figures import style
+from ultrascale.measure.accuracy import Scored
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+COLOURS = (style.BLUE, style.ORANGE, style.GREEN, style.RED, style.PINK, style.SKY, style.YELLOW, style.GREY)
+SHAPES = ("circle", "square", "diamond", "cross", "triangle-up", "star", "x", "hexagon")
+
+
+def losses(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> go.Figure:
+    """Loss (and held-out loss) by step, of one run or several."""
+    go = style.graph_objects()
+    figure = style.picture("Loss", "optimizer step", "loss (nats a token)")
+    for (name, rows), colour in zip(runs.items(), COLOURS, strict=False):
+        figure.add_trace(_line(go, f"{name}: training", rows, "loss", {"color": colour}))
+        if any(row.get("eval_loss") is not None for row in rows):
+            figure.add_trace(_line(go, f"{name}: held out", rows, "eval_loss", {"color": colour, "dash": "dash"}))
+    return figure
+
+
+def throughput(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> go.Figure:
+    """Tokens per second and GPU by step."""
+    go = style.graph_objects()
+    figure = style.picture("Throughput", "optimizer step", "tokens/s/GPU")
+    for (name, rows), colour in zip(runs.items(), COLOURS, strict=False):
+        figure.add_trace(_line(go, name, rows, "tokens_per_s_per_gpu", {"color": colour}))
+    figure.update_yaxes(rangemode="tozero")
+    return figure
+
+
+def _line(go: Any, name: str, rows: Sequence[Mapping[str, Any]], field: str, line: dict[str, Any]) -> Any:
+    known = [row for row in rows if row.get(field) is not None]
+    return go.Scatter(
+        name=name,
+        x=[row["step"] for row in known],
+        y=[row[field] for row in known],
+        mode="lines+markers" if len(known) < 50 else "lines",
+        line=line,
+        hovertemplate="step %{x}: %{y:,.4g}<extra>%{fullData.name}</extra>",
+    )
+
+
+def accuracy(scored: Sequence[Scored], by: str = "gpu") -> go.Figure:
+    """Predicted against measured speed of every run that could be modelled; the lines are ten per cent either way."""
+    go = style.graph_objects()
+    known = [one for one in scored if one.measured is not None and one.tokens_per_s_per_gpu is not None]
+    figure = style.picture(
+        f"Predicted and measured speed of {len(known)} runs", "measured tokens/s/GPU", "predicted tokens/s/GPU", height=520
+    )
+    groups: dict[str, list[Scored]] = {}
+    for one in known:
+        groups.setdefault(str(getattr(one.run, by)), []).append(one)
+    for number, (name, mine) in enumerate(sorted(groups.items(), key=lambda pair: -len(pair[1]))):
+        figure.add_trace(
+            go.Scatter(
+                name=name,
+                x=[one.measured for one in mine],
+                y=[one.tokens_per_s_per_gpu for one in mine],
+                mode="markers",
+                marker={
+                    "color": COLOURS[number % len(COLOURS)],
+                    "symbol": SHAPES[number % len(SHAPES)],
+                    "size": 7,
+                    "opacity": 0.8,
+                },
+                customdata=[f"{one.run.id}: {(one.ratio or 1) - 1:+.1%}" for one in mine],
+                hovertemplate="%{customdata}<br>%{x:,.0f} measured, %{y:,.0f} predicted<extra>%{fullData.name}</extra>",
+            )
+        )
+    rates = [one.measured for one in known if one.measured]
+    if rates:
+        ends = [min(rates) / 1.5, max(rates) * 1.5]
+        for factor, dash, name in ((1.0, "solid", "equal"), (1.1, "dot", "±10 %"), (1 / 1.1, "dot", "")):
+            figure.add_trace(
+                go.Scatter(
+                    name=name,
+                    x=ends,
+                    y=[end * factor for end in ends],
+                    mode="lines",
+                    line={"color": style.GREY, "dash": dash, "width": 1},
+                    showlegend=bool(name),
+                    hoverinfo="skip",
+                )
+            )
+    figure.update_xaxes(type="log")
+    figure.update_yaxes(type="log")
+    return figure

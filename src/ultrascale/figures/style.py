@@ -1,0 +1,91 @@
+"""How every picture looks: colours, the light and the dark theme, units in titles, legible at 800 pixels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from ultrascale.specs.errors import SpecError
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+Theme = Literal["light", "dark"]
+THEMES: tuple[Theme, ...] = ("light", "dark")
+
+# Okabe and Ito 2008, "Color Universal Design".
+ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK, GREY = (
+    "#E69F00",
+    "#56B4E9",
+    "#009E73",
+    "#F0E442",
+    "#0072B2",
+    "#D55E00",
+    "#CC79A7",
+    "#999999",
+)
+OWNERS = {
+    "parameters": BLUE,
+    "master": SKY,
+    "gradients": GREEN,
+    "optimizer": YELLOW,
+    "activations": ORANGE,
+    "buffers": PINK,
+    "runtime": GREY,
+}
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+PAPER = {"light": "#ffffff", "dark": "#16181d"}
+INK = {"light": "#1f2328", "dark": "#e6e8eb"}
+GRID = {"light": "#e3e6ea", "dark": "#31353d"}
+
+
+def graph_objects() -> Any:
+    """Plotly's, or what to install."""
+    try:
+        import plotly.graph_objects as objects
+    except ImportError as error:
+        raise SpecError("pictures are drawn with Plotly, which is not installed: pip install 'ultrascale[report]'") from error
+    return objects
+
+
+def picture(title: str, x: str = "", y: str = "", height: int = 420) -> go.Figure:
+    """An empty one, with its title and the names of its axes; units stand in those."""
+    figure = graph_objects().Figure()
+    figure.update_layout(
+        title={"text": title, "x": 0.01, "xanchor": "left", "font": {"size": 16}, "automargin": True},
+        xaxis_title=x or None,
+        yaxis_title=y or None,
+        height=height,
+        margin={"l": 64, "r": 24, "t": 56, "b": 104},
+        legend={"orientation": "h", "yref": "container", "yanchor": "bottom", "y": 0, "x": 0, "traceorder": "normal"},
+        bargap=0.25,
+    )
+    return themed(figure, "light")
+
+
+def themed(figure: go.Figure, theme: Theme) -> go.Figure:
+    """The same figure in the colours of a theme."""
+    figure.update_layout(**layout_of(theme))
+    for axes in (figure.update_xaxes, figure.update_yaxes):
+        axes(gridcolor=GRID[theme], zerolinecolor=GRID[theme], linecolor=GRID[theme], automargin=True)
+    return figure
+
+
+def layout_of(theme: Theme) -> dict[str, Any]:
+    """What differs between the themes; a page that switches sends just this."""
+    if theme not in THEMES:
+        raise SpecError(f"theme is '{theme!s:.20}' but must be light or dark")
+    return {
+        "template": "none",
+        "paper_bgcolor": PAPER[theme],
+        "plot_bgcolor": PAPER[theme],
+        "font": {"family": FONT, "size": 13, "color": INK[theme]},
+        "hoverlabel": {"font": {"family": FONT}},
+    }
+
+
+def mark(figure: go.Figure, level: float, text: str) -> None:
+    """A dashed line across, such as a capacity, with its words above the right end."""
+    figure.add_hline(y=level, line={"color": RED, "width": 2, "dash": "dash"})
+    figure.add_annotation(
+        x=1, xref="paper", xanchor="right", y=level, yanchor="bottom", text=text, showarrow=False, font={"color": RED}
+    )

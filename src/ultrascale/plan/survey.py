@@ -1,0 +1,131 @@
+"""Many plans at once: best layouts over models and nodes, each technique's scaling, the front of time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ultrascale.cost import table
+from ultrascale.cost.estimate import estimate
+from ultrascale.cost.hardware import Machine
+from ultrascale.cost.legality import problem
+from ultrascale.plan.candidates import Wishes, cores
+from ultrascale.plan.search import plan as search
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.estimate import Estimate
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.model import Model
+from ultrascale.specs.units import GIB
+
+Say = Callable[[str], None]
+SEQUENCES = 4  # a GPU, in scaling curves: enough to fill a pipeline, few enough to show what exchange costs
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The best layout of a model on so many nodes; None where nothing fits."""
+
+    model: str
+    nodes: int
+    gpus: int
+    layout: Layout | None
+    estimate: Estimate | None
+
+
+def heat_map(
+    models: Sequence[Model],
+    cluster: Cluster,
+    nodes: Sequence[int],
+    seq: int,
+    batch_tokens: int,
+    say: Say = lambda _: None,
+    **job: Any,
+) -> tuple[Cell, ...]:
+    """Every model on every number of the cluster's nodes, one batch for all, as in the playbook's chart."""
+    cells = []
+    for model in models:
+        for count in nodes:
+            say(f"{model.name} on {count} nodes")
+            gpus = count * cluster.gpus_per_node
+            asked = Job(model=model, cluster=cluster.resized(gpus), seq=seq, batch_tokens=batch_tokens, **job)
+            try:
+                found = search(asked, top=1, explain=False).plans
+            except SpecError:  # the batch cannot be cut over so many GPUs
+                found = ()
+            layout, predicted = (found[0].layout, found[0].estimate) if found else (None, None)
+            cells.append(Cell(model.name, count, gpus, layout, predicted))
+    return tuple(cells)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One technique alone at one degree; no estimate where the layout is not legal."""
+
+    technique: str
+    gpus: int
+    estimate: Estimate | None
+
+
+TECHNIQUES: dict[str, Callable[[int], dict[str, Any]]] = {
+    "data": lambda n: {"dp": n},
+    "ZeRO-1": lambda n: {"dp": n, "zero": 1},
+    "ZeRO-3": lambda n: {"dp": n, "zero": 3},
+    "tensor": lambda n: {"tp": n},
+    "context": lambda n: {"cp": n},
+    "pipeline": lambda n: {"pp": n},
+}
+
+
+def scaling(job: Job, most: int, recompute: str = "none") -> tuple[Point, ...]:
+    """Each technique alone on 1, 2, 4 … GPUs, with as many tokens a GPU at every size."""
+    points = []
+    for name, fields in TECHNIQUES.items():
+        gpus = 1
+        while gpus <= most:
+            values = fields(gpus)
+            if gpus == 1:
+                values = {}
+            layout = Layout(mbs=1, recompute=recompute, gas=SEQUENCES * gpus // values.get("dp", 1), **values)
+            grown = job.changed(cluster=job.cluster.resized(gpus), batch_tokens=layout.batch_tokens(job.seq))
+            legal = problem(grown, layout) is None
+            points.append(Point(name, gpus, estimate(grown, layout) if legal else None))
+            gpus *= 2
+    return tuple(points)
+
+
+def front(job: Job, fix: Sequence[str] = (), forbid: Sequence[str] = (), most: int = 40) -> tuple[tuple[Layout, Estimate], ...]:
+    """Layouts that no other beats in both step time and peak memory, fastest first, of all that fit."""
+    wishes = Wishes.parse(fix, forbid)
+    machine, capacity = Machine(job), job.cluster.gpu.memory_gib * GIB
+    found: list[tuple[float, float, Layout]] = []
+    for group in cores(job, wishes):
+        cells = table.evaluate(job, group.columns, group.variants, machine, capacity)
+        finite = np.flatnonzero(np.isfinite(cells.step_s))
+        if not len(finite):
+            continue
+        step, peak = cells.step_s.ravel()[finite], cells.peak_bytes.ravel()[finite]
+        keep = finite[_undominated(step, peak)]
+        core, variant = np.unravel_index(keep, cells.step_s.shape)
+        rows = cells.layouts(np.asarray(core), np.asarray(variant))
+        pairs = zip(cells.step_s.ravel()[keep], cells.peak_bytes.ravel()[keep], strict=True)
+        found += [(float(s), float(p), rows.layout(i)) for i, (s, p) in enumerate(pairs)]
+    if not found:
+        return ()
+    best = _undominated(np.asarray([one[0] for one in found]), np.asarray([one[1] for one in found]))
+    chosen = best if len(best) <= most else best[np.linspace(0, len(best) - 1, most).round().astype(int)]
+    exact = [(found[i][2], estimate(job, found[i][2])) for i in chosen]
+    order = _undominated(np.asarray([e.step_time_s for _, e in exact]), np.asarray([e.peak_gib for _, e in exact]))
+    return tuple(exact[i] for i in order)
+
+
+def _undominated(first: np.ndarray[Any, Any], second: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Indices of points with no other at or below them in both, by the first."""
+    order = np.lexsort((second, first))
+    least = np.minimum.accumulate(second[order])
+    better = np.concatenate(([True], second[order][1:] < least[:-1]))
+    return order[better]

@@ -1,0 +1,128 @@
+"""What the page of a plan says: will it fit, how fast, why this layout, what else there was, what was assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ultrascale import __version__
+from ultrascale.cost import cheatsheet
+from ultrascale.cost.legality import check
+from ultrascale.figures import choice, memory, pipeline, time
+from ultrascale.plan import survey
+from ultrascale.report.page import Section, bullets, chart, details, page, table, tiles, words
+from ultrascale.show.plan import job_line, knows_peak
+from ultrascale.specs.files import to_yaml
+from ultrascale.specs.plan import Plan
+from ultrascale.specs.units import count, gib, seconds
+
+Say = Callable[[str], None]
+MOST_GPUS = 1024  # of the scaling curves
+
+
+def plan_page(plan: Plan, name: str, say: Say = lambda _: None) -> str:
+    check(plan.job, plan.layout)  # a file can be edited
+    sections = list(plan_sections(plan, say))
+    title = f"{plan.job.model.name} on {plan.job.cluster.label}"
+    return page(title, f"{job_line(plan.job)} Layout: {plan.layout}.", sections, footer(name))
+
+
+def footer(name: str) -> str:
+    return f"Written by ultrascale {__version__} from {Path(name).name}. Predictions unless said otherwise; 1 GiB = 2^30 bytes."
+
+
+def plan_sections(plan: Plan, say: Say) -> Iterator[Section]:
+    found = plan.estimate
+    yield Section("Answer", (tiles(list(headline(plan))), words(verdict(plan)), bullets(plan.reasons)))
+    yield Section(
+        "Memory",
+        (chart(memory.by_stage(plan), "memory-by-stage"), chart(memory.over_step(plan), "memory-over-step"), _kept(plan)),
+    )
+    yield Section("Time", (chart(time.by_cause(plan), "time-by-cause"), _traffic(plan)))
+    if plan.layout.pp > 1:
+        yield Section("Pipeline", (chart(pipeline.schedule(plan), "schedule"),))
+    say("looking at what else could be chosen")
+    yield Section("Other layouts", tuple(_others(plan)))
+    yield Section("Cheat-sheet", tuple(_cheatsheet(plan)))
+    yield Section("Assumed", (bullets(found.notes), _range(plan), details("plan.yaml", to_yaml(plan.to_mapping()))))
+
+
+def headline(plan: Plan) -> Iterator[tuple[str, str]]:
+    found = plan.estimate
+    yield "one step", seconds(found.step_time_s)
+    yield "tokens/s on every GPU", f"{found.tokens_per_s_per_gpu:,.0f}"
+    yield "tokens/s in all", f"{found.tokens_per_s:,.0f}"
+    if knows_peak(plan.job):
+        yield "MFU", f"{found.mfu:.1%}"
+    yield f"peak memory of {found.capacity_gib:,.1f} GiB", f"{found.peak_gib:,.1f} GiB"
+    yield "parameters", count(plan.job.model.parameters)
+    if found.train_days is not None:
+        yield "for the whole training", f"{found.train_days:,.1f} days"
+    if found.cost_usd is not None:
+        yield "cost of the whole training", f"${found.cost_usd:,.0f}"
+
+
+def verdict(plan: Plan) -> str:
+    found = plan.estimate
+    if not found.fits:
+        return (
+            f"It does not fit: {-found.headroom_gib:,.1f} GiB too much on stage {found.peak_stage}, at the {found.peak_moment}."
+        )
+    likely = "" if found.range is None else f" (probability {found.range.fit_probability:.0%})"
+    return (
+        f"It fits{likely}: {found.headroom_gib:,.1f} GiB are free on the fullest stage, {found.peak_stage}, "
+        f"at its peak, the {found.peak_moment}."
+    )
+
+
+def _kept(plan: Plan) -> str:
+    rows = [(one.module, gib(one.bytes)) for one in plan.estimate.activations if one.bytes]
+    return table(("kept for backward on the peak stage", "bytes"), rows, numbers=(1,))
+
+
+def _traffic(plan: Plan) -> str:
+    head = ("technique", "collective", "GPUs", "sent by each GPU", "calls", "takes", "not hidden")
+    rows = [
+        (
+            one.technique,
+            one.collective,
+            f"{one.group:,}",
+            gib(one.bytes),
+            f"{one.calls:,.0f}",
+            seconds(one.time_s),
+            seconds(one.exposed_s),
+        )
+        for one in plan.estimate.traffic
+    ]
+    return table(head, rows, numbers=(2, 3, 4, 5, 6)) if rows else words("Nothing is exchanged between GPUs.")
+
+
+def _others(plan: Plan) -> Iterator[str]:
+    if plan.rejected:
+        yield chart(choice.sensitivity(plan), "sensitivity")
+    front = survey.front(plan.job)
+    if front:
+        yield chart(choice.pareto(front, plan.estimate), "front")
+    job, most = plan.job, min(MOST_GPUS, max(16, plan.job.cluster.gpus))
+    if job.cluster.gpus > 1:
+        points = [one for one in survey.scaling(job, most, plan.layout.recompute) if one.estimate is not None]
+        title = f"Each technique alone, {survey.SEQUENCES} sequences of {job.seq:,} tokens a GPU"
+        yield chart(choice.scaling(points, job.cluster, title), "scaling")
+
+
+def _cheatsheet(plan: Plan) -> Iterator[str]:
+    head = ("technique", "degree", "batch", "memory", "compute", "communication", "overlap")
+    rows = [(x.name, x.degree, x.batch, x.memory, x.compute, x.communication, x.verdict) for x in cheatsheet.strategies(plan)]
+    yield table(head, rows)
+    formulas = [(one.name, one.form, one.value) for one in cheatsheet.formulas(plan)]
+    yield table(("quantity", "formula", "here"), formulas)
+
+
+def _range(plan: Plan) -> str:
+    found = plan.estimate.range
+    if found is None:
+        return words("No range: there are no measured runs like this one.")
+    return words(
+        f"In eight of ten cases a step takes {seconds(found.step_time_low_s)} to {seconds(found.step_time_high_s)} and the "
+        f"peak is {found.peak_low_gib:,.1f} to {found.peak_high_gib:,.1f} GiB ({found.based_on})."
+    )

@@ -1,0 +1,103 @@
+"""What the page of a run says: what it did, beside what its plan predicted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ultrascale.figures import evidence, time
+from ultrascale.measure import compare
+from ultrascale.report.of_plan import Say, footer, plan_sections
+from ultrascale.report.page import Section, bullets, chart, details, page, table, tiles, words
+from ultrascale.show.compare import _shown as amount
+from ultrascale.show.plan import job_line
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.measurement import Measurement
+from ultrascale.specs.plan import Plan
+from ultrascale.specs.units import seconds
+
+METRICS, ENVIRONMENT = "metrics.jsonl", "env.json"
+LARGEST = 256 * 2**20  # bytes of metrics: a million steps
+
+
+def run_page(folder: Path, say: Say = lambda _: None) -> str:
+    plan = _plan(folder)
+    rows = metrics(folder / METRICS)
+    sections = list(_run_sections(folder, plan, rows))
+    sections += plan_sections(plan, say)
+    return page(
+        f"{folder.name}: {plan.job.model.name}", f"{job_line(plan.job)} Layout: {plan.layout}.", sections, footer(folder.name)
+    )
+
+
+def _plan(folder: Path) -> Plan:
+    if not (folder / compare.PLAN).is_file():
+        raise SpecError(f"{folder} has no {compare.PLAN}, so it is not a run: try a folder that `ultrascale train --out` wrote")
+    return Plan.load(folder / compare.PLAN)
+
+
+def metrics(file: Path) -> list[dict[str, Any]]:
+    """The steps of a run; a last line that a live run has not finished is left out."""
+    try:
+        if file.stat().st_size > LARGEST:
+            raise SpecError(f"{file} has {file.stat().st_size:,} bytes, too many to draw: expected at most {LARGEST:,}")
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{file} cannot be read ({error}): expected the metrics of a run, a JSON object a line") from None
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            if number == len(lines):
+                break
+            raise SpecError(f"{file} line {number} is not JSON: expected the metrics of one step") from None
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise SpecError(f"{file} line {number} has no step: expected the metrics of one step, such as " + '{"step": 1}')
+        rows.append(row)
+    return rows
+
+
+def _run_sections(folder: Path, plan: Plan, rows: list[dict[str, Any]]) -> Iterator[Section]:
+    parts: list[str] = []
+    seen = Measurement.load(folder / compare.MEASUREMENT) if (folder / compare.MEASUREMENT).is_file() else None
+    if seen is not None:
+        parts.append(tiles(list(_headline(seen, rows))))
+    else:
+        parts.append(words(f"There is no {compare.MEASUREMENT}: the run goes on, or ended before its last step."))
+    if rows:
+        parts += [chart(evidence.losses({folder.name: rows}), "loss"), chart(evidence.throughput({folder.name: rows}), "speed")]
+    else:
+        parts.append(words("No step has been written yet."))
+    yield Section("Run", tuple(parts))
+    if seen is not None:
+        sides = compare.Side("plan", plan, plan.estimate), compare.Side(folder.name, plan, seen)
+        found = compare.compare(*sides)
+        head = ("term", "predicted", "measured", "difference")
+        lines = [
+            (
+                ("– " if one.part else "") + one.name,
+                amount(one.first, one.unit, "predicted"),
+                amount(one.second, one.unit, "measured"),
+                "" if one.difference is None else f"{one.difference:+.1%}",
+            )
+            for one in found.terms
+        ]
+        drawn = chart(time.predicted_and_measured(found), "predicted-measured")
+        yield Section("Predicted and measured", (bullets(found.sentences), drawn, table(head, lines, numbers=(1, 2, 3))))
+    if (folder / ENVIRONMENT).is_file():
+        yield Section("Environment", (details(ENVIRONMENT, (folder / ENVIRONMENT).read_text(encoding="utf-8")[:100_000]),))
+
+
+def _headline(seen: Measurement, rows: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    yield "one step, measured", seconds(seen.step_time_s)
+    yield "tokens/s on every GPU" if "cuda" in seen.device else "tokens/s of every process", f"{seen.tokens_per_s_per_gpu:,.0f}"
+    if seen.mfu is not None:
+        yield "MFU", f"{seen.mfu:.1%}"
+    yield "peak memory", f"{seen.peak_gib:,.2f} GiB"
+    if rows:
+        yield f"loss at step {rows[-1]['step']:,}", f"{rows[-1].get('loss', float('nan')):.3f}"

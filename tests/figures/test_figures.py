@@ -1,0 +1,150 @@
+"""Pictures show the numbers of the plan: heights, labels, units, and nothing drawn twice."""
+
+from __future__ import annotations
+
+import pytest
+
+from ultrascale import Cluster, Job, Layout, Model, Plan, SpecError, estimate, plan
+from ultrascale.cost.timeline import simulated
+from ultrascale.figures import choice, evidence, memory, pipeline, style, time
+from ultrascale.measure import compare
+from ultrascale.plan import survey
+from ultrascale.plan.reasons import neighbours
+from ultrascale.schedules.actions import Kind
+from ultrascale.specs.units import GIB
+
+pytest.importorskip("plotly")
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    return Job(model=Model.load("llama-3.2-1b"), cluster=Cluster.load("16xh100"), seq=4096, batch_tokens=2**18)
+
+
+def made(job: Job, **fields: object) -> Plan:
+    layout = Layout(**fields)  # type: ignore[arg-type]
+    found = estimate(job, layout)
+    return Plan(job=job, layout=layout, estimate=found, rejected=neighbours(job, layout, found))
+
+
+@pytest.fixture(scope="module")
+def four_stages(job: Job) -> Plan:
+    return made(job, dp=4, pp=4, gas=16, schedule="dualpipe-v", virtual_stages=2, zero=1)
+
+
+def test_memory_bars_add_up_to_each_stage(four_stages: Plan) -> None:
+    figure = memory.by_stage(four_stages)
+    for place, stage in enumerate(four_stages.estimate.memory):
+        assert sum(trace.y[place] for trace in figure.data) == pytest.approx(stage.total_gib)
+    assert figure.layout.shapes[0].y0 == four_stages.estimate.capacity_gib
+    assert "GiB" in figure.layout.yaxis.title.text
+
+
+def test_memory_over_a_step_reaches_the_peak(four_stages: Plan) -> None:
+    stage = four_stages.estimate.peak_stage
+    figure = memory.over_step(four_stages)
+    totals = [sum(trace.y[i] for trace in figure.data) for i in range(len(figure.data[0].x))]
+    held = four_stages.estimate.memory[stage].memory
+    assert max(totals) == pytest.approx((held.total - held.runtime) / GIB, rel=0.02)
+
+
+def test_time_bars_add_up_to_the_step(four_stages: Plan) -> None:
+    figure = time.by_cause(four_stages)
+    assert sum(sum(trace.x) for trace in figure.data) == pytest.approx(1e3 * four_stages.estimate.time.total)
+    labels = [label for trace in figure.data for label in trace.y]
+    assert len(labels) == len(set(labels))
+
+
+def test_the_gantt_draws_every_action_once_and_pairs_in_halves(four_stages: Plan) -> None:
+    timeline = simulated(four_stages.job, four_stages.layout)
+    figure = pipeline.schedule(four_stages)
+    bars = {trace.name: trace for trace in figure.data}
+    forwards = [event for event in timeline.events if event.action.kind is Kind.F]
+    assert len(bars["forward"].x) == len(forwards)
+    assert sum(len(trace.x) for name, trace in bars.items() if name != "bubble") == len(timeline.events)
+    spans = [(event.rank, event.start_s, event.end_s) for event in timeline.events]
+    halves = sum(width < 0.5 for name, trace in bars.items() if name != "bubble" for width in trace.width)
+    assert halves == sum(spans.count(span) > 1 for span in spans)
+    assert halves > 0
+    assert f"{timeline.bubble_fraction:.1%}" in figure.layout.title.text
+
+
+def test_a_long_step_is_cut_and_the_title_says_so(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "MOST", 50)
+    figure = pipeline.schedule(made(job, dp=4, pp=4, gas=16, zero=1))
+    drawn = sum(len(trace.x) for trace in figure.data if trace.name != "bubble")
+    assert drawn <= 50
+    assert "first" in figure.layout.title.text
+
+
+def test_sensitivity_marks_what_does_not_fit() -> None:
+    job = Job(model=Model.load("llama-3-8b"), cluster=Cluster.load("8xh100"), seq=4096, batch_tokens=2**17)
+    figure = choice.sensitivity(made(job, dp=8, zero=3, gas=4), most=40)
+    hatched = [name for name, shape in zip(figure.data[0].y, figure.data[0].marker.pattern.shape, strict=True) if shape]
+    assert any(name.startswith("zero=0") for name in hatched)
+    assert not any(name.startswith("recompute=full") for name in hatched)
+
+
+def test_the_front_holds_the_fastest_and_nothing_that_another_beats(job: Job) -> None:
+    front = survey.front(job)
+    fastest = plan(job, top=1, explain=False).plans[0].estimate.step_time_s
+    assert front[0][1].step_time_s == pytest.approx(fastest, rel=0.02)
+    times, peaks = [found.step_time_s for _, found in front], [found.peak_gib for _, found in front]
+    assert times == sorted(times)
+    assert peaks == sorted(peaks, reverse=True)
+    figure = choice.pareto(front, front[0][1])
+    assert list(figure.data[0].y) == [found.headroom_gib for _, found in front]
+
+
+def test_scaling_keeps_tokens_per_gpu_and_shows_the_node(job: Job) -> None:
+    points = survey.scaling(job, 16)
+    for point in points:
+        if point.estimate is not None:
+            tokens = point.estimate.tokens_per_s * point.estimate.step_time_s
+            assert tokens == pytest.approx(point.gpus * survey.SEQUENCES * job.seq)
+    figure = choice.scaling(points, job.cluster, "scaling")
+    assert [trace.name for trace in figure.data] == list(survey.TECHNIQUES)
+    assert figure.layout.annotations[0].text == "node boundary"
+    inside = {point.technique: point.estimate for point in points if point.gpus == 16}
+    tensor, data = inside["tensor"], inside["data"]
+    assert tensor is not None
+    assert data is not None
+    assert tensor.tokens_per_s < data.tokens_per_s  # across nodes tensor parallelism pays
+
+
+def test_the_heat_map_says_what_does_not_fit(job: Job) -> None:
+    models = [Model.load("llama-3.2-1b"), Model.load("llama-3-405b")]
+    cells = survey.heat_map(models, job.cluster, [1, 2], 4096, 2**18)
+    figure = choice.heat_map(cells, "h100")
+    text = figure.data[0].text
+    assert text[1][0] == "does not fit"
+    assert "tok/s/GPU" in text[0][0]
+    assert figure.data[0].z[0][0] == pytest.approx(100 * cells[0].estimate.mfu)  # type: ignore[union-attr]
+
+
+def test_predicted_beside_measured(four_stages: Plan) -> None:
+    side = compare.Side("a", four_stages, four_stages.estimate)
+    found = compare.compare(side, side)
+    figure = time.predicted_and_measured(found)
+    first = figure.data[0]
+    assert first.x[list(first.y).index("step time")] == pytest.approx(1e3 * four_stages.estimate.step_time_s)
+
+
+def test_losses_and_speed_of_runs() -> None:
+    rows = [{"step": 1, "loss": 5.0, "tokens_per_s_per_gpu": 10.0}, {"step": 2, "loss": 4.0, "eval_loss": 4.5}]
+    figure = evidence.losses({"a": rows})
+    assert [list(trace.y) for trace in figure.data] == [[5.0, 4.0], [4.5]]
+    assert list(evidence.throughput({"a": rows}).data[0].y) == [10.0]
+
+
+@pytest.mark.parametrize("theme", style.THEMES)
+def test_themes_change_colours_only(theme: style.Theme, four_stages: Plan) -> None:
+    figure = style.themed(memory.by_stage(four_stages), theme)
+    assert figure.layout.paper_bgcolor == style.PAPER[theme]
+    assert figure.layout.font.color == style.INK[theme]
+    with pytest.raises(SpecError, match="light or dark"):
+        style.layout_of("blue")  # type: ignore[arg-type]
+
+
+def test_owners_have_colours_of_their_own() -> None:
+    assert len(set(style.OWNERS.values())) == len(style.OWNERS)
