@@ -15,7 +15,7 @@ from ultrascale.cli.common import BAD_INPUT, NO, app
 
 # Each adds its verbs to the app; the panels of `--help` stand in this order.
 # isort: off
-from ultrascale.cli import plan, run, measure  # noqa: F401
+from ultrascale.cli import plan, run, measure, see, hand_over  # noqa: F401
 
 
 @app.callback(invoke_without_command=True)

@@ -30,11 +30,11 @@ def schedule(plan: Plan) -> go.Figure:
     return gantt(simulated(plan.job, plan.layout), name)
 
 
-def gantt(timeline: Timeline, name: str) -> go.Figure:
-    """Ranks downwards, time to the right; what is grey is the bubble."""
+def gantt(timeline: Timeline, name: str, unit: str = "") -> go.Figure:
+    """Ranks downwards, time to the right; what is grey is the bubble. `unit`: of the times, where they are no seconds."""
     go, ranks = style.graph_objects(), len(timeline.busy_s)
     events, until = _shown(timeline)
-    unit, factor = ("s", 1.0) if until >= 1 else ("ms", 1e3)
+    unit, factor = (unit, 1.0) if unit else ("s", 1.0) if until >= 1 else ("ms", 1e3)
     part = (
         "" if until == timeline.makespan_s else f", first {until * factor:,.1f} of {timeline.makespan_s * factor:,.1f} {unit}"
     )

@@ -51,7 +51,7 @@ def picture(title: str, x: str = "", y: str = "", height: int = 420) -> go.Figur
     """An empty one, with its title and the names of its axes; units stand in those."""
     figure = graph_objects().Figure()
     figure.update_layout(
-        title={"text": title, "x": 0.01, "xanchor": "left", "font": {"size": 16}, "automargin": True},
+        title={"text": title, "x": 0.01, "xanchor": "left", "y": 0.98, "yanchor": "top", "font": {"size": 16}},
         xaxis_title=x or None,
         yaxis_title=y or None,
         height=height,

@@ -7,13 +7,14 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.validate import kind_of, shown
 
+Form = Literal["YAML", "JSON"]
 MAX_BYTES = 2 * 2**20  # a plan is some tens of KiB; a checkpoint named by mistake should not be parsed
 MAX_MERGED = 10_000  # fields that `<<` may bring together: nested merges multiply, and a short file could fill the memory
 
@@ -30,23 +31,28 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
         raise SpecError(f"{what} file {path} is not text: expected YAML or JSON") from None
     except OSError as error:
         raise SpecError(f"{what} file {path} {_reason(error)}: expected a YAML or JSON file") from None
-    form = "JSON" if path.suffix.lower() == ".json" else "YAML"
+    form: Form = "JSON" if path.suffix.lower() == ".json" else "YAML"
+    return mapping_of(text, f"{what} file {path}", form)
+
+
+def mapping_of(text: str, what: str, form: Form = "YAML") -> dict[str, Any]:
+    """The mapping that a text spells out; SpecError, with the line, when it is none."""
     try:
         data = json.loads(text, object_pairs_hook=_once) if form == "JSON" else yaml.load(text, _Loader)
     except json.JSONDecodeError as error:
-        raise SpecError(f"{what} file {path} is not JSON: {error.msg} at line {error.lineno}") from None
+        raise SpecError(f"{what} is not JSON: {error.msg} at line {error.lineno}") from None
     except yaml.MarkedYAMLError as error:
         where = f" at line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise SpecError(f"{what} file {path} is not YAML: {error.problem}{where}") from None
+        raise SpecError(f"{what} is not YAML: {error.problem}{where}") from None
     except (yaml.YAMLError, ValueError) as error:  # a character no text has, a date or number that is none
-        raise SpecError(f"{what} file {path} is not {form}: {str(error).splitlines()[0]}") from None
+        raise SpecError(f"{what} is not {form}: {str(error).splitlines()[0]}") from None
     except RecursionError:
-        raise SpecError(f"{what} file {path} is nested too deeply: expected a mapping of fields to values") from None
+        raise SpecError(f"{what} is nested too deeply: expected a mapping of fields to values") from None
     if not isinstance(data, Mapping):
-        raise SpecError(f"{what} file {path} is {kind_of(data)} but must be a mapping of fields to values")
+        raise SpecError(f"{what} is {kind_of(data)} but must be a mapping of fields to values")
     bad = [key for key in data if not isinstance(key, str)]
     if bad:
-        raise SpecError(f"{what} file {path} has the key {shown(bad[0])} but fields are named by text")
+        raise SpecError(f"{what} has the key {shown(bad[0])} but fields are named by text")
     return dict(data)
 
 

@@ -1,0 +1,109 @@
+"""What every page has: links to the others, the theme's switch, messages, and figures that follow the theme."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from nicegui import ui
+
+from ultrascale.figures import style
+from ultrascale.specs.errors import RunError, SpecError
+from ultrascale.studio.ask import Ask
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+PAGES = {"/": "Plan", "/schedules": "Schedules", "/runs": "Runs", "/accuracy": "Accuracy"}
+
+
+class Frame:
+    """A page's address, theme and message line."""
+
+    def __init__(self, path: str, ask: Ask) -> None:
+        self.path, self.ask = path, ask
+        self.charts: list[Chart] = []
+        self.dark = ui.dark_mode(ask.theme == "dark")
+        ui.colors(primary=style.BLUE, secondary=style.GREEN, accent=style.ORANGE)
+        with ui.header().classes("items-center gap-6 bg-primary"):
+            ui.label("Ultrascale").classes("text-lg font-bold")
+            for target, name in PAGES.items():
+                here = target == path
+                link = ui.link(name, f"{target}?theme={ask.theme}" if ask.theme == "dark" else target)
+                link.classes("text-white no-underline" + (" font-bold underline" if here else ""))
+                if here:
+                    link.props('aria-current="page"')
+            ui.space()
+            switch = ui.button("light / dark", on_click=self.switch).props("flat dense color=white")
+            switch.props('aria-label="switch between light and dark"')
+        self.message = ui.label("").classes("text-negative whitespace-pre-wrap").props('role="alert"')
+
+    @property
+    def theme(self) -> style.Theme:
+        return "dark" if self.ask.theme == "dark" else "light"
+
+    def switch(self) -> None:
+        self.changed(theme="light" if self.theme == "dark" else "dark")
+        self.dark.value = self.theme == "dark"
+        for chart in self.charts:
+            chart.redraw()
+
+    def changed(self, **values: str) -> None:
+        """The page's address says what it shows."""
+        self.ask = self.ask.changed(**values)
+        query = self.ask.query()
+        ui.navigate.history.replace(f"{self.path}?{query}" if query else self.path)
+
+    def say(self, text: str) -> None:
+        self.message.text = text
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Bad input becomes a sentence on the page, which stays alive."""
+        try:
+            yield
+        except (SpecError, RunError) as error:
+            self.say(str(error))
+
+
+class Chart:
+    """A figure's place on a page; empty until there is something to show."""
+
+    def __init__(self, frame: Frame, marker: str) -> None:
+        self.frame, self.marker = frame, marker
+        self.place = ui.element("div").classes("w-full")
+        self.figure: go.Figure | None = None
+        self.element: ui.plotly | None = None
+        frame.charts.append(self)
+
+    def show(self, figure: go.Figure | None) -> None:
+        self.figure = figure
+        if figure is None:
+            self.place.clear()
+            self.element = None
+        self.redraw()
+
+    def redraw(self) -> None:
+        if self.figure is None:
+            return
+        drawn = _drawn(self.figure, self.frame.theme)
+        if self.element is None:
+            with self.place:
+                self.element = ui.plotly(drawn).classes("w-full").mark(self.marker).props(f'role="img" id="{self.marker}"')
+        else:
+            self.element.update_figure(drawn)
+
+
+def _drawn(figure: go.Figure, theme: style.Theme) -> dict[str, Any]:
+    data: dict[str, Any] = style.themed(figure, theme).to_plotly_json()
+    return {**data, "config": {"responsive": True, "displaylogo": False}}
+
+
+def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], marker: str) -> ui.table:
+    """A plain table: the first column names, the others say."""
+    columns = [{"name": str(n), "label": label, "field": str(n), "align": "left"} for n, label in enumerate(head)]
+    data = [{str(n): value for n, value in enumerate(row)} for row in rows]
+    made = ui.table(columns=columns, rows=data).classes("w-full").mark(marker)
+    made.props("flat dense wrap-cells hide-pagination").props(":rows-per-page-options=[0]")
+    return made

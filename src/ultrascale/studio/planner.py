@@ -1,0 +1,261 @@
+"""The planner's page: what is wanted on the left, what is best on the right, and a layout to cut by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast, get_args
+
+from nicegui import events, run, ui
+
+from ultrascale.cost.estimate import estimate
+from ultrascale.cost.legality import problem
+from ultrascale.figures import choice, memory, pipeline, time
+from ultrascale.plan.objective import OBJECTIVES, Objective
+from ultrascale.plan.search import Result
+from ultrascale.plan.search import plan as search
+from ultrascale.report.of_plan import headline, plan_page, verdict
+from ultrascale.specs.errors import SpecError, nearest
+from ultrascale.specs.files import to_yaml
+from ultrascale.specs.framework import Framework
+from ultrascale.specs.gpu import GPU
+from ultrascale.specs.job import Precision
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.model import Model
+from ultrascale.specs.plan import HEADER, Plan
+from ultrascale.specs.units import seconds
+from ultrascale.studio.ask import LONGEST, Ask, pasted
+from ultrascale.studio.by_hand import ByHand
+from ultrascale.studio.frame import Chart, Frame
+from ultrascale.studio.sheet import Sheet
+
+SHOWN = 10  # layouts in the table
+REST_S = 0.15  # a control that still moves is not yet a question
+
+
+class Planner:
+    def __init__(self, ask: Ask) -> None:
+        self.frame = Frame("/", ask)
+        self.asked = 0
+        self.result: Result | None = None
+        self.plan: Plan | None = None
+        with ui.row().classes("w-full no-wrap items-start gap-6"):
+            with ui.column().classes("w-72 shrink-0 gap-2"):
+                self.controls()
+            with ui.column().classes("grow min-w-0 gap-3"):
+                self.answers()
+
+    # What is wanted.
+
+    def controls(self) -> None:
+        ask = self.frame.ask
+        ui.label("What is trained, on what").classes("text-base font-bold")
+        self.choose("model", "Model", list(Model.presets()), ask.model)
+        ui.button("Paste a model…", on_click=self.paste).props("outline dense no-caps")
+        self.shape = ui.label("").classes("text-sm")
+        self.choose("gpu", "GPU", list(GPU.presets()), ask.gpu)
+        with ui.row().classes("w-full no-wrap"):
+            self.write("nodes", "Nodes", ask.nodes)
+            self.write("per_node", "GPUs a node", ask.per_node)
+        self.write("batch", "Batch (tokens a step)", ask.batch)
+        self.write("seq", "Sequence (tokens)", ask.seq)
+        self.choose("precision", "Precision", list(get_args(Precision)), ask.precision)
+        self.choose("objective", "Objective", list(OBJECTIVES), ask.objective)
+        self.choose("framework", "Engine", list(Framework.presets()), ask.framework)
+        self.write("fix", "Fix, such as tp=8,zero=1", ask.fix)
+        self.write("forbid", "Forbid, such as cp", ask.forbid)
+
+    def choose(self, name: str, label: str, options: list[str], value: str) -> None:
+        known = value if value in options else options[0]
+        select = ui.select(options, label=label, value=known, with_input=len(options) > 12).classes("w-full").mark(name)
+        select.props(f'dense outlined aria-label="{label}"')
+        select.on_value_change(lambda event: self.wanted(name, event))
+
+    def write(self, name: str, label: str, value: str) -> None:
+        field = ui.input(label, value=value).classes("w-full").mark(name)
+        field.props(f'dense outlined maxlength=200 aria-label="{label}"')
+        field.on_value_change(lambda event: self.wanted(name, event))
+
+    async def wanted(self, name: str, event: events.ValueChangeEventArguments[Any]) -> None:
+        values = {name: str(event.value or "").strip()}
+        if name == "model":
+            values["shape"] = ""
+        if name not in ("fix", "forbid"):
+            values["layout"] = ""
+        self.frame.changed(**values)
+        await self.answer()
+
+    def paste(self) -> None:
+        with ui.dialog() as dialog, ui.card().classes("w-[36rem]"):
+            ui.label("A model file (YAML) or a Hugging Face config.json")
+            text = (
+                ui.textarea(value=self.frame.ask.shape).props(f"outlined maxlength={LONGEST}").classes("w-full").mark("shape")
+            )
+            problem_line = ui.label("").classes("text-negative")
+
+            async def take() -> None:
+                try:
+                    pasted(text.value or "")
+                except SpecError as error:
+                    problem_line.text = str(error)
+                    return
+                dialog.close()
+                self.frame.changed(shape=text.value or "", layout="")
+                await self.answer()
+
+            with ui.row():
+                ui.button("Use it", on_click=take)
+                ui.button("Cancel", on_click=dialog.close).props("flat")
+        dialog.open()
+
+    # What is best.
+
+    def answers(self) -> None:
+        self.summary = ui.label("").classes("text-sm")
+        self.tiles = ui.row().classes("gap-3")
+        self.verdict = ui.label("").mark("verdict")
+        self.layouts = ui.table(
+            columns=[
+                {"name": name, "label": label, "field": name, "align": "left" if name == "layout" else "right"}
+                for name, label in (
+                    ("layout", "layout"),
+                    ("step", "step"),
+                    ("rate", "tokens/s/GPU"),
+                    ("mfu", "MFU"),
+                    ("peak", "peak GiB"),
+                )
+            ],
+            rows=[],
+            row_key="number",
+            selection="single",
+            on_select=self.picked,
+        ).classes("w-full")
+        self.layouts.props("flat dense wrap-cells hide-pagination hide-selected-banner").props(
+            ":rows-per-page-options=[0]"
+        ).mark("layouts")
+        with ui.row():
+            ui.button("plan.yaml", on_click=self.save_plan).props("outline dense no-caps")
+            ui.button("report.html", on_click=self.save_report).props("outline dense no-caps")
+            self.exports = ui.row()
+        with ui.expansion("Why this layout, and what was assumed", value=True).classes("w-full"):
+            self.reasons = ui.column().classes("gap-1")
+        with ui.expansion("Cut it by hand, and watch memory and time", value=True).classes("w-full"):
+            self.by_hand = ByHand(self.frame, self.cut)
+        self.by_stage, self.by_cause = Chart(self.frame, "memory-by-stage"), Chart(self.frame, "time-by-cause")
+        self.over_step, self.schedule = Chart(self.frame, "memory-over-step"), Chart(self.frame, "schedule")
+        self.sensitivity = Chart(self.frame, "sensitivity")
+        with ui.expansion("The cheat-sheet, with this plan's numbers", value=True).classes("w-full"):
+            self.sheet = Sheet()
+
+    async def answer(self) -> None:
+        """Search anew, once the controls have come to rest; an answer that was overtaken is thrown away."""
+        self.asked += 1
+        mine = self.asked
+        await asyncio.sleep(REST_S)
+        if mine != self.asked:
+            return
+        with self.frame.telling():
+            ask = self.frame.ask
+            self.shape.text = f"pasted: {ask.the_model().name}" if ask.shape else ""
+            job = ask.job()
+            if ask.objective not in OBJECTIVES:
+                raise SpecError(f"objective is '{ask.objective:.40}': {nearest(ask.objective, OBJECTIVES)}")
+            wish = cast("Objective", ask.objective)
+            found = await run.io_bound(search, job, top=SHOWN, objective=wish, fix=_words(ask.fix), forbid=_words(ask.forbid))
+            if mine != self.asked or found is None:
+                return
+            self.frame.say("")
+            self.result = found
+            self.show_result(found)
+
+    def show_result(self, found: Result) -> None:
+        self.summary.text = " · ".join(
+            [f"{found.evaluated:,} legal layouts in {found.seconds:.2f} s, {found.fitting:,} fit", *found.notes]
+        )
+        rows = []
+        for number, one in enumerate(found.plans):
+            e = one.estimate
+            rows.append(
+                {
+                    "number": number,
+                    "layout": str(one.layout),
+                    "step": seconds(e.step_time_s),
+                    "rate": f"{e.tokens_per_s_per_gpu:,.0f}",
+                    "mfu": f"{e.mfu:.1%}",
+                    "peak": f"{e.peak_gib:,.1f}",
+                }
+            )
+        self.layouts.rows = rows
+        self.layouts.selected = rows[:1]
+        if not found.plans:
+            self.frame.say(str(found.no_fit))
+            return
+        best = found.plans[0]
+        own = self.frame.ask.own_layout(best.job, best.layout) if self.frame.ask.layout else best.layout
+        self.by_hand.begin(best)
+        self.show_plan(best if own is None or own == best.layout else self.planned(best, own))
+
+    def picked(self, event: events.TableSelectionEventArguments) -> None:
+        if self.result is not None and event.selection:
+            chosen = self.result.plans[event.selection[0]["number"]]
+            first = self.result.plans[0].layout
+            changes = {
+                n: getattr(chosen.layout, n) for n in Layout.model_fields if getattr(chosen.layout, n) != getattr(first, n)
+            }
+            text = ",".join(f"{name}={str(value).lower()}" for name, value in changes.items())
+            self.frame.changed(layout=text)
+            self.by_hand.begin(chosen)
+            self.show_plan(chosen)
+
+    def cut(self, layout: Layout, changes: str) -> str | None:
+        """The user moved the layout: show what it does, or why it cannot be."""
+        assert self.result is not None
+        job = self.result.plans[0].job
+        sentence = problem(job, layout)
+        if sentence is not None:
+            return sentence
+        self.frame.changed(layout=changes)
+        self.show_plan(self.planned(self.result.plans[0], layout))
+        return None
+
+    @staticmethod
+    def planned(best: Plan, layout: Layout) -> Plan:
+        found = estimate(best.job, layout)
+        faster = found.step_time_s / best.estimate.step_time_s - 1
+        return Plan(
+            job=best.job, layout=layout, estimate=found, reasons=(f"Cut by hand: a step takes {faster:+.1%} of the best's",)
+        )
+
+    def show_plan(self, plan: Plan) -> None:
+        self.plan = plan
+        self.tiles.clear()
+        with self.tiles:
+            for name, value in headline(plan):
+                with ui.card().classes("p-2 gap-0"):
+                    ui.label(value).classes("text-lg font-bold").mark(f"tile {name.split(' of ')[0]}")
+                    ui.label(name).classes("text-xs")
+        self.verdict.text = f"{plan.layout}: {verdict(plan)}"
+        self.by_stage.show(memory.by_stage(plan))
+        self.over_step.show(memory.over_step(plan))
+        self.by_cause.show(time.by_cause(plan))
+        self.schedule.show(pipeline.schedule(plan) if plan.layout.pp > 1 else None)
+        self.sensitivity.show(choice.sensitivity(plan) if plan.rejected else None)
+        self.sheet.show(plan)
+        self.reasons.clear()
+        with self.reasons:
+            for line in (*plan.reasons, *plan.estimate.notes):
+                ui.label(f"• {line}")
+
+    # What is taken away.
+
+    def save_plan(self) -> None:
+        if self.plan is not None:
+            ui.download.content(HEADER + to_yaml(self.plan.to_mapping()), "plan.yaml")
+
+    async def save_report(self) -> None:
+        if self.plan is not None:
+            page = await run.io_bound(plan_page, self.plan, "plan.yaml")
+            ui.download.content(page or "", "report.html")
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.replace(" ", ",").split(",") if word.strip()]

@@ -1,0 +1,126 @@
+"""The runs' page: metrics of the runs in the folder that the studio was given, live, and beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from nicegui import ui
+
+from ultrascale.figures import evidence, time
+from ultrascale.measure import compare
+from ultrascale.report.of_run import METRICS, metrics
+from ultrascale.show.compare import _shown as amount
+from ultrascale.specs.errors import RunError, SpecError
+from ultrascale.studio.ask import Ask
+from ultrascale.studio.frame import Chart, Frame, table
+
+MOST = 200  # runs in the list, newest first
+EVERY_S = 2.0
+
+
+def names(folder: Path) -> list[str]:
+    """Runs of the folder, newest first; a link that leads out of it is none."""
+    inside = folder.resolve()
+    found = [
+        path
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if path.is_dir() and path.resolve().parent == inside and (path / compare.PLAN).is_file()
+    ]
+    found.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    return [path.name for path in found[:MOST]]
+
+
+class Runs:
+    def __init__(self, ask: Ask, query: Mapping[str, str], folder: Path) -> None:
+        self.frame, self.folder = Frame("/runs", ask), folder
+        known = names(folder)
+        chosen = [name for name in query.get("run", "").split("|") if name in known] or known[:1]
+        ui.label(f"Runs in {folder}").classes("text-base font-bold")
+        self.select = ui.select(known, label="runs", value=chosen, multiple=True, on_change=self.picked)
+        self.select.classes("w-full").props('use-chips outlined dense aria-label="runs"').mark("runs")
+        self.state = ui.label("").mark("run-state")
+        self.loss, self.speed = Chart(self.frame, "loss"), Chart(self.frame, "speed")
+        self.beside = Chart(self.frame, "beside")
+        self.terms = ui.column().classes("w-full")
+        self.seen: dict[str, float] = {}
+        self.refresh()
+        ui.timer(EVERY_S, self.refresh)
+
+    def picked(self, event: Any) -> None:
+        self.seen = {}
+        words = urlencode({"run": "|".join(event.value), **({"theme": "dark"} if self.frame.theme == "dark" else {})})
+        ui.navigate.history.replace(f"/runs?{words}")
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read anew what has changed on the disk."""
+        known = names(self.folder)
+        if known != list(self.select.options):
+            self.select.set_options(known, value=[name for name in self.select.value if name in known])
+        chosen = [name for name in self.select.value if name in known]
+        if not known:
+            self.state.text = "There is no run here yet: `ultrascale train --out` writes one."
+            return
+        stamps = {name: _stamp(self.folder / name) for name in chosen}
+        if stamps == self.seen and self.seen:
+            return
+        self.seen = stamps
+        self.frame.say("")
+        with self.frame.telling():
+            self.draw(chosen)
+
+    def draw(self, chosen: list[str]) -> None:
+        rows = {name: metrics(self.folder / name / METRICS) for name in chosen}
+        steps = [
+            f"{name}: {len(found):,} steps" + (f", loss {found[-1]['loss']:.3f}" if found else "")
+            for name, found in rows.items()
+        ]
+        self.state.text = " · ".join(steps) or "Choose a run."
+        some = any(rows.values())
+        self.loss.show(evidence.losses(rows) if some else None)
+        self.speed.show(evidence.throughput(rows) if some else None)
+        self.terms.clear()
+        found = self.compared(chosen)
+        self.beside.show(time.predicted_and_measured(found) if found is not None else None)
+        if found is not None:
+            heads = (
+                "term",
+                f"{found.first.name} ({found.first.word})",
+                f"{found.second.name} ({found.second.word})",
+                "difference",
+            )
+            lines = [
+                (
+                    one.name,
+                    amount(one.first, one.unit, found.first.word),
+                    amount(one.second, one.unit, found.second.word),
+                    "" if one.difference is None else f"{one.difference:+.1%}",
+                )
+                for one in found.terms
+            ]
+            with self.terms:
+                for sentence in found.sentences:
+                    ui.label(sentence)
+                table(heads, lines, "terms")
+
+    def compared(self, chosen: list[str]) -> compare.Comparison | None:
+        """One run beside its plan, or two beside each other, once they have been measured."""
+        done = [name for name in chosen if (self.folder / name / compare.MEASUREMENT).is_file()]
+        if len(chosen) not in (1, 2) or len(done) != len(chosen):
+            return None
+        try:
+            sides = [compare.load(self.folder / name) for name in chosen]
+            sides = [compare.Side(name, side.plan, side.seen) for name, side in zip(chosen, sides, strict=True)]
+            if len(sides) == 1:
+                sides = [compare.Side("its plan", sides[0].plan, sides[0].plan.estimate), sides[0]]
+            return compare.compare(sides[0], sides[1])
+        except (SpecError, RunError) as error:
+            self.frame.say(str(error))
+            return None
+
+
+def _stamp(run: Path) -> float:
+    return max((file.stat().st_mtime for file in run.iterdir() if file.is_file()), default=0.0)

@@ -1,0 +1,77 @@
+"""Starts the studio on this machine: loopback only, one folder of runs, nothing else of the disk."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from pathlib import Path
+
+from ultrascale.specs.errors import SpecError
+
+HOST = "127.0.0.1"
+PORT = 8765
+
+
+def serve(folder: Path, accuracy: Path | None = None, port: int = PORT, show: bool = True) -> None:
+    """Until Ctrl-C. Refuses a port that is taken, before anything is started."""
+    if not 1 <= port <= 65_535:
+        raise SpecError(f"--port is {port} but must be from 1 to 65535, such as {PORT}")
+    _free(port)
+    try:
+        from nicegui import app, ui
+    except ImportError as error:
+        raise SpecError("the studio is built on NiceGUI, which is not installed: pip install 'ultrascale[studio]'") from error
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+    pages(folder, accuracy)
+    # A page elsewhere that resolves its own name to 127.0.0.1 must not reach this one.
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
+    ui.run(host=HOST, port=port, title="Ultrascale", show=show, reload=False, show_welcome_message=False, favicon="📐")
+
+
+def pages(folder: Path, accuracy: Path | None) -> None:
+    """Each address with what builds its page; what was asked stands in the address."""
+    from nicegui import ui
+    from starlette.requests import Request
+
+    from ultrascale.studio.accuracy import Accuracy
+    from ultrascale.studio.ask import Ask
+    from ultrascale.studio.planner import Planner
+    from ultrascale.studio.runs import Runs
+    from ultrascale.studio.schedules import Schedules
+
+    def asked(request: Request) -> tuple[Ask, dict[str, str]]:
+        query = dict(request.query_params)
+        return Ask.from_query(query), query
+
+    async def plan_page(request: Request) -> None:
+        page = Planner(asked(request)[0])
+        await ui.context.client.connected()
+        await page.answer()
+
+    async def schedules_page(request: Request) -> None:
+        Schedules(*asked(request))
+
+    async def runs_page(request: Request) -> None:
+        Runs(*asked(request), folder)
+
+    async def accuracy_page(request: Request) -> None:
+        page = Accuracy(asked(request)[0], accuracy)
+        await ui.context.client.connected()
+        await page.load()
+
+    for path, build in (("/", plan_page), ("/schedules", schedules_page), ("/runs", runs_page), ("/accuracy", accuracy_page)):
+        # Annotations are texts here (from __future__), which FastAPI cannot look up in a function's own names.
+        build.__annotations__["request"] = Request
+        ui.page(path, title=f"Ultrascale · {path.strip('/') or 'plan'}")(build)
+
+
+def _free(port: int) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise SpecError(f"port {port} is taken, perhaps by another studio: try --port {port + 1}") from None
+            raise SpecError(f"port {port} cannot be used ({error.strerror}): try --port {PORT}") from None

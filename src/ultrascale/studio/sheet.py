@@ -1,0 +1,27 @@
+"""The cheat-sheet, live: every formula of the playbook with this plan's numbers in it."""
+
+from __future__ import annotations
+
+from nicegui import ui
+
+from ultrascale.cost import cheatsheet
+from ultrascale.specs.plan import Plan
+from ultrascale.studio.frame import table
+
+TECHNIQUE = ("technique", "degree", "batch", "memory", "compute", "communication", "overlap")
+
+
+class Sheet:
+    def __init__(self) -> None:
+        self.place = ui.column().classes("w-full")
+
+    def show(self, plan: Plan) -> None:
+        self.place.clear()
+        with self.place:
+            formulas = [(one.name, one.form, one.value) for one in cheatsheet.formulas(plan)]
+            table(("quantity", "formula", "here"), formulas, "formulas")
+            rows = [
+                (x.name, x.degree, x.batch, x.memory, x.compute, x.communication, x.verdict)
+                for x in cheatsheet.strategies(plan)
+            ]
+            table(TECHNIQUE, rows, "techniques")

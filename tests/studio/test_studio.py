@@ -1,0 +1,234 @@
+"""The studio as a browser sees it: a real server, and a real headless Chromium where one is installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ultrascale import Cluster, Job, Layout, Model, Plan, estimate
+
+pytest.importorskip("nicegui")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def a_run(folder: Path, name: str) -> Path:
+    job = Job(model=Model.load("tiny"), cluster=Cluster.load("1xh100"), seq=128, batch_tokens=1024)
+    layout = Layout(mbs=8)
+    run = folder / name
+    run.mkdir()
+    Plan(job=job, layout=layout, estimate=estimate(job, layout)).save(run / "plan.yaml")
+    step(run, 1)
+    return run
+
+
+def step(run: Path, number: int) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": number, "loss": 5.0 - number, "tokens_per_s_per_gpu": 100.0}) + "\n")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def environment() -> dict[str, str]:
+    """As outside of a test: NiceGUI starts another server when it sees pytest."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "ultrascale", "studio", "--no-browser", *words]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("studio")
+    (folder / "runs").mkdir()
+    a_run(folder / "runs", "first")
+    a_run(folder, "outside")
+    (folder / "runs" / "link").symlink_to(folder / "outside")
+    rows = Path(__file__).parents[2] / "data" / "published.csv"
+    lines = rows.read_text(encoding="utf-8").splitlines(keepends=True)
+    (folder / "some.csv").write_text("".join(lines[:12]), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(place: Path) -> Iterator[str]:
+    port = free_port()
+    log = (place / "log").open("w")
+    server = subprocess.Popen(
+        command("--port", str(port), "--runs", str(place / "runs"), "--accuracy", str(place / "some.csv")),
+        stdout=log,
+        stderr=log,
+        env=environment(),
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(600):
+            try:
+                urllib.request.urlopen(url, timeout=10).close()
+                break
+            except OSError:
+                assert server.poll() is None, (place / "log").read_text()
+                time.sleep(0.1)
+        yield url
+    finally:
+        server.terminate()
+        server.wait(10)
+        log.close()
+
+
+def test_every_page_answers_and_strangers_do_not_get_in(address: str) -> None:
+    for path in (
+        "/",
+        "/schedules",
+        "/runs",
+        "/accuracy",
+        "/?model=nothing&nodes=-3",
+        "/runs?run=../outside",
+        "/schedules?ranks=x",
+    ):
+        with urllib.request.urlopen(address + path, timeout=30) as answer:
+            assert answer.status == 200
+    request = urllib.request.Request(address, headers={"Host": "evil.example"})
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        urllib.request.urlopen(request, timeout=10)
+
+
+def test_only_the_folder_it_was_given_is_read(address: str) -> None:
+    with urllib.request.urlopen(f"{address}/runs?run=../outside|link|first", timeout=30) as answer:
+        page = answer.read().decode()
+    assert "first" in page
+    assert "outside" not in page.replace("../outside|link|first", "")
+
+
+def test_a_taken_port_is_refused(address: str, place: Path) -> None:
+    port = address.rsplit(":", 1)[1]
+    done = subprocess.run(command("--port", port), capture_output=True, text=True, timeout=60, env=environment())
+    assert done.returncode == 2
+    assert f"try --port {int(port) + 1}" in done.stderr
+    done = subprocess.run(command("--accuracy", "nowhere.csv"), capture_output=True, text=True, timeout=60, env=environment())
+    assert done.returncode == 2
+    assert "nowhere.csv does not exist" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="a browser is driven with Playwright")
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium on this machine")
+    with playwright.sync_playwright() as driver:
+        found = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A tab in which no error may appear."""
+    tab = browser.new_page(viewport={"width": 1280, "height": 900})
+    tab.set_default_timeout(30_000)
+    errors: list[str] = []
+    tab.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    tab.on("pageerror", lambda error: errors.append(str(error)))
+    yield tab
+    tab.close()
+    assert not errors
+
+
+def first_layout(page: Any) -> str:
+    page.wait_for_selector("table tbody tr:has-text('mbs')")
+    return str(page.locator("table tbody tr").first.inner_text())
+
+
+def test_controls_change_the_answer_and_the_address(address: str, page: Any) -> None:
+    page.goto(f"{address}/?model=llama-3.2-1b&nodes=1")
+    first = first_layout(page)
+    page.get_by_label("Fix, such as tp=8,zero=1").fill("tp=2")
+    page.wait_for_function("document.querySelector('table tbody tr').innerText.includes('tp2')")
+    assert first_layout(page) != first
+    page.wait_for_url("**/*fix=tp%3D2*")
+    shared = page.url
+    page.goto("about:blank")
+    page.goto(shared)
+    assert "tp2" in first_layout(page)
+
+
+def test_bad_input_is_a_sentence_and_the_page_lives_on(address: str, page: Any) -> None:
+    page.goto(f"{address}/?model=llama-3.2-1b&nodes=1")
+    first_layout(page)
+    page.get_by_label("Nodes").fill("many")
+    page.wait_for_selector("text=must be a whole number")
+    page.get_by_label("Nodes").fill("1")
+    page.wait_for_function("!document.body.innerText.includes('must be a whole number')")
+
+
+def test_a_layout_cut_by_hand_with_the_keyboard(address: str, page: Any) -> None:
+    page.goto(f"{address}/?model=llama-3.2-1b&nodes=1&fix=tp=1")
+    first_layout(page)
+    slider = page.get_by_role("slider", name="tp").locator("[tabindex='0']")
+    slider.focus()
+    slider.press("ArrowRight")
+    page.wait_for_selector("text=/dp4 tp2.*: It fits/")
+    page.wait_for_url("**/*layout=tp%3D2*")
+
+
+def test_exports_and_the_report_download(address: str, page: Any) -> None:
+    page.goto(f"{address}/?model=llama-3.2-1b&nodes=1")
+    first_layout(page)
+    with page.expect_download() as waiting:
+        page.get_by_role("button", name="plan.yaml").click()
+    assert "llama-3.2-1b" in Path(waiting.value.path()).read_text(encoding="utf-8")
+    with page.expect_download() as waiting:
+        page.get_by_role("button", name="report.html").click()
+    assert "<!doctype html>" in Path(waiting.value.path()).read_text(encoding="utf-8")[:100]
+
+
+def test_a_schedule_is_played(address: str, page: Any) -> None:
+    page.goto(f"{address}/schedules?schedule=afab&ranks=4&microbatches=4")
+    page.wait_for_selector("text=bubble 42.9%")
+    slider = page.get_by_role("slider", name="micro-batches").locator("[tabindex='0']")
+    slider.focus()
+    slider.press("ArrowRight")
+    page.wait_for_selector("text=bubble 37.5%")
+    page.wait_for_selector(".main-svg")
+    page.get_by_role("button", name="Play").click()
+    page.wait_for_function("document.querySelectorAll('.shapelayer path').length > 0")
+
+
+def test_a_run_is_followed_while_it_trains(address: str, page: Any, place: Path) -> None:
+    page.goto(f"{address}/runs")
+    page.wait_for_selector("text=/first: [0-9]+ steps/")
+    found = re.search(r"first: (\d+) steps", page.inner_text("body"))
+    assert found is not None
+    step(place / "runs" / "first", int(found[1]) + 1)
+    page.wait_for_selector(f"text=first: {int(found[1]) + 1} steps")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("path", ["/", "/schedules", "/runs", "/accuracy"])
+def test_screenshots_of_every_page_in_both_themes(address: str, page: Any, path: str, theme: str, tmp_path: Path) -> None:
+    page.set_viewport_size({"width": 800, "height": 900})
+    page.goto(f"{address}{path}?theme={theme}")
+    page.wait_for_selector(".main-svg")
+    shot = tmp_path / "page.png"
+    page.screenshot(path=shot, full_page=True)
+    assert shot.stat().st_size > 10_000
+    paper = page.eval_on_selector(".main-svg", "svg => svg.style.background")
+    assert paper.replace(" ", "") == {"light": "rgb(255,255,255)", "dark": "rgb(22,24,29)"}[theme]
+    assert page.evaluate("document.documentElement.scrollWidth <= 800"), "nothing is wider than the window"
