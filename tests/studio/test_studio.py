@@ -142,7 +142,7 @@ def browser() -> Iterator[Any]:
 def page(browser: Any) -> Iterator[Any]:
     """A tab in which no error may appear."""
     tab = browser.new_page(viewport={"width": 1280, "height": 900})
-    tab.set_default_timeout(30_000)
+    tab.set_default_timeout(120_000)
     errors: list[str] = []
     tab.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
     tab.on("pageerror", lambda error: errors.append(str(error)))
@@ -199,6 +199,19 @@ def test_exports_and_the_report_download(address: str, page: Any) -> None:
     assert "<!doctype html>" in Path(waiting.value.path()).read_text(encoding="utf-8")[:100]
 
 
+@pytest.mark.slow
+def test_the_map_of_best_layouts(address: str, page: Any) -> None:
+    page.goto(f"{address}/?model=llama-3.2-1b&nodes=1")
+    first_layout(page)
+    page.get_by_label("Batch (tokens a step)").fill("256k")
+    page.wait_for_url("**/*batch=256k*")
+    page.get_by_role("link", name="Explore").click()
+    page.wait_for_url("**/explore?*batch=256k*")
+    page.wait_for_selector("#scaling .main-svg")
+    page.get_by_role("button", name="Draw the map").click()
+    page.wait_for_selector("#heat-map .main-svg", timeout=300_000)
+
+
 def test_a_schedule_is_played(address: str, page: Any) -> None:
     page.goto(f"{address}/schedules?schedule=afab&ranks=4&microbatches=4")
     page.wait_for_selector("text=bubble 42.9%")
@@ -221,7 +234,7 @@ def test_a_run_is_followed_while_it_trains(address: str, page: Any, place: Path)
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("path", ["/", "/schedules", "/runs", "/accuracy"])
+@pytest.mark.parametrize("path", ["/", "/explore", "/schedules", "/runs", "/accuracy"])
 def test_screenshots_of_every_page_in_both_themes(address: str, page: Any, path: str, theme: str, tmp_path: Path) -> None:
     page.set_viewport_size({"width": 800, "height": 900})
     page.goto(f"{address}{path}?theme={theme}")

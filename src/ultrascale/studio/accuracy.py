@@ -32,7 +32,8 @@ class Accuracy:
         with self.frame.telling():
             found = await run.io_bound(_scored, self.file)
             self.scored = found or []
-            self.draw()
+            if not self.frame.closed:
+                self.draw()
 
     def draw(self) -> None:
         errors = [one.error for one in self.scored if one.error is not None]

@@ -15,7 +15,7 @@ from ultrascale.studio.ask import Ask
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-PAGES = {"/": "Plan", "/schedules": "Schedules", "/runs": "Runs", "/accuracy": "Accuracy"}
+PAGES = {"/": "Plan", "/explore": "Explore", "/schedules": "Schedules", "/runs": "Runs", "/accuracy": "Accuracy"}
 
 
 class Frame:
@@ -24,19 +24,23 @@ class Frame:
     def __init__(self, path: str, ask: Ask) -> None:
         self.path, self.ask = path, ask
         self.charts: list[Chart] = []
+        self.links: dict[str, ui.link] = {}
+        self.client = ui.context.client
         self.dark = ui.dark_mode(ask.theme == "dark")
         ui.colors(primary=style.BLUE, secondary=style.GREEN, accent=style.ORANGE)
         with ui.header().classes("items-center gap-6 bg-primary"):
             ui.label("Ultrascale").classes("text-lg font-bold")
             for target, name in PAGES.items():
                 here = target == path
-                link = ui.link(name, f"{target}?theme={ask.theme}" if ask.theme == "dark" else target)
+                link = ui.link(name, target)
                 link.classes("text-white no-underline" + (" font-bold underline" if here else ""))
+                self.links[target] = link
                 if here:
                     link.props('aria-current="page"')
             ui.space()
             switch = ui.button("light / dark", on_click=self.switch).props("flat dense color=white")
             switch.props('aria-label="switch between light and dark"')
+        self.point_links()
         self.message = ui.label("").classes("text-negative whitespace-pre-wrap").props('role="alert"')
 
     @property
@@ -53,7 +57,19 @@ class Frame:
         """The page's address says what it shows."""
         self.ask = self.ask.changed(**values)
         query = self.ask.query()
+        self.point_links()
         ui.navigate.history.replace(f"{self.path}?{query}" if query else self.path)
+
+    def point_links(self) -> None:
+        """The other pages keep what was asked here."""
+        query = self.ask.query()
+        for target, link in self.links.items():
+            link.props(f'href="{target}?{query}"' if query else f'href="{target}"')
+
+    @property
+    def closed(self) -> bool:
+        """Whoever asked has gone, and an answer that took its time has nowhere to go."""
+        return not self.client.has_socket_connection
 
     def say(self, text: str) -> None:
         self.message.text = text

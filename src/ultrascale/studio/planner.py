@@ -161,7 +161,7 @@ class Planner:
                 raise SpecError(f"objective is '{ask.objective:.40}': {nearest(ask.objective, OBJECTIVES)}")
             wish = cast("Objective", ask.objective)
             found = await run.io_bound(search, job, top=SHOWN, objective=wish, fix=_words(ask.fix), forbid=_words(ask.forbid))
-            if mine != self.asked or found is None:
+            if mine != self.asked or found is None or self.frame.closed:
                 return
             self.frame.say("")
             self.result = found

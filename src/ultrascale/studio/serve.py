@@ -36,6 +36,7 @@ def pages(folder: Path, accuracy: Path | None) -> None:
 
     from ultrascale.studio.accuracy import Accuracy
     from ultrascale.studio.ask import Ask
+    from ultrascale.studio.explore import Explore
     from ultrascale.studio.planner import Planner
     from ultrascale.studio.runs import Runs
     from ultrascale.studio.schedules import Schedules
@@ -49,6 +50,11 @@ def pages(folder: Path, accuracy: Path | None) -> None:
         await ui.context.client.connected()
         await page.answer()
 
+    async def explore_page(request: Request) -> None:
+        page = Explore(asked(request)[0])
+        await ui.context.client.connected()
+        await page.load()
+
     async def schedules_page(request: Request) -> None:
         Schedules(*asked(request))
 
@@ -60,7 +66,14 @@ def pages(folder: Path, accuracy: Path | None) -> None:
         await ui.context.client.connected()
         await page.load()
 
-    for path, build in (("/", plan_page), ("/schedules", schedules_page), ("/runs", runs_page), ("/accuracy", accuracy_page)):
+    built = {
+        "/": plan_page,
+        "/explore": explore_page,
+        "/schedules": schedules_page,
+        "/runs": runs_page,
+        "/accuracy": accuracy_page,
+    }
+    for path, build in built.items():
         # Annotations are texts here (from __future__), which FastAPI cannot look up in a function's own names.
         build.__annotations__["request"] = Request
         ui.page(path, title=f"Ultrascale · {path.strip('/') or 'plan'}")(build)
