@@ -11,8 +11,8 @@ import pytest
 from conftest import Run
 from ultrascale.measure import kernels_timed, ladders
 from ultrascale.measure.kernels import Report, Row
-from ultrascale.measure.ladders import Ladder, Rung
-from ultrascale.train import launch, machine
+from ultrascale.measure.ladders import Figures, Here, Ladder, Rung
+from ultrascale.train import machine
 
 
 @pytest.fixture
@@ -31,9 +31,6 @@ def test_without_a_gpu_it_says_what_to_do(run: Run) -> None:
     assert code == 2
     assert not out
     assert "on a machine that has one" in said
-    code, _, said = run("bench", "ladders", "--only", "kernels", "--model", "tiny")
-    assert code == 2
-    assert "a CPU runs operator by operator" in said
 
 
 @pytest.mark.parametrize(
@@ -42,7 +39,7 @@ def test_without_a_gpu_it_says_what_to_do(run: Run) -> None:
         (("kernels", "--only", "gates"), "did you mean 'gate'"),
         (("kernels", "--hidden", "1000"), "multiple of 128"),
         (("kernels", "--tokens", "many"), "--tokens"),
-        (("ladders", "--only", "date"), "known: kernels"),
+        (("ladders", "--only", "dato"), "did you mean 'data'"),
         (("ladders", "--model", "tinny"), "tiny"),
         (("ladders", "--seq", "long"), "--seq"),
     ],
@@ -72,16 +69,29 @@ def test_kernels_to_a_terminal_and_a_file(run: Run, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_ladder_to_a_terminal_and_a_file(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "machine", lambda *_: None)
-    made = Ladder("kernels", "tiny", (Rung("eager", "a", step_s=0.5), Rung("compile", "b", problem="out of memory")))
-    monkeypatch.setattr(ladders, "kernels", lambda *_: made)
+def test_ladders_to_a_terminal_and_a_file(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, Here]] = []
+    rungs = (Rung("eager", "a", measured=Figures(0.5, 1.0, None, None)), Rung("compile", "b", problem="out of memory"))
+
+    def climb(name: str, here: Here, say: object) -> Ladder:
+        asked.append((name, here))
+        return Ladder(name, "tiny", rungs if name == "kernels" else rungs[1:])
+
+    monkeypatch.setattr(ladders, "climb", climb)
     file = tmp_path / "out.json"
-    code, out, _ = run("bench", "ladders", "--model", "tiny", "--json", file)
+    code, out, _ = run("bench", "ladders", "--only", "kernels,precision", "--seq", "2k", "--json", file)
     assert code == 0
-    assert "500.0" in out
+    assert [name for name, _ in asked] == ["precision", "kernels"]
+    here = asked[0][1]
+    assert (here.model.name, here.seq, here.mbs, here.world, here.gpus) == ("llama-3.2-1b", 2048, 8, 1, 1)
+    assert "500.0 ms" in out
     assert "out of memory" in out
-    assert [rung["name"] for rung in json.loads(file.read_text())["rungs"]] == ["eager", "compile"]
+    assert [one["name"] for one in json.loads(file.read_text())["ladders"]] == ["precision", "kernels"]
+    code, _, _ = run("bench", "ladders", "--only", "precision")
+    assert code == 1  # no rung ran
+    code, _, said = run("bench", "ladders", "--nproc", "2")
+    assert code == 2
+    assert "shows 1 GPU" in said
 
 
 def test_help_teaches(run: Run) -> None:

@@ -7,14 +7,17 @@ from typing import Annotated
 
 import typer
 
-from ultrascale.cli.common import JsonFileOption, write_json
+from ultrascale.cli.bench_layouts import layouts
+from ultrascale.cli.common import NO, JsonFileOption, write_json
 
 app = typer.Typer(
     name="bench",
-    help="Measure on this machine: kernels against each other, techniques step by step.",
+    help="Measure on this machine: layouts, techniques step by step, collectives, kernels, and what the hardware gives.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.command()(layouts)
 
 
 @app.command()
@@ -70,42 +73,118 @@ def kernels(
 
 @app.command()
 def ladders(
-    only: Annotated[str | None, typer.Option("--only", help="[cyan]kernels[/]: eager, compile, fused. Default: all.")] = None,
+    only: Annotated[
+        str | None,
+        typer.Option(
+            "--only",
+            help="Some of them: [cyan]data,zero,tensor,context,pipeline[/] (several processes), "
+            "[cyan]recompute,precision,kernels[/] (one). Default: all.",
+        ),
+    ] = None,
     model: Annotated[
-        str, typer.Option("--model", "-m", help="A preset ([cyan]llama-3.2-1b[/]) or a model file.")
-    ] = "llama-3.2-1b",
-    seq: Annotated[str, typer.Option("--seq", "-s", help="Sequence length in tokens: [cyan]4096[/] or [cyan]4k[/].")] = "4096",
-    mbs: Annotated[int, typer.Option("--mbs", help="Sequences in a step.", min=1, max=2**20)] = 8,
-    steps: Annotated[int, typer.Option("--steps", help="Steps that count, after those that warm up.", min=1, max=2**20)] = 10,
+        str | None,
+        typer.Option("--model", "-m", help="A preset or a model file. Default: llama-3.2-1b on GPUs, tiny on a CPU."),
+    ] = None,
+    seq: Annotated[
+        str | None, typer.Option("--seq", "-s", help="Tokens of a sequence. Default: 4096 on GPUs, 128 on a CPU.")
+    ] = None,
+    mbs: Annotated[
+        int | None,
+        typer.Option("--mbs", help="Sequences in a micro-batch. Default: 8 on GPUs, 2 on a CPU.", min=1, max=2**20),
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option("--nproc", "-n", help="Processes. Default: one per GPU, or 2 on a CPU.", min=1, max=1024)
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", help="Steps that count, after two that warm up.", min=1, max=2**20)] = 8,
     json_file: JsonFileOption = None,
 ) -> None:
-    """Climb a technique step by step in the real engine: what each step costs, holds, and bought over the one before.
+    """Climb each technique step by step in the real engine: what each step costs, holds, and bought over the one before.
 
+    [dim]ultrascale bench ladders --only data,pipeline[/]
     [dim]ultrascale bench ladders --only kernels --model llama-3.2-1b --seq 4096 --mbs 8[/]
 
-    Each rung trains in a process of its own on one GPU. One that runs out of memory is a row that says so.
+    Each rung is a run of its own. Its step, its tensors at the peak, the communication that nothing hides and the pipeline's
+    bubble stand beside the estimate for this machine. A rung that cannot run here, or has no memory, is a row that says so.
     """
+    from functools import cache
+
     from ultrascale.measure import ladders as climb
-    from ultrascale.show import kernels as show
+    from ultrascale.show import bench_ladders as show
     from ultrascale.show.lines import progress, terminal
     from ultrascale.specs.errors import SpecError
     from ultrascale.specs.model import Model
     from ultrascale.specs.units import tokens as count
-    from ultrascale.train import launch
+    from ultrascale.train import launch, machine
 
-    climb.chosen(only)
-    loaded, length = Model.load(model), count(seq, "--seq", "4096")
-    if not launch.has_gpu():
-        raise SpecError(
-            "--only kernels climbs from eager to torch.compile to fused kernels, which the engine uses on a GPU alone, and "
-            "nvidia-smi shows none here: a CPU runs operator by operator, and `ultrascale train` measures that"
-        )
+    names, gpus = climb.chosen(only), len(machine.gpu_names())
+    usual = ("llama-3.2-1b", "4096", 8, gpus) if gpus else ("tiny", "128", 2, 2)
+    world = nproc or usual[3]
+    if gpus and world > gpus:
+        raise SpecError(f"--nproc is {world} but this machine shows {gpus} GPUs: try {gpus}")
+    length, size = count(seq or usual[1], "--seq", "4096"), mbs or usual[2]
+    here = climb.Here(Model.load(model or usual[0]), length, size, steps, world, gpus, cache(launch.machine))
+    launch.import_torch()
+    found, console = list[climb.Ladder](), terminal()
     with progress() as say:
-        say("looking at this machine")
-        machine = launch.machine(1, "bf16")
-        found = climb.kernels(loaded, machine, length, mbs, steps, say)
-    write_json(json_file, show.ladder_json(found))
-    show.show_ladder(terminal(), found)
+        for ladder in climb.climbed(names, here, say):
+            found.append(ladder)
+            show.show_ladder(console, ladder)
+            write_json(json_file, show.ladders_json(found))  # after each, so that a bench that is ended keeps what it found
+    if not any(rung.measured for ladder in found for rung in ladder.rungs):
+        raise typer.Exit(NO)
+
+
+@app.command()
+def collectives(
+    only: Annotated[
+        str | None,
+        typer.Option("--only", help="Some of them: [cyan]all_reduce,all_gather[/]. Default: all ten."),
+    ] = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option("--nproc", "-n", help="Processes. Default: one per GPU, or 2 on a CPU; under torchrun its own.", min=2),
+    ] = None,
+    sizes: Annotated[str, typer.Option("--sizes", help="Bytes: [cyan]1k..64M[/] in fours, or [cyan]4k,1M[/].")] = "1k..64M",
+    groups: Annotated[
+        str | None, typer.Option("--groups", help="Ranks that talk: [cyan]2,4[/]. Default: powers of two, and all.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", "-o", help="Also write every figure there, for machines.", metavar="OUT.JSON")
+    ] = None,
+) -> None:
+    """Time the playbook's collectives over sizes and groups: gloo between processes, NCCL between GPUs.
+
+    [dim]ultrascale bench collectives --nproc 4 --sizes 1k..16M --groups 2,4[/]
+    [dim]torchrun --nproc-per-node 8 -m ultrascale bench collectives --json collectives.json[/]
+
+    Algorithm and bus bandwidth are those of nccl-tests. Each collective on each group also gets its line: a latency (alpha) and
+    a bandwidth (beta), fitted to the relative errors of all sizes.
+    """
+    from ultrascale.measure import collectives as asking
+    from ultrascale.show import bench_collectives as show
+    from ultrascale.show.lines import progress, terminal
+    from ultrascale.specs.errors import SpecError
+    from ultrascale.train import machine
+    from ultrascale.train.world import seat
+
+    mine, gpus = (seat() if nproc is None else None), len(machine.gpu_names())
+    world = mine.world if mine else nproc or gpus or 2
+    if world == 1 or (mine is None and gpus == 1):
+        alone = "this machine shows one GPU" if gpus else "there is one process"
+        raise SpecError(f"{alone}, so there is nobody to talk to: on CPUs try CUDA_VISIBLE_DEVICES= with --nproc 2")
+    if mine is None and gpus and world > gpus:
+        raise SpecError(f"--nproc is {world} but this machine shows {gpus} GPUs: try {gpus}")
+    asked = asking.chosen(only), asking.sizes(sizes), asking.groups(groups, world)
+    from ultrascale.measure import collectives_timed as timed
+
+    with progress() as say:
+        report = timed.measure_as(mine, *asked, bool(gpus)) if mine else timed.measure(*asked, world, bool(gpus), say)
+    if report is None:
+        return
+    write_json(json_file, show.collectives_json(report))
+    show.show_collectives(terminal(), report)
+    if not report.points:
+        raise typer.Exit(NO)
 
 
 @app.command()
@@ -122,8 +201,8 @@ def hardware(
     [dim]ultrascale plan llama-3.2-1b --cluster cluster.yaml[/]
 
     On a GPU, products, attention and copies take turns for some seconds, until the power limit sets the clock as it does in
-    training; links between GPUs are not measured. On a CPU, products, attention, copies and gloo are timed in as many
-    processes as will train.
+    training; the links of several GPUs are timed by all-reduces. On a CPU, products, attention, copies and gloo are timed in as
+    many processes as will train.
     """
     from ultrascale.measure import hardware as measuring
     from ultrascale.show.hardware import hardware_json, show_hardware
@@ -133,11 +212,16 @@ def hardware(
     with progress() as say:
         say("measuring this machine, some ten seconds")
         launch.import_torch()
+        from ultrascale.measure.collectives import linked, sizes
+        from ultrascale.measure.collectives_timed import measure
         from ultrascale.train.machine import detect
 
         found = detect(nproc)
         if launch.has_gpu():
             found = measuring.measured(found)
+            if nproc > 1:
+                say(f"timing all-reduces between {nproc} GPUs")
+                found = linked(found, measure(["all_reduce"], sizes("1k..256M"), [nproc], nproc, True, say).points)
     if out is not None:
         found.save(out)
     write_json(json_file, hardware_json(found))

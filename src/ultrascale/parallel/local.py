@@ -126,7 +126,7 @@ def _rank(
     arguments: tuple[Any, ...],
     parent: int,
 ) -> None:
-    _end_with(parent)
+    end_with(parent)
     _mine.append(_Mouth(rank, pipe))
     try:
         _mine[-1].say(True, function(rank, nproc, store, *arguments))
@@ -160,7 +160,7 @@ def report(text: str) -> None:
     _mine[-1].say(False, _Failure(_mine[-1].rank, text, RunError))
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """A parent that is killed takes its ranks along: nobody would be left to end them."""
     if sys.platform == "linux":
         set_death_signal = 1

@@ -1,8 +1,7 @@
-"""`ultrascale bench` in the terminal: contests of kernels and ladders of techniques as tables, and the same as JSON."""
+"""`ultrascale bench kernels` in the terminal: contests of kernels as tables, and the same as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,7 +10,6 @@ from rich.table import Table
 from rich.text import Text
 
 from ultrascale.measure.kernels import WAYS, Report, Row
-from ultrascale.measure.ladders import Ladder, Rung
 from ultrascale.show.lines import labelled
 
 STYLES = {"keep": "green", "slower": "bold red", "–": ""}
@@ -45,45 +43,6 @@ def show_kernels(console: Console, report: Report) -> None:
 def kernels_json(report: Report) -> dict[str, Any]:
     rows = [{**asdict(row), "ours_of_best_other": row.share, "verdict": row.verdict} for row in report.rows]
     return {"machine": report.machine, "kernels": rows, "attention": list(report.attention)}
-
-
-def show_ladder(console: Console, ladder: Ladder) -> None:
-    table = Table(title=f"{ladder.name}: {ladder.what}", title_justify="left", title_style="bold")
-    for heading in ("rung", "what it is"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("step ms", "tokens/s", "MFU %", "peak GiB", "last loss", "ready s", "this step bought"):
-        table.add_column(heading, justify="right", overflow="fold")
-    for rung, bought in zip(ladder.rungs, gains(ladder.rungs), strict=True):
-        table.add_row(rung.name, rung.what, *_figures(rung), bought)
-    console.print(table)
-
-
-def ladder_json(ladder: Ladder) -> dict[str, Any]:
-    return asdict(ladder)
-
-
-def gains(rungs: Sequence[Rung]) -> list[str]:
-    """What each rung brought over the one that ran before it."""
-    said, before = [], None
-    for rung in rungs:
-        if rung.problem is not None:
-            said.append("–")
-            continue
-        if before is None:
-            said.append("–")
-        else:
-            memory = rung.peak_gib - before.peak_gib
-            said.append(f"{before.step_s / rung.step_s:.2f}× the speed, {memory:+.1f} GiB")
-        before = rung
-    return said
-
-
-def _figures(rung: Rung) -> tuple[str, ...]:
-    if rung.problem is not None:
-        return (rung.problem, *("–" for _ in range(5)))
-    mfu = "–" if rung.mfu is None else f"{100 * rung.mfu:.1f}"
-    times = f"{1e3 * rung.step_s:,.1f}", f"{rung.tokens_per_s:,.0f}"
-    return *times, mfu, f"{rung.peak_gib:,.2f}", f"{rung.loss:.4f}", f"{rung.ready_s:,.0f}"
 
 
 def _time(row: Row, way: str) -> str:

@@ -1,0 +1,210 @@
+"""One configuration, trained for a few steps in processes of its own: what was measured, or how it failed.
+
+The trial leads a process group: whatever happens to it, the one that asks ends the whole group, and a trial whose asker is
+killed dies with it. What its ranks print goes into the run's folder.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import pickle
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Literal
+
+from ultrascale.parallel import local
+from ultrascale.parallel.ended import ending, oom_kills
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.errors import RunError, SpecError
+from ultrascale.specs.estimate import OWNERS, Estimate
+from ultrascale.specs.measurement import Measurement
+from ultrascale.specs.units import GIB
+from ultrascale.train import launch
+from ultrascale.train.memory_advice import is_out_of_memory
+from ultrascale.train.request import Request
+
+Kind = Literal["out of memory", "timed out", "killed", "crashed", "refused", "stopped", "interrupted"]
+LOG = "log.txt"
+LOOK_S = 0.2  # between looks at a trial's metrics
+SETTLED = 2  # steps that tell nothing of speed: the first warms up, the second is followed for its memory
+_ERROR = re.compile(r"[\w.]*(?:Error|Exception)\b")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A trial that reached its last step."""
+
+    measured: Measurement
+    predicted: Estimate | None
+    loss: float
+    """of the last step"""
+    first_step_s: float
+    """with what is made once: compiled kernels, buffers, states"""
+
+
+@dataclass(frozen=True)
+class Failed:
+    kind: Kind
+    reason: str
+
+
+@dataclass(frozen=True)
+class Step:
+    number: int
+    tokens_per_s: float
+
+
+def tensors_gib(side: Estimate | Measurement) -> float:
+    """Of the fullest stage, without what the driver and the allocator keep: that is nobody's tensor."""
+    memory = side.memory[side.peak_stage].memory
+    return sum(float(getattr(memory, owner)) for owner in OWNERS if owner != "runtime") / GIB
+
+
+def run(
+    request: Request,
+    folder: Path,
+    predict: Cluster | None = None,
+    limit_s: float | None = None,
+    look: Callable[[list[Step]], bool] = lambda steps: False,
+) -> Seen | Failed:
+    """The request in a fresh process and as many ranks as its layout has.
+
+    `look` gets the settled steps that came since it last looked, every so often also none; what it answers with True is
+    stopped.
+    """
+    launch.import_torch()
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory(prefix="ultrascale-") as scratch:
+        receiving, sending = context.Pipe(duplex=False)
+        arguments = (request, folder, predict, sending, scratch, os.getpid())
+        kills = oom_kills()
+        process = context.Process(target=_trial, args=arguments)
+        process.start()
+        try:
+            sending.close()
+            return _followed(process, receiving, kills, _Tail(folder / launch.METRICS, request), limit_s, look)
+        finally:
+            _end(process)
+            receiving.close()
+
+
+def _followed(
+    process: Any, pipe: Connection, kills: int | None, tail: _Tail, limit_s: float | None, look: Callable[[list[Step]], bool]
+) -> Seen | Failed:
+    until = None if limit_s is None else time.monotonic() + limit_s
+    while not wait([pipe], timeout=LOOK_S):
+        if look(tail.new()):
+            return Failed("stopped", f"stopped after step {tail.done}")
+        if until is not None and time.monotonic() > until:
+            return Failed("timed out", f"no end within {limit_s:,.0f} s; it had done {tail.done} of {tail.steps} steps")
+    try:
+        answer = pickle.loads(pipe.recv_bytes())
+    except (EOFError, OSError):  # nothing, or a message cut short
+        process.join()
+        how = ending(process.exitcode, kills)
+        return Failed(_kind(how), f"the trial ended without a word ({how})")
+    look(tail.new())
+    assert isinstance(answer, Seen | Failed)
+    return answer
+
+
+def _trial(request: Request, folder: Path, predict: Cluster | None, pipe: Connection, scratch: str, parent: int) -> None:
+    """In the fresh process."""
+    os.setpgid(0, 0)
+    local.end_with(parent)
+    tempfile.tempdir = scratch  # what a killed trial leaves behind, its asker removes
+    answer: Seen | Failed
+    try:
+        _to_file(folder)
+        answer = _trained(request, folder, predict)
+    except BaseException as error:
+        answer = failure(error)
+    pipe.send_bytes(pickle.dumps(answer))
+    os._exit(0)
+
+
+def _trained(request: Request, folder: Path, predict: Cluster | None) -> Seen | Failed:
+    done = launch.train(request, folder, request.layout.gpus, predict, quiet=True)
+    assert done is not None
+    if done.outcome.measured is None:
+        return Failed("interrupted", f"stopped by {done.outcome.stopped} after step {done.outcome.step}")
+    lines = [json.loads(line) for line in (folder / launch.METRICS).read_text(encoding="utf-8").splitlines()]
+    return Seen(done.measured, done.predicted, lines[-1]["loss"], lines[0]["step_time_s"])
+
+
+def _to_file(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:
+        raise SpecError(f"{folder} cannot be written ({error.strerror}): name another folder, on a disk with room") from None
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for stream in (1, 2):
+        os.dup2(handle, stream)
+
+
+class _Tail:
+    """The steps that a run's metrics have gained since the last look."""
+
+    def __init__(self, file: Path, request: Request) -> None:
+        self.file, self.steps, self.gpus = file, request.training.steps, request.layout.gpus
+        self.done = 0
+        self._read = 0
+
+    def new(self) -> list[Step]:
+        try:
+            with self.file.open("rb") as file:
+                file.seek(self._read)
+                text, newline, _ = file.read().rpartition(b"\n")
+        except OSError:
+            return []
+        self._read += len(text) + len(newline)
+        records = [json.loads(line) for line in text.splitlines()]
+        self.done = records[-1]["step"] if records else self.done
+        steps = [Step(one["step"], self.gpus * one["tokens_per_s_per_gpu"]) for one in records]
+        return [step for step in steps if step.number > SETTLED]
+
+
+def _end(process: Any) -> None:
+    """At once and with all its ranks: nothing of a trial is worth waiting for."""
+    if process.is_alive():
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:  # it has not made its group yet
+            process.kill()
+    process.join()
+
+
+def failure(error: BaseException) -> Failed:
+    """What is recorded of an exception."""
+    text = str(error).strip()
+    if is_out_of_memory(error):
+        return Failed("out of memory", f"{type(error).__name__}: {text.splitlines()[0] if text else 'no more memory'}")
+    if isinstance(error, SpecError):
+        return Failed("refused", text)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if isinstance(error, RunError):
+        errors = [line for line in lines if _ERROR.match(line)]  # of a traceback, which may end in notes
+        said = errors[-1] if errors else " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+        return Failed(_kind(text), said)
+    return Failed("crashed", f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)
+
+
+def _kind(text: str) -> Kind:
+    if "ran out of memory" in text or "out-of-memory killer" in text:
+        return "out of memory"
+    if "has not moved for" in text:  # the run's own watchdog
+        return "timed out"
+    if "SIGKILL" in text or "SIGTERM" in text:
+        return "killed"
+    return "crashed"
