@@ -2,6 +2,7 @@
 
 Trains a small model on the text of Python's standard library in bf16 (in fp32 on a CPU) and in fp8 with each scaling: the same
 first weights, the same tokens in the same order. Prints how far the smoothed losses part, relative to bf16's, and draws them.
+`--control` adds bf16 with a learning rate that differs in its sixth digit: so far do two curves part by chance.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from ultrascale.train.machine import gpu_names
 WINDOW = 20  # steps whose mean is one point of a smoothed curve
 BOUND = 0.005  # how far fp8 may be from bf16
 # Okabe and Ito's palette, as in tools/draw_zero.py.
-COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73")
+COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#999999")
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, MIDDLE, BASE = 800, 520, 60, 780, 40, 300, 480
 
 Curves = Mapping[str, Sequence[float]]
 
 
-def train(precision: str, scaling: str, options: argparse.Namespace) -> list[float]:
-    """The loss of every step, in a process of its own."""
+def train(precision: str, scaling: str, options: argparse.Namespace, rate: float = 1.0) -> list[float]:
+    """The loss of every step, in a process of its own; `rate` times the learning rate."""
 
     def rank(_: int, __: int, ___: str) -> list[float]:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -52,7 +53,13 @@ def train(precision: str, scaling: str, options: argparse.Namespace) -> list[flo
         tokens = options.batch * options.seq
         job = Job(model=model, cluster=Cluster.load("1xh200"), seq=options.seq, batch_tokens=tokens, precision=precision)
         training = Training(
-            steps=options.steps, lr=options.lr, data="stdlib", fp8_scaling=scaling, fp8_keep=options.keep, kernels=kernels
+            steps=options.steps,
+            lr=rate * options.lr,
+            warmup_steps=options.warmup,
+            data="stdlib",
+            fp8_scaling=scaling,
+            fp8_keep=options.keep,
+            kernels=kernels,
         )
         batches = Batches(corpus(training, model.vocab), job.seq, options.batch, training.seed)
         engine = Engine(job, Mesh.build(Layout(mbs=options.batch), model.kv_heads, 0, device), training, batches)
@@ -120,7 +127,7 @@ def draw(curves: Curves, title: str) -> str:
     parts += [axis(below(part * BOUND), f"{100 * part * BOUND:+.1f} %") for part in (-2, -1, 0, 1, 2)]
     for number, (name, colour) in enumerate(zip(curves, COLOURS, strict=False)):
         parts.append(line(list(zip(across, map(up, smoothed(curves[name])), strict=True)), colour))
-        x = LEFT + 170 * number
+        x = LEFT + 145 * number
         parts.append(f'<rect x="{x}" y="{HEIGHT - 22}" width="12" height="12" fill="{colour}"/>')
         parts.append(f'<text x="{x + 16}" y="{HEIGHT - 12}">{name}</text>')
         if name in others:
@@ -140,8 +147,10 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=512)
     parser.add_argument("--batch", type=int, default=32, help="sequences in a step")
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--warmup", type=int, help="steps of a rising rate; default: the engine's")
     parser.add_argument("--keep", choices=("ends", "head", "none"), default="ends")
     parser.add_argument("--scalings", nargs="+", choices=("tensor", "row", "block"), default=["tensor", "row", "block"])
+    parser.add_argument("--control", action="store_true", help="the wide curve once more, the rate times 1.00001")
     parser.add_argument("-o", "--output", type=Path, default=Path("fp8_curve.svg"), help="the picture; losses go beside it")
     options = parser.parse_args()
     gpus = gpu_names()  # asked for without CUDA, which must not be touched before the processes are forked
@@ -149,6 +158,8 @@ def main() -> None:
     curves = {wide: train(wide, "tensor", options)}
     for scaling in options.scalings:
         curves[f"fp8 by {scaling}"] = train("fp8", scaling, options)
+    if options.control:
+        curves[f"{wide}, rate · 1.00001"] = train(wide, "tensor", options, rate=1.00001)
     where = gpus[0] if gpus else "CPU"
     size = f"{options.layers} × {options.hidden}, {options.batch} × {options.seq} bytes a step, keep {options.keep}"
     title = f"{where} · torch {torch.__version__} · {datetime.date.today()} · {size}"

@@ -64,10 +64,10 @@ WAYS = {"plain": "compiled", "loss": "loss", "adamw": "adamw", "made": "as_made"
 KINDS = {
     "attention": ("flash", "fmha", "cudnn"),
     "matrix products": ("gemm", "nvjet", "cutlass", "xmma", "splitk"),
-    "casts to fp8, with what is fused to them": ("_scaled_mm", "_abs_"),
+    "casts to fp8, with what is fused to them": ("_scaled_mm", "_abs_", "_cast", "absmax", "maxnan"),
     "loss": ("softmax", "nll", "_row", "_scale"),
     "norms, rotations, gates": ("_norm", "_turn", "_gate"),
-    "optimizer": ("multi_tensor", "foreach", "adam", "_step"),
+    "optimizer": ("multi_tensor", "foreach", "adam", "_step", "_squares"),
     "fused by inductor": ("triton",),
     "embedding": ("embedding", "gather", "scatter", "compute_grad_weight", "sort"),
     "gradients into fp32": ("cudafunctor_add",),

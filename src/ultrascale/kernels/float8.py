@@ -8,8 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ultrascale.kernels.float8_block import Float8Block
 from ultrascale.kernels.float8_head import Float8Head
 from ultrascale.kernels.float8_products import ByHand, Float8
+from ultrascale.kernels.fused import FusedBlock
 from ultrascale.kernels.loss import ChunkedHead
 from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.transformer import MLP, Fan, Head, Transformer
@@ -42,6 +44,9 @@ def apply(model: Transformer, scaling: Fp8Scaling, keep: Fp8Keep, device: torch.
     ends = (0, model.model.layers - 1) if keep == "ends" else ()
     for index, block in zip(model.blocks, model.each_block(), strict=True):
         if int(index) in ends:
+            continue
+        if isinstance(block, FusedBlock):
+            model.blocks[index] = Float8Block(block)
             continue
         _fan(block.attention.qkv, numbers)
         block.attention.out = _linear(block.attention.out, numbers)

@@ -1,11 +1,12 @@
-"""The head and its loss in chunks, as in kernels/loss.py, with logits and the gradient of hidden states in fp8.
+"""The head and its loss in chunks, as in kernels/loss.py, with all three products in fp8.
 
-One scale per tensor. The gradient of logits lies between -1 and 1, so that its scale is known beforehand. The weight's gradient
-adds up over chunks, which fp8 products cannot, and stays in bf16.
+The gradient of logits lies between -1 and 1, so that its scale is known beforehand. fp8 products cannot add to what is there:
+the weight's gradient sums over several chunks at once, whose gradients of logits are kept in fp8 until then.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -13,8 +14,13 @@ import torch
 from torch import Tensor
 
 from ultrascale.kernels import loss
-from ultrascale.kernels.float8_products import NARROW, WIDE, Operand, factor_below, multiply
+from ultrascale.kernels.float8_block import cast_rows, cast_turned, of_rows
+from ultrascale.kernels.float8_products import WIDE, Operand, multiply
 from ultrascale.kernels.loss import ChunkedHead, LinearCrossEntropy
+from ultrascale.specs.training import FP8_TOKENS
+
+TOGETHER = 4  # chunks in one product for the weight: 2 GiB of fp8 for a vocabulary of 128 thousand
+FACTOR = 2.0**15  # the power of two that brings 1 just below the largest of e5m2
 
 
 class _LinearCrossEntropy(LinearCrossEntropy):
@@ -22,25 +28,30 @@ class _LinearCrossEntropy(LinearCrossEntropy):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, kept: bool) -> Tensor:
+        if len(hidden) % FP8_TOKENS["tensor"]:
+            return LinearCrossEntropy.forward(ctx, hidden, weight, targets, chunk, kept)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         losses = torch.empty(len(hidden), dtype=wide, device=hidden.device)
-        narrow, table = _narrow(hidden), _narrow(weight)
-        parts = [torch.split(part, chunk) for part in (narrow.data, targets, losses)]
+        narrow, table = cast_rows(hidden), cast_rows(weight)
+        parts = *narrow, targets, losses
         if not kept:
-            for some, wanted, lost in zip(*parts, strict=True):
-                loss.loss_and_gradient(multiply(Operand(some, narrow.scale), table, hidden.dtype, fast=True), wanted, lost)
+            for data, scale, wanted, lost in _split(parts, chunk):
+                loss.loss_and_gradient(multiply(Operand(data, scale), table, hidden.dtype, fast=True), wanted, lost)
             return losses.sum()
-        turned = Operand(table.data.t().contiguous(), table.scale)
-        to_hidden, to_weight = torch.empty_like(hidden), torch.empty(weight.shape, dtype=wide, device=weight.device)
-        factor = factor_below(torch.ones((), device=weight.device), WIDE)
-        parts += [torch.split(part, chunk) for part in (hidden, to_hidden)]
-        for number, (some, wanted, lost, rows, out) in enumerate(zip(*parts, strict=True)):
-            logits = multiply(Operand(some, narrow.scale), table, hidden.dtype, fast=True)
-            gradient = loss.loss_and_gradient(logits, wanted, lost)
-            left = Operand(loss.scaled(gradient, factor, WIDE), factor.reciprocal())
-            out.copy_(multiply(left, turned, hidden.dtype))
-            loss.add_product(to_weight, gradient.t(), rows, fresh=number == 0)
-            del logits, gradient  # or the next chunk's would be made beside them
+        turned, of_hidden = cast_turned(weight, of_rows(table)), of_rows(narrow)
+        to_hidden, to_weight = torch.empty_like(hidden), None
+        back = torch.full((), 1 / FACTOR, device=weight.device)
+        for rows, *group in _split((hidden, *parts, to_hidden), TOGETHER * chunk):
+            gradients = torch.empty(len(weight), len(rows), dtype=WIDE, device=weight.device)
+            for columns, (data, scale, wanted, lost, out) in zip(
+                torch.split(gradients, chunk, 1), _split(group, chunk), strict=True
+            ):
+                logits = multiply(Operand(data, scale), table, hidden.dtype, fast=True)
+                gradient = scaled_gradient(logits, wanted, lost, columns)
+                del logits  # or the next chunk's would be made beside them
+                out.copy_(multiply(Operand(gradient, back), turned, hidden.dtype))
+            part = multiply(Operand(gradients, back), cast_turned(rows, of_hidden), wide)
+            to_weight = part if to_weight is None else to_weight.add_(part)
         ctx.save_for_backward(to_hidden, to_weight)
         ctx.dtype = weight.dtype
         return losses.sum()
@@ -50,13 +61,21 @@ linear_cross_entropy = partial(loss.linear_cross_entropy, function=_LinearCrossE
 
 
 class Float8Head(ChunkedHead):
-    """A chunked head, two of whose three products are in fp8."""
+    """A chunked head in fp8."""
 
     function = _LinearCrossEntropy
 
 
-def _narrow(x: Tensor) -> Operand:
-    """x with one scale, in two passes: no compiler fuses what is done between chunks."""
-    low, high = torch.aminmax(x)
-    factor = factor_below(torch.maximum(-low, high), NARROW)
-    return Operand(loss.scaled(x, factor, NARROW), factor.reciprocal())
+def scaled_gradient(logits: Tensor, targets: Tensor, losses: Tensor, turned: Tensor) -> Tensor:
+    """The gradient of the summed loss, times FACTOR, in fp8, and transposed in `turned`; writes each token's loss."""
+    if logits.is_cuda:
+        from ultrascale.kernels import loss_triton
+
+        return loss_triton.loss_and_scaled_gradient(logits, targets, losses, FACTOR, turned)
+    narrow = (loss.loss_and_gradient(logits, targets, losses) * FACTOR).to(turned.dtype)
+    turned.copy_(narrow.t())
+    return narrow
+
+
+def _split(parts: Iterable[Tensor], size: int) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(torch.split(part, size) for part in parts), strict=True)

@@ -47,7 +47,7 @@ def norm(
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _norm_backward(  # type: ignore[no-untyped-def]
     grad, x, scales, weight, residual, to_x, to_weight, out, rows, each,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -66,7 +66,8 @@ def _norm_backward(  # type: ignore[no-untyped-def]
         g = g * gain
         inner = tl.sum(g * unit, 0) / WIDTH
         tl.store(to_x + start + at, (past + scale * (g - unit * inner)).to(to_x.dtype.element_ty), mask=inside)
-        tl.store(out + start + at, (unit * gain).to(out.dtype.element_ty), mask=inside)
+        if AGAIN:
+            tl.store(out + start + at, (unit * gain).to(out.dtype.element_ty), mask=inside)
     tl.store(to_weight + program * WIDTH + at, sums, mask=inside)
 
 
@@ -74,16 +75,29 @@ def norm_backward(
     grad: torch.Tensor, x: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of x, with what arrives past the norm added, and of the weight; and the norm's output once more."""
+    out = torch.empty_like(x)
+    return *norm_gradients(grad, x, scales, weight, residual, out), out
+
+
+def norm_gradients(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    scales: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of x and of the weight; the norm's output is written where there is an `out` for it."""
     rows, width = x.shape
     each = triton.cdiv(rows, PROGRAMS * _processors(x.device))
     programs = triton.cdiv(rows, each)
-    to_x, out = torch.empty_like(x), torch.empty_like(x)
+    to_x = torch.empty_like(x)
     to_weight = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     _norm_backward[(programs,)](
-        grad, x, scales, weight, residual, to_x, to_weight, out, rows, each,
-        WIDTH=width, BLOCK=triton.next_power_of_2(width), STAGES=STAGES, num_warps=WARPS,
+        grad, x, scales, weight, residual, to_x, to_weight, to_x if out is None else out, rows, each,
+        WIDTH=width, BLOCK=triton.next_power_of_2(width), STAGES=STAGES, AGAIN=out is not None, num_warps=WARPS,
     )  # fmt: skip
-    return to_x, to_weight.sum(0).to(weight.dtype), out
+    return to_x, to_weight.sum(0).to(weight.dtype)
 
 
 def _processors(device: torch.device) -> int:

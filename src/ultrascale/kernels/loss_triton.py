@@ -1,7 +1,8 @@
 """Triton kernels of the chunked loss: softmax, loss and gradient in one, written over the logits; and a scaling that rounds.
 
-One program has one row of logits: it reads it once for the maximum and the sum, and once more to write the gradient. The plain
-twins stand in kernels/loss.py, what each bought in docs/kernels/loss.md.
+One program has one row of logits: it reads it once for the maximum and the sum, and once more to write the gradient; in fp8
+tiles write that, as it is and transposed. The plain twins stand in kernels/loss.py and kernels/float8_head.py, what each bought
+in docs/kernels/loss.md.
 """
 
 # No postponed annotations: Triton reads them.
@@ -12,10 +13,13 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 from ultrascale.model.transformer import IGNORED
 
 BLOCK, WARPS = 4096, 4  # numbers of a row at a time, and the warps that share them
+ROWS, COLUMNS, TILE_WARPS = 32, 128, 4  # of a tile
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _row(logits, targets, losses, ignored, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _row(  # type: ignore[no-untyped-def]
+    logits, targets, losses, sums, factor, ignored, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, OVER: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * COLUMNS
     target = tl.load(targets + row)
@@ -32,17 +36,53 @@ def _row(logits, targets, losses, ignored, COLUMNS: tl.constexpr, BLOCK: tl.cons
         top = higher
     log_sum = top + tl.log(total)
     tl.store(losses + row, tl.where(counts, log_sum - own, 0.0))
-    for begin in range(0, COLUMNS, BLOCK):
-        inside = begin + offsets < COLUMNS
-        scores = tl.load(start + begin + offsets, mask=inside, other=-float("inf")).to(tl.float32)
-        gradient = tl.exp(scores - log_sum) - tl.where(begin + offsets == target, 1.0, 0.0)
-        tl.store(start + begin + offsets, tl.where(counts, gradient, 0.0).to(logits.dtype.element_ty), mask=inside)
+    if OVER:
+        for begin in range(0, COLUMNS, BLOCK):
+            inside = begin + offsets < COLUMNS
+            scores = tl.load(start + begin + offsets, mask=inside, other=-float("inf")).to(tl.float32)
+            gradient = tl.exp(scores - log_sum) - tl.where(begin + offsets == target, 1.0, 0.0)
+            tl.store(start + begin + offsets, tl.where(counts, gradient, 0.0).to(logits.dtype.element_ty), mask=inside)
+    else:
+        tl.store(sums + row, tl.where(counts, log_sum - tl.log(factor), float("inf")))
 
 
 def loss_and_gradient_(logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor) -> None:
     """logits [n, v] become the gradient of the summed loss; losses [n] are written."""
     rows, columns = logits.shape
-    _row[(rows,)](logits, targets, losses, IGNORED, COLUMNS=columns, BLOCK=BLOCK, num_warps=WARPS)
+    _row[(rows,)](logits, targets, losses, losses, 1.0, IGNORED, COLUMNS=columns, BLOCK=BLOCK, OVER=True, num_warps=WARPS)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _softmax_tile(  # type: ignore[no-untyped-def]
+    logits, targets, sums, out, turned, factor, rows, columns, apart, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    down = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    across = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (down < rows) & (across < columns)
+    here = down.to(tl.int64) * columns + across
+    scores = tl.load(logits + here, mask=inside, other=0.0).to(tl.float32)
+    target = tl.load(targets + down, mask=down < rows, other=0).to(tl.int32)
+    log_sum = tl.load(sums + down, mask=down < rows, other=0.0)  # less that of the factor; infinite where the target is ignored
+    narrow = (tl.exp(scores - log_sum) - tl.where(across == target, factor, 0.0)).to(out.dtype.element_ty)
+    tl.store(out + here, narrow, mask=inside)
+    tl.store(turned + across.trans().to(tl.int64) * apart + down.trans(), narrow.trans(), mask=inside.trans())
+
+
+def loss_and_scaled_gradient(
+    logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor, factor: float, turned: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of the summed loss of logits [n, v], times a factor and in the format of `turned`, columns [v, n] of a
+    matrix that take it transposed; losses [n] are written.
+    """
+    rows, columns = logits.shape
+    sums = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    _row[(rows,)](logits, targets, losses, sums, factor, IGNORED, COLUMNS=columns, BLOCK=BLOCK, OVER=False, num_warps=WARPS)
+    out = torch.empty(logits.shape, dtype=turned.dtype, device=logits.device)
+    _softmax_tile[(triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS))](
+        logits, targets, sums, out, turned, factor, rows, columns, turned.stride(0),
+        ROWS=ROWS, COLUMNS=COLUMNS, num_warps=TILE_WARPS,
+    )  # fmt: skip
+    return out
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]

@@ -8,7 +8,7 @@ from ultrascale.cost import fused
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import Training
-from ultrascale.train.supported import SPLIT
+from ultrascale.train.supported import SPLIT, left_in_bf16
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,10 @@ def why_not_fused(job: Job, layout: Layout, training: Training) -> str | None:
         return f"{layout.schedule} splits their backward"
     if layout.recompute == "full":
         return "they are recomputed in full"
-    if job.precision == "fp8":
-        return "their products are in fp8"
+    if job.precision == "fp8" and training.fp8_scaling != "tensor":
+        return f"fp8 has a scale per {training.fp8_scaling}"
+    if plain := left_in_bf16(job, layout, training.model_copy(update={"fp8_keep": "head"})):
+        return plain
     if training.document_mask:
         return "attention stays within documents"
     return fused.why_not(job.model, job.seq)

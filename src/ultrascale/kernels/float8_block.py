@@ -1,0 +1,203 @@
+"""The fused block of kernels/fused.py with its products in fp8.
+
+Forward has a scale for each row, which the kernel that makes a row knows; backward, where sums also run over rows, one for a
+tensor. Only gradients are read once more for their largest entry: that of a row's tensor is the largest of its rows, and a
+gate's gradients cannot exceed the product of what they are made of. All scales are powers of two, so that a number rounds alike
+under either kind.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ultrascale.kernels import fused
+from ultrascale.kernels.float8_products import NARROW, WIDE, Operand, multiply, quantise, to_fp8
+from ultrascale.kernels.fused import FusedBlock, joined
+from ultrascale.model.operators import RMSNorm
+from ultrascale.model.rotary import Rope
+from ultrascale.model.transformer import MLP
+
+
+class Float8Block(FusedBlock):
+    """A fused block in fp8; parameters are the plain one's, under the same names."""
+
+    def forward(self, x: Tensor, rope: Rope | None, bias: Tensor | None = None) -> Tensor:
+        if bias is not None or rope is None:
+            return super().forward(x, rope, bias)
+        assert isinstance(self.mlp, MLP)
+        attention, (qkv, inputs) = self.attention, self._fans()
+        first, second = cast(RMSNorm, self.attention_norm), cast(RMSNorm, self.mlp_norm)
+        settings = *qkv.parameters(), *rope, first.eps, attention.head_dim
+        x, q, k, v = _Queries.apply(x, first.weight, *settings)  # type: ignore[no-untyped-call]
+        seen = attention.core(q, k, v)
+        weights = attention.out.weight, second.weight, *inputs.parameters(), self.mlp.down.weight
+        out: Tensor = _Rest.apply(x, seen, *weights, second.eps)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _Queries(torch.autograd.Function):
+    """Norm, the product to q, k and v, and the rotation; the input is passed on, so that its gradients meet in one kernel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gain: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, eps: float, dim: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        _, normed, roots = norm_cast(x.flatten(0, 1), None, gain, eps)
+        weight = cast_rows(joined(q, k, v))
+        joint = multiply(normed, weight, x.dtype, fast=True).view(len(roots), -1, dim)
+        heads, kv_heads = len(q) // dim, len(k) // dim
+        fused.turn_(joint, heads, kv_heads, (cos, sin))
+        ctx.save_for_backward(x, roots, gain, q, k, v, cos, sin, of_rows(normed), of_rows(weight))
+        turned_q, turned_k, values = torch.split(joint.view(*x.shape[:2], -1, dim), [heads, kv_heads, kv_heads], dim=2)
+        return x.view_as(x), turned_q, turned_k, values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, past: Tensor, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, roots, gain, q, k, v, cos, sin, of_normed, of_weight = ctx.saved_tensors
+        to_q, to_k, to_v = (grad.contiguous().flatten(0, 1) for grad in grads)
+        kept, turned = cast_both_ways(fused.turn_back(to_q, to_k, to_v, (cos, sin)).flatten(1))
+        to_normed = multiply(kept, cast_turned(joined(q, k, v), of_weight), x.dtype)
+        to_x, to_gain, normed = norm_backward_cast(to_normed, x.flatten(0, 1), roots, gain, past.flatten(0, 1), of_normed)
+        to_weights = torch.split(multiply(turned, normed, x.dtype), [len(q), len(k), len(v)])
+        return to_x.view_as(x), to_gain, *to_weights, None, None, None, None
+
+
+class _Rest(torch.autograd.Function):
+    """From attention's output to the block's: the product, the residual's sum with the norm, and the gated MLP."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, seen: Tensor, out: Tensor, gain: Tensor, gate_: Tensor, up: Tensor, down: Tensor, eps: float
+    ) -> Tensor:
+        rows = seen.flatten(2).flatten(0, 1)
+        left, weights = cast_rows(rows), [cast_rows(weight) for weight in (out, joined(gate_, up), down)]
+        projected = multiply(left, weights[0], x.dtype, fast=True)
+        total, normed, roots = norm_cast(projected, x.flatten(0, 1), gain, eps)
+        both = multiply(normed, weights[1], x.dtype, fast=True)
+        gated, of_both = gate_cast(both)
+        made = multiply(gated, weights[2], x.dtype, fast=True)
+        largest = [of_rows(one) for one in (left, normed, gated, *weights)]
+        ctx.save_for_backward(rows, total, roots, both, out, gain, gate_, up, down, of_both, *largest)
+        ctx.shape = seen.shape
+        return (total + made).view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, total, roots, both, out, gain, gate_, up, down, of_both, *largest = ctx.saved_tensors
+        of_seen, of_normed, of_gated, of_out, of_inputs, of_down = largest
+        flat = grad.contiguous().flatten(0, 1)
+        kept, turned = cast_both_ways(flat)
+        to_gated = multiply(kept, cast_turned(down, of_down), flat.dtype)
+        to_both, both_turned, gated = gate_backward_cast(to_gated, both, of_both, of_gated)
+        del to_gated
+        to_down = multiply(turned, gated, flat.dtype)
+        del gated, turned
+        to_normed = multiply(to_both, cast_turned(joined(gate_, up), of_inputs), flat.dtype)
+        to_total, to_gain, normed = norm_backward_cast(to_normed, total, roots, gain, flat, of_normed)
+        to_gate, to_up = torch.split(multiply(both_turned, normed, flat.dtype), [len(gate_), len(up)])
+        del to_both, both_turned, normed
+        kept, turned = cast_both_ways(to_total)
+        to_seen = multiply(kept, cast_turned(out, of_out), flat.dtype).view(ctx.shape)
+        to_out = multiply(turned, cast_turned(rows, of_seen), flat.dtype)
+        return to_total.view_as(grad), to_seen, to_out, to_gain, to_gate, to_up, to_down, None
+
+
+def largest(x: Tensor) -> Tensor:
+    """The largest entry, whatever its sign, in fp32."""
+    found: Tensor = torch.linalg.vector_norm(x, math.inf)
+    return found.float()
+
+
+def of_rows(operand: Operand) -> Tensor:
+    """What stands for the largest entry of a tensor whose rows have scales: it has the largest of those."""
+    return operand.scale.amax() * torch.finfo(operand.data.dtype).max
+
+
+def cast_rows(x: Tensor) -> Operand:
+    """x [n, c] in fp8, with a scale for each row."""
+    if x.is_cuda:
+        from ultrascale.kernels import float8_triton
+
+        return Operand(*float8_triton.cast_rows(x, NARROW))
+    return quantise(x, "row", NARROW)
+
+
+def norm_cast(x: Tensor, added: Tensor | None, gain: Tensor, eps: float) -> tuple[Tensor, Operand, Tensor]:
+    """As `fused.norm`, the norm's output in fp8 with a scale for each row."""
+    if x.is_cuda:
+        from ultrascale.kernels import float8_triton
+
+        total, out, scale, roots = float8_triton.norm_cast(x, added, gain, eps, NARROW)
+        return total, Operand(out, scale), roots
+    total, normed, roots = fused.norm(x, added, gain, eps)
+    return total, quantise(normed, "row", NARROW), roots
+
+
+def gate_cast(both: Tensor) -> tuple[Operand, Tensor]:
+    """silu(gate) · up of both [n, 2·f] in fp8 with a scale for each row, and the largest entry of both."""
+    if both.is_cuda:
+        from ultrascale.kernels import float8_triton
+
+        out, scale, inputs = float8_triton.gate_cast(both, NARROW)
+        return Operand(out, scale), inputs.amax()
+    return quantise(fused.gate(both), "row", NARROW), largest(both)
+
+
+def cast_turned(x: Tensor, of_x: Tensor) -> Operand:
+    """x [n, c] in fp8 with one scale, transposed."""
+    if x.is_cuda:
+        from ultrascale.kernels import float8_triton
+
+        return Operand(*float8_triton.cast_turned(x, of_x, NARROW))
+    return _turned(to_fp8(x, of_x, NARROW))
+
+
+def cast_both_ways(grad: Tensor) -> tuple[Operand, Operand]:
+    """A gradient [n, c] in fp8 with one scale, as it is and transposed."""
+    of_grad = largest(grad)
+    if grad.is_cuda:
+        from ultrascale.kernels import float8_triton
+
+        kept, turned, scale = float8_triton.cast_both_ways(grad, of_grad, WIDE)
+        return Operand(kept, scale), Operand(turned, scale)
+    narrow = to_fp8(grad, of_grad, WIDE)
+    return narrow, _turned(narrow)
+
+
+def norm_backward_cast(
+    grad: Tensor, x: Tensor, roots: Tensor, gain: Tensor, residual: Tensor, of_normed: Tensor
+) -> tuple[Tensor, Tensor, Operand]:
+    """As `fused.norm_backward`, the norm's output in fp8 and transposed."""
+    if x.is_cuda:
+        from ultrascale.kernels import float8_triton, fused_triton
+
+        gradients = fused_triton.norm_gradients(grad, x, roots, gain, residual)
+        return *gradients, Operand(*float8_triton.cast_turned(x, of_normed, NARROW, norm=(roots, gain)))
+    to_x, to_gain, normed = fused.norm_backward(grad, x, roots, gain, residual)
+    return to_x, to_gain, cast_turned(normed, of_normed)
+
+
+def gate_backward_cast(grad: Tensor, both: Tensor, of_both: Tensor, of_gated: Tensor) -> tuple[Operand, Operand, Operand]:
+    """The gradient of both as it is and transposed, and the gate's output transposed."""
+    of_grad = largest(grad)
+    if both.is_cuda:
+        from ultrascale.kernels import float8_triton
+
+        made = float8_triton.gate_backward_cast(grad, both, of_grad, of_both, of_gated, (WIDE, NARROW))
+        kept, turned, gated, scale, gated_scale = made
+        return Operand(kept, scale), Operand(turned, scale), Operand(gated, gated_scale)
+    to_both, output = fused.gate_backward(grad, both)
+    # |silu'| stays below 1.1 and |silu(x)| below |x|: a bound for both halves at once.
+    narrow = to_fp8(to_both, 1.1 * of_grad * of_both, WIDE)
+    return narrow, _turned(narrow), cast_turned(output, of_gated)
+
+
+def _turned(operand: Operand) -> Operand:
+    return Operand(operand.data.t().contiguous(), operand.scale)

@@ -1,0 +1,224 @@
+"""Triton kernels of a fused block in fp8: each rounds what a product wants in the pass that makes it.
+
+Forward's have a whole row in registers, so that its largest entry, and with it the row's scale, costs no pass. Backward's read
+a tile once and write it as it is and transposed, with one scale for all of it. The plain twins stand in
+kernels/float8_block.py, what each bought in docs/fp8.md.
+"""
+
+# No postponed annotations: Triton reads them.
+import torch
+import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+ROWS, COLUMNS, WARPS = 32, 128, 4  # of a tile
+EACH = 1024  # numbers of a row for one warp
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _factor(largest, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The power of two that brings the largest entry just below the limit."""
+    factor = LIMIT / tl.maximum(largest, 1e-12)
+    return (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _rounded(wide, factor, LIMIT: tl.constexpr, to):  # type: ignore[no-untyped-def]
+    return tl.clamp(wide * factor, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL).to(to)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _cast_rows(x, out, scale, WIDTH: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < WIDTH
+    wide = tl.load(x + row * WIDTH + at, mask=inside, other=0.0).to(tl.float32)
+    factor = _factor(tl.max(tl.abs(wide), 0), LIMIT)
+    tl.store(scale + row, 1.0 / factor)
+    tl.store(out + row * WIDTH + at, _rounded(wide, factor, LIMIT, out.dtype.element_ty), mask=inside)
+
+
+def cast_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [n, c] in fp8, and what to multiply each row by [n, 1]."""
+    rows, width = x.shape
+    out, scale = torch.empty(x.shape, dtype=dtype, device=x.device), _one_each(x)
+    _cast_rows[(rows,)](x, out, scale, LIMIT=torch.finfo(dtype).max, **_row(width))
+    return out, scale
+
+
+def _one_each(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
+
+
+def _row(width: int) -> dict[str, int]:
+    block = triton.next_power_of_2(width)
+    return {"WIDTH": width, "BLOCK": block, "num_warps": min(16, max(4, block // EACH))}
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _norm_cast(  # type: ignore[no-untyped-def]
+    x, added, weight, total, out, scale, roots, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < WIDTH
+    numbers = tl.load(x + row * WIDTH + at, mask=inside, other=0.0)
+    if ADDS:
+        numbers = numbers + tl.load(added + row * WIDTH + at, mask=inside, other=0.0)
+        tl.store(total + row * WIDTH + at, numbers, mask=inside)
+    wide = numbers.to(tl.float32)
+    root = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
+    tl.store(roots + row, root)
+    gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    normed = wide * root * gain
+    factor = _factor(tl.max(tl.abs(normed), 0), LIMIT)
+    tl.store(scale + row, 1.0 / factor)
+    tl.store(out + row * WIDTH + at, _rounded(normed, factor, LIMIT, out.dtype.element_ty), mask=inside)
+
+
+def norm_cast(
+    x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, eps: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The sum of x [n, h] and what is added to it, its norm in fp8, what to multiply each row of that by, and the norm's own
+    scale of each row [n].
+    """
+    rows, width = x.shape
+    total = x if added is None else torch.empty_like(x)
+    out, scale = torch.empty(x.shape, dtype=dtype, device=x.device), _one_each(x)
+    roots = torch.empty(rows, dtype=torch.float32, device=x.device)
+    _norm_cast[(rows,)](
+        x, x if added is None else added, weight, total, out, scale, roots, eps,
+        ADDS=added is not None, LIMIT=torch.finfo(dtype).max, **_row(width),
+    )  # fmt: skip
+    return total, out, scale, roots
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _gate_cast(both, out, scale, inputs, WIDTH: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < WIDTH
+    g = tl.load(both + row * 2 * WIDTH + at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(both + row * 2 * WIDTH + WIDTH + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(inputs + row, tl.max(tl.maximum(tl.abs(g), tl.abs(u)), 0))
+    wide = g * tl.sigmoid(g) * u
+    factor = _factor(tl.max(tl.abs(wide), 0), LIMIT)
+    tl.store(scale + row, 1.0 / factor)
+    tl.store(out + row * WIDTH + at, _rounded(wide, factor, LIMIT, out.dtype.element_ty), mask=inside)
+
+
+def gate_cast(both: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """silu(gate) · up of both [n, 2·f] in fp8, what to multiply each row by, and the largest entry of each row of both [n]."""
+    rows, width = both.shape[0], both.shape[1] // 2
+    out, scale = torch.empty(rows, width, dtype=dtype, device=both.device), _one_each(both)
+    inputs = torch.empty(rows, dtype=torch.float32, device=both.device)
+    _gate_cast[(rows,)](both, out, scale, inputs, LIMIT=torch.finfo(dtype).max, **_row(width))
+    return out, scale, inputs
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _cast(  # type: ignore[no-untyped-def]
+    x, largest, roots, gain, out, turned, scale, rows, columns,
+    LIMIT: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    factor = _factor(tl.load(largest), LIMIT)
+    down = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    across = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(scale, 1.0 / factor)
+    inside = (down < rows) & (across < columns)
+    wide = tl.load(x + down * columns + across, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        wide = wide * tl.load(roots + down, mask=down < rows, other=0.0)
+        wide = wide * tl.load(gain + across, mask=across < columns, other=0.0).to(tl.float32)
+    narrow = _rounded(wide, factor, LIMIT, turned.dtype.element_ty)
+    if KEEP:
+        tl.store(out + down * columns + across, narrow, mask=inside)
+    tl.store(turned + across.trans() * rows + down.trans(), narrow.trans(), mask=inside.trans())
+
+
+def cast_turned(
+    x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, norm: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [n, c] in fp8 and transposed, and what to multiply it by. `norm`: each row's scale and the gain, applied first."""
+    turned, scale = torch.empty(x.shape[::-1], dtype=dtype, device=x.device), _scale(x)
+    _cast[_tiles(*x.shape)](
+        x, largest, *(norm or (x, x)), x, turned, scale, *x.shape, NORM=norm is not None, KEEP=False, **_of(dtype)
+    )
+    return turned, scale
+
+
+def cast_both_ways(
+    x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [n, c] in fp8 as it is and transposed, and what to multiply either by."""
+    out, turned = (torch.empty(shape, dtype=dtype, device=x.device) for shape in (x.shape, x.shape[::-1]))
+    scale = _scale(x)
+    _cast[_tiles(*x.shape)](x, largest, x, x, out, turned, scale, *x.shape, NORM=False, KEEP=True, **_of(dtype))
+    return out, turned, scale
+
+
+def _scale(x: torch.Tensor) -> torch.Tensor:
+    """Memory of its own: cuBLAS wants a scale at an address that 16 divides."""
+    return torch.empty((), dtype=torch.float32, device=x.device)
+
+
+def _tiles(rows: int, columns: int) -> tuple[int, int]:
+    return triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS)
+
+
+def _of(dtype: torch.dtype) -> dict[str, float]:
+    return {"LIMIT": torch.finfo(dtype).max, "ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": WARPS}
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _gate_backward_cast(  # type: ignore[no-untyped-def]
+    grad, both, of_grad, of_both, of_gated, to_both, turned, gated, scale, gated_scale, rows,
+    WIDTH: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    # |silu'| stays below 1.1 and |silu(x)| below |x|: a bound for both halves at once.
+    factor = _factor(1.1 * tl.load(of_grad) * tl.load(of_both), WIDE)
+    # Read once more, so that nothing is known to be equal: where one conversion to e5m2 is both stored in a row and taken apart
+    # to be transposed, ptxas 12.8 loses every fourth number.
+    other = _factor(1.1 * tl.load(of_grad, volatile=True) * tl.load(of_both), WIDE)
+    gated_factor = _factor(tl.load(of_gated), NARROW)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(scale, 1.0 / factor)
+        tl.store(gated_scale, 1.0 / gated_factor)
+    down = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    across = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (down < rows) & (across < WIDTH)
+    d = tl.load(grad + down * WIDTH + across, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(both + down * 2 * WIDTH + across, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(both + down * 2 * WIDTH + WIDTH + across, mask=inside, other=0.0).to(tl.float32)
+    open_ = tl.sigmoid(g)
+    silu = g * open_
+    to = to_both.dtype.element_ty
+    out = _rounded(silu * u, gated_factor, NARROW, gated.dtype.element_ty)
+    to_gate, to_up = d * u * (open_ + silu * (1 - open_)), d * silu
+    tl.store(to_both + down * 2 * WIDTH + across, _rounded(to_gate, factor, WIDE, to), mask=inside)
+    tl.store(to_both + down * 2 * WIDTH + WIDTH + across, _rounded(to_up, factor, WIDE, to), mask=inside)
+    there = across.trans() * rows + down.trans()
+    tl.store(gated + there, out.trans(), mask=inside.trans())
+    tl.store(turned + there, _rounded(to_gate, other, WIDE, to).trans(), mask=inside.trans())
+    tl.store(turned + WIDTH * rows.to(tl.int64) + there, _rounded(to_up, other, WIDE, to).trans(), mask=inside.trans())
+
+
+def gate_backward_cast(
+    grad: torch.Tensor,
+    both: torch.Tensor,
+    of_grad: torch.Tensor,
+    of_both: torch.Tensor,
+    of_gated: torch.Tensor,
+    formats: tuple[torch.dtype, torch.dtype],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradient of both as it is [n, 2·f] and transposed, the gate's output transposed, and the scales of the two."""
+    (rows, width), (wide, narrow) = grad.shape, formats
+    to_both, turned = (torch.empty(shape, dtype=wide, device=both.device) for shape in (both.shape, both.shape[::-1]))
+    gated = torch.empty(width, rows, dtype=narrow, device=both.device)
+    scale, gated_scale = _scale(both), _scale(both)
+    _gate_backward_cast[_tiles(rows, width)](
+        grad, both, of_grad, of_both, of_gated, to_both, turned, gated, scale, gated_scale, rows, WIDTH=width,
+        WIDE=torch.finfo(wide).max, NARROW=torch.finfo(narrow).max, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
+    )  # fmt: skip
+    return to_both, turned, gated, scale, gated_scale

@@ -1,0 +1,146 @@
+"""The fp8 block's Triton kernels against their plain twins, by Triton's interpreter where there is no GPU.
+
+The interpreter (3.7.1) loses the carry when it rounds to fp8, so there the kernels write fp16: what they read, scale, clamp,
+transpose and leave out is the same.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from ultrascale.kernels import float8_block, float8_head, float8_products
+from ultrascale.model.transformer import IGNORED
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NARROW, WIDE = (float8_products.NARROW, float8_products.WIDE) if DEVICE == "cuda" else (torch.float16, torch.float16)
+# Before anything imports Triton: test_interpreted.py starts this file so.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="no GPU, and Triton does not interpret")
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = importlib.import_module("ultrascale.kernels.float8_triton")
+    if DEVICE == "cpu":  # several tiles of small matrices; a GPU compiles those that training runs
+        for name, size in {"ROWS": 16, "COLUMNS": 32}.items():
+            monkeypatch.setattr(module, name, size)
+    monkeypatch.setattr(float8_block, "NARROW", NARROW)
+    monkeypatch.setattr(float8_block, "WIDE", WIDE)
+    return module
+
+
+def numbers(*shape: int, seed: int = 0, size: float = 1.0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * size
+
+
+def there(*tensors: Tensor) -> list[Tensor]:
+    return [tensor.to(DEVICE) for tensor in tensors]
+
+
+def same(found: Tensor, wanted: Tensor) -> None:
+    """But for a few numbers that are neighbours, where the last bit before rounding differed."""
+    made, exact = found.cpu().float(), wanted.float()
+    assert made.shape == exact.shape
+    assert (made != exact).float().mean() < 0.01
+    torch.testing.assert_close(made, exact, rtol=2 * torch.finfo(wanted.dtype).eps, atol=1e-3)
+
+
+def same_operand(data: Tensor, scale: Tensor, wanted: float8_products.Operand) -> None:
+    same(data, wanted.data)
+    assert torch.equal(scale.cpu(), wanted.scale)
+
+
+@pytest.mark.parametrize("width", [64, 48])
+def test_cast_rows(width: int, kernels: ModuleType) -> None:
+    x = numbers(7, width) * torch.logspace(-6, 3, 7).unsqueeze(1)
+    same_operand(*kernels.cast_rows(x.to(DEVICE), NARROW), float8_block.cast_rows(x))
+
+
+@pytest.mark.parametrize("width", [64, 48])
+@pytest.mark.parametrize("adds", [True, False])
+def test_norm_cast(width: int, adds: bool, kernels: ModuleType) -> None:
+    x, gain, added = numbers(7, width), numbers(width, seed=1), numbers(7, width, seed=2) if adds else None
+    other = None if added is None else added.to(DEVICE)
+    total, out, scale, roots = kernels.norm_cast(x.to(DEVICE), other, gain.to(DEVICE), 1e-5, NARROW)
+    wanted = float8_block.norm_cast(x, added, gain, 1e-5)
+    same_operand(out, scale, wanted[1])
+    torch.testing.assert_close(total.cpu(), wanted[0])
+    torch.testing.assert_close(roots.cpu(), wanted[2])
+
+
+@pytest.mark.parametrize("width", [64, 48])
+def test_gate_cast(width: int, kernels: ModuleType) -> None:
+    both = numbers(7, 2 * width, size=3.0)
+    out, scale, inputs = kernels.gate_cast(both.to(DEVICE), NARROW)
+    wanted, of_both = float8_block.gate_cast(both)
+    same_operand(out, scale, wanted)
+    assert float(inputs.amax()) == float(of_both)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(32, 64), (40, 48)])
+def test_casts_of_tiles(rows: int, columns: int, kernels: ModuleType) -> None:
+    x = numbers(rows, columns, size=3e-4)
+    largest = float8_block.largest(x)
+    same_operand(*kernels.cast_turned(*there(x, largest), NARROW), float8_block.cast_turned(x, largest))
+    out, turned, scale = kernels.cast_both_ways(*there(x, largest), WIDE)
+    kept, other = float8_block.cast_both_ways(x)
+    same_operand(out, scale, kept)
+    same_operand(turned, scale, other)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(32, 64), (40, 48)])
+def test_a_norm_is_made_again_transposed(rows: int, columns: int, kernels: ModuleType) -> None:
+    x, gain = numbers(rows, columns), numbers(columns, seed=1)
+    _, normed, roots = float8_block.norm_cast(x, None, gain, 1e-5)
+    largest = float8_block.of_rows(normed)
+    turned, scale = kernels.cast_turned(*there(x, largest), NARROW, norm=tuple(there(roots, gain)))
+    _, _, wanted = float8_block.norm_backward_cast(torch.zeros_like(x), x, roots, gain, x, largest)
+    same_operand(turned, scale, wanted)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(32, 64), (24, 48)])
+def test_gate_backward_cast(rows: int, width: int, kernels: ModuleType) -> None:
+    grad, both = numbers(rows, width, size=1e-5), numbers(rows, 2 * width, seed=1)
+    gated, of_both = float8_block.gate_cast(both)
+    scales = float8_block.largest(grad), of_both, float8_block.of_rows(gated)
+    kept, turned, again, scale, gated_scale = kernels.gate_backward_cast(*there(grad, both, *scales), (WIDE, NARROW))
+    wanted = float8_block.gate_backward_cast(grad, both, *scales[1:])
+    for data, of_data, operand in zip((kept, turned, again), (scale, scale, gated_scale), wanted, strict=True):
+        same_operand(data, of_data, operand)
+
+
+def test_what_is_not_a_number_stays_so(kernels: ModuleType) -> None:
+    x = numbers(16, 32)
+    x[3, 5], x[4, 6] = float("nan"), float("inf")
+    (x,) = there(x)
+    rows, scale = kernels.cast_rows(x, NARROW)
+    broken = torch.zeros(16, 32, dtype=torch.bool, device=DEVICE)
+    broken[3, 5] = broken[4] = True
+    assert torch.equal(~torch.isfinite(rows.float() * scale), broken)
+    turned, _ = kernels.cast_turned(x, torch.ones((), device=DEVICE), NARROW)
+    assert torch.isnan(turned.float()[5, 3])
+
+
+@pytest.mark.parametrize("vocab", [32, 80])
+def test_gradient_of_logits(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the columns of others' gradients, which stay as they are."""
+    module = importlib.import_module("ultrascale.kernels.loss_triton")
+    for name, size in {"BLOCK": 64, "ROWS": 16, "COLUMNS": 32}.items():
+        monkeypatch.setattr(module, name, size)
+    logits, targets = numbers(24, vocab, size=3.0), torch.arange(24)
+    targets[[3, 7]] = IGNORED
+    turned, wanted_turned = (torch.ones(vocab, 56, dtype=WIDE, device=device) for device in (DEVICE, "cpu"))
+    losses, wanted_losses = (torch.empty(24, device=device) for device in (DEVICE, "cpu"))
+    # fp16 holds numbers up to twice the factor, as e5m2 does.
+    found = module.loss_and_scaled_gradient(*there(logits, targets), losses, float8_head.FACTOR, turned[:, 16:40])
+    wanted = float8_head.scaled_gradient(logits, targets, wanted_losses, wanted_turned[:, 16:40])
+    torch.testing.assert_close(losses.cpu(), wanted_losses)
+    same(found, wanted)
+    same(turned, wanted_turned)
+    assert not found[[3, 7]].any()
