@@ -2,7 +2,8 @@
 
 Trains a small model on the text of Python's standard library in bf16 (in fp32 on a CPU) and in fp8 with each scaling: the same
 first weights, the same tokens in the same order. Prints how far the smoothed losses part, relative to bf16's, and draws them.
-`--control` adds bf16 with a learning rate that differs in its sixth digit: so far do two curves part by chance.
+`--control` adds bf16 with a learning rate that differs in its sixth digit: so far do two curves part by chance. `--seeds 8`
+trains each eight times, with other weights and another order, and compares the means: chance averages out, a bias does not.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Curves = Mapping[str, Sequence[float]]
 
 
 def train(precision: str, scaling: str, options: argparse.Namespace, rate: float = 1.0) -> list[float]:
-    """The loss of every step, in a process of its own; `rate` times the learning rate."""
+    """The loss of every step, the mean over seeds, in a process of its own; `rate` times the learning rate."""
 
     def rank(_: int, __: int, ___: str) -> list[float]:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -52,18 +53,22 @@ def train(precision: str, scaling: str, options: argparse.Namespace, rate: float
         kernels = "fused" if scaling == "tensor" else "eager"
         tokens = options.batch * options.seq
         job = Job(model=model, cluster=Cluster.load("1xh200"), seq=options.seq, batch_tokens=tokens, precision=precision)
-        training = Training(
-            steps=options.steps,
-            lr=rate * options.lr,
-            warmup_steps=options.warmup,
-            data="stdlib",
-            fp8_scaling=scaling,
-            fp8_keep=options.keep,
-            kernels=kernels,
-        )
-        batches = Batches(corpus(training, model.vocab), job.seq, options.batch, training.seed)
-        engine = Engine(job, Mesh.build(Layout(mbs=options.batch), model.kv_heads, 0, device), training, batches)
-        return [engine.step(number).loss for number in range(options.steps)]
+        runs = []
+        for seed in range(options.seeds):
+            training = Training(
+                steps=options.steps,
+                lr=rate * options.lr,
+                warmup_steps=options.warmup,
+                seed=seed,
+                data="stdlib",
+                fp8_scaling=scaling,
+                fp8_keep=options.keep,
+                kernels=kernels,
+            )
+            batches = Batches(corpus(training, model.vocab), job.seq, options.batch, training.seed)
+            engine = Engine(job, Mesh.build(Layout(mbs=options.batch), model.kv_heads, 0, device), training, batches)
+            runs.append([engine.step(number).loss for number in range(options.steps)])
+        return [sum(losses) / len(losses) for losses in zip(*runs, strict=True)]
 
     (losses,) = local.run(rank, 1)
     return list(losses)
@@ -148,6 +153,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="sequences in a step")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--warmup", type=int, help="steps of a rising rate; default: the engine's")
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each, whose mean is the curve")
     parser.add_argument("--keep", choices=("ends", "head", "none"), default="ends")
     parser.add_argument("--scalings", nargs="+", choices=("tensor", "row", "block"), default=["tensor", "row", "block"])
     parser.add_argument("--control", action="store_true", help="the wide curve once more, the rate times 1.00001")
@@ -162,6 +168,7 @@ def main() -> None:
         curves[f"{wide}, rate · 1.00001"] = train(wide, "tensor", options, rate=1.00001)
     where = gpus[0] if gpus else "CPU"
     size = f"{options.layers} × {options.hidden}, {options.batch} × {options.seq} bytes a step, keep {options.keep}"
+    size += f", mean of {options.seeds} seeds" if options.seeds > 1 else ""
     title = f"{where} · torch {torch.__version__} · {datetime.date.today()} · {size}"
     show(curves, title)
     options.output.write_text(draw(curves, title), encoding="utf-8")
