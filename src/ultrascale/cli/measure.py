@@ -1,14 +1,19 @@
-"""Verbs of measuring: rehearse, compare, and those of bench."""
+"""Verbs of measuring: rehearse, compare, profile, and those of bench."""
 
 from __future__ import annotations
 
+from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ultrascale.cli.bench import app as bench_verbs
-from ultrascale.cli.common import MEASURE, JsonFileOption, JsonOption, PlanArgument, app, print_json, terminal, write_json
+from ultrascale.cli.common import MEASURE, NO, JsonFileOption, JsonOption, PlanArgument, app, print_json, terminal, write_json
+
+if TYPE_CHECKING:
+    from ultrascale.measure.trace_analysis import Analysis
 
 
 @app.command(rich_help_panel=MEASURE)
@@ -31,6 +36,43 @@ def compare(
         print_json(compare_json(found))
     else:
         show_compare(terminal(), found)
+
+
+@app.command(rich_help_panel=MEASURE)
+def calibrate(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Run folders, folders of them, a file of gathered runs, or a CSV with the columns of data/published.csv.",
+            metavar="RUNS…",
+        ),
+    ],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the cluster there, for `plan --cluster`.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Fit a cluster's constants to measured runs of it, as far as they tell them, and judge the fit on runs left out.
+
+    [dim]ultrascale calibrate runs/* -o cluster.yaml[/]
+    [dim]ultrascale plan llama-3.2-1b --cluster cluster.yaml[/]
+
+    Exit 1 if the constants that were there predict left-out runs better: then they stay, and nothing is written.
+    """
+    from ultrascale.measure.calibrate import calibrate as calibrated
+    from ultrascale.measure.calibrate_runs import load
+    from ultrascale.show.calibrate import calibrate_json, show_calibration
+    from ultrascale.show.lines import progress
+
+    with progress() as say:
+        found = calibrated(load(runs), say)
+    written = out if found.improved else None
+    if written is not None:
+        found.cluster.save(written)
+    if as_json:
+        print_json(calibrate_json(found))
+    else:
+        show_calibration(terminal(), found, written)
+    if not found.improved:
+        raise typer.Exit(NO)
 
 
 @app.command(rich_help_panel=MEASURE)
@@ -68,6 +110,80 @@ def rehearse(
     predicted, told = prediction(plan.job, plan.layout, device), notes(plan.job, plan.layout, device)
     show.show(terminal(), plan.job, plan.layout, predicted, found, told)
     write_json(json_file, show.as_json(plan.job, plan.layout, predicted, found, told, device))
+
+
+@app.command(rich_help_panel=MEASURE)
+def profile(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(help="A plan to run, and changes to it.", metavar="[PLAN.YAML] [SECTION.FIELD=VALUE]…"),
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, max=1000, help="Steps to record, after three others.")] = 5,
+    nproc: Annotated[
+        int | None,
+        typer.Option("--nproc", min=1, max=1024, help="Start so many processes here; not needed under torchrun or srun."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The run's folder: traces, memory. Default: runs/MODEL-profile-TIME.")
+    ] = None,
+    trace: Annotated[
+        list[Path] | None,
+        typer.Option("--trace", help="Read traces instead of running: files of torch.profiler, of any engine, or folders."),
+    ] = None,
+    plan: Annotated[Path | None, typer.Option("--plan", help="With --trace: the plan to lay beside it.")] = None,
+    json_file: JsonFileOption = None,
+) -> None:
+    """Profile a plan's training program, or read existing traces: where a step's time went, why, and what to change.
+
+    [dim]ultrascale profile plan.yaml --steps 5 -o runs/x[/]
+    [dim]ultrascale profile --trace trace.json.gz --plan plan.yaml[/]
+    """
+    from ultrascale.measure.profile_asked import check
+    from ultrascale.show import profile as show
+
+    check(words or [], trace or [], plan)
+    found = _read(trace, plan) if trace else _profiled(words or [], steps, nproc, out)
+    if found is not None:
+        show.show(terminal(), found)
+        write_json(json_file, show.as_json(found))
+
+
+def _read(traces: list[Path], plan: Path | None) -> Analysis:
+    from ultrascale.measure import trace_analysis
+    from ultrascale.show.lines import progress
+    from ultrascale.specs.plan import Plan
+
+    beside = None if plan is None else Plan.load(plan)
+    with progress() as say:
+        say("reading traces")
+        return trace_analysis.analyse(trace_analysis.read(traces), beside)
+
+
+def _profiled(words: list[str], steps: int, nproc: int | None, out: Path | None) -> Analysis | None:
+    """None on every rank of torchrun but the first."""
+    from ultrascale.measure import profile_asked
+    from ultrascale.show.lines import progress
+    from ultrascale.train import launch
+    from ultrascale.train.log import batch_line
+    from ultrascale.train.world import seat
+
+    mine = seat() if nproc is None else None
+    request = profile_asked.request(words, steps, mine.world if mine else nproc, launch.has_gpu())
+    folder = out or Path("runs") / f"{request.job.model.name}-profile-{datetime.now():%Y%m%d-%H%M%S}"
+    launch.import_torch()
+    from ultrascale.measure import profile as measure
+
+    first = mine is None or mine.rank == 0
+    if first:
+        console = terminal(to_errors=True)
+        console.print(f"{request.job.model.name}: {request.layout}; {batch_line(request.layout, request.job.seq)}")
+        for note in request.notes:
+            console.print(f"note: {note}")
+    with progress() as say:
+        say("measuring this machine, for a prediction to compare with")
+        machine = launch.machine(request.layout.gpus, request.job.precision) if first or launch.has_gpu() else None
+    run = launch.train(request, folder, nproc, machine, observe=partial(measure.Profiler, out=folder, steps=steps))
+    return None if run is None else measure.together(run)
 
 
 app.add_typer(bench_verbs, rich_help_panel=MEASURE)

@@ -26,8 +26,12 @@ aten = torch.ops.aten
 _ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu: (0, 4),
     aten._scaled_dot_product_flash_attention: (0, 4),
+    aten._scaled_dot_product_cudnn_attention: (0, 6),
+    aten._scaled_dot_product_efficient_attention: (0, 6),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (1, 7),
     aten._scaled_dot_product_flash_attention_backward: (1, 11),
+    aten._scaled_dot_product_cudnn_attention_backward: (1, 14),
+    aten._scaled_dot_product_efficient_attention_backward: (1, 11),
 }
 """attention: where its q, k and v begin among the arguments, and where it is told of the causal mask"""
 
@@ -209,7 +213,9 @@ def _formula(func: Any) -> Callable[[Any, Any, Any], float] | None:
         def attention(args: Any, kwargs: Any, _: Any) -> float:
             q, k, v = args[first : first + 3]
             masked = args[causal] if len(args) > causal else kwargs.get("is_causal", False)
-            whole = float(sdpa_flop_count(q.shape, k.shape, v.shape))  # type: ignore[no-untyped-call]
+            # Kernels of a GPU take fewer heads of keys than of queries, which torch 2.11 refuses to count: each query counts.
+            keys, values = ((x.shape[0], q.shape[1], *x.shape[2:]) for x in (k, v))
+            whole = float(sdpa_flop_count(q.shape, keys, values))  # type: ignore[no-untyped-call]
             return whole * times * (1 if masked else 2)
 
         return attention

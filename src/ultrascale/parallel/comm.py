@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ultrascale.parallel.ranges import exchange
+
 Op = Literal["sum", "mean", "max"]
 Result = TypeVar("Result", Tensor, list[Tensor])
 
@@ -28,7 +30,7 @@ _scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None)
 
 
 class Clock:
-    """Seconds spent waiting for other ranks, by the name of the axis."""
+    """Seconds spent waiting for other ranks, by the name of the axis; a profiler sees the same waits."""
 
     def __init__(self) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -37,7 +39,8 @@ class Clock:
     def waiting(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            yield
+            with exchange(name, "wait"):
+                yield
         finally:
             self._seconds[name] += time.perf_counter() - start
 
@@ -105,7 +108,8 @@ def all_reduce_start(x: Tensor, axis: Axis, op: Op = "sum") -> Handle[Tensor]:
     """In place; `x` must be contiguous and left alone until `wait`."""
     if axis.size == 1:
         return done(x, axis)
-    work = dist.all_reduce(x, _OPS[op], group=axis.group, async_op=True)
+    with exchange(axis.name, "all_reduce"):
+        work = dist.all_reduce(x, _OPS[op], group=axis.group, async_op=True)
     return Handle("all_reduce", _works(work), axis, [x], lambda: x)
 
 
@@ -114,7 +118,8 @@ def all_gather_start(x: Tensor, axis: Axis, dim: int = 0) -> Handle[Tensor]:
         return done(x, axis)
     x = x.contiguous()
     whole = x.new_empty(axis.size * x.numel())
-    work = _gather_into(whole, x.view(-1), group=axis.group, async_op=True)
+    with exchange(axis.name, "all_gather"):
+        work = _gather_into(whole, x.view(-1), group=axis.group, async_op=True)
     return Handle("all_gather", _works(work), axis, [x], lambda: _join(whole.view(axis.size, *x.shape), dim % x.dim()))
 
 
@@ -123,7 +128,8 @@ def reduce_scatter_start(x: Tensor, axis: Axis, dim: int = 0, op: Op = "sum") ->
         return done(x, axis)
     parts = _cut(x, axis, dim % x.dim())
     own = torch.empty_like(parts[0])
-    work = _scatter_into(own.view(-1), parts.view(-1), op=_OPS[op], group=axis.group, async_op=True)
+    with exchange(axis.name, "reduce_scatter"):
+        work = _scatter_into(own.view(-1), parts.view(-1), op=_OPS[op], group=axis.group, async_op=True)
     return Handle("reduce_scatter", _works(work), axis, [parts], lambda: own)
 
 
@@ -132,7 +138,8 @@ def all_to_all_start(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> 
         return done(x, axis)
     parts = _cut(x, axis, split_dim % x.dim())
     received = torch.empty_like(parts)
-    work = dist.all_to_all_single(received.view(-1), parts.view(-1), group=axis.group, async_op=True)
+    with exchange(axis.name, "all_to_all"):
+        work = dist.all_to_all_single(received.view(-1), parts.view(-1), group=axis.group, async_op=True)
     return Handle("all_to_all", _works(work), axis, [parts], lambda: _join(received, concat_dim % x.dim()))
 
 
@@ -142,7 +149,8 @@ def all_to_all_rows_start(x: Tensor, axis: Axis, sent: Sequence[int], received: 
         return done(x, axis)
     x = x.contiguous()
     rows = x.new_empty(sum(received), *x.shape[1:])
-    work = dist.all_to_all_single(rows, x, list(received), list(sent), group=axis.group, async_op=True)
+    with exchange(axis.name, "all_to_all"):
+        work = dist.all_to_all_single(rows, x, list(received), list(sent), group=axis.group, async_op=True)
     return Handle("all_to_all", _works(work), axis, [x], lambda: rows)
 
 
@@ -158,7 +166,9 @@ def shift_start(tensors: Sequence[Tensor], axis: Axis) -> Handle[list[Tensor]]:
     after, before = axis.ranks[(axis.rank + 1) % axis.size], axis.ranks[axis.rank - 1]
     operations = [dist.P2POp(dist.isend, x, after, axis.group, tag) for tag, x in enumerate(sent)]
     operations += [dist.P2POp(dist.irecv, x, before, axis.group, tag) for tag, x in enumerate(received)]
-    return Handle("send and recv", dist.batch_isend_irecv(operations), axis, sent, lambda: received)
+    with exchange(axis.name, "send_recv"):
+        works = dist.batch_isend_irecv(operations)
+    return Handle("send and recv", works, axis, sent, lambda: received)
 
 
 def all_reduce(x: Tensor, axis: Axis, op: Op = "sum") -> Tensor:

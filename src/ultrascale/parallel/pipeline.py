@@ -20,9 +20,11 @@ from ultrascale.parallel.comm import Clock
 from ultrascale.parallel.data import Gradients
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.parallel.products import Later
+from ultrascale.parallel.ranges import exchange, named
 from ultrascale.schedules import Action, Kind, Schedule
 
 Actions = Sequence[Sequence[Action]]
+PASSES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradients", Kind.W: "weight gradients"}
 
 
 class Message(NamedTuple):
@@ -122,12 +124,14 @@ class Links:
 
     def send(self, x: torch.Tensor, target: int, tag: int) -> dist.Work | None:
         there = self.mesh.pp.ranks[target]
-        return dist.isend(x, there, group=self.groups[self.mesh.rank, there], tag=tag)
+        with exchange("pp", "send"):
+            return dist.isend(x, there, group=self.groups[self.mesh.rank, there], tag=tag)
 
     def receive(self, source: int, tag: int) -> tuple[torch.Tensor, dist.Work | None]:
         there = self.mesh.pp.ranks[source]
         x = torch.empty(self.shape, dtype=self.dtype, device=self.mesh.device)
-        return x, dist.irecv(x, there, group=self.groups[there, self.mesh.rank], tag=tag)
+        with exchange("pp", "recv"):
+            return x, dist.irecv(x, there, group=self.groups[there, self.mesh.rank], tag=tag)
 
 
 class _Mail:
@@ -172,7 +176,8 @@ class _Mail:
         """Frees what the target has used before `place`: a message that it made there says so, long before gloo would."""
         for used, _, work in self.leaving[target]:
             if used <= place and work is not None:
-                work.wait()
+                with exchange("pp", "wait"):
+                    work.wait()
         self.leaving[target] = [one for one in self.leaving[target] if one[0] > place]
 
 
@@ -207,23 +212,23 @@ class Pipeline:
         for place, action in enumerate(self.schedule.actions[self.rank]):
             chunk, key = self.chunks[action.stage], (action.stage, action.microbatch)
             last, split = place in self.finals, action.stage in self.split
-            if action.kind is Kind.F:
-                kept[key] = self._forward(chunk, action, batch, mail)
-                if action.stage == self.last_stage:
-                    total += kept[key].y.detach()
-            elif action.kind is Kind.W:
-                for pay in owed.pop(key):
-                    pay()
-                chunk.gradients.after_backward(last, split)
-            else:
-                chunk.later.open = action.kind is Kind.I
-                chunk.gradients.before_backward(last, split)
-                self._backward(action, kept.pop(key), scale, mail)
-                chunk.later.open = False
-                if action.kind is Kind.I:
-                    owed[key] = chunk.later.take()
-                else:
+            with named(PASSES[action.kind], "stage", action.stage, "micro-batch", action.microbatch):
+                if action.kind is Kind.F:
+                    kept[key] = self._forward(chunk, action, batch, mail)
+                    if action.stage == self.last_stage:
+                        total += kept[key].y.detach()
+                elif action.kind is Kind.W:
+                    _settle(owed.pop(key))
                     chunk.gradients.after_backward(last, split)
+                else:
+                    chunk.later.open = action.kind is Kind.I
+                    chunk.gradients.before_backward(last, split)
+                    self._backward(action, kept.pop(key), scale, mail)
+                    chunk.later.open = False
+                    if action.kind is Kind.I:
+                        owed[key] = chunk.later.take()
+                    else:
+                        chunk.gradients.after_backward(last, split)
             self.ran.append(action)
         mail.close()
         for chunk in self.chunks.values():
@@ -270,3 +275,10 @@ class Pipeline:
         if target is not None:
             assert kept.x.grad is not None
             mail.give(_message(action), kept.x.grad, target)
+
+
+def _settle(owed: list[Callable[[], None]]) -> None:
+    """Pays in the order in which it was owed, and lets go of each as soon as it is paid."""
+    owed.reverse()
+    while owed:
+        owed.pop()()

@@ -11,6 +11,7 @@ from ultrascale.parallel import comm, context
 from ultrascale.parallel.comm import Axis
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.parallel.pipeline import Batch
+from ultrascale.parallel.ranges import named
 from ultrascale.specs.errors import RunError
 from ultrascale.specs.job import Job
 from ultrascale.specs.training import Training
@@ -76,8 +77,10 @@ class Engine:
         weight = self.scale.value * self.mesh.data.size / self.tokens
         if self.balance is not None:
             self.balance.aim(weight)
-        loss = self.pipeline.step(batch, weight)
-        self._complete_gradients()
+        with named("forward and backward"):
+            loss = self.pipeline.step(batch, weight)
+        with named("gradients"):
+            self._complete_gradients()
         if self.balance is not None:
             self._loads = self.balance.take()
         return self._mean_loss(loss)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -30,6 +30,10 @@ from ultrascale.train.world import Seat, seat
 
 if TYPE_CHECKING:
     from ultrascale.train.board import Board
+    from ultrascale.train.engine import Engine
+    from ultrascale.train.loop import Observer
+
+    Observe = Callable[[Engine], Observer]
 
 PLAN, ENVIRONMENT, MEASUREMENT, METRICS = "plan.yaml", "env.json", "measurement.json", "metrics.jsonl"
 LOCK = ".lock"
@@ -57,8 +61,12 @@ def train(
     nproc: int | None = None,
     predict: Cluster | None = None,
     quiet: bool = False,
+    observe: Observe | None = None,
 ) -> Run | None:
-    """Trains and measures. `predict`: the machine, for an estimate to compare with. None on all ranks but the first."""
+    """Trains and measures. `predict`: the machine, for an estimate to compare with; `observe`: makes who looks on.
+
+    None on all ranks but the first.
+    """
     mine = seat() if nproc is None else None
     here = mine or Seat()
     goes_on = False
@@ -81,7 +89,7 @@ def train(
     with _folder(out) if here.rank == 0 and out is not None else nullcontext():
         if here.rank == 0 and out is not None:
             _write_folder(request, predicted, out, goes_on, here.launch)
-        outcome = _start(request, out, nproc, mine, peak, quiet)
+        outcome = _start(request, out, nproc, mine, peak, quiet, observe)
     if outcome is None:
         return None
     if out is not None and outcome.measured is not None:
@@ -138,30 +146,45 @@ def _again(out: Path, here: Seat) -> bool:
 
 
 def _start(
-    request: Request, out: Path | None, nproc: int | None, mine: Seat | None, peak: float | None, quiet: bool
+    request: Request,
+    out: Path | None,
+    nproc: int | None,
+    mine: Seat | None,
+    peak: float | None,
+    quiet: bool,
+    observe: Observe | None,
 ) -> Outcome | None:
     import_torch()
     from ultrascale.parallel import local
     from ultrascale.train.board import SharedBoard
+    from ultrascale.train.loop import Observer
     from ultrascale.train.run import described, run_rank
 
     if mine is not None or request.layout.gpus == 1:
-        return run_rank(request, mine or Seat(), out, peak, quiet)
+        return run_rank(request, mine or Seat(), out, peak, quiet, observe=observe or Observer)
     world = request.layout.gpus
     board = SharedBoard(world)
-    arguments = (request, out, peak, quiet, board)
+    arguments = (request, out, peak, quiet, board, observe or Observer)
     describe = partial(described, request.layout)
     results: list[Outcome | None] = local.run(_local_rank, world, *arguments, board=board, describe=describe, stoppable=True)
     return results[0]
 
 
 def _local_rank(
-    rank: int, nproc: int, store: str, request: Request, out: Path | None, peak: float | None, quiet: bool, board: Board
+    rank: int,
+    nproc: int,
+    store: str,
+    request: Request,
+    out: Path | None,
+    peak: float | None,
+    quiet: bool,
+    board: Board,
+    observe: Observe,
 ) -> Outcome | None:
     from ultrascale.parallel import local
     from ultrascale.train.run import run_rank
 
-    return run_rank(request, Seat(rank, nproc, rank, nproc, store), out, peak, quiet, board, local.report)
+    return run_rank(request, Seat(rank, nproc, rank, nproc, store), out, peak, quiet, board, local.report, observe)
 
 
 def import_torch() -> None:

@@ -12,10 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ultrascale.cost import flops
+from ultrascale.parallel.ranges import named
 from ultrascale.specs.measurement import MeasuredMemory
 from ultrascale.specs.units import GIB
 from ultrascale.train import checkpoint, heap
@@ -38,6 +40,23 @@ class Watch:
     memory: MeasuredMemory | None = None
 
 
+class Observer:
+    """Who looks on while a rank steps. This one sees what every run tells of its memory; measure/profile.py sees more."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def account(self, step: Callable[[], StepResult]) -> tuple[MeasuredMemory, StepResult]:
+        """Runs the one step whose memory is counted."""
+        return account(self.engine, step)
+
+    def stepped(self) -> None:
+        """A step is over."""
+
+    def report(self) -> Any:
+        """What was seen, when all steps are done; every rank is asked, and rank 0's answer travels to who started the run."""
+
+
 class Loop:
     """Steps until all are done or somebody asks to stop; what is kept is kept on the way and at the end."""
 
@@ -48,8 +67,10 @@ class Loop:
         keeper: Keeper | None,
         signals: StopSignals,
         at: Callable[[int, str], None],
+        observer: Observer | None = None,
     ) -> None:
         """`at(step, doing)` hears what this rank begins with."""
+        self.observer = observer or Observer(engine)
         self.engine, self.recorder, self.keeper, self.signals, self.at = engine, recorder, keeper, signals, at
         self.watch = Watch()
         self.done = 0
@@ -67,11 +88,12 @@ class Loop:
         for number in range(start, training.steps):
             self.engine.asked_to_stop = self.signals.asked is not None
             if number == accounted:
-                self.watch.memory, result = account(self.engine, partial(self._step, number, slowed))
+                self.watch.memory, result = self.observer.account(partial(self._step, number, slowed))
             else:
                 result = self._step(number, self.watch)
             self.done = number + 1
             self._after(result, slowed if number == accounted else self.watch)
+            self.observer.stepped()
             if result.stop:
                 self.stopped = self.signals.asked or "another rank's signal"
                 break
@@ -102,7 +124,8 @@ class Loop:
         engine.mesh.clock.take()
         start = time.perf_counter()
         self.at(number + 1, "reading")
-        batch = engine.read(number)
+        with named("reading"):
+            batch = engine.read(number)
         read = time.perf_counter()
         self.at(number + 1, "forward and backward")
         loss = engine.backward(batch)
@@ -110,7 +133,8 @@ class Loop:
         waits = engine.mesh.clock.take()
         stalled = self.keeper.settle() if self.keeper is not None else 0.0
         self.at(number + 1, "update")
-        result = self._update(number, loss)
+        with named("optimizer"):
+            result = self._update(number, loss)
         end = time.perf_counter()
         self._stalled += stalled
         watch.step_s.append(end - start)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ultrascale.specs.measurement import Measurement
 
@@ -20,3 +21,5 @@ class Outcome:
     """the signal that asked it to end"""
     kept: Path | None = None
     """the checkpoint of that step"""
+    observed: Any = None
+    """what somebody saw who looked on"""

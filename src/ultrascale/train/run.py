@@ -28,7 +28,7 @@ from ultrascale.train.data import Batches, corpus
 from ultrascale.train.engine import Engine
 from ultrascale.train.keep import Keeper, restore
 from ultrascale.train.kernels import why_not_fused
-from ultrascale.train.loop import Loop, Recorder, Watch
+from ultrascale.train.loop import Loop, Observer, Recorder, Watch
 from ultrascale.train.meeting import meet
 from ultrascale.train.memory_advice import held, is_out_of_memory, out_of_memory
 from ultrascale.train.outcome import Outcome
@@ -48,11 +48,12 @@ def run_rank(
     quiet: bool = False,
     board: Board | None = None,
     on_stuck: Callable[[str], None] | None = None,
+    observe: Callable[[Engine], Observer] = Observer,
 ) -> Outcome | None:
     """Trains; how it ended on rank 0, None on the others.
 
     `peak_flops`: of one GPU, where it is known. `board` and `on_stuck`: where local ranks tell what they do, and that they are
-    stuck; without them torch's store and the error stream serve.
+    stuck; without them torch's store and the error stream serve. `observe`: makes who looks on.
     """
     device = join(seat, request.training.timeout_s)
     try:
@@ -62,7 +63,7 @@ def run_rank(
         describe = partial(described, request.layout)
         watchdog = Watchdog(board or SharedBoard(1), seat.rank, seat.world, limit_s, describe, on_stuck)
         try:
-            return _train(_as_first(request, seat), seat, out, peak_flops, quiet, device, watchdog)
+            return _train(_as_first(request, seat), seat, out, peak_flops, quiet, device, watchdog, observe)
         except (SpecError, RunError):
             raise
         except Exception as error:
@@ -89,6 +90,7 @@ def _train(
     quiet: bool,
     device: torch.device,
     watchdog: Watchdog,
+    observe: Callable[[Engine], Observer],
 ) -> Outcome | None:
     mesh = Mesh.build(request.layout, request.job.model.kv_heads, seat.rank, device)
     training, job, layout = request.training, request.job, request.layout
@@ -102,7 +104,7 @@ def _train(
         sys.stderr.writelines(f"note: {line}\n" for line in _notes(engine))
     recorder = Recorder(request, out, peak_flops, quiet) if seat.rank == 0 else None
     with StopSignals() as signals, watchdog:
-        loop = Loop(engine, recorder, keeper, signals, watchdog.at)
+        loop = Loop(engine, recorder, keeper, signals, watchdog.at, observe(engine))
         try:
             loop.run(start)
         finally:
@@ -110,7 +112,8 @@ def _train(
                 recorder.close()
     measured = None if loop.stopped or loop.watch.memory is None else _measurement(engine, loop.watch, peak_flops)
     kept = None if keeper is None or out is None else checkpoint.newest(out)
-    return Outcome(loop.done, measured, loop.stopped, kept) if seat.rank == 0 else None
+    observed = loop.observer.report()
+    return Outcome(loop.done, measured, loop.stopped, kept, observed) if seat.rank == 0 else None
 
 
 def _notes(engine: Engine) -> list[str]:

@@ -1,0 +1,167 @@
+"""Reading PyTorch's traces (Kineto's Chrome format, .json or .json.gz), event by event, so that they may be larger than memory.
+
+A trace that was cut off is read as far as it is whole.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from ultrascale.specs.errors import SpecError
+
+CHUNK = 2**20  # bytes read at a time
+LONGEST = 64 * 2**20  # of one value: what is longer is no event
+_DECODE = json.JSONDecoder().raw_decode
+_SPACE = re.compile(r"\s+")
+_GZIP = b"\x1f\x8b"
+
+
+class _EndError(Exception):
+    """The text ends, or stops making sense, before the trace does."""
+
+
+@dataclass
+class TraceFile:
+    """A trace while it is read: `events` once, then what stands beside them."""
+
+    path: Path
+    facts: dict[str, Any] = field(default_factory=dict)
+    """what the trace says of itself: rank, process groups, devices"""
+    broken: str | None = None
+    """why the trace ends before its end, if it does"""
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """Every whole event. Raises SpecError for a file that is no trace."""
+        try:
+            yield from self._all(_Text(_pieces(self.path)))
+        except _EndError as end:
+            self.broken = str(end)
+        except OSError as error:
+            raise SpecError(
+                f"--trace {self.path} cannot be read ({error.strerror or error}): name a .json or .json.gz file"
+            ) from None
+
+    def _all(self, text: _Text) -> Iterator[dict[str, Any]]:
+        opening = text.peek()
+        if opening == "[":  # Chrome's format without anything around it
+            yield from _objects(text)
+            return
+        if opening != "{":
+            raise SpecError(_no_trace(self.path, "it does not begin like JSON"))
+        text.take("{")
+        found = False
+        while text.peek() != "}":
+            name = text.value()
+            text.take(":")
+            if name == "traceEvents" and text.peek() == "[":
+                found = True
+                yield from _objects(text)
+            else:
+                self.facts[str(name)] = text.value()
+            if text.peek() == ",":
+                text.take(",")
+        if not found:
+            raise SpecError(_no_trace(self.path, "it has no traceEvents"))
+
+
+def _no_trace(path: Path, why: str) -> str:
+    return f"--trace {path} is no trace ({why}): give what torch.profiler's export_chrome_trace wrote, .json or .json.gz"
+
+
+def _pieces(path: Path) -> Iterator[str]:
+    """The file's text in pieces, unpacked if it is packed; one that was cut off ends where it ends."""
+    if path.is_dir():
+        raise SpecError(f"--trace {path} is a folder without traces: name a .json or .json.gz file")
+    if not path.exists():
+        raise SpecError(f"--trace {path} does not exist: name a .json or .json.gz file that torch.profiler wrote")
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    with path.open("rb") as file:
+        packed = file.read(2) == _GZIP
+        file.seek(0)
+        for data in _unpacked(file) if packed else iter(lambda: file.read(CHUNK), b""):
+            yield decoder.decode(data)
+
+
+def _unpacked(file: IO[bytes]) -> Iterator[bytes]:
+    """By hand: Python's gzip module throws away what it has when a file ends too early."""
+    unpacker = zlib.decompressobj(wbits=31)
+    while data := file.read(CHUNK):
+        while data:
+            try:
+                yield unpacker.decompress(data)
+            except zlib.error:
+                return
+            data = unpacker.unused_data  # of the next member, where several were joined
+            if unpacker.eof:
+                unpacker = zlib.decompressobj(wbits=31)
+
+
+def _objects(text: _Text) -> Iterator[dict[str, Any]]:
+    text.take("[")
+    while text.peek() != "]":
+        one = text.value()
+        if isinstance(one, dict):
+            yield one
+        if text.peek() == ",":
+            text.take(",")
+    text.take("]")
+
+
+class _Text:
+    """JSON from a stream, value by value."""
+
+    def __init__(self, pieces: Iterator[str]) -> None:
+        self._pieces, self._buffer, self._at, self._read = pieces, "", 0, 0
+
+    def peek(self) -> str:
+        """The next sign that is no space."""
+        while True:
+            if (space := _SPACE.match(self._buffer, self._at)) is not None:
+                self._at = space.end()
+            if self._at < len(self._buffer):
+                return self._buffer[self._at]
+            if not self._more():
+                raise _EndError(f"it ends after {self._read:,} characters")
+
+    def take(self, sign: str) -> None:
+        if self.peek() != sign:
+            raise self._broken()
+        self._at += 1
+
+    def value(self) -> Any:
+        self.peek()
+        while True:
+            try:
+                found, end = _DECODE(self._buffer, self._at)
+            except json.JSONDecodeError:
+                if len(self._buffer) - self._at < LONGEST and self._more():
+                    continue
+                raise self._broken() from None
+            except RecursionError:
+                raise _EndError("it is nested too deeply") from None
+            if end == len(self._buffer) and not isinstance(found, dict | list | str) and self._more():
+                continue  # a number may go on
+            self._at = end
+            return found
+
+    def _broken(self) -> _EndError:
+        return _EndError(f"what begins at character {self._read - len(self._buffer) + self._at:,} is not whole")
+
+    def _more(self) -> bool:
+        """Reads as much again as an unfinished value already has: trying it again then costs no more than reading it did."""
+        wanted, found, size = len(self._buffer) - self._at, [], 0
+        for piece in self._pieces:
+            found.append(piece)
+            size += len(piece)
+            if size > wanted:
+                break
+        self._buffer, self._at = self._buffer[self._at :] + "".join(found), 0
+        self._read += size
+        return size > 0

@@ -1,0 +1,48 @@
+"""Sets of time, against the same arithmetic done moment by moment."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ultrascale.measure.intervals import Intervals, both, length, merged, within, without
+
+stretches = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=12)
+
+
+def moments(of: Intervals) -> set[int]:
+    return {moment for start, end in of for moment in range(int(start), int(end))}
+
+
+@given(stretches, stretches)
+def test_sets_of_time_are_sets(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> None:
+    a, b = merged(first), merged(second)
+    assert moments(a) == {moment for start, end in first for moment in range(start, end)}
+    assert length(a) == len(moments(a))
+    assert moments(both(a, b)) == moments(a) & moments(b)
+    assert moments(without(a, b)) == moments(a) - moments(b)
+    assert both(a, b) == both(b, a)
+    for one in (a, both(a, b), without(a, b)):
+        assert one == merged(one)
+        assert all(before[1] < after[0] for before, after in pairwise(one))
+
+
+@given(stretches, stretches, st.integers(0, 40), st.integers(0, 40))
+def test_parts_add_up_to_the_window(first: list[tuple[int, int]], second: list[tuple[int, int]], start: int, end: int) -> None:
+    """What a step is taken apart into: computing alone, exchanging alone, both, neither."""
+    window = (min(start, end), max(start, end))
+    computing, exchanging = (within(merged(one), window) for one in (first, second))
+    overlapped = both(computing, exchanging)
+    idle = without(merged([window]), merged([*computing, *exchanging]))
+    alone = without(computing, exchanging), without(exchanging, computing)
+    assert sum(map(length, (*alone, overlapped, idle))) == window[1] - window[0]
+
+
+def test_a_worked_example() -> None:
+    """Kernels 0–10 and 5–20 and 30–40; an exchange 15–35."""
+    computing, exchanging = merged([(0, 10), (30, 40), (5, 20)]), merged([(15, 35)])
+    assert computing == [(0, 20), (30, 40)]
+    assert both(computing, exchanging) == [(15, 20), (30, 35)]
+    assert without(exchanging, computing) == [(20, 30)]

@@ -1,0 +1,154 @@
+"""Trace files as they come: large, compressed, cut off, empty, or no traces at all."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from made_traces import Device, op, step, write
+
+from ultrascale.measure import trace, trace_file, trace_times
+from ultrascale.measure.trace_analysis import analyse, files
+from ultrascale.measure.trace_file import TraceFile
+from ultrascale.specs.errors import SpecError
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def kernels(count: int) -> list[dict[str, object]]:
+    gpu = Device()
+    for place in range(count):
+        gpu.kernel(1000 + 10 * place, 1005 + 10 * place, launched=10 * place)
+    return gpu.events
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+@pytest.mark.parametrize("chunk", [1, 7, 64, 2**20])
+def test_every_event_is_read_however_the_text_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, chunk: int
+) -> None:
+    monkeypatch.setattr(trace_file, "CHUNK", chunk)
+    events = [*kernels(5), {**op('odd "name" } ] \\ \u00e9', 0, 1), "args": {"deep": [[{"}": "]"}], -1.5e3, None, True]}}]
+    file = TraceFile(write(tmp_path / name, events, rank=3, deviceProperties=[{"id": 0}], baseTimeNanoseconds=1790857026))
+    assert list(file.events())[1:] == events
+    assert file.broken is None
+    assert file.facts["distributedInfo"]["rank"] == 3
+    assert file.facts["traceName"] == name
+    assert file.facts["baseTimeNanoseconds"] == 1790857026, "a number that is cut goes on"
+
+
+def test_a_list_of_events_is_a_trace(tmp_path: Path) -> None:
+    path = tmp_path / "rank_12.json"
+    path.write_text(json.dumps(kernels(2)))
+    assert trace.read(path).rank == 12
+
+
+@pytest.mark.parametrize("squeezed", [False, True])
+def test_a_trace_that_was_cut_off_is_read_as_far_as_it_is_whole(tmp_path: Path, run: Run, squeezed: bool) -> None:
+    whole = write(tmp_path / ("whole.json.gz" if squeezed else "whole.json"), [step(4, 0, 4000), *kernels(400)])
+    cut = tmp_path / ("cut.json.gz" if squeezed else "cut.json")
+    data = whole.read_bytes()
+    cut.write_bytes(data[: len(data) // 2])
+    before, after = (trace.read(path) for path in (whole, cut))
+    assert before.broken is None
+    assert after.broken is not None
+    assert 0 < after.events < before.events
+    code, printed, said = run("profile", "--trace", cut)
+    assert code == 0, said
+    assert "was cut off" in printed
+    assert f"{after.events:,} events" in printed
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('{"schemaVersion": 1, "traceEvents": []}', "has no events that last"),
+        (
+            '{"schemaVersion": 1, "traceEvents": [{"ph": "X", "cat": "ker',
+            "has no events that last, and what begins at character 37 is not whole",
+        ),
+        ('{"model": "tiny", "layers": 3}', "is no trace (it has no traceEvents)"),
+        ("[1, 2, 3]", "has no events that last"),
+        ("step,loss\n1,2.0\n", "is no trace (it does not begin like JSON)"),
+        ("", "has no events that last, and it ends after 0 characters"),
+        ('{"traceEvents": [{"ph": "X"}, oh]}', "has no events that last, and what begins at character 30 is not whole"),
+        ('{"traceEvents": [{"ph": "X", "name": "a", "ts": "now", "dur": 1}]}', "has no events that last"),
+        ("[" * 100_000, "has no events that last"),
+    ],
+)
+def test_what_is_no_trace_is_refused_in_a_sentence(tmp_path: Path, run: Run, text: str, why: str) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(text)
+    code, _, said = run("profile", "--trace", path)
+    assert code == 2
+    assert why in said
+    assert "Traceback" not in said
+
+
+def test_files_that_are_not_there(tmp_path: Path, run: Run) -> None:
+    code, _, said = run("profile", "--trace", tmp_path / "none.json")
+    assert (code, "does not exist" in said) == (2, True)
+    code, _, said = run("profile", "--trace", tmp_path)
+    assert (code, "folder without traces" in said) == (2, True)
+    (tmp_path / "bad.json.gz").write_bytes(b"\x1f\x8b" + b"no gzip at all")
+    code, _, said = run("profile", "--trace", tmp_path / "bad.json.gz")
+    assert (code, "has no events" in said) == (2, True)
+
+
+def test_a_run_and_traces_are_two_things(run: Run, tmp_path: Path) -> None:
+    for words, why in (
+        ((), "takes a plan to run, or --trace"),
+        (("plan.yaml", "--trace", tmp_path), "takes a plan to run, or --trace"),
+        (("plan.yaml", "--plan", "plan.yaml"), "--plan goes with --trace"),
+        (("layout.tp=2",), "none is named"),
+        (("plan.yaml", "train.steps=9"), "train.steps is what --steps says"),
+    ):
+        code, _, said = run("profile", *words)
+        assert (code, why in said) == (2, True), said
+
+
+def test_several_packed_parts_are_one_trace(tmp_path: Path) -> None:
+    text = json.dumps({"traceEvents": kernels(4)}).encode()
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(gzip.compress(text[:300]) + gzip.compress(text[300:]))
+    found = trace.read(path)
+    assert (found.events, found.broken) == (8, None)
+
+
+def test_folders_stand_for_the_traces_in_them(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "traces"
+    folder.mkdir(parents=True)
+    made = [write(folder / f"rank{rank}.json.gz", kernels(2), rank=rank) for rank in (0, 1)]
+    (tmp_path / "run" / "env.json").write_text("{}")
+    assert files([tmp_path / "run"]) == files([folder]) == made
+    with gzip.open(made[0], "rt") as file:
+        assert json.load(file)["distributedInfo"]["rank"] == 0
+
+
+def test_a_trace_without_marks_says_so(tmp_path: Path) -> None:
+    found = analyse([trace_times.analyse(trace.read(write(tmp_path / "trace.json", kernels(3))))])
+    assert "marks no steps" in found.notes[0]
+
+
+def test_steps_in_which_nothing_ran(tmp_path: Path) -> None:
+    path = write(tmp_path / "trace.json", [step(1, 5000, 6000), *kernels(3)])
+    with pytest.raises(SpecError, match="marks steps in which nothing ran"):
+        trace_times.analyse(trace.read(path))
+
+
+def test_reading_and_analysing_need_no_torch(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    path = write(tmp_path / "trace.json", kernels(3))
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        f"sys.argv = ['ultrascale', 'profile', '--trace', {str(path)!r}]\n"
+        "from ultrascale.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "a step of each rank" in done.stdout
