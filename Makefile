@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: quickstart test test-slow check format bench clean
+.PHONY: quickstart test test-slow check format bench docs clean
 
 quickstart: $(VENV)/.train
 	$(BIN)/ultrascale quickstart
@@ -28,6 +28,10 @@ format: $(VENV)/.dev
 bench: $(VENV)/.base
 	$(BIN)/python benchmarks/planner.py
 
+# The site of docs/, in build/site; opens from a disk.
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
 
@@ -44,5 +48,5 @@ $(VENV)/.train: $(VENV)/.base
 
 $(VENV)/.dev: $(VENV)/.train
 	@echo "Adding the tools of development"
-	$(PIP) --editable '.[dev,train]'
+	$(PIP) --editable '.[dev,docs,train]'
 	@touch $@

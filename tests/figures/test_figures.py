@@ -8,6 +8,7 @@ from ultrascale import Cluster, Job, Layout, Model, Plan, SpecError, estimate, p
 from ultrascale.cost.timeline import simulated
 from ultrascale.figures import choice, evidence, memory, pipeline, style, time
 from ultrascale.measure import compare
+from ultrascale.measure.trace_view import Exchange, View
 from ultrascale.plan import survey
 from ultrascale.plan.reasons import neighbours
 from ultrascale.schedules.actions import Kind
@@ -135,6 +136,21 @@ def test_losses_and_speed_of_runs() -> None:
     figure = evidence.losses({"a": rows})
     assert [list(trace.y) for trace in figure.data] == [[5.0, 4.0], [4.5]]
     assert list(evidence.throughput({"a": rows}).data[0].y) == [10.0]
+
+
+def test_lanes_of_a_trace() -> None:
+    seen = View(
+        steps=[("ProfilerStep#3", (1000.0, 3000.0))],
+        computing=[(500.0, 1500.0), (1500.5, 2000.0)],
+        optimizer=[(1900.0, 2000.0)],
+        exchanges=[Exchange(1800.0, 2600.0, "zero", "all_gather"), Exchange(2500.0, 2700.0, "zero", "all_gather")],
+        counted=[],
+        actions=[],
+    )
+    figure = evidence.lanes(seen)
+    found = {trace.name: [(base, base + long) for base, long in zip(trace.base, trace.x, strict=True)] for trace in figure.data}
+    assert found["computing"] == [pytest.approx((0.0, 1.0))]  # cut at the step, and a gap of less than a pixel closed
+    assert found["zero"] == [pytest.approx((0.8, 1.7))]
 
 
 @pytest.mark.parametrize("theme", style.THEMES)

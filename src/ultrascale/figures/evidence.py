@@ -1,4 +1,4 @@
-"""What was seen: a run's loss and speed, and how near predictions came to published runs."""
+"""What was seen: a run's loss and speed, a trace's lanes, and how near predictions came to published runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ultrascale.figures import style
 from ultrascale.measure.accuracy import Scored
+from ultrascale.measure.intervals import Intervals, merged, within
+from ultrascale.measure.trace_view import View
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -93,3 +95,43 @@ def accuracy(scored: Sequence[Scored], by: str = "gpu") -> go.Figure:
     figure.update_xaxes(type="log")
     figure.update_yaxes(type="log")
     return figure
+
+
+FINEST = 1 / 1500  # of the step: what is shorter than a pixel is drawn with its neighbour
+
+
+def lanes(seen: View, step: int = 0) -> go.Figure:
+    """One recorded step: when the rank computed, and when it exchanged for each technique, one above the other."""
+    go, (name, (start, end)) = style.graph_objects(), seen.steps[step]
+    found: dict[str, Intervals] = {"computing": seen.computing, "of it the optimizer": seen.optimizer}
+    for technique in dict.fromkeys(one.technique for one in seen.exchanges):
+        found[technique] = merged((one.start, one.end) for one in seen.exchanges if one.technique == technique)
+    figure = style.picture(f"{name}: computing and exchanging", "time in the step (ms)", height=180 + 44 * len(found))
+    for number, (lane, times) in enumerate(found.items()):
+        drawn = _joined(within(times, (start, end)), FINEST * (end - start))
+        figure.add_trace(
+            go.Bar(
+                name=lane,
+                orientation="h",
+                y=[lane] * len(drawn),
+                base=[(one - start) / 1e3 for one, _ in drawn],
+                x=[(other - one) / 1e3 for one, other in drawn],
+                marker={"color": (style.BLUE, style.GREEN, *COLOURS[1:])[number % 9], "line": {"width": 0}},
+                hovertemplate="%{y}: from %{base:,.3f} ms, %{x:,.3f} ms<extra></extra>",
+            )
+        )
+    figure.update_layout(barmode="overlay", showlegend=False)
+    figure.update_yaxes(autorange="reversed")
+    figure.update_xaxes(range=[0, (end - start) / 1e3])
+    return figure
+
+
+def _joined(times: Intervals, gap: float) -> list[tuple[float, float]]:
+    """Intervals with those nearer than `gap` taken as one."""
+    out: list[tuple[float, float]] = []
+    for start, end in times:
+        if out and start - out[-1][1] < gap:
+            out[-1] = (out[-1][0], end)
+        else:
+            out.append((start, end))
+    return out

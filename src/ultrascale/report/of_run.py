@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ultrascale.figures import evidence, time
-from ultrascale.measure import compare
+from ultrascale.measure import compare, trace, trace_analysis
+from ultrascale.measure.trace_analysis import TRACES
+from ultrascale.measure.trace_view import view
 from ultrascale.report.of_plan import Say, footer, plan_sections
 from ultrascale.report.page import Section, bullets, chart, details, page, table, tiles, words
 from ultrascale.show.compare import _shown as amount
@@ -89,8 +91,23 @@ def _run_sections(folder: Path, plan: Plan, rows: list[dict[str, Any]]) -> Itera
         ]
         drawn = chart(time.predicted_and_measured(found), "predicted-measured")
         yield Section("Predicted and measured", (bullets(found.sentences), drawn, table(head, lines, numbers=(1, 2, 3))))
+    if (folder / TRACES).is_dir():
+        yield Section("Trace", tuple(_lanes(folder)))
     if (folder / ENVIRONMENT).is_file():
         yield Section("Environment", (details(ENVIRONMENT, (folder / ENVIRONMENT).read_text(encoding="utf-8")[:100_000]),))
+
+
+def _lanes(folder: Path) -> Iterator[str]:
+    """Of the first rank: the others' files may be large, and look alike."""
+    try:
+        first, *others = trace_analysis.files([folder])
+        yield chart(evidence.lanes(view(trace.read(first))), "lanes")
+        if others:
+            yield words(
+                f"{first.name}; {len(others)} more are beside it: ultrascale profile --trace {folder} reads all of them."
+            )
+    except SpecError as error:
+        yield words(str(error))
 
 
 def _headline(seen: Measurement, rows: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
