@@ -1,0 +1,73 @@
+"""The lines in which a file says what its engine cannot: `not expressible here: layout.schedule = zb-v (why)`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ultrascale.export import fields
+from ultrascale.export.fields import Fields
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.layout import Layout
+
+UNSAID, KEPT = "not expressible here", "kept for import"
+_LINE = re.compile(rf"[#\s]*({UNSAID}|{KEPT}): ([\w.]+) = (.*)")
+_WORD = re.compile(r"[A-Za-z0-9][\w.+\-]*(?: [\w\-]+)?")
+_MARK = "ultrascale"
+_NOTHING = object()
+_FACTS = ("job.cluster", "job.framework", "job.total_tokens", "job.batch_tokens", "model.name", "model.source")
+
+
+def lines(missing: Fields, layout: Layout, why: Mapping[str, str], title: str) -> list[str]:
+    """One line a field, what changes the run first; without comment signs."""
+    inert = fields.idle(layout)
+    changes, facts = [], []
+    for name, value in missing.items():
+        if name in inert or name in _FACTS:
+            facts.append(f"{KEPT}: {name} = {_written(value)}")
+        else:
+            general = "model.*" if name.startswith("model.") else name
+            reason = why.get(name) or why.get(general, f"{title} has no such setting")
+            changes.append(f"{UNSAID}: {name} = {_written(value)} ({reason})")
+    return changes + facts
+
+
+def commented(title: str, said: Iterable[str], *more: str) -> str:
+    """The head of a file whose comments begin with `#`."""
+    opening = [f"Written by {_MARK} export for {title}; `{_MARK} import` reads it back.", *more, *said]
+    return "".join(f"# {line}\n" for line in opening)
+
+
+def found(text: str) -> Fields:
+    """The fields that the header lines of a text give."""
+    given: Fields = {}
+    for line in text.splitlines():
+        if match := _LINE.match(line):
+            given[match[2]] = _value(match[2], match[3])
+    return fields.checked(given)
+
+
+def _written(value: Any) -> str:
+    """A word as it is where nothing could take it for something else, all others as JSON."""
+    if isinstance(value, str) and _WORD.fullmatch(value) and _json(value) is _NOTHING:
+        return value
+    return json.dumps(value, ensure_ascii=True)  # on one line, whatever is in a name
+
+
+def _value(name: str, text: str) -> Any:
+    word = text.partition(" (")[0].strip()
+    if _WORD.fullmatch(word) and _json(word) is _NOTHING:
+        return word
+    try:
+        return json.JSONDecoder().raw_decode(text)[0]
+    except (ValueError, RecursionError):
+        raise SpecError(f"the file's header gives {name} = '{text:.40}', which is neither a word nor JSON: try null") from None
+
+
+def _json(word: str) -> Any:
+    try:
+        return json.loads(word)
+    except ValueError:
+        return _NOTHING

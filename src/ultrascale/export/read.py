@@ -1,0 +1,192 @@
+"""A foreign file as a plan: its own words first, then its header's lines, then what the user adds; guesses become notes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ultrascale.cost.estimate import estimate
+from ultrascale.cost.legality import check
+from ultrascale.export import accelerate, deepspeed, fields, header, megatron, nanotron, torchtitan
+from ultrascale.export.common import Engine, Found, World
+from ultrascale.export.fields import Fields
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.files import mapping_of
+from ultrascale.specs.framework import Framework
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.model import Model
+from ultrascale.specs.plan import Plan
+
+LARGEST = 2**20  # bytes; configurations are some KiB
+ASSUMED_GPU = "h100"
+_KINDS = (
+    "a run.sh of Megatron-LM, a config.toml or .py of torchtitan, a config.yaml of nanotron or Accelerate, or a ds_config.json"
+)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the user says beside the file."""
+
+    cluster: Cluster | None = None
+    model: Model | None = None
+    seq: int | None = None
+    framework: Framework | None = None
+
+    def fields(self) -> Fields:
+        found: Fields = {}
+        if self.model is not None:
+            found["model"] = fields.model_to_mapping(self.model)
+        if self.seq is not None:
+            found["job.seq"] = self.seq
+        return found
+
+
+@dataclass(frozen=True)
+class Imported:
+    plan: Plan
+    engine: Engine
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def native(self) -> Plan | None:
+        """The same run as its own engine would run it, where the plan is for another."""
+        job = self.plan.job
+        preset = Framework.load(self.engine.framework)
+        if job.framework == preset:
+            return None
+        there = job.changed(framework=preset)
+        return Plan(job=there, layout=self.plan.layout, estimate=estimate(there, self.plan.layout))
+
+
+def plan_from(path: Path, given: Given | None = None) -> Imported:
+    given = given or Given()
+    text, where = text_of(path), path.name
+    engine = engine_of(path, text)
+    settings = engine.parse(text, where)
+    said = header.found(_header_text(settings, text))
+    notes: list[str] = []
+    cluster = _cluster(engine, settings, where, said, given, notes)
+    world = World(None if cluster is None else cluster.gpus, given.model.vocab if given.model else None)
+    found = engine.read(settings, where, world)
+    if cluster is None:
+        cluster = _as_many_as_needed(found, said, where, notes)
+    job, layout = _build(found, said, given, cluster, engine, where)
+    stale = _edited(engine, job, layout, found, said)
+    if stale:
+        said = {name: value for name, value in said.items() if name not in stale}
+        notes += [f"{name}: the file's own setting holds; its header says otherwise" for name in sorted(stale)]
+        job, layout = _build(found, said, given, cluster, engine, where)
+    check(job, layout)
+    notes += found.notes if not said else [note for note in found.notes if note.startswith("not read:")]
+    reasons = (f"read from {where}, a file for {engine.title}", *notes)
+    return Imported(Plan(job=job, layout=layout, estimate=estimate(job, layout), reasons=reasons), engine, tuple(notes))
+
+
+def _build(found: Found, said: Fields, given: Given, cluster: Cluster, engine: Engine, where: str) -> tuple[Job, Layout]:
+    framework = engine.framework if given.framework is None else given.framework.name
+    known = fields.completed(found.fields, framework)
+    known = fields.joined(fields.joined(known, said), given.fields())
+    if "job.seq" not in known:
+        raise SpecError(f"{where} does not say how long a sequence is: give --seq, such as --seq 4096")
+    if not fields.has_model(known):
+        raise SpecError(f"{where} does not say which model it trains: give --model, such as --model llama-3-8b")
+    if given.seq is not None:
+        known.pop("job.batch_tokens", None)
+    if given.framework is not None:
+        known["job.framework"] = framework
+    known["job.cluster"] = cluster
+    return fields.job_and_layout(fields.settled(known))
+
+
+def _edited(engine: Engine, job: Job, layout: Layout, found: Found, said: Fields) -> set[str]:
+    """Header lines that no longer belong: a plan with their value would not have been written as this file is."""
+    if not said:
+        return set()
+    again = engine.read(engine.native(job, layout), engine.config, World(job.cluster.gpus, job.model.vocab)).fields
+    return {name for name in said if name in found.fields and again.get(name) != found.fields[name]}
+
+
+def _cluster(engine: Engine, settings: Any, where: str, said: Fields, given: Given, notes: list[str]) -> Cluster | None:
+    if given.cluster is not None:
+        return given.cluster
+    if "job.cluster" in said:
+        return fields.cluster_of(said["job.cluster"])
+    launched = engine.world(settings, where)
+    return None if launched is None else _assumed(*launched, notes)
+
+
+def _as_many_as_needed(found: Found, said: Fields, where: str, notes: list[str]) -> Cluster:
+    axes = {f"layout.{axis}": 1 for axis in ("dp", "tp", "pp", "cp")} | found.fields | said
+    gpus = axes["layout.dp"] * axes["layout.tp"] * axes["layout.pp"] * axes["layout.cp"]
+    if gpus <= 8 or gpus % 8 == 0:
+        return _assumed(max(1, gpus // 8), min(gpus, 8), notes)
+    raise SpecError(
+        f"{where} runs on {gpus} GPUs, which are no whole nodes of 8: give --cluster, such as --cluster '{gpus}x1 h100'"
+    )
+
+
+def _assumed(nodes: int, each: int, notes: list[str]) -> Cluster:
+    words = f"{nodes}x{each} {ASSUMED_GPU}"
+    notes.append(f"the file names no GPU: {words} is assumed (--cluster {nodes * each}xh200 for others)")
+    return Cluster.load(words)
+
+
+def text_of(path: Path) -> str:
+    """The file's text, within bounds."""
+    if os.path.isdir(path):
+        raise SpecError(f"{path} is a folder: name a file in it: {_KINDS}")
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(LARGEST + 1)
+    except OSError as error:
+        reason = (
+            "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({(error.strerror or '').lower()})"
+        )
+        raise SpecError(f"{path} {reason}: name {_KINDS}") from None
+    except ValueError:
+        raise SpecError(f"{str(path)[:60]!r} is no name of a file: name {_KINDS}") from None
+    if len(raw) > LARGEST:
+        raise SpecError(f"{path} has more than {LARGEST:,} bytes, too many for a configuration: name {_KINDS}")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise SpecError(f"{path} is not text: name {_KINDS}") from None
+    if not text.strip():
+        raise SpecError(f"{path} is empty: name {_KINDS}")
+    return text
+
+
+def engine_of(path: Path, text: str) -> Engine:
+    """By the file's ending and, where two engines share one, by its settings."""
+    ending = path.suffix.lower()
+    named = {".toml": torchtitan.TOML, ".py": torchtitan.CURRENT, ".json": deepspeed.ENGINE}
+    if ending in named:
+        return named[ending]
+    if ending in (".sh", ".bash", ".slurm", ".sbatch") or text.startswith("#!"):
+        if "ultrascale train" in text or "-m ultrascale" in text:
+            raise SpecError(f"{path} starts ultrascale itself: read the plan.yaml beside it with `ultrascale explain`")
+        return megatron.ENGINE
+    if ending not in (".yaml", ".yml"):
+        raise SpecError(f"{path} ends in '{ending}', which cannot be told: name {_KINDS}")
+    data = mapping_of(text, path.name, "YAML")
+    if {"job", "layout", "estimate"} <= set(data):
+        raise SpecError(f"{path} is a plan already: read it with `ultrascale explain {path}`")
+    if {"parallelism", "tokens"} & set(data):
+        return nanotron.ENGINE
+    if {"compute_environment", "distributed_type", "fsdp_config", "num_processes"} & set(data):
+        return accelerate.ENGINE
+    known = ", ".join(sorted(map(str, data))[:5])
+    raise SpecError(f"{path} is YAML of no engine that is known (it has {known:.80}): name {_KINDS}")
+
+
+def _header_text(settings: Any, text: str) -> str:
+    if not isinstance(settings, Mapping) or deepspeed.OWN not in settings:
+        return text
+    lines = settings[deepspeed.OWN]
+    return "\n".join(line for line in lines if isinstance(line, str)) if isinstance(lines, list) else ""

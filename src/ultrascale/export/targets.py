@@ -1,0 +1,57 @@
+"""The targets of `ultrascale export`, by name."""
+
+from __future__ import annotations
+
+from ultrascale.export import accelerate, deepspeed, kubernetes, megatron, nanotron, slurm, torchrun, torchtitan, write
+from ultrascale.export.common import Engine, File, name_of, quoted
+from ultrascale.specs.errors import SpecError, nearest
+from ultrascale.specs.files import to_yaml
+from ultrascale.specs.plan import HEADER, Plan
+
+ENGINES: dict[str, tuple[Engine, ...]] = {
+    "torchtitan": (torchtitan.TOML, torchtitan.CURRENT),
+    "megatron": (megatron.ENGINE,),
+    "nanotron": (nanotron.ENGINE,),
+    "deepspeed": (deepspeed.ENGINE,),
+    "accelerate": (accelerate.ENGINE,),
+}
+LAUNCHERS = ("torchrun", "slurm", "kubernetes")
+IMAGE = "ultrascale:latest"
+STYLES = {"toml": (torchtitan.TOML,), "current": (torchtitan.CURRENT,), "both": (torchtitan.TOML, torchtitan.CURRENT)}
+
+
+def check(to: str, style: str | None, image: str | None) -> None:
+    names = [*ENGINES, *LAUNCHERS]
+    if to not in names:
+        raise SpecError(f"--to is '{to:.40}' but must be one of {', '.join(names)}: {nearest(to.lower()[:40], names)}")
+    if style is not None and to != "torchtitan":
+        raise SpecError(f"--style is for torchtitan, which has two; {to} has one: leave it out")
+    if image is not None and to != "kubernetes":
+        raise SpecError(f"--image is for kubernetes; {to} starts no container: leave it out")
+    if style is not None and style not in STYLES:
+        raise SpecError(
+            f"--style is '{style:.40}' but must be one of {', '.join(STYLES)}: {nearest(style.lower()[:40], STYLES)}"
+        )
+
+
+def engine_files(plan: Plan, to: str, style: str | None, folder: str) -> tuple[list[File], list[str], str]:
+    """Files, what they cannot say (each line once), and the command that comes next."""
+    engines = STYLES[style or "both"] if to == "torchtitan" else ENGINES[to]
+    files: list[File] = []
+    said: dict[str, None] = {}
+    for engine in engines:
+        made, lines = write.for_engine(engine, plan.job, plan.layout)
+        files += made
+        said |= dict.fromkeys(lines)
+    return files, list(said), engines[-1].follows(quoted(folder), plan.job)
+
+
+def launcher_files(plan: Plan, to: str, image: str | None, folder: str) -> tuple[list[File], str]:
+    """The launcher beside the plan it starts, and the command that comes next."""
+    run = name_of(plan.job.model.name)
+    if to == "kubernetes":
+        made, follows = kubernetes.files(plan, run, IMAGE if image is None else image)
+    else:
+        made, follows = torchrun.files(plan, run) if to == "torchrun" else slurm.files(plan, run)
+    whole = File("plan.yaml", HEADER + to_yaml(plan.to_mapping()))
+    return [whole, *made], follows.format(folder=quoted(folder))

@@ -1,0 +1,48 @@
+"""A plan as files: what the target can say in its own words, what it cannot as lines of a header."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ultrascale.export import fields, header
+from ultrascale.export.common import Engine, File, World
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.files import write_text
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+
+
+def for_engine(engine: Engine, job: Job, layout: Layout) -> tuple[tuple[File, ...], list[str]]:
+    """The engine's files, and the lines that stand in their header."""
+    settings = engine.native(job, layout)
+    found = engine.read(settings, engine.config, World(job.cluster.gpus)).fields
+    wanted = fields.of(job, layout)
+    missing = fields.unsaid(wanted, fields.completed(fields.settled(found), engine.framework))
+    if layout.batch_tokens(job.seq) == job.batch_tokens:
+        missing.pop("job.batch_tokens", None)  # it follows
+    said = header.lines(missing, layout, engine.why, engine.title)
+    return engine.files(job, layout, settings, said), said
+
+
+def into(folder: Path, files: Sequence[File], force: bool) -> list[Path]:
+    """Each file whole or not at all; a file that is in the way is named before anything is written."""
+    if os.path.exists(folder) and not os.path.isdir(folder):
+        raise SpecError(f"-o is {folder}, which is a file: name a folder, such as {folder}-export")
+    try:
+        held = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    except OSError as error:
+        raise SpecError(f"-o is {folder}, which cannot be read ({(error.strerror or '').lower()}): name another") from None
+    if held and not force:
+        raise SpecError(
+            f"-o is {folder}, which is not empty: {held[0]} is in the way; name a new folder, or write into it with --force"
+        )
+    written = []
+    for file in files:
+        target = folder / file.name
+        write_text(target, file.text)
+        if file.text.startswith("#!"):
+            target.chmod(0o755)
+        written.append(target)
+    return written

@@ -1,0 +1,55 @@
+"""`ultrascale export` and `import` in the terminal: files and what they cannot say; what was read, and what it would do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ultrascale.export.header import UNSAID
+from ultrascale.export.read import Imported
+from ultrascale.show.explain import show_plan
+from ultrascale.show.lines import bullets, heading, labelled
+from ultrascale.specs.units import seconds
+
+
+def show_written(console: Console, written: list[Path], said: list[str], follows: str) -> None:
+    for file in written:
+        console.print(f"Wrote {file}", soft_wrap=True)
+    unsaid = [line.removeprefix(f"{UNSAID}: ") for line in said if line.startswith(UNSAID)]
+    if unsaid:
+        heading(console, "Not expressible there (also in the file)")
+        bullets(console, unsaid)
+    console.print(f"Next: {follows}", soft_wrap=True)
+
+
+def written_json(written: list[Path], said: list[str], follows: str) -> dict[str, Any]:
+    return {"written": [str(file) for file in written], "header": said, "next": follows}
+
+
+def show_imported(console: Console, found: Imported) -> None:
+    console.print(f"A file for {found.engine.title}.")
+    for note in found.notes:
+        labelled(console, "note:", "yellow", note)
+    show_plan(console, found.plan)
+    there = found.native
+    if there is not None:
+        e = there.estimate
+        verdict = "fits" if e.fits else "does not fit"
+        console.print(
+            f"As {found.engine.framework} would run it: step {seconds(e.step_time_s)}, "
+            f"{e.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, peak {e.peak_gib:,.1f} GiB of {e.capacity_gib:,.1f}: it {verdict}"
+        )
+
+
+def imported_json(found: Imported) -> dict[str, Any]:
+    there = found.native
+    return {
+        "engine": found.engine.name,
+        "notes": list(found.notes),
+        "plan": found.plan.to_mapping(),
+        "there": None
+        if there is None
+        else {"framework": found.engine.framework, "estimate": there.estimate.model_dump(mode="json")},
+    }

@@ -1,0 +1,164 @@
+"""`ultrascale export` and `ultrascale import`: files, sentences, exit codes; and every bad input in one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import samples
+from plans_made import plan_of
+
+from ultrascale.specs.plan import Plan
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return plan_of("dense").save("plan.yaml")
+
+
+def refused(answer: tuple[int, str, str], *says: str) -> None:
+    code, out, err = answer
+    assert (code, out) == (2, "")
+    assert "Traceback" not in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1, err
+    for words in says:
+        assert words in err
+
+
+def test_export_says_what_it_wrote_and_what_comes_next(run, plan: Path) -> None:
+    code, out, _ = run("export", plan, "--to", "megatron", "-o", "out")
+    assert code == 0
+    assert "Wrote out/run.sh" in out
+    assert "Next: MEGATRON_LM=/path/to/Megatron-LM bash out/run.sh" in out
+    assert os.access("out/run.sh", os.X_OK)
+
+
+def test_export_and_import_in_json(run, plan: Path) -> None:
+    code, out, _ = run("export", plan, "--to", "nanotron", "-o", "out", "--json")
+    assert code == 0
+    answer = json.loads(out)
+    assert answer["written"] == ["out/config.yaml"]
+    assert any(line.startswith("not expressible here: layout.schedule = interleaved") for line in answer["header"])
+    code, out, _ = run("import", "out/config.yaml", "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["engine"] == "nanotron"
+    assert Plan.from_mapping(found["plan"]).layout == plan_of("dense").layout
+    assert found["there"]["framework"] == "nanotron"
+
+
+def test_import_prints_what_explain_prints_and_writes_a_plan(run, plan: Path) -> None:
+    run("export", plan, "--to", "torchtitan", "-o", "out")
+    assert sorted(os.listdir("out")) == ["config.toml", "ultrascale_config.py"]
+    code, out, _ = run("import", "out/config.toml", "-o", "back.yaml")
+    assert code == 0
+    for words in ("A file for torchtitan", "Memory at the peak", "Time of one step", "As torchtitan would run it", "back.yaml"):
+        assert words in out
+    back = Plan.load("back.yaml")
+    assert (back.job, back.layout) == (plan_of("dense").job, plan_of("dense").layout)
+    assert run("explain", "back.yaml")[0] == 0
+
+
+def test_style_chooses_among_torchtitans(run, plan: Path) -> None:
+    assert run("export", plan, "--to", "torchtitan", "--style", "toml", "-o", "a")[0] == 0
+    assert os.listdir("a") == ["config.toml"]
+    assert run("export", plan, "--to", "torchtitan", "--style", "current", "-o", "b")[0] == 0
+    assert os.listdir("b") == ["ultrascale_config.py"]
+
+
+def test_a_folder_with_something_in_it_is_kept(run, plan: Path) -> None:
+    os.mkdir("out")
+    Path("out/mine.txt").write_text("mine")
+    refused(run("export", plan, "--to", "slurm", "-o", "out"), "mine.txt is in the way", "--force")
+    assert os.listdir("out") == ["mine.txt"]
+    assert run("export", plan, "--to", "slurm", "-o", "out", "--force")[0] == 0
+    assert sorted(os.listdir("out")) == ["job.sbatch", "mine.txt", "plan.yaml"]
+
+
+EXPORTS = [
+    (["--to", "megatrn"], ["--to is 'megatrn'", "did you mean 'megatron'"]),
+    (["--to", ""], ["--to is ''", "torchtitan"]),
+    (["--to", "slurm", "--style", "toml"], ["--style is for torchtitan"]),
+    (["--to", "torchtitan", "--style", "tml"], ["--style is 'tml'", "did you mean 'toml'?"]),
+    (["--to", "slurm", "--image", "mine:1"], ["--image is for kubernetes"]),
+    (["--to", "kubernetes", "--image", ""], ["--image is ''", "container image"]),
+    (["--to", "kubernetes", "--image", "a b"], ["--image is 'a b'", "container image"]),
+]
+
+
+@pytest.mark.parametrize(("words", "says"), EXPORTS, ids=[" ".join(words) for words, _ in EXPORTS])
+def test_an_export_that_cannot_be(run, plan: Path, words: list[str], says: list[str]) -> None:
+    refused(run("export", plan, *words, "-o", "out"), *says)
+    assert not os.path.exists("out")
+
+
+def test_folders_and_plans_that_cannot_be_used(run, plan: Path) -> None:
+    refused(run("export", "none.yaml", "--to", "slurm", "-o", "out"), "plan file none.yaml does not exist")
+    refused(run("export", plan, "--to", "slurm", "-o", "plan.yaml"), "is a file: name a folder")
+    refused(run("export", plan, "--to", "slurm", "-o", "plan.yaml/x"), "plan.yaml/x")
+    edited = plan.read_text().replace("  tp: 8\n", "  tp: 3\n")
+    Path("edited.yaml").write_text(edited)
+    refused(run("export", "edited.yaml", "--to", "megatron", "-o", "out"), "layout.dp·tp·pp·cp")
+    latent = plan_of("latent").save("latent.yaml")
+    refused(run("export", latent, "--to", "slurm", "-o", "out"), "no latent attention")
+    assert run("export", latent, "--to", "megatron", "-o", "out")[0] == 0
+
+
+BOMB = "".join(f"a{n}: &a{n} {{{', '.join(f'k{i}: *a{n - 1}' for i in range(9))}}}\n" for n in range(1, 16))
+BOMB = "parallelism: {dp: 1}\na0: &a0 {x: 1}\n" + BOMB
+
+TEXTS = [
+    ("empty.sh", b"", ["empty.sh is empty"]),
+    ("space.toml", b" \n\t\n", ["is empty"]),
+    ("binary.json", b"\x80\x81\xff\x00", ["is not text"]),
+    ("large.yaml", b"# " + b"x" * (2**20 + 10), ["more than 1,048,576 bytes"]),
+    ("broken.toml", b"[a]\nb = = 2\n", ["broken.toml is not TOML", "line 2"]),
+    ("broken.json", b'{"a": 1,\n"b": }', ["broken.json is not JSON", "line 2"]),
+    ("twice.json", b'{"a": 1, "a": 2}', ["the field 'a' is given twice"]),
+    ("broken.yaml", b"a: 1\nb: [2\n", ["broken.yaml is not YAML", "line 3"]),
+    ("broken.py", b"def f(:\n  pass", ["broken.py is not Python", "line 1"]),
+    ("other.py", b"print(1)\n", ["other.py holds no configuration of torchtitan"]),
+    ("other.sh", b"#!/bin/sh\necho hello\n", ["starts no training of Megatron-LM"]),
+    ("quote.sh", b"echo a\necho 'b\n", ["quote.sh is not a shell script", "line 2"]),
+    ("other.yaml", b"a: 1\nb: 2\n", ["YAML of no engine that is known (it has a, b)"]),
+    ("list.yaml", b"- 1\n", ["is a list"]),
+    ("python.yaml", b"!!python/object/apply:os.system [exit]", ["is not YAML"]),
+    ("deep.json", b"[" * 100000, ["nested too deeply"]),
+    ("deep.toml", b"a = " + b"[" * 5000, ["deep.toml"]),
+    ("bomb.yaml", BOMB.encode(), ["more than 10,000 settings"]),
+    ("chain.py", b"a" + b".a" * 20000 + b"()\n", ["chain.py"]),
+    ("name.txt", b"a", ["ends in '.txt'"]),
+    ("ours.sh", b"#!/bin/sh\ntorchrun -m ultrascale train plan.yaml\n", ["starts ultrascale itself", "plan.yaml"]),
+    ("short.toml", b"[training]\nseq_len = 'long'\n", ["training.seq_len is 'long'", "whole number"]),
+    ("nodp.yaml", b"parallelism: {tp: 2}\n", ["parallelism.dp is missing"]),
+    ("wrong.yaml", b"parallelism: 3\ntokens: [1]\n", ["parallelism.dp is missing"]),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "says"), TEXTS, ids=[name for name, _, _ in TEXTS])
+def test_files_that_cannot_be_imported(run, plan: Path, name: str, text: bytes, says: list[str]) -> None:
+    Path(name).write_bytes(text)
+    refused(run("import", name, "--cluster", "8xh100"), *says)
+
+
+def test_places_that_are_no_files(run, plan: Path) -> None:
+    refused(run("import", "none.sh"), "none.sh does not exist: name a run.sh")
+    refused(run("import", "."), ". is a folder: name a file in it")
+    refused(run("import", plan), "is a plan already", "ultrascale explain")
+    Path("run.sh").write_text(samples.MEGATRON)
+    refused(run("import", "run.sh", "--cluster", "12xh100"), "cluster is '12xh100'")
+    refused(run("import", "run.sh", "--model", "lama-3-8b"), "did you mean")
+    refused(run("import", "run.sh", "--seq", "long"), "--seq is 'long'")
+    refused(run("import", "run.sh", "--framework", "megatron"), "framework 'megatron' is not known")
+
+
+def test_help_names_every_target(run) -> None:
+    code, out, _ = run("export", "--help")
+    assert code == 0
+    assert all(word in out for word in ("torchtitan", "megatron", "nanotron", "deepspeed", "accelerate", "slurm", "kubernetes"))
+    code, out, _ = run("import", "--help")
+    assert "never run" in out

@@ -1,0 +1,52 @@
+"""Shell scripts are read as words: variables, arrays, quotes, comments; nothing is run."""
+
+from __future__ import annotations
+
+import pytest
+
+from ultrascale.export.shell import commands, options
+from ultrascale.specs.errors import SpecError
+
+CASES = [
+    ("run a b", [["run", "a", "b"]]),
+    ("run a \\\n  b", [["run", "a", "b"]]),
+    ("A=1\nrun $A ${A} x$A", [["run", "1", "1", "x1"]]),
+    ("run ${B:-2} ${B-3} $B", [["run", "2", "3", "$B"]]),
+    ("A=(1 2)\nA+=(3)\nrun ${A[@]} end", [["run", "1", "2", "3", "end"]]),
+    ('A=(\n --x 1  # one\n --y 2\n)\nrun "${A[@]}"', [["run", "--x", "1", "--y", "2"]]),
+    ('A="--x 1 --y 2"\nrun $A', [["run", "--x", "1", "--y", "2"]]),
+    ("run 'a b' \"c; d\"", [["run", "a b", "c; d"]]),
+    ("one; two && three | four", [["one"], ["two"], ["three"], ["four"]]),
+    ("# don't\nrun a # it's\nrun b", [["run", "a"], ["run", "b"]]),
+    ("export A=1 B=2\nC=$A$B run $B", [["run", "2"]]),
+    ("A=(1\nrun $A", []),
+    ("run $(rm -rf x) `date`", [["run", "$", "(", "rm", "-rf", "x", ")", "`date`"]]),
+    ("", []),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), CASES, ids=[text[:20] for text, _ in CASES])
+def test_words_of_a_script(text: str, words: list[list[str]]) -> None:
+    assert commands(text, "run.sh") == words
+
+
+def test_options_take_one_value_several_or_none() -> None:
+    words = ["--a", "1", "--b=2", "--flag", "--n_x", "1", "2", "3", "--neg", "-1", "--a", "9"]
+    assert options(words) == {"--a": "9", "--b": "2", "--flag": True, "--n-x": ["1", "2", "3"], "--neg": "-1"}
+
+
+def test_a_quote_that_is_not_closed_is_told_with_its_line() -> None:
+    with pytest.raises(SpecError, match=r"run\.sh is not a shell script: no closing quotation of what begins at line 4"):
+        commands("a \\\n b\n\nrun 'b\nc\nd\n", "run.sh")
+
+
+def test_variables_that_double_each_other_end_early() -> None:
+    bomb = "A=xxxxxxxx\n" + "\n".join("A=$A$A" for _ in range(60)) + "\nrun $A"
+    with pytest.raises(SpecError, match="grow beyond"):
+        commands(bomb, "run.sh")
+    wide = "A=" + "x" * 60000 + "\nrun " + "$A" * 100000
+    with pytest.raises(SpecError, match="grow beyond"):
+        commands(wide, "run.sh")
+    arrays = "A=(x x)\n" + "\n".join("A=(${A[@]} ${A[@]})" for _ in range(60)) + "\nrun ${A[@]}"
+    with pytest.raises(SpecError, match="grow beyond"):
+        commands(arrays, "run.sh")
