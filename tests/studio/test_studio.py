@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,10 @@ def test_exports_and_the_report_download(address: str, page: Any) -> None:
     with page.expect_download() as waiting:
         page.get_by_role("button", name="report.html").click()
     assert "<!doctype html>" in Path(waiting.value.path()).read_text(encoding="utf-8")[:100]
+    page.get_by_role("button", name="export").click()
+    with page.expect_download() as waiting:
+        page.get_by_text("megatron", exact=True).click()
+    assert "run.sh" in zipfile.ZipFile(waiting.value.path()).namelist()
 
 
 @pytest.mark.slow

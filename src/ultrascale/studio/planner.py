@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import zipfile
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast, get_args
 
 from nicegui import events, run, ui
 
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.legality import problem
+from ultrascale.export import targets
+from ultrascale.export.common import File
 from ultrascale.figures import choice, memory, pipeline, time
 from ultrascale.plan.objective import OBJECTIVES, Objective
 from ultrascale.plan.search import Result
@@ -135,7 +141,9 @@ class Planner:
         with ui.row():
             ui.button("plan.yaml", on_click=self.save_plan).props("outline dense no-caps")
             ui.button("report.html", on_click=self.save_report).props("outline dense no-caps")
-            self.exports = ui.row()
+            with ui.dropdown_button("export", auto_close=True).props("outline dense no-caps"):
+                for target in (*targets.ENGINES, *targets.LAUNCHERS):
+                    ui.item(target, on_click=partial(self.save_export, target))
         with ui.expansion("Why this layout, and what was assumed", value=True).classes("w-full"):
             self.reasons = ui.column().classes("gap-1")
         with ui.expansion("Cut it by hand, and watch memory and time", value=True).classes("w-full"):
@@ -251,10 +259,28 @@ class Planner:
         if self.plan is not None:
             ui.download.content(HEADER + to_yaml(self.plan.to_mapping()), "plan.yaml")
 
+    def save_export(self, to: str) -> None:
+        """Another engine's files, or a launcher's, as one archive."""
+        if self.plan is not None:
+            with self.frame.telling():
+                if to in targets.LAUNCHERS:
+                    files, _ = targets.launcher_files(self.plan, to, None, to)
+                else:
+                    files, _, _ = targets.engine_files(self.plan, to, None, to)
+                ui.download.content(_zipped(files), f"{to}.zip")
+
     async def save_report(self) -> None:
         if self.plan is not None:
             page = await run.io_bound(plan_page, self.plan, "plan.yaml")
             ui.download.content(page or "", "report.html")
+
+
+def _zipped(files: Sequence[File]) -> bytes:
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as made:
+        for file in files:
+            made.writestr(file.name, file.text)
+    return archive.getvalue()
 
 
 def _words(text: str) -> list[str]:
