@@ -96,3 +96,53 @@ def test_what_cannot_be_compared_is_refused(run: Run, folders: Path) -> None:
         code, _, error = run("compare", folders / first, folders / second)
         assert code == 2, words
         assert words in " ".join(error.split()), error
+
+
+def on_gpu(step_s: float, attention_ms: float, layers: int) -> Measurement:
+    seen = measured(step_s, 0.0, MIB)
+    stages = (MeasuredStage(stage=0, layers=layers, memory=seen.memory[0].memory),)
+    note = f"attention: cuDNN {attention_ms:.2f} ms, flash 9.99 ms"
+    return seen.model_copy(update={"device": "NVIDIA H100", "time": MeasuredTime(), "notes": (note,), "memory": stages})
+
+
+def beside(model: str, seq: int, mbs: int, slower: float, attention_slower: float) -> compare.Comparison:
+    """A plan for one H100 beside a run of it that took longer, and whose attention did."""
+    layout = Layout(mbs=mbs)
+    job = Job(model=Model.load(model), cluster=Cluster.load("1xh100"), seq=seq, batch_tokens=mbs * seq)
+    plan = Plan(job=job, layout=layout, estimate=estimate(job, layout))
+    each_ms = 1e3 * plan.estimate.time.attention_s / job.model.layers
+    seen = on_gpu(slower * plan.estimate.step_time_s, attention_slower * each_ms, job.model.layers)
+    return compare.compare(compare.Side("plan.yaml", plan, plan.estimate), compare.Side("runs/a", plan, seen))
+
+
+def test_attention_that_is_slower_than_the_table_is_named_with_its_head_size() -> None:
+    found = beside("llama-3.2-1b", 4096, 8, slower=1.03, attention_slower=1.18)
+    attention = next(term for term in found.terms if term.name == "attention")
+    assert attention.difference == pytest.approx(1 / 1.18 - 1, abs=0.01)
+    assert "most of it is attention" in found.sentences[0]
+    assert found.sentences[0].endswith("head size 64")
+    assert beside("llama-3.2-3b", 1024, 32, 1.03, 1.5).sentences[0].endswith("rows of 1024 tokens are short")
+    assert "blocks, few for 132 multiprocessors" in beside("llama-3.2-3b", 1024, 1, 1.05, 3.0).sentences[0]
+
+
+def test_a_gpu_that_waits_for_its_host_is_told_so() -> None:
+    sentence = beside("smollm2-135m", 1024, 1, slower=5, attention_slower=1).sentences[0]
+    assert "the GPU waits for the host: 1,024 tokens" in sentence
+    assert "a larger micro-batch" in sentence
+
+
+def test_a_gpu_that_is_slower_all_over_needs_its_own_constants() -> None:
+    assert "`ultrascale calibrate`" in beside("smollm2-1.7b", 4096, 8, slower=1.2, attention_slower=1.02).sentences[0]
+
+
+def test_a_part_that_differs_the_other_way_is_not_most_of_it() -> None:
+    sentence = beside("llama-3.2-1b", 4096, 8, slower=0.95, attention_slower=1.5).sentences[0]
+    assert "attention" not in sentence
+    assert "`ultrascale calibrate`" in sentence
+
+
+def test_a_likely_cause_is_of_a_plan_beside_a_run_alone(folders: Path) -> None:
+    first, second = (compare.load(folders / name) for name in ("a", "b"))
+    assert compare.compare(first, second).cause("gradient reduction", 1.0) is None
+    planned = compare.compare(compare.load(folders / "plan.yaml"), first)
+    assert "slowest" in (planned.cause("gradient reduction", -1.0) or "")

@@ -71,9 +71,10 @@ def test_a_tied_head_is_held_twice_by_a_pipeline() -> None:
     model = Model.load("llama-3.2-1b")
     held = ranks_of(model, Layout(pp=4))
     assert held.total.sum() == model.parameters + 128256 * 2048
-    # V-shaped: the first rank has embedding and head, so one matrix serves both.
+    # V-shaped: the first rank has embedding and head, but in two chunks, each with a matrix of its own.
     v_shaped = ranks_of(model, Layout(pp=4, schedule="zb-v", virtual_stages=2))
-    assert v_shaped.total.sum() == model.parameters
+    assert v_shaped.total.sum() == model.parameters + 128256 * 2048
+    assert ranks_of(model, Layout()).total.sum() == model.parameters
 
 
 def test_experts_are_spread_by_ep_and_the_router_is_not() -> None:
@@ -123,7 +124,7 @@ def test_every_tensor_is_somewhere(name: str, layout: Layout) -> None:
     attention = params.attention(model)
     repeated = model.layers * (attention.whole + params.norms(model)) + model.final_norm_parameters
     repeated += model.moe_layers * (model.router_parameters + (model.hidden if model.moe and model.moe.shared_gate else 0))
-    tied_copy = model.vocab * model.hidden * (model.tied_embeddings and layout.virtual_stages == 1)
+    tied_copy = model.vocab * model.hidden * model.tied_embeddings
     assert everywhere == pytest.approx(model.parameters + (layout.tp - 1) * repeated + tied_copy, rel=1e-12)
 
 

@@ -44,6 +44,8 @@ class LayerActivations:
     """Bytes of one layer and one micro-batch on one rank, by module; `kept` after the policy, `whole` without any."""
 
     kept: dict[str, Array]
+    modules: dict[str, Array]
+    """without any policy"""
     whole: Array
     input: Array
     """the layer's input: all that full recomputation keeps"""
@@ -82,7 +84,7 @@ def layer(job: Job, columns: Columns, moe: bool) -> LayerActivations:
     wide = (2 if model.gated else 1) + np.where(split, 1, 0)
     gradients = b * tokens * wide * width / columns.tp + np.where(split, 4, 2) * residual
     kept = _apply_policy(job, columns, modules, residual, moe)
-    return LayerActivations(kept, whole, residual, np.asarray(gradients))
+    return LayerActivations(kept, modules, whole, residual, np.asarray(gradients))
 
 
 def _active_width(model: Model, moe: bool) -> float:
@@ -102,7 +104,10 @@ def _attention(job: Job, columns: Columns, tokens: Array, b: int) -> dict[str, A
         expanded = model.heads * (2 * model.qk_head_dim + model.v_head_dim)
         qkv = b * tokens * expanded / tp
     output = b * tokens * model.heads * model.v_head_dim / tp
+    switches = (columns.cp > 1) & columns.is_("context_parallel", "ulysses")
     latents = {} if model.mla is None else {"latents": 2 * b * tokens * latent}
+    if np.any(switches):  # the kernel keeps its output by heads, the next product by sequence
+        latents["switched output"] = np.where(switches, output, 0.0)
     if operand_bytes(job) != b:
         output = output * (b + operand_bytes(job)) / b  # flash needs its own output as it is, the next product the copy
     if job.attention == "flash":
@@ -130,10 +135,14 @@ def _moe(job: Job, columns: Columns, tokens: Array, b: int, residual: Array) -> 
     assert moe is not None
     routed = tokens * moe.top_k * columns.busiest(job.cluster.efficiency.expert_imbalance)
     wide, operand = routed * moe.expert_ffn / columns.tp, operand_bytes(job)
-    travelling = routed * model.hidden / columns.routed_cut
+    sliced = job.framework.sliced_routing
+    travelling = routed * model.hidden / columns.routed_cut(sliced)
+    # Without slices every tp rank has the whole sequence from the router on; eager, the router keeps its own fp32 copy of it.
+    copies = (FP32 + b * bool(moe.shared_experts)) if job.framework.followed else b
+    seen = residual if sliced else copies * tokens * model.hidden
     modules = {
-        "mlp input": residual,
-        "router": 4 * tokens * moe.experts / columns.sequence_cut,
+        "mlp input": seen,
+        "router": FP32 * tokens * moe.experts / (columns.sequence_cut if sliced else 1),
         "expert input": operand * travelling,
         "expert products": b * (2 if model.gated else 1) * wide,
         "expert activation": operand * wide,
@@ -156,6 +165,9 @@ def _apply_policy(job: Job, columns: Columns, modules: dict[str, Array], residua
     dropped = _CHEAP if job.attention == "flash" else ("attention scores",)
     if job.model.mla is not None and job.attention == "flash":
         dropped = (*dropped, "q, k, v")  # made again from the latents, by two small products
+    if job.framework.early_stop and job.attention == "flash":
+        # torch.utils.checkpoint sorts tokens by expert again, and sends them if it must; and so with Ulysses' output.
+        dropped = (*dropped, "expert input", "switched output")
     drops = selective | (none & lean(job, columns))
     keeps = {name: (none | selective) & ~(drops & (name in dropped)) for name in modules}
     kept = {name: np.where(keeps[name], bytes_, 0.0) for name, bytes_ in modules.items()}
@@ -163,6 +175,13 @@ def _apply_policy(job: Job, columns: Columns, modules: dict[str, Array], residua
         # Every second product is computed again; attention's own output is always kept.
         for name in _PRODUCTS & kept.keys():
             kept[name] = np.where(selective, 0.5 * kept[name], kept[name])
+    if job.framework.early_stop:
+        # What torch.utils.checkpoint keeps is the row-parallel product itself, before slices of its sum are scattered.
+        whole = np.where(selective, columns.sequence_cut, 1)
+        kept["mlp norm"] = kept["mlp norm"] * whole
+        # The last product's result is not asked for again, but is kept where its width does not tell it from the others.
+        alike = selective & (job.model.ffn == columns.tp * job.model.hidden) & (not moe)
+        kept["mlp output"] = np.where(alike, residual * columns.sequence_cut, 0.0)
     kept["attention norm"] = np.where(columns.is_("recompute", "full"), residual, kept["attention norm"])
     return kept
 
@@ -197,14 +216,17 @@ def head(job: Job, columns: Columns) -> HeadActivations:
     logits = tokens * job.model.vocab / columns.tp
     if job.framework.loss == "at-once":
         return _head_at_once(job, columns, norm + statistics)
-    saved, peak = {
+    by_loss: dict[str, tuple[float, Array | float]] = {
         "overwritten": (b, b),
         "fused": (b, 2.0 * b),
         "in-place": (FP32, 2.0 * FP32),
         # Logits that are fp32 already are not cast, and of them only the log-softmax is kept.
         "fp32": (b + 2.0 * FP32, b + 3.0 * FP32) if b < FP32 else (1.0 * FP32, 3.0 * FP32),
+        # Over a cut vocabulary backward turns the softmax into the gradient: fullest is forward, with logits, cast, softmax.
+        "log-softmax": (FP32, np.where(columns.tp > 1, (b if b < FP32 else 0.0) + 2.0 * FP32, 3.0 * FP32)),
         "chunked": (b / CHUNKS, 2.0 * b / CHUNKS),
-    }[job.framework.loss]
+    }
+    saved, peak = by_loss[job.framework.loss]
     return HeadActivations(np.asarray(norm + statistics + saved * logits), np.asarray(norm + statistics + peak * logits))
 
 

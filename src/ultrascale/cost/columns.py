@@ -100,10 +100,11 @@ class Columns:
         """Ranks that hold copies or other parts of the same layer's experts, tensor parallelism's cuts left aside."""
         return np.asarray(self.data_ranks * self.tp // self.expert_cut)
 
-    @property
-    def routed_cut(self) -> Array:
-        """By what the routed tokens of a rank are cut: along the sequence, or over the tp ranks that hold whole experts."""
-        return np.where(self.expert_cut == self.tp, self.sequence_cut, self.tp)
+    def routed_cut(self, sliced: bool) -> Array:
+        """By what the tokens that a rank routes are cut: over tp ranks that hold whole experts; where experts are cut instead,
+        along the sequence in an engine that routes slices (`sliced`), else not at all: each tp rank sends them all.
+        """
+        return np.where(self.expert_cut == self.tp, self.sequence_cut if sliced else 1, self.tp)
 
     def busiest(self, imbalance: float) -> Array:
         """Tokens of the busiest expert rank over the mean; a rank that has all experts has the mean."""

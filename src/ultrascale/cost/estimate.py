@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from ultrascale.cost import activations, flops, gemm, memory, pipeline, stages, step, traffic
-from ultrascale.cost.columns import Columns
+from ultrascale.cost.columns import Array, Columns
 from ultrascale.cost.hardware import Machine
 from ultrascale.cost.legality import check
 from ultrascale.cost.mesh import mesh
@@ -23,13 +23,15 @@ from ultrascale.specs.units import GIB
 
 # Micro-batches simulated in full; more repeat the steady state (schedules.simulate_makespan).
 SIMULATED = 64
+SPOKEN = {"input gradients of a layer": "backward of a layer"}
 
 
 def estimate(job: Job, layout: Layout) -> Estimate:
     """Memory by owner and stage, step time by cause, traffic, utilisation, cost. Raises SpecError for an illegal layout."""
     check(job, layout)
     view = View.of(job, layout)
-    stage_memory = _memory(view)
+    peaks = _peaks(view)
+    stage_memory = _memory(view, peaks)
     peak = max(stage_memory, key=lambda stage: stage.memory.total)
     time, bubble_fraction = _time(view)
     step_s = time.total
@@ -70,7 +72,7 @@ def estimate(job: Job, layout: Layout) -> Estimate:
         memory=tuple(stage_memory),
         time=time,
         traffic=tuple(traffic.by_technique(job, layout, view.machine, time)),
-        activations=tuple(_activation_items(view, peak)),
+        activations=tuple(_activation_items(view, peaks[peak.stage])),
         range=estimate_range(job, step_s, peak.memory.total / GIB, job.cluster.gpu.memory_gib),
         train_days=days,
         gpu_hours=hours,
@@ -114,6 +116,15 @@ class View:
         position = np.arange(len(counts))
         return stages.RankShare(position, dense, counts - dense, 1 * (position == 0), 1 * (position == len(counts) - 1))
 
+    def chunk_ranks(self) -> Array:
+        """The pipeline rank of every chunk."""
+        ranks = {
+            chunk: rank
+            for rank in range(self.layout.pp)
+            for chunk in stages.chunks_of(rank, self.layout.pp, self.layout.virtual_stages, self.v_shaped)
+        }
+        return np.asarray([ranks[chunk] for chunk in sorted(ranks)])
+
     def stage_times(self, send_s: float) -> StageTimes:
         times = self.pieces.totals().on(self.chunk_share())
         if self.layout.pp > 1:
@@ -139,14 +150,21 @@ def _settled(layout: Layout) -> int:
 
 @dataclass(frozen=True)
 class Peak:
-    """The busiest action of a rank: bytes of activations, micro-batches' worth it holds, and what it is doing."""
+    """The busiest action of a rank: bytes of what comes and goes, micro-batches' worth it holds, and what it is doing."""
 
     activations: float
-    in_flight: float
+    buffers: float
+    gradients: float
+    chunks: dict[int, float]
+    """how many micro-batches of each of its chunks wait"""
     moment: str
 
+    def in_flight(self, layers: tuple[int, ...]) -> float:
+        """Micro-batches' worth of the rank's layers."""
+        return sum(count * layers[chunk] for chunk, count in self.chunks.items()) / sum(layers[chunk] for chunk in self.chunks)
 
-def _peak(view: View, chunks: memory.PeakParts, layers: tuple[int, ...], rank: int) -> Peak:
+
+def _peak(view: View, chunks: memory.PeakParts, rank: int) -> Peak:
     """Walks the rank's action list with the bytes of its own chunks."""
     layout = view.layout
     # Beyond four rounds the list only repeats itself, and what it holds no longer grows (AFAB holds everything).
@@ -154,41 +172,70 @@ def _peak(view: View, chunks: memory.PeakParts, layers: tuple[int, ...], rank: i
     held = counts(layout.schedule, layout.pp, enough, layout.virtual_stages, rank)
     local = np.asarray(stages.chunks_of(rank, layout.pp, layout.virtual_stages, view.v_shaped))
     kept, dropped, waiting_loss = chunks.kept[local], chunks.dropped[local], chunks.kept_loss[local]
-    at_loss, layer = chunks.at_loss[local][held.local], chunks.working[local][held.local]
-    split = chunks.gradients[local][held.local]
-    kinds = np.asarray([str(kind) for kind in held.kinds])
-    transient = np.where(kinds == "B", np.maximum(layer, at_loss), np.where(kinds == "I", np.maximum(split, at_loss), 0.0))
-    live = held.waiting @ (kept + waiting_loss) + held.working @ kept + held.deferred @ (kept + dropped) + transient
-    top = int(np.argmax(live))
-    worth = (held.waiting[top] + held.working[top] + held.deferred[top]) @ np.asarray(layers)[local]
-    losing = kinds[top] in ("B", "I") and at_loss[top] > (layer if kinds[top] == "B" else split)[top]
-    moment = {"F": "end of a forward", "W": "weight gradients"}.get(str(kinds[top]), "backward of a layer")
-    return Peak(float(live[top]), float(worth / view.share.layers[rank]), "loss of a micro-batch" if losing else moment)
+    kinds, at = np.asarray([str(kind) for kind in held.kinds]), local[held.local]
+    live = held.waiting @ (kept + waiting_loss) + held.working @ kept + held.deferred @ (kept + dropped)
+    moments = {
+        "between": (np.isin(kinds, ("F", "W")), chunks.between),
+        "backward of a layer": (kinds == "B", chunks.layer),
+        "input gradients of a layer": (kinds == "I", chunks.split_layer),
+        "loss of a micro-batch": (np.isin(kinds, ("B", "I")), chunks.loss),
+    }
+    lives = dict.fromkeys(moments, live)
+    if view.job.framework.followed:  # a split backward has brought nothing back yet at the loss
+        lives["loss of a micro-batch"] = live - np.where(kinds == "I", chunks.dropped[at], 0.0)
+    there_are = _gradients_exist(view, kinds)
+    totals = {
+        name: np.where(there, lives[name] + moment.moving[at] + there_are * moment.gradients[at], -np.inf)
+        for name, (there, moment) in moments.items()
+    }
+    name = max(totals, key=lambda each: float(totals[each].max()))
+    top, moment = int(np.argmax(totals[name])), moments[name][1]
+    waiting = held.waiting[top] + held.working[top] + held.deferred[top]
+    said = {"between": "end of a forward" if kinds[top] == "F" else "weight gradients", **SPOKEN}.get(name, name)
+    return Peak(
+        float(lives[name][top] + moment.activations[at[top]]),
+        float(moment.buffers[at[top]]),
+        float(there_are[top] * moment.gradients[at[top]]),
+        {int(chunk): float(count) for chunk, count in zip(local, waiting, strict=True)},
+        said,
+    )
 
 
-def _memory(view: View) -> list[StageMemory]:
-    job, layout = view.job, view.layout
-    ranks = memory.peak_parts(job, view.ranks, view.share)
+def _gradients_exist(view: View, kinds: Array) -> Array:
+    """1 or 0 for each action: FSDP makes room for gradients in a step's first backward."""
+    layout = view.layout
+    if not (view.job.framework.followed and layout.zero and layout.shards > 1 and layout.gas > 1):
+        return np.ones(len(kinds))
+    made = np.cumsum(np.isin(kinds, ("B", "W")))
+    return np.where(np.concatenate(([0], made[:-1])) > 0, 1.0, 0.0)
+
+
+def _peaks(view: View) -> list[Peak]:
     share = view.chunk_share()
-    chunks = memory.peak_parts(job, view.row.take(np.zeros(len(share.layers), dtype=np.int64)), share)
+    rows = view.row.take(np.zeros(len(share.layers), dtype=np.int64))
+    chunks = memory.peak_parts(view.job, rows, share, stages.share_of(view.job, rows, view.chunk_ranks()))
+    return [_peak(view, chunks, rank) for rank in range(view.layout.pp)]
+
+
+def _memory(view: View, peaks: list[Peak]) -> list[StageMemory]:
+    job, layout = view.job, view.layout
     layers = stages.chunk_layers(job, layout.pp, layout.virtual_stages)
-    state = ranks.state
+    state = memory.peak_parts(job, view.ranks, view.share).state
     result = []
-    for rank in range(layout.pp):
-        peak = _peak(view, chunks, layers, rank)
-        moving = peak.activations + float(ranks.buffers[rank])
+    for rank, peak in enumerate(peaks):
+        in_flight = peak.in_flight(layers)
         bytes_ = Memory(
             parameters=float(state.parameters[rank]),
             master=float(state.master[rank]),
-            gradients=float(state.gradients[rank]),
+            gradients=peak.gradients,
             optimizer=float(state.optimizer[rank]),
             activations=peak.activations,
-            buffers=float(ranks.buffers[rank]),
-            runtime=float(memory.runtime(job, np.asarray(moving))),
+            buffers=peak.buffers,
+            runtime=float(memory.runtime(job, np.asarray(peak.activations + peak.buffers))),
         )
-        moment = peak.moment + (f", {peak.in_flight:.3g} micro-batches in flight" if layout.pp > 1 else "")
+        moment = peak.moment + (f", {in_flight:.3g} micro-batches in flight" if layout.pp > 1 else "")
         result.append(
-            StageMemory(stage=rank, layers=int(view.share.layers[rank]), in_flight=peak.in_flight, memory=bytes_, moment=moment)
+            StageMemory(stage=rank, layers=int(view.share.layers[rank]), in_flight=in_flight, memory=bytes_, moment=moment)
         )
     return result
 
@@ -259,16 +306,16 @@ def _row(piece: Piece, index: int) -> Piece:
     return Piece(*(pick(getattr(piece, f.name)) for f in fields(Piece)))
 
 
-def _activation_items(view: View, peak: StageMemory) -> list[ActivationItem]:
-    """What each module keeps on the peak stage, largest first; the last two are alive for a moment only."""
-    job, rank = view.job, peak.stage
-    dense_layers, moe_layers = int(view.share.dense_layers[rank]), int(view.share.moe_layers[rank])
+def _activation_items(view: View, peak: Peak) -> list[ActivationItem]:
+    """What each module keeps on the peak stage, largest first; the last is alive for a moment only."""
+    share = view.chunk_share()
     kept: dict[str, float] = {}
-    for count, moe in ((dense_layers, False), (moe_layers, True)):
+    for layers, moe in ((share.dense_layers, False), (share.moe_layers, True)):
+        count = sum(waiting * float(layers[chunk]) for chunk, waiting in peak.chunks.items())
         if count:
-            for module, each in activations.layer(job, view.row, moe).kept.items():
-                kept[module] = kept.get(module, 0.0) + peak.in_flight * count * float(np.broadcast_to(each, 1)[0])
-    rest = peak.memory.activations - sum(kept.values())
+            for module, each in activations.layer(view.job, view.row, moe).kept.items():
+                kept[module] = kept.get(module, 0.0) + count * float(np.broadcast_to(each, 1)[0])
+    rest = peak.activations - sum(kept.values())
     name = "logits and loss" if "loss" in peak.moment else "working set of the layer in backward"
     kept[name] = max(0.0, rest)
     ordered = sorted(kept.items(), key=lambda item: -item[1])

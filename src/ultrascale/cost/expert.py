@@ -30,7 +30,11 @@ def traffic(job: Job, columns: Columns, mesh: Mesh, machine: Machine) -> ExpertT
     assert moe is not None
     routed = columns.tokens(job.seq) * moe.top_k * job.cluster.efficiency.expert_imbalance
     exchange = transfer(
-        machine, "expert", "all_to_all", compute_bytes(job) * routed * model.hidden / columns.routed_cut, mesh.expert
+        machine,
+        "expert",
+        "all_to_all",
+        compute_bytes(job) * routed * model.hidden / columns.routed_cut(job.framework.sliced_routing),
+        mesh.expert,
     )
     both = EXCHANGES * exchange.time_s
     if job.framework.dispatch == "node-wise":
@@ -58,7 +62,7 @@ def _node_wise_s(job: Job, columns: Columns, mesh: Mesh, machine: Machine) -> Ar
     group = mesh.expert
     domains = group.size / group.per_domain
     met = domains * (1 - (1 - 1 / domains) ** moe.top_k)
-    token = compute_bytes(job) * columns.tokens(job.seq) * job.model.hidden / columns.routed_cut
+    token = compute_bytes(job) * columns.tokens(job.seq) * job.model.hidden / columns.routed_cut(job.framework.sliced_routing)
     across = met * (domains - 1) / domains * token / machine.inter.bytes_per_s
     inside = moe.top_k * token * (group.per_domain - 1) / group.per_domain / machine.intra("all_to_all").bytes_per_s
     return np.asarray(np.maximum(across, inside) + machine.inter.latency_s * (domains > 1) + machine.intra("all_to_all").base_s)

@@ -115,11 +115,12 @@ def gemm_time_s(
     multiprocessors: float,
     quantize: bool = True,
     steady: bool = False,
+    ramp: float = 1.0,
 ) -> Floats:
     """Seconds of C[m, n] = A[m, k] · B[k, n]; m, n and k broadcast.
 
     `quantize=False` leaves out the fp8 quantisation of A, for callers that quantise once and multiply often; `steady` is for
-    products among others, as in a training step.
+    products among others, as in a training step; `ramp` is a share of k_ramp.
     Scalars are folded first: this runs on arrays of 100k shapes, in 28 elementwise operations (fp8: 30).
     """
     c = surface.coefficients
@@ -130,7 +131,7 @@ def gemm_time_s(
     tiles = np.ceil(m * (1.0 / c.tile_m)) * np.ceil(n * (1.0 / c.tile_n))
     waves = tiles * ((1.0 - c.wave_share) / multiprocessors) + c.wave_share * np.ceil(tiles * (1.0 / multiprocessors))
     wave_s_per_k = multiprocessors * 2.0 * c.tile_m * c.tile_n / (peak_tflops * 1e12)
-    ideal = waves * (k * wave_s_per_k + c.k_ramp * wave_s_per_k)
+    ideal = waves * (k * wave_s_per_k + ramp * c.k_ramp * wave_s_per_k)
     hot = STEADY_S / (STEADY_S + c.throttle_s) if steady else ideal / (ideal + c.throttle_s)
     compute = ideal * (1.0 / c.peak_fraction + (c.throttle / c.peak_fraction) * hot)
 

@@ -137,6 +137,7 @@ class Machine:
             multiprocessors=self.gpu.multiprocessors or surface.multiprocessors,
             quantize=False,
             steady=True,
+            ramp=self.efficiency.matmul_ramp,
         )
         given = self.efficiency.matmul_fp8 if fp8 else self.efficiency.matmul
         return np.asarray(time / (given or self.sustained["fp8" if fp8 else "bf16"]))
@@ -184,9 +185,12 @@ class Machine:
 
     def notes(self) -> list[str]:
         """What is borrowed or assumed about this hardware."""
-        gpu, notes = self.gpu, []
+        gpu, notes = self.gpu, [] if self.cluster.calibrated is None else [str(self.cluster.calibrated)]
         if self.efficiency.synchronous:
-            return [f"{gpu.name}: rates of this machine, measured when it was detected; one rate for products of every shape"]
+            return [
+                *notes,
+                f"{gpu.name}: rates of this machine, measured when it was detected; one rate for products of every shape",
+            ]
         if self.surface is None:
             notes.append(
                 f"{gpu.name} has no measured matrix products: {UNMEASURED_MATMUL:.0%} of its peak is assumed for every shape"

@@ -7,11 +7,13 @@ over. Added here is what a real run also holds: gathered layers, transfers in fl
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
-from ultrascale.cost import activations, params
+from ultrascale.cost import activations, moments, params
 from ultrascale.cost.columns import Array, Columns
+from ultrascale.cost.moments import Moment
 from ultrascale.cost.stages import RankShare
 from ultrascale.specs.job import OPTIMIZER_STATE_BYTES, Job
 from ultrascale.specs.units import GIB
@@ -69,60 +71,6 @@ def states(job: Job, columns: Columns, held: params.RankParameters) -> StateByte
     )
 
 
-def _alone(job: Job, columns: Columns) -> Array:
-    """One micro-batch on one GPU with AdamW on it: there is nothing to add a gradient to."""
-    ranks = columns.data_ranks * columns.tp * columns.pp * columns.ep
-    return np.asarray((ranks * columns.gas == 1) & columns.is_("offload", "none") & (job.optimizer == "adamw"))
-
-
-def transfer_buffers(job: Job, columns: Columns, held: params.RankParameters) -> Array:
-    """Memory that exists only because something is on its way between GPUs."""
-    model, b = job.model, activations.compute_bytes(job)
-    tokens = columns.tokens(job.seq)
-    wide = b * tokens * model.hidden
-    # Experts are sharded over the data ranks that ep left them, so with ep = shards there is nothing of them to gather.
-    expert_shards = np.maximum(1, columns.shards / columns.ep)
-    beyond_own_shard = held.trunk * (1 - 1 / columns.shards) + held.experts * (1 - 1 / expert_shards)
-    # ZeRO-3: the layer at work and the one prefetched behind it, plus embedding and head, which stay gathered; never more
-    # than the parameters that live elsewhere.
-    gathered = np.where(
-        (columns.zero == 3) & (columns.keep_gathered == 0),
-        b * np.minimum(2 * held.layer + held.ends, beyond_own_shard),
-        0.0,
-    )
-    gathered = np.where(columns.is_("offload", "parameters"), b * (2 * held.layer + held.ends), gathered)
-    # One layer's gradients as autograd makes them, and from ZeRO-2 on the same layer's on its way into the reduce-scatter.
-    fresh = held.total if job.framework.late_gradients else held.layer
-    fresh_gradients = b * fresh if activations.gradient_bytes(job) != b else 0.0
-    waiting = held.layer
-    if job.framework.states == "fp32":
-        # FSDP scatters a chunk's gradients together where backward is split: hooks do not see weight gradients made later.
-        waiting = np.where(activations.split_backward(columns), held.total / columns.virtual_stages, waiting)
-    reduced = np.where(columns.zero >= 2, activations.gradient_bytes(job) * np.minimum(waiting, beyond_own_shard), 0.0)
-    gathered_sequence = np.where((columns.tp > 1) & (columns.sequence_parallel == 1), wide, 0.0)
-    received = np.where(columns.pp > 1, 2 * wide / columns.sequence_cut, 0.0)
-    buffers = gathered + fresh_gradients + reduced + gathered_sequence + received + _context_buffers(job, columns)
-    if model.moe is not None:
-        routed = job.cluster.efficiency.expert_imbalance * model.moe.top_k * wide / columns.routed_cut
-        buffers = buffers + np.where(columns.ep > 1, routed, 0.0)
-    return np.asarray(buffers)
-
-
-def _context_buffers(job: Job, columns: Columns) -> Array:
-    model, b = job.model, activations.compute_bytes(job)
-    tokens = columns.tokens(job.seq)
-    kv_width = 2 * model.kv_dim if model.mla is None else model.heads * (model.qk_head_dim + model.v_head_dim)
-    kv_cut = np.minimum(columns.tp, model.kv_heads if model.mla is None else model.heads)
-    keys_and_values = b * tokens * kv_width / kv_cut
-    queries = b * tokens * model.heads * model.qk_head_dim / columns.tp
-    ring = columns.is_("context_parallel", "ring") | columns.is_("context_parallel", "zigzag")
-    gather = columns.is_("context_parallel", "allgather")
-    # Ring: the block at work and the one arriving, of values and in backward of their gradients. All-gather: the whole
-    # sequence's keys and values. All-to-all: a second copy of q, k and v in the other cut.
-    each = np.where(ring, 2 * keys_and_values, np.where(gather, columns.cp * keys_and_values, queries + keys_and_values))
-    return np.where(columns.cp > 1, each, 0.0)
-
-
 @dataclass(frozen=True)
 class Waiting:
     """Micro-batches' worth of activations on a rank at its peak."""
@@ -144,32 +92,45 @@ class PeakParts:
     """A rank's peak as a function of what waits on it: everything but those numbers."""
 
     state: StateBytes
-    buffers: Array
     kept: Array
     """activations of one micro-batch in flight"""
     dropped: Array
     """what recomputation left out of them and a deferred weight gradient brings back"""
-    working: Array
+    between: Moment
+    """forward, or weight gradients: nothing but what is on its way"""
+    layer: Moment
     """the layer in backward: what it dropped, and gradients of its activations"""
-    gradients: Array
-    at_loss: Array
+    split_layer: Moment
+    """the same where what it dropped is counted with the chunks that wait for their weight gradients"""
+    loss: Moment
     kept_loss: Array
+    slack: float
+    """the allocator's, of what comes and goes"""
 
-    def activations(self, waiting: Waiting) -> Array:
-        split = waiting.deferred > 0
-        layer = np.where(split, self.gradients, self.working)
+    def live(self, waiting: Waiting) -> Array:
+        """Activations that wait, of all micro-batches."""
         live = waiting.in_flight * self.kept + waiting.losses * self.kept_loss
         if waiting.together:
-            live = live + waiting.deferred * self.dropped
-        else:
-            draining = waiting.deferred * (self.kept + self.dropped)
-            live = np.maximum(live + waiting.one * self.dropped, draining)
-        return np.asarray(live + np.maximum(layer, self.at_loss))
+            return np.asarray(live + waiting.deferred * self.dropped)
+        draining = waiting.deferred * (self.kept + self.dropped)
+        return np.asarray(np.maximum(live + waiting.one * self.dropped, draining))
+
+    @cached_property
+    def _lasting(self) -> Array:
+        return np.asarray(self.state.parameters + self.state.master + self.state.optimizer)
+
+    @cached_property
+    def _passing(self) -> tuple[Array, Array]:
+        """The fuller of layer and loss with the allocator's share of what moves; the same where backward is split."""
+        slack = 1 + self.slack
+        layer, split, loss = (slack * one.moving + one.gradients for one in (self.layer, self.split_layer, self.loss))
+        return np.maximum(layer, loss), np.maximum(split, loss)
 
     def total(self, job: Job, waiting: Waiting) -> Array:
-        state = self.state.parameters + self.state.master + self.state.gradients + self.state.optimizer
-        moving = self.activations(waiting) + self.buffers
-        return np.asarray(state + moving + runtime(job, moving))
+        whole, split = self._passing
+        passing = np.where(waiting.deferred > 0, split, whole)
+        lasting = self._lasting + job.cluster.efficiency.context_gib * GIB
+        return np.asarray(lasting + (1 + self.slack) * self.live(waiting) + passing)
 
 
 def runtime(job: Job, moving: Array) -> Array:
@@ -178,33 +139,35 @@ def runtime(job: Job, moving: Array) -> Array:
     return np.asarray(constants.context_gib * GIB + constants.allocator_slack * moving)
 
 
-def peak_parts(job: Job, columns: Columns, share: RankShare) -> PeakParts:
-    model = job.model
-    held = params.on_rank(model, columns, share)
-    nothing = np.zeros(len(columns))
-    kept = dropped = working = gradients = nothing
-    for count, moe in ((share.dense_layers, False), (share.moe_layers, True)):
-        if not np.any(count):
-            continue
-        layer = activations.layer(job, columns, moe)
-        kept, dropped = kept + count * layer.total, dropped + count * (layer.whole - layer.total)
-        working = np.maximum(working, np.where(count > 0, layer.working, 0.0))
-        gradients = np.maximum(gradients, np.where(count > 0, layer.gradients, 0.0))
-    head = activations.head(job, columns)
+def peak_parts(job: Job, columns: Columns, share: RankShare, holder: RankShare | None = None) -> PeakParts:
+    """Of a rank that computes `share`; one chunk of several computes its own, but its rank (`holder`) has the states of all."""
+    held = params.on_rank(job.model, columns, holder or share)
+    scene = moments.Scene(job, columns, share, held)
     state = states(job, columns, held)
+    layer, loss = moments.in_layer(scene, state.gradients, split=False), moments.at_loss(scene, state.gradients)
     if job.framework.gradients_as_made:
-        alone = _alone(job, columns)
-        b = activations.compute_bytes(job)
-        # None at the loss, the head's at the first layer; then each layer's take the place of activations that it frees.
-        working = working + np.where(alone, b * share.head * model.vocab * model.hidden, 0.0)
-        state = replace(state, gradients=np.where(alone, np.maximum(0.0, b * held.total - kept), state.gradients))
+        single, b = alone(job, columns), activations.compute_bytes(job)
+        # None at the loss, the head's at the first layer; then each layer's take the place of activations that it frees. The
+        # fullest layer is the first or the last of backward: there all gradients stand and nothing waits.
+        first = np.where(single, b * share.head * job.model.vocab * job.model.hidden, 0.0)
+        at_last = np.maximum(0.0, b * held.total - first - scene.kept)
+        loss = replace(loss, gradients=np.where(single, 0.0, loss.gradients))
+        state = replace(state, gradients=np.where(single, at_last, state.gradients))
+        layer = replace(layer, activations=layer.activations + first, gradients=state.gradients)
     return PeakParts(
         state,
-        transfer_buffers(job, columns, held),
-        kept,
-        dropped,
-        working,
-        gradients,
-        np.asarray(share.head * head.peak),
-        np.asarray(share.head * head.saved),
+        scene.kept,
+        scene.dropped,
+        moments.between(scene, state.gradients),
+        layer,
+        moments.in_layer(scene, state.gradients, split=True),
+        loss,
+        np.asarray(share.head * scene.head.saved),
+        job.cluster.efficiency.allocator_slack,
     )
+
+
+def alone(job: Job, columns: Columns) -> Array:
+    """One micro-batch on one GPU with AdamW on it: there is nothing to add a gradient to."""
+    ranks = columns.data_ranks * columns.tp * columns.pp * columns.ep
+    return np.asarray((ranks * columns.gas == 1) & columns.is_("offload", "none") & (job.optimizer == "adamw"))

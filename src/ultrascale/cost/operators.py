@@ -10,6 +10,7 @@ from ultrascale.cost import attention
 from ultrascale.cost.activations import compute_bytes, gradient_bytes
 from ultrascale.cost.columns import Array, Columns
 from ultrascale.cost.hardware import Machine
+from ultrascale.cost.memory import alone
 from ultrascale.cost.passes import Passes
 from ultrascale.specs.job import Job
 from ultrascale.specs.model import Model
@@ -127,14 +128,15 @@ def memory_bound_bytes(job: Job, columns: Columns, moe: bool) -> Array:
     return np.asarray(8 * residual + rotary + activation + routed)
 
 
-def accumulate_s(job: Job, machine: Machine, elements: Array) -> Array:
+def accumulate_s(job: Job, columns: Columns, machine: Machine, elements: Array) -> Array:
     """A micro-batch's weight gradients are read as autograd made them and added to the accumulated ones (read and write).
 
     Small next to the products when a rank sees many tokens per parameter; a quarter of them for 2,048 tokens and no tp.
     """
     b, g = compute_bytes(job), gradient_bytes(job)
     # Fused into the product, its own write of the gradient (counted with the product) becomes the read and write in fp32.
-    return machine.stream_s(elements * (2 * g - b if job.framework.fused_accumulation else b + 2 * g))
+    each = machine.stream_s(elements * (2 * g - b if job.framework.fused_accumulation else b + 2 * g))
+    return np.where(alone(job, columns), 0.0, each) if job.framework.gradients_as_made else each
 
 
 def fp8_casts(job: Job, machine: Machine, products: list[Matmul]) -> Passes:

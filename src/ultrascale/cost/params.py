@@ -80,6 +80,31 @@ def final_norm(model: Model) -> float:
     return norms(model) / 2
 
 
+def router(model: Model) -> float:
+    """What chooses experts in one layer, with the gate of a shared one."""
+    moe = model.moe
+    if moe is None:
+        return 0.0
+    return moe.experts * model.hidden + moe.experts * moe.router_bias + model.hidden * moe.shared_gate
+
+
+def partial_on_tp(model: Model, share: RankShare, sequence_parallel: bool) -> Array:
+    """Elements on a rank whose gradients are sums over the tp ranks, each of which has all of them and saw a part.
+
+    Norms of queries and keys see a rank's own heads, routers what a rank's part of the experts sends back; with sequence
+    parallelism everything that tp does not cut sees a slice of the sequence.
+    """
+    moe = model.moe
+    chooses = 0.0 if moe is None else router(model) - moe.experts * moe.router_bias
+    head_norms = 2.0 * model.head_dim * model.qk_norm if model.mla is None else 0.0
+    if not sequence_parallel:
+        return np.asarray(share.layers * head_norms + share.moe_layers * chooses)
+    trunk = attention(model).whole + norms(model)
+    dense = mlp(model, model.ffn).whole if model.ffn else 0.0
+    ends = share.embedding * embedding(model).whole + share.head * final_norm(model)
+    return np.asarray(share.layers * trunk + share.dense_layers * dense + share.moe_layers * chooses + ends)
+
+
 @dataclass(frozen=True)
 class LayerParameters:
     dense: Array
@@ -98,11 +123,9 @@ def per_layer(model: Model, columns: Columns) -> LayerParameters:
         zero = np.zeros(len(columns))
         return LayerParameters(dense, zero, zero)
     moe = model.moe
-    router = moe.experts * model.hidden + (moe.experts if moe.router_bias else 0)
-    router += model.hidden if moe.shared_gate else 0
     shared = mlp(model, moe.shared_expert_ffn or 0) if moe.shared_experts else Shardable()
     expert = mlp(model, moe.expert_ffn).on_rank(columns.expert_cut, model.kv_heads)
-    return LayerParameters(dense, trunk + router + shared.on_rank(tp, model.kv_heads), expert * moe.experts / columns.ep)
+    return LayerParameters(dense, trunk + router(model) + shared.on_rank(tp, model.kv_heads), expert * moe.experts / columns.ep)
 
 
 @dataclass(frozen=True)
@@ -115,6 +138,8 @@ class RankParameters:
     """embedding, head and final norm, already counted in trunk"""
     layer: Array
     """the largest single layer, experts included: what ZeRO-3 gathers at a time"""
+    block: Array
+    """the same as FSDP groups it: without experts where ep cuts them, which are gathered apart"""
 
     @property
     def total(self) -> Array:
@@ -123,13 +148,19 @@ class RankParameters:
 
 def on_rank(model: Model, columns: Columns, share: RankShare) -> RankParameters:
     layer = per_layer(model, columns)
-    owns_head = share.head * np.where(model.tied_embeddings & (share.embedding == 1), 0, 1)
+    # A tied head is the embedding's own where the model is in one piece: two chunks of a rank have a copy each.
+    owns_head = share.head * np.where(model.tied_embeddings & (columns.pp == 1), 0, 1)
     ends = share.embedding * embedding(model).on_rank(columns.tp, model.kv_heads)
     ends = ends + owns_head * head(model).on_rank(columns.tp, model.kv_heads) + share.head * final_norm(model)
-    moe_layer = np.where(share.moe_layers > 0, layer.moe + layer.experts, 0)
+    dense_layer = np.where(share.dense_layers > 0, layer.dense, 0)
+    moe_layer, moe_block = (
+        np.where(share.moe_layers > 0, each, 0)
+        for each in (layer.moe + layer.experts, layer.moe + np.where(columns.ep > 1, 0, layer.experts))
+    )
     return RankParameters(
         trunk=share.dense_layers * layer.dense + share.moe_layers * layer.moe + ends,
         experts=share.moe_layers * layer.experts,
         ends=np.asarray(ends),
-        layer=np.maximum(np.where(share.dense_layers > 0, layer.dense, 0), moe_layer),
+        layer=np.maximum(dense_layer, moe_layer),
+        block=np.maximum(dense_layer, moe_block),
     )

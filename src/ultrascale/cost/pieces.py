@@ -37,6 +37,11 @@ DEPENDS_ON = (
 )
 
 
+def depends_on(job: Job) -> tuple[str, ...]:
+    """One micro-batch alone may leave its gradients as they were made, which two cannot; a table's rows share their pp."""
+    return (*DEPENDS_ON, "gas") if job.framework.gradients_as_made else DEPENDS_ON
+
+
 @dataclass(frozen=True)
 class Piece:
     """Seconds by cause; communication only as far as it is exposed."""
@@ -159,7 +164,7 @@ def _layer(job: Job, columns: Columns, machine: Machine, places: Mesh, moe: bool
     behind_backward = around.behind_backward_s + behind_again + np.minimum(pieced, rest)
     free = compute.total + Passes(-behind_forward, repeated - behind_backward, nothing)
     sharded = _zero(job, columns, machine, places, elements, experts, free)
-    accumulated = Passes(nothing, nothing, operators.accumulate_s(job, machine, elements + experts))
+    accumulated = Passes(nothing, nothing, operators.accumulate_s(job, columns, machine, elements + experts))
     return Piece(
         _full(compute.matmul, nothing),
         _full(compute.attention, nothing),
@@ -186,7 +191,7 @@ def _end(job: Job, columns: Columns, machine: Machine, places: Mesh, compute: La
     return Piece(
         _full(compute.matmul, nothing),
         none,
-        compute.memory_bound + Passes(nothing, nothing, operators.accumulate_s(job, machine, elements)),
+        compute.memory_bound + Passes(nothing, nothing, operators.accumulate_s(job, columns, machine, elements)),
         none,
         none,
         Passes(one, one, nothing),

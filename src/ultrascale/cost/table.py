@@ -17,7 +17,7 @@ from ultrascale.cost.columns import Array, Columns, encode
 from ultrascale.cost.hardware import Machine
 from ultrascale.cost.mesh import mesh
 from ultrascale.cost.passes import Passes
-from ultrascale.cost.pieces import DEPENDS_ON, pieces
+from ultrascale.cost.pieces import depends_on, pieces
 from ultrascale.cost.step import end_of_step
 from ultrascale.schedules import closed, legal_mask
 from ultrascale.specs.job import Job
@@ -105,7 +105,7 @@ def waiting(name: str, pp: int, rank: int, gas: Array, loops: int) -> memory.Wai
 
 
 def _steps(job: Job, cores: Columns, variants: Sequence[Variant], machine: Machine, pp: int) -> Array:
-    distinct, inverse = cores.distinct(DEPENDS_ON)
+    distinct, inverse = cores.distinct(depends_on(job))
     totals = pieces(job, distinct, machine).totals().take(inverse)
     places = mesh(cores, machine.cluster)
     send = pipeline.hop(job, cores, places, machine).time_s

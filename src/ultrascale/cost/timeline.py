@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ultrascale.cost import memory
+from ultrascale.cost import memory, stages
 from ultrascale.cost.estimate import View, send_s
 from ultrascale.cost.legality import check
+from ultrascale.cost.moments import fullest
 from ultrascale.schedules import Kind, build, simulate
 from ultrascale.schedules.simulate import Timeline
 from ultrascale.specs.errors import SpecError
@@ -55,34 +56,34 @@ def memory_timeline(job: Job, layout: Layout, stage: int = 0, first_step: bool =
         raise SpecError(f"stage is {stage} but the layout has {layout.pp}: try 0 to {layout.pp - 1}")
     view = View.of(job, layout)
     row, chunks = view.row, view.chunk_share()
-    owners = memory.peak_parts(job, view.ranks, view.share)
-    state = owners.state
-    base = float((state.parameters + state.master + state.gradients)[stage])
+    state = memory.peak_parts(job, view.ranks, view.share).state
+    base = float((state.parameters + state.master)[stage])
     optimizer = float(np.broadcast_to(state.optimizer, layout.pp)[stage])
-    static = base if first_step else base + optimizer
-    buffers = float(np.broadcast_to(owners.buffers, layout.pp)[stage])
-    parts = memory.peak_parts(job, row.take(np.zeros(len(chunks.layers), dtype=np.int64)), chunks)
+    rows = row.take(np.zeros(len(chunks.layers), dtype=np.int64))
+    parts = memory.peak_parts(job, rows, chunks, stages.share_of(job, rows, view.chunk_ranks()))
     held: dict[tuple[int, int], float] = {}
     moments = []
     events = [event for event in _run(view).events if event.rank == stage]
     for event in events:
         kind, chunk, microbatch, _ = event.action
         key = (chunk, microbatch)
-        transient = 0.0
+        now = parts.between
         if kind is Kind.F:
             # The loss waits with its layers: for a moment in most schedules, for the whole forward in AFAB.
             held[key] = float(parts.kept[chunk] + parts.kept_loss[chunk])
         elif kind is Kind.B:
             held[key] = float(parts.kept[chunk])
-            transient = max(float(parts.working[chunk]), float(parts.at_loss[chunk]))
+            now = fullest(parts.layer, parts.loss)
         elif kind is Kind.I:
             held[key] = float(parts.kept[chunk] + parts.dropped[chunk])
-            transient = max(float(parts.gradients[chunk]), float(parts.at_loss[chunk]))
-        live = sum(held.values()) + transient
+            now = fullest(parts.split_layer, parts.loss)
+        live = sum(held.values()) + float(now.activations[chunk])
+        static = base + float(now.gradients[chunk]) + (0.0 if first_step else optimizer)
         name = f"{kind.value}{microbatch}" + (f" of chunk {chunk}" if layout.virtual_stages > 1 else "")
-        moments.append(Moment(event.start_s, event.end_s, name, static, live, buffers))
+        moments.append(Moment(event.start_s, event.end_s, name, static, live, float(now.buffers[chunk])))
         if kind in (Kind.B, Kind.W):
             held.pop(key)
     end = moments[-1].end_s
-    moments.append(Moment(end, end, "optimizer step", base + optimizer, 0.0, 0.0))
+    static = base + float(state.gradients[stage]) + optimizer
+    moments.append(Moment(end, end, "optimizer step", static, 0.0, 0.0))
     return tuple(moments)

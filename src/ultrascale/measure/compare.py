@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ultrascale.measure.compare_causes import likely
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.measurement import Measurement
@@ -77,8 +79,19 @@ class Comparison:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """Which part makes most of the difference, of time and of memory."""
-        return tuple(_largest(self.terms, whole, unit) for whole, unit in (("step time", "s"), ("tensors at the peak", "B")))
+        """Which part makes most of the difference, of time and of memory, and what it is likely due to."""
+        return tuple(_largest(self, whole, unit) for whole, unit in (("step time", "s"), ("tensors at the peak", "B")))
+
+    def cause(self, term: str, gap: float) -> str | None:
+        """Of a plan beside a run; two runs, or two plans, differ in what `apart` lists. `gap`: the first less the second."""
+        sides = {side.word: side for side in (self.first, self.second)}
+        if len(sides) < 2:
+            return None
+        planned, measured = sides["planned"].seen, sides["measured"].seen
+        assert isinstance(planned, Estimate)  # which is what the words say
+        assert isinstance(measured, Measurement)
+        slower = (gap > 0) == (self.first.word == "measured")
+        return likely(term, sides["measured"].plan, planned, measured, slower)
 
 
 def load(path: Path) -> Side:
@@ -101,7 +114,21 @@ def compare(first: Side, second: Side) -> Comparison:
             f"{first.name} is of {models[0].name} and {second.name} of {models[1].name}: a plan is compared with a run of its "
             "own model; two runs, or two plans, may differ in it"
         )
-    return Comparison(first, second, tuple(terms(first.seen, second.seen)), tuple(_apart(first.plan, second.plan)))
+    found = list(terms(first.seen, second.seen))
+    one, other = (_attention_s(side) for side in (first, second))
+    if one and other:
+        place = next((number for number, term in enumerate(found) if term.name == "computing"), len(found) - 1) + 1
+        found.insert(place, Term("attention", "s", one, other, part=True))
+    return Comparison(first, second, tuple(found), tuple(_apart(first.plan, second.plan)))
+
+
+def _attention_s(side: Side) -> float | None:
+    """Of a step; a run on a GPU timed one layer's, forward and backward, when it chose a kernel for it."""
+    if isinstance(side.seen, Estimate):
+        return side.seen.time.attention_s
+    layers = max(stage.layers for stage in side.seen.memory)
+    told = (re.match(r"attention: \w+ ([\d.]+) ms", note) for note in side.seen.notes)
+    return next((layers * side.plan.layout.gas * float(match[1]) / 1e3 for match in told if match), None)
 
 
 def terms(first: Seen | None, second: Seen | None) -> Iterator[Term]:
@@ -156,7 +183,8 @@ def _apart(first: Plan, second: Plan) -> Iterator[str]:
                 yield f"{what}.{field} {'of other numbers' if same else f'{words[0]} and {words[1]}'}"
 
 
-def _largest(found: tuple[Term, ...], whole: str, unit: str) -> str:
+def _largest(compared: Comparison, whole: str, unit: str) -> str:
+    found = compared.terms
     total = next((term for term in found if term.name.startswith(whole)), None)
     if total is None or total.first is None or total.second is None:
         return f"{whole}: only one side knows it"
@@ -169,11 +197,22 @@ def _largest(found: tuple[Term, ...], whole: str, unit: str) -> str:
         if term.part and term.unit == unit and term.first is not None and term.second is not None
     ]
     if not known:
-        return sentence
-    term, gap = max(known, key=lambda one: abs(one[1]))
-    if abs(gap) < 0.005 * second:
+        return sentence + _because(compared, whole, first - second)
+    # A part that differs the other way makes the whole's difference smaller, whatever its size.
+    towards = [one for one in known if one[1] * (first - second) > 0]
+    term, gap = max(towards or known, key=lambda one: abs(one[1]))
+    if abs(gap) < 0.005 * second and abs(first - second) < 0.02 * second:
         return f"{sentence}; no part differs by more than 0.5 % of it"
-    return f"{sentence}; most of it is {term.name}, {amount(abs(gap))} {'more' if gap > 0 else 'less'}"
+    if not towards or abs(gap) < 0.3 * abs(first - second):  # what the run could tell apart is not where the difference lies
+        return sentence + _because(compared, whole, first - second)
+    share = "" if term.difference is None else f" ({term.difference:+.0%})"
+    most = f"{sentence}; most of it is {term.name}, {amount(abs(gap))} {'more' if gap > 0 else 'less'}{share}"
+    return most + _because(compared, term.name, gap)
+
+
+def _because(compared: Comparison, term: str, gap: float) -> str:
+    cause = compared.cause(term, gap)
+    return f": {cause}" if cause else ""
 
 
 def _bytes(value: float) -> str:

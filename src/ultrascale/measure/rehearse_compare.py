@@ -7,8 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from ultrascale.cost import flops
+from ultrascale.cost.activations import split_backward
 from ultrascale.cost.estimate import View, estimate
+from ultrascale.cost.hardware import Machine
+from ultrascale.cost.memory import peak_parts
 from ultrascale.cost.operators import layer_matmuls
+from ultrascale.cost.traffic import of_stage
 from ultrascale.measure.rehearse import Rehearsal
 from ultrascale.measure.rehearse_asked import engine_of
 from ultrascale.parallel.mesh import Place
@@ -21,7 +25,6 @@ TECHNIQUES = ("tensor", "context", "expert", "pipeline", "data", "zero", "bookke
 EAGER = "operators run one by one, as on a CPU: on a GPU our kernels keep less (--device cuda)"
 BALANCED = "experts are chosen equally often, in the rehearsal and in the prediction beside it"
 EMULATED = "fp8 is emulated, in fp32: neither its bytes nor its products are a GPU's"
-BUSIEST = "what is sent is predicted for the rank with the most layers, between two others"
 
 
 @dataclass(frozen=True)
@@ -42,9 +45,12 @@ class Term:
 
 def prediction(job: Job, layout: Layout, device: str = "meta") -> Estimate:
     """Of our engine as it is rehearsed: its own preset, and experts that are chosen equally often."""
-    even = job.cluster.efficiency.model_copy(update={"expert_imbalance": 1.0})
-    cluster = job.cluster.model_copy(update={"efficiency": even})
-    return estimate(job.changed(cluster=cluster, framework=engine_of(device)), layout)
+    return estimate(even(job).changed(framework=engine_of(device)), layout)
+
+
+def even(job: Job) -> Job:
+    constants = job.cluster.efficiency.model_copy(update={"expert_imbalance": 1.0})
+    return job.changed(cluster=job.cluster.model_copy(update={"efficiency": constants}))
 
 
 def notes(job: Job, layout: Layout, device: str) -> list[str]:
@@ -54,15 +60,16 @@ def notes(job: Job, layout: Layout, device: str) -> list[str]:
         told.append(EMULATED)
     if job.model.moe is not None and device == "meta":
         told.append(BALANCED)
-    if layout.pp > 1:
-        told.append(BUSIEST)
     return told
 
 
 def compared(job: Job, layout: Layout, predicted: Estimate, seen: Rehearsal) -> list[Term]:
     """Every term that either side has."""
     law = predicted.memory[seen.place.pp].memory
-    terms = [Term(owner, getattr(law, owner), getattr(seen.memory, owner), "B") for owner in STATES]
+    job = even(job).changed(framework=engine_of("meta" if seen.kernels_s is None else "cuda"))
+    # Gradients are counted when all of them are there, which need not be at the peak.
+    held = law.model_copy(update={"gradients": whole_gradients(job, layout, seen.place.pp)})
+    terms = [Term(owner, getattr(held, owner), getattr(seen.memory, owner), "B") for owner in STATES]
     # What is on its way and what waits for backward look alike from outside: they are compared together.
     terms.append(
         Term("activations, buffers", law.activations + law.buffers, seen.memory.activations + seen.memory.buffers, "B")
@@ -70,16 +77,20 @@ def compared(job: Job, layout: Layout, predicted: Estimate, seen: Rehearsal) -> 
     tensors = sum(getattr(law, owner) for owner in (*STATES, "activations", "buffers"))
     terms.append(Term("all tensors at the peak", tensors, seen.peak, "B"))
     terms.append(Term("FLOPs", predicted_flops(job, layout, seen.place), sum(seen.flops.values()), "FLOP"))
+    sent = list(of_stage(job, layout, Machine(job), seen.place.pp))
     for technique in TECHNIQUES:
-        said = sum(one.bytes for one in predicted.traffic if one.technique == technique)
+        said = sum(one.bytes for one in sent if one.technique == technique)
         terms.append(Term(f"sent by {technique}", said, seen.sent(technique), "sent"))
     return [term for term in terms if term.predicted or term.rehearsed]
 
 
+def whole_gradients(job: Job, layout: Layout, stage: int) -> float:
+    view = View.of(job, layout)
+    return float(peak_parts(job, view.ranks, view.share).state.gradients[stage])
+
+
 def predicted_flops(job: Job, layout: Layout, place: Place) -> float:
     """Of a step on one rank, by the products that the cost model times and attention's causal half."""
-    even = job.cluster.efficiency.model_copy(update={"expert_imbalance": 1.0})
-    job = job.changed(cluster=job.cluster.model_copy(update={"efficiency": even}))
     view = View.of(job, layout)
     model, row, share = job.model, view.row, view.share
     tokens = float(row.tokens(job.seq)[0])
@@ -93,10 +104,14 @@ def predicted_flops(job: Job, layout: Layout, place: Place) -> float:
         if not count:
             continue
         products = {product.name: float(np.sum(product.flops)) for product in layer_matmuls(job, row, moe)}
+        # torch.utils.checkpoint stops at the last tensor that backward asks for, which the last product does not make; a
+        # product that puts its weight gradient off saves its input after it has run, and so runs again.
+        split = layout.pp > 1 and bool(split_backward(row)[0])
+        last = 0.0 if moe else products["mlp down"]
         again = 0.0
         if layout.recompute == "full":
-            # torch.utils.checkpoint stops at the last tensor that backward asks for, which the last product does not make.
-            last = 0.0 if moe else products["mlp down"]
-            again = sum(products.values()) + scores - last
+            again = sum(products.values()) + scores - (0.0 if split else last)
+        elif layout.recompute == "selective":
+            again = last if split else 0.0
         total += count * (3 * (sum(products.values()) + scores) + again)
     return total * layout.gas

@@ -201,6 +201,8 @@ class Transformer(nn.Module):
         rope = tables(self.model, positions) if self.model.positions == "rotary" else None
         if self.embed is not None:
             x = self.embed(x, positions)
+        if rope is not None and not x.is_cuda:  # once: each block would keep copies of its own, which a GPU's kernels do not
+            rope = (rope[0].to(x.dtype), rope[1].to(x.dtype))
         bias = self._bias(x, len(positions), documents)
         for block in self.each_block():
             x = block(x, rope, *bias)

@@ -74,6 +74,8 @@ class Sharded(Gradients):
         self.fsdp: FSDPModule = module
         self.gather_again = mesh.layout.zero == 3
         self.every_microbatch = every_microbatch or mesh.layout.zero >= 2
+        self.replicas_wait = not every_microbatch
+        """replicas of HSDP meet once a step, whenever shards do"""
 
     def begin(self) -> None:
         for parameter in self.module.parameters():
@@ -104,7 +106,8 @@ class Sharded(Gradients):
     def held(self) -> list[torch.Tensor]:
         # Not through the module: while parameters are gathered, its own have no gradients.
         shards = [parameter.sharded_param.grad for parameter in self._parameters()]
-        return [shard for shard in shards if shard is not None]
+        waiting = [group._partial_reduce_output for group in self._groups()]  # scattered, but not yet met by other replicas'
+        return [shard for shard in (*shards, *waiting) if shard is not None]
 
     def gathered(self) -> list[torch.Tensor]:
         """Where gathered parameters live, empty between uses, for the account of a run."""
@@ -120,27 +123,33 @@ class Sharded(Gradients):
         kept = [parameter.unsharded_accumulated_grad for parameter in self._parameters()]
         return [gradient for gradient in kept if gradient is not None]
 
+    def shards(self) -> list[nn.Parameter]:
+        """This rank's parts of the parameters, whose gradients are what the scatter leaves."""
+        return [parameter.sharded_param for parameter in self._parameters()]
+
     def unsharded(self) -> list[nn.Parameter]:
         """The gathered parameters, whose gradients backward makes before they are scattered."""
         return [parameter.unsharded_param for parameter in self._parameters() if hasattr(parameter, "_unsharded_param")]
 
     def _parameters(self) -> Iterator[Any]:
+        for group in self._groups():
+            yield from group.fsdp_params
+
+    def _groups(self) -> Iterator[Any]:
         for state in fully_shard.state(self.module)._state_ctx.all_states:  # type: ignore[attr-defined]
-            for group in _parameter_groups(state):
-                yield from group.fsdp_params
+            yield from _parameter_groups(state)
 
     def _set(self, sync: bool, last: bool, reshard: bool) -> None:
         self.fsdp.set_requires_gradient_sync(sync)
+        self.fsdp.set_requires_all_reduce(last or not self.replicas_wait)
         self.fsdp.set_is_last_backward(last)
         self.fsdp.set_reshard_after_backward(reshard)
 
     def _scatter(self) -> None:
         """What FSDP2 does after a backward, for gradients that came outside one; torch's own pipelines call the same."""
-        root = fully_shard.state(self.module)  # type: ignore[attr-defined]
-        for state in root._state_ctx.all_states:
-            for group in _parameter_groups(state):
-                group.post_backward()
-        root._root_post_backward_final_callback()
+        for group in self._groups():
+            group.post_backward()
+        fully_shard.state(self.module)._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
 
 def _parameter_groups(state: Any) -> list[Any]:

@@ -22,6 +22,27 @@ EXAMPLES = "such as 64xh100, '8x8 h100' or cluster.yaml"
 Bandwidth = Annotated[float, Field(strict=True, ge=1e-3, le=1e9, allow_inf_nan=False)]
 
 
+class Calibrated(BaseModel):
+    """Where a cluster's constants come from: runs of that machine."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    runs: int = Field(ge=1, strict=True, examples=[6])
+    date: str = Field(examples=["2026-11-15"])
+    processes: int = Field(ge=1, strict=True, examples=[1], description="the most that one of the runs had")
+    constants: tuple[str, ...] = Field(examples=[["matmul"]], description="those that the runs determined")
+    step_time_error: float = Field(ge=0, examples=[0.02], description="the middle one of the runs, each left out of the fit")
+    step_time_worst: float = Field(ge=0, examples=[0.05], description="the worst one of them")
+    memory_error: float | None = Field(None, ge=0, examples=[0.01], description="the same of peak memory")
+
+    def __str__(self) -> str:
+        memory = "" if self.memory_error is None else f" and peak memory {self.memory_error:.1%}"
+        return (
+            f"{', '.join(self.constants)} fitted to {self.runs} runs of this machine on {self.date}: on runs left out the step "
+            f"time was {self.step_time_error:.1%} off (the worst {self.step_time_worst:.1%}){memory}"
+        )
+
+
 class Cluster(BaseModel):
     """GPUs in nodes. Bandwidths are per GPU and direction, as the data sheets of the GPU and of its NIC say them."""
 
@@ -38,6 +59,7 @@ class Cluster(BaseModel):
     network_gb_s: Bandwidth = Field(examples=[50])
     price_per_gpu_hour_usd: float | None = Field(None, ge=0, le=1e6, strict=True, allow_inf_nan=False, examples=[2.5])
     efficiency: Efficiency = Field(Efficiency(), examples=[{"matmul": 0.95}])
+    calibrated: Calibrated | None = Field(None, description="where the constants come from, if not from here")
 
     @model_validator(mode="after")
     def _domain_holds_whole_nodes(self) -> Self:

@@ -24,6 +24,9 @@ class Efficiency(BaseModel):
     matmul_fp8: float | None = Field(
         None, ge=1e-3, le=2, examples=[1.1], description="the same for fp8; None: what the kind sustains"
     )
+    matmul_ramp: float = Field(
+        1.0, ge=0, le=10, description="of what the measured products lose on narrow matrices; newer libraries lose less"
+    )
     attention_forward: float | None = Field(
         None, ge=1e-3, le=1, examples=[0.6], description="of peak; None: the architecture's own figure"
     )

@@ -47,14 +47,20 @@ class Framework(BaseModel):
         description="stages take blocks until their share of the cost is reached, that block included (nanotron)",
     )
     rails: bool = Field(True, description="collectives across nodes use every NIC of a node, not one per ring")
-    loss: Literal["at-once", "overwritten", "fused", "in-place", "fp32", "chunked"] = Field(
+    loss: Literal["at-once", "overwritten", "fused", "in-place", "fp32", "log-softmax", "chunked"] = Field(
         "fused",
         description="fused: no fp32 logits; overwritten: and their gradient takes their place; in-place: fp32 logits become "
-        "softmax, then gradient (Megatron's unfused); fp32: each is written out; "
+        "softmax, then gradient (Megatron's unfused); fp32: each is written out and kept; "
+        "log-softmax: each is written out, but only the fp32 log-softmax is kept; "
         "chunked: an eighth of the logits at a time; "
         "at-once: 4096 tokens at a time, gradients of hidden states and head made with the loss and kept instead",
     )
     eager_activation: bool = Field(False, description="autograd keeps the gate's activation beside its input and the product")
+    followed: bool = Field(
+        False,
+        description="the engine was followed operator by operator: what exists for a moment is counted at that moment; "
+        "else all of it at once",
+    )
     fp8_inputs: bool = Field(
         False, description="products in fp8 keep their inputs for backward in fp8 (Transformer Engine), not in bf16"
     )
@@ -86,6 +92,10 @@ class Framework(BaseModel):
         0.0, ge=0, le=1, description="host time of one MoE layer's routing in forward: counts read back, permutations, loops"
     )
     grouped: bool = Field(True, description="all experts of a rank in one kernel; else products and casts per expert")
+    sliced_routing: bool = Field(
+        False,
+        description="where tp cuts experts, each tp rank routes its slice of the sequence; else every one routes all tokens",
+    )
     dispatch: Literal["all-to-all", "node-wise"] = Field(
         "all-to-all", description="node-wise: a token crosses to a node once, however many of its experts live there"
     )

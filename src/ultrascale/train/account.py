@@ -68,6 +68,8 @@ def _followed(engine: Engine, step: Callable[[], T], live: LiveBytes) -> tuple[M
                 kept = "gradients" if engine.mesh.layout.zero == 1 else "buffers"
                 fresh = kept if not chunk.gradients.converts else "buffers"
                 hooks += [_watch(parameter, partial(_made, live, fresh)) for parameter in chunk.gradients.unsharded()]
+                if engine.mesh.layout.gas == 1:  # nothing was added up before: what a layer's scatter leaves is its gradients
+                    hooks += [_watch(parameter, partial(_made, live, "gradients")) for parameter in chunk.gradients.shards()]
                 _label_kept(chunk.gradients, live, kept)
         live.reset_peak()
         result = step()

@@ -61,7 +61,9 @@ def apply(model: Transformer, policy: Recompute) -> None:
         # No dropout anywhere: there is no random state to restore.
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         if policy == "selective":
-            options["context_fn"] = partial(_contexts, _last_widths(block.mlp), isinstance(block.mlp, MixtureOfExperts))
+            # Where other products contract as much, none is told from them: the last one's result is kept, too.
+            widths = _last_widths(block.mlp) - {block.attention.out.weight.shape[0]}
+            options["context_fn"] = partial(_contexts, widths, isinstance(block.mlp, MixtureOfExperts))
         block.forward = _again(block.forward, options)  # type: ignore[method-assign]
 
 

@@ -1,0 +1,115 @@
+"""How well six runs predict twenty others: `python benchmarks/calibration.py [data/calibration/h200.jsonl]`.
+
+Reads runs as benchmarks/gpu/calibration.py gathers them, calibrates on those it marked for that, and prints every run beside
+what was predicted before, with what `ultrascale bench hardware` measures in ten seconds, and after. No GPU is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+from rich.console import Console
+from rich.table import Table
+
+from ultrascale.cost.estimate import estimate
+from ultrascale.measure import calibrate_memory as memory
+from ultrascale.measure.calibrate import Calibration, calibrate
+from ultrascale.measure.calibrate_constants import Base
+from ultrascale.measure.calibrate_runs import Seen, load
+from ultrascale.show.calibrate import summary
+
+DATA = Path(__file__).resolve().parent.parent / "data" / "calibration" / "h200.jsonl"
+UNSTEADY = 0.05  # half of what the middle half of a run's own steps differ by: no constant predicts such a run closer
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """One run beside its predictions; errors are predicted over measured, less one."""
+
+    run: Seen
+    fitted: bool
+    before: float
+    after: float
+    memory_before: float
+    memory_after: float
+    waits: float
+    """share of the step that the GPU waits for the host, as predicted after"""
+
+    @property
+    def steady(self) -> bool:
+        return self.run.spread < UNSTEADY
+
+
+def report(path: Path) -> tuple[Calibration, list[Predicted]]:
+    """The calibration on the runs to fit, and every run with it."""
+    uses = {line["run"]: line["use"] for line in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
+    runs = load([path])
+    fit = [run for run in runs if uses[run.name] == "fit"]
+    found = calibrate(fit)
+    base = Base.of(max(fit, key=lambda run: run.layout.gpus).job)
+    return found, [_predicted(base, found, run, uses[run.name] == "fit") for run in runs]
+
+
+def _predicted(base: Base, found: Calibration, run: Seen, fitted: bool) -> Predicted:
+    old, new = base.cluster.efficiency, found.cluster.efficiency
+    before, after = (estimate(base.job(run.job, each), run.layout) for each in (old, new))
+    held = memory.held(base, run)
+    assert held is not None  # runs' folders tell it
+    peaks = (memory.peak_bytes(held, each) / held.measured - 1 for each in (old, new))
+    times = (one.step_time_s / run.step_s - 1 for one in (before, after))
+    waits = 0.0 if new.synchronous else after.time.launch_s / after.step_time_s  # a CPU is its own host
+    return Predicted(run, fitted, *times, *peaks, waits)  # type: ignore[misc]
+
+
+def show(path: Path) -> None:
+    console = Console(width=150)
+    found, rows = report(path)
+    table = Table(title=f"{found.base.label}: predicted over measured, less one", title_justify="left")
+    for name in ("run", "", "step ms", "before", "after", "peak before", "after", "waits for the host"):
+        table.add_column(name, justify="left" if name in ("run", "") else "right")
+    for row in rows:
+        step = f"{row.run.step_s * 1e3:.1f}{'' if row.steady else f' ±{row.run.spread:.0%}'}"
+        errors = (f"{one:+.1%}" for one in (row.before, row.after, row.memory_before, row.memory_after))
+        table.add_row(row.run.name, "fitted" if row.fitted else "", step, *errors, f"{row.waits:.0%}")
+    console.print(table)
+    for line in summary(found):
+        console.print(f"of the {len(found.runs)} fitted: {line}")
+    for line in verdict(rows):
+        console.print(line)
+
+
+def verdict(rows: list[Predicted]) -> list[str]:
+    others = [row for row in rows if not row.fitted]
+    lines = []
+    for words, some in (
+        (f"the {len(others)} others", others),
+        ("of these, with steady steps that the GPU sets", [row for row in others if row.steady and row.waits < 0.05]),
+        (
+            "of these, with steps that the host sets or that wander by more than 5 %",
+            [row for row in others if not row.steady or row.waits >= 0.05],
+        ),
+    ):
+        if some:
+            before, after = ([abs(getattr(row, when)) for row in some] for when in ("before", "after"))
+            held = [abs(row.memory_after) for row in some]
+            lines.append(
+                f"{words} ({len(some)}): step time off by {mean(before):.1%} before and {mean(after):.1%} after, worst "
+                f"{max(before):.1%} and {max(after):.1%}, {sum(one <= 0.05 for one in after)} within 5 %, "
+                f"{sum(one <= 0.15 for one in after)} within 15 %; peak memory {mean(held):.1%}, worst {max(held):.1%}, "
+                f"{sum(one <= 0.02 for one in held)} within 2 %"
+            )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="?", default=DATA)
+    show(parser.parse_args().runs)
+
+
+if __name__ == "__main__":
+    main()

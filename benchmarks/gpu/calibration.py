@@ -1,0 +1,251 @@
+"""Runs to calibrate with and runs to judge it by: `python benchmarks/gpu/calibration.py --out runs/calibration [--limit 440]`.
+
+Six runs are chosen to tell constants apart, twenty others are drawn at random (models of 0.1 to 3 billion parameters,
+micro-batches, accumulation, recomputation, sequence lengths), all before any was measured. Each is `ultrascale train` in a
+fresh process on one GPU and leaves a run's folder; `runs.jsonl` gathers them. The cluster of their plans is what
+`ultrascale bench hardware` measures first. What is there already is not run again, and nothing starts after `--limit` seconds.
+
+`--device cpu` does the same with small models in one and in two processes, and prints the report (benchmarks/calibration.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # processes that warm caches side by side are enough of them
+
+from ultrascale.cost.estimate import estimate
+from ultrascale.cost.fused import why_not
+from ultrascale.measure import hardware
+from ultrascale.parallel import local
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.errors import RunError
+from ultrascale.specs.files import read_mapping
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.measurement import Measurement
+from ultrascale.specs.model import Model
+from ultrascale.specs.plan import Plan, job_to_mapping
+from ultrascale.train import launch
+from ultrascale.train.machine import detect
+from ultrascale.train.request import Overrides, Request, from_model
+
+SEED = 20
+OTHERS = 20
+LONGEST_S, FULLEST_GIB = 0.8, 110  # of a step, by the estimate: the whole set is to take some minutes
+TRAINED_S, FEWEST, MOST = 4.0, 14, 60  # steps that together take about so long
+AT_ONCE = 13  # processes that fill compilers' caches side by side
+
+
+class Asked(NamedTuple):
+    model: str
+    seq: int
+    mbs: int
+    gas: int = 1
+    recompute: str = "none"
+    cut: tuple[str, ...] = ()
+    """further words of the layout, such as layout.tp=2"""
+
+    @property
+    def name(self) -> str:
+        cut = "".join(f"-{word.removeprefix('layout.').replace('=', '')}" for word in self.cut)
+        return f"{self.model}-s{self.seq}-m{self.mbs}-g{self.gas}-{self.recompute}{cut}"
+
+
+# What tells constants apart: launches, long rows, few and many tokens, products alone, fp32 gradients, recomputation.
+TO_FIT = (
+    Asked("smollm2-135m", 1024, 4),
+    Asked("smollm2-360m", 2048, 16),
+    Asked("llama-3.2-1b", 16384, 1),
+    Asked("smollm2-1.7b", 2048, 4, gas=4),
+    Asked("qwen2.5-1.5b", 4096, 4, recompute="selective"),
+    Asked("llama-3.2-3b", 4096, 2, recompute="full"),
+)
+SMALL = ("smollm2-135m", "smollm2-360m", "qwen2.5-0.5b", "llama-3.2-1b")
+MODELS = (*SMALL, "smollm2-1.7b", "qwen2.5-1.5b", "llama-3.2-3b", "smollm3-3b")
+CPU_MODELS = ("tiny", "mini")
+
+
+def others(cluster: Cluster) -> list[Asked]:
+    """Models in turn, everything else at random, as long as it fits and a step is short."""
+    rng, found = random.Random(SEED), list[Asked]()
+    while len(found) < OTHERS:
+        seq = rng.choice((1024, 2048, 4096, 8192, 16384))
+        mbs = rng.choice((4096, 8192, 16384, 32768)) // seq
+        recompute, gas = rng.choice(("none", "selective", "full")), rng.choice((1, 1, 2, 4))
+        one = Asked(MODELS[len(found) % len(MODELS)], seq, mbs, gas, recompute)
+        if mbs and not any(_same(one, other) for other in (*TO_FIT, *found)) and _short(one, cluster):
+            found.append(one)
+    return found
+
+
+def _same(one: Asked, other: Asked) -> bool:
+    """Fused blocks drop by themselves all that selective recomputation would: the two are one run."""
+    if why_not(Model.load(one.model), one.seq) is None:
+        one, other = (each._replace(recompute=each.recompute.replace("selective", "none")) for each in (one, other))
+    return one == other
+
+
+def _short(one: Asked, cluster: Cluster) -> bool:
+    job = Job(model=Model.load(one.model), cluster=cluster, seq=one.seq, batch_tokens=one.seq * one.mbs * one.gas)
+    expected = estimate(job, Layout(mbs=one.mbs, gas=one.gas, recompute=one.recompute))
+    return expected.step_time_s < LONGEST_S and expected.peak_gib < FULLEST_GIB
+
+
+def on_cpu(nproc: int) -> tuple[list[Asked], list[Asked]]:
+    """Six to fit and ten others, of what `nproc` processes can do."""
+    rng = random.Random(SEED)
+    cuts: list[tuple[str, ...]] = [()]
+    if nproc == 2:
+        cuts = [(f"layout.{word}",) for word in ("dp=2", "tp=2", "pp=2", "zero=1", "zero=3")]
+    everything = [
+        Asked(model, seq, mbs, gas, recompute, cut)
+        for model in CPU_MODELS
+        for seq in (128, 256, 512)
+        for mbs in (1, 2, 4, 8)
+        for gas in (2, 4)
+        for recompute in ("none", "full")
+        for cut in cuts
+        if 512 <= seq * mbs * gas <= 4096
+    ]
+    first = [Asked(model, seq, mbs, 2, "none", cut) for model, seq, mbs in (("mini", 256, 4), ("tiny", 512, 4)) for cut in cuts]
+    fit = (first if len(first) >= 6 else [*first, *rng.sample(everything, 8)])[:6]
+    return fit, [one for one in rng.sample(everything, 30) if one not in fit][:10]
+
+
+def request(one: Asked, world: int, gpu: bool, steps: int, layers: int | None = None) -> Request:
+    words = [f"job.seq={one.seq}", f"layout.mbs={one.mbs}", f"layout.gas={one.gas}", f"layout.recompute={one.recompute}"]
+    words += [*one.cut, f"train.steps={steps}", "train.data=synthetic", "checkpoint.save=false"]
+    model = Model.load(one.model)
+    if layers is not None:
+        model = model.model_copy(update={"layers": layers})
+    return from_model(model, Overrides.parse(words), world, precision="bf16" if gpu else "fp32")
+
+
+def steps_for(step_s: float) -> int:
+    return min(MOST, max(FEWEST, math.ceil(TRAINED_S / step_s)))
+
+
+def train(one: Asked, folder: Path, cluster: Cluster, gpu: bool) -> None:
+    """In a fresh process, as a user's run is."""
+    asked = request(one, cluster.gpus, gpu, FEWEST).on(cluster)
+    asked = request(one, cluster.gpus, gpu, steps_for(estimate(asked.job, asked.layout).step_time_s))
+    if cluster.gpus > 1:
+        launch.train(asked, folder, cluster.gpus, cluster, quiet=True)
+    else:
+        local.run(_rank, 1, asked, folder, cluster)
+
+
+def _rank(_: int, __: int, ___: str, asked: Request, folder: Path, cluster: Cluster) -> None:
+    launch.train(asked, folder, None, cluster, quiet=True)
+
+
+def warm(wanted: Sequence[Asked]) -> None:
+    """Fills the compilers' caches: blocks of one layer are those of all, so that little memory lets many compile at once."""
+    for at in range(0, len(wanted), AT_ONCE):
+        some = wanted[at : at + AT_ONCE]
+        local.run(_warm_rank, len(some), some)
+
+
+def _warm_rank(rank: int, _: int, __: str, some: Sequence[Asked]) -> None:
+    from ultrascale.train.run import run_rank
+    from ultrascale.train.world import Seat
+
+    try:
+        run_rank(request(some[rank], 1, True, 2, layers=1), Seat(), None, None, quiet=True)
+    except Exception as error:  # the run itself will say so
+        print(f"{some[rank].name} did not warm up: {error!r:.200}", flush=True)
+
+
+def measure(wanted: Sequence[Asked], out: Path, cluster: Cluster, gpu: bool, until: float) -> None:
+    for number, one in enumerate(wanted, 1):
+        folder = out / one.name
+        if (folder / launch.MEASUREMENT).exists():
+            continue
+        if time.monotonic() > until:
+            print(f"time is up: {len(wanted) - number + 1} runs are left; the same command goes on with them", flush=True)
+            return
+        began = time.monotonic()
+        try:
+            train(one, folder, cluster, gpu)
+        except RunError as error:
+            print(f"{one.name} failed: {str(error).splitlines()[-1]:.200}", flush=True)
+            continue
+        line = kept(folder, "fit" if one in wanted[:6] else "other")
+        with (out / "runs.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        plan, seen = Plan.load(folder / launch.PLAN), Measurement.load(folder / launch.MEASUREMENT)
+        print(
+            f"{number:2} {one.name:44} {plan.estimate.step_time_s * 1e3:8.1f} ms predicted, {seen.step_time_s * 1e3:8.1f} "
+            f"measured, {time.monotonic() - began:5.1f} s",
+            flush=True,
+        )
+
+
+def kept(folder: Path, use: str) -> dict[str, Any]:
+    """What a calibration needs of a run, and how long each of its steps took."""
+    plan = Plan.load(folder / launch.PLAN)
+    return {
+        "run": folder.name,
+        "use": use,
+        "job": job_to_mapping(plan.job),
+        "layout": plan.layout.model_dump(mode="json", exclude_defaults=True),
+        "measurement": read_mapping(folder / launch.MEASUREMENT, "measurement"),
+        "steps_s": [round(each, 6) for each in _steps(folder / launch.METRICS)],
+    }
+
+
+def _steps(metrics: Path) -> Iterator[float]:
+    for line in metrics.read_text(encoding="utf-8").splitlines():
+        yield json.loads(line)["step_time_s"]
+
+
+def machine(out: Path, nproc: int, gpu: bool) -> Cluster:
+    file = out / "cluster.yaml"
+    if not file.exists():
+        found = detect(nproc)
+        (hardware.measured(found) if gpu else found).save(file)
+    return Cluster.load(file)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/calibration"))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--limit", type=float, default=1800, help="seconds after which no run starts")
+    parser.add_argument("--only", type=int, help="so many of the runs, for a try")
+    options = parser.parse_args()
+    until = time.monotonic() + options.limit
+    launch.import_torch()
+    if options.device == "cuda":
+        options.out.mkdir(parents=True, exist_ok=True)
+        cluster = machine(options.out, 1, gpu=True)
+        wanted = [*TO_FIT, *others(Cluster.load("1xh200"))][: options.only]
+        print(f"measured: {cluster.efficiency.model_dump(exclude_defaults=True)}", flush=True)
+        began = time.monotonic()
+        warm([one for one in wanted if not (options.out / one.name).exists()])
+        print(f"caches are warm after {time.monotonic() - began:.0f} s", flush=True)
+        measure(wanted, options.out, cluster, gpu=True, until=until)
+        return
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    import calibration as report
+
+    for nproc in (1, 2):
+        out = options.out / f"cpu-{nproc}"
+        out.mkdir(parents=True, exist_ok=True)
+        fit, rest = on_cpu(nproc)
+        measure([*fit, *rest][: options.only], out, machine(out, nproc, gpu=False), gpu=False, until=until)
+        report.show(out / "runs.jsonl")
+
+
+if __name__ == "__main__":
+    main()

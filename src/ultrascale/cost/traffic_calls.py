@@ -1,0 +1,220 @@
+"""Which exchanges a rank of one pipeline stage takes part in during a step, and how often.
+
+Beside the large ones, which the laws of each technique time, the small ones are here: a loss over a cut vocabulary, gradients
+of what every tp rank repeats, counts of tokens by expert. They take no time worth a law, but a rehearsal counts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ultrascale.cost import context, data, expert, operators, params, pipeline, stages, tensor, zero
+from ultrascale.cost.activations import FP32, gradient_bytes
+from ultrascale.cost.columns import Columns
+from ultrascale.cost.hardware import Machine
+from ultrascale.cost.mesh import Mesh, group, mesh
+from ultrascale.cost.overlap import Transfer, transfer
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+
+Calls = Iterator[tuple[Transfer, float]]
+COUNT = 8  # bytes of a number of tokens
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline rank of one layout."""
+
+    job: Job
+    layout: Layout
+    machine: Machine
+    index: int
+    row: Columns
+    places: Mesh
+    share: stages.RankShare
+
+    @classmethod
+    def of(cls, job: Job, layout: Layout, machine: Machine, index: int) -> Stage:
+        row = Columns.of([layout])
+        share = stages.share_of(job, row, np.asarray([index]))
+        return cls(job, layout, machine, index, row, mesh(row, machine.cluster), share)
+
+    @property
+    def layers(self) -> int:
+        return int(self.share.layers[0])
+
+    @property
+    def moe_layers(self) -> int:
+        return int(self.share.moe_layers[0])
+
+    @property
+    def embedding(self) -> int:
+        return int(self.share.embedding[0])
+
+    @property
+    def head(self) -> int:
+        return int(self.share.head[0])
+
+    @property
+    def held(self) -> params.RankParameters:
+        return params.on_rank(self.job.model, self.row, self.share)
+
+    @property
+    def gradient_parts(self) -> int:
+        """Into how many parts ZeRO cuts the gradients that meet at the end."""
+        return self.layout.shards if self.layout.zero else 1
+
+
+def calls_of(stage: Stage) -> Calls:
+    layout = stage.layout
+    if layout.tp > 1:
+        yield from _tensor(stage)
+        yield from _repeated_weights(stage)
+    if layout.cp > 1:
+        yield from _context(stage)
+    if layout.ep > 1 and stage.moe_layers:
+        yield from _expert(stage)
+    if layout.pp > 1:
+        yield from _pipeline(stage)
+    if layout.data_ranks > 1:
+        yield from _zero(stage) if layout.zero else _data(stage)
+
+
+def again(job: Job, layout: Layout) -> tuple[int, int]:
+    """How often recomputation enters a layer's regions anew, and leaves them.
+
+    Whoever drops what lies between products has to gather a sequence-cut input for them once more, even if their results are
+    kept. torch.utils.checkpoint stops before the layer's last exchange, which no backward asks for.
+    """
+    if layout.recompute == "full" or (layout.recompute == "selective" and job.framework.early_stop):
+        return tensor.REGIONS, tensor.REGIONS - job.framework.early_stop
+    return 0, 0
+
+
+def _tensor(stage: Stage) -> Calls:
+    job, layout, gas = stage.job, stage.layout, stage.layout.gas
+    inside = tensor.traffic(job, stage.row, stage.places, stage.machine)
+    entered, left = again(job, layout)
+    regions = tensor.REGIONS * stage.layers
+    dense = stage.layers - stage.moe_layers
+    if layout.sequence_parallel:
+        # Each pass enters and leaves a region once; backward also gathers the saved inputs again, but for those of experts,
+        # which are kept as they were routed. Slices leave the embedding and enter the head.
+        kept_slices = stage.layers + dense
+        gathers = 2 * regions + kept_slices + entered * stage.layers + stage.embedding + 2 * stage.head
+        yield inside.gather, gas * gathers
+        yield inside.scatter, gas * (2 * regions + left * stage.layers + stage.embedding + stage.head)
+    else:
+        yield inside.reduce, gas * (2 * regions + left * stage.layers + stage.embedding + stage.head)
+    if stage.head:
+        # The maximum over the vocabulary; then the sum of exponentials and the target's logit.
+        one = FP32 * stage.row.tokens(job.seq)
+        yield transfer(stage.machine, "tensor", "all_reduce", one, stage.places.tensor), gas
+        yield transfer(stage.machine, "tensor", "all_reduce", 2 * one, stage.places.tensor), gas
+
+
+def _repeated_weights(stage: Stage) -> Calls:
+    """Gradients of weights that several tp ranks hold and each of which saw a part, summed once a step."""
+    job, layout, model = stage.job, stage.layout, stage.job.model
+    g = gradient_bytes(job) / stage.gradient_parts
+    partial = params.partial_on_tp(model, stage.share, layout.sequence_parallel)
+    if float(partial[0]):
+        yield transfer(stage.machine, "tensor", "all_reduce", g * partial, stage.places.tensor), 1
+    copies = layout.tp // min(layout.tp, model.kv_heads)
+    if copies > 1 and model.mla is None:
+        each = stage.layers * params.attention(model).kv / model.kv_heads
+        alike = group(np.asarray([copies]), np.asarray([1]), stage.machine.cluster)
+        yield transfer(stage.machine, "tensor", "all_reduce", g * np.asarray([each]), alike), 1
+
+
+def _forwards(stage: Stage) -> int:
+    """How often a layer's forward exchanges, once more where recomputation repeats all but products and attention."""
+    return 2 if again(stage.job, stage.layout)[0] else 1
+
+
+def _context(stage: Stage) -> Calls:
+    job, layout, row = stage.job, stage.layout, stage.row
+    attention = operators.layer(job, row, stage.machine, moe=False).attention
+    around = context.traffic(job, row, stage.places, stage.machine, attention)
+    forwards, passes = _forwards(stage), stage.layers * layout.gas
+    if layout.context_parallel == "allgather":
+        yield around.gather, passes * (forwards + 1)
+        yield around.scatter, passes
+    elif layout.context_parallel == "ulysses":
+        yield around.switch, passes * (forwards + 1)
+    else:
+        # Backward's blocks carry the gradients too: two blocks' bytes each.
+        yield around.block, passes * (layout.cp - 1) * (forwards + 2)
+    if stage.moe_layers and job.model.moe is not None:
+        # How often each expert was chosen in a sequence, all of its parts together: what a balance loss pulls at.
+        counts = np.asarray([FP32 * layout.mbs * job.model.moe.experts])
+        yield transfer(stage.machine, "context", "all_reduce", counts, stage.places.context), stage.moe_layers * layout.gas
+
+
+def _expert(stage: Stage) -> Calls:
+    moe = stage.job.model.moe
+    assert moe is not None
+    exchange = expert.traffic(stage.job, stage.row, stage.places, stage.machine).exchange
+    forwards, passes = _forwards(stage), stage.moe_layers * stage.layout.gas
+    yield exchange, expert.EXCHANGES * passes * (forwards + 1)
+    # Each rank tells the others how many rows come.
+    counts = np.asarray([COUNT * moe.experts])
+    yield transfer(stage.machine, "expert", "all_to_all", counts, stage.places.expert), passes * forwards
+
+
+def hops(layout: Layout, stage: int) -> int:
+    """Boundaries over which a rank sends per micro-batch: activations to the next chunk's rank, gradients to the one before."""
+    v_shaped = layout.schedule in stages.V_SHAPED
+    ranks = {
+        chunk: rank for rank in range(layout.pp) for chunk in stages.chunks_of(rank, layout.pp, layout.virtual_stages, v_shaped)
+    }
+    own = [chunk for chunk, rank in ranks.items() if rank == stage]
+    return sum(ranks.get(chunk + way, stage) != stage for chunk in own for way in (-1, 1))
+
+
+def _pipeline(stage: Stage) -> Calls:
+    job, row, model = stage.job, stage.row, stage.job.model
+    hop = pipeline.hop(job, row, stage.places, stage.machine)
+    yield hop, float(hops(stage.layout, stage.index) * stage.layout.gas)
+    if model.tied_embeddings and stage.embedding != stage.head:
+        # Two stages hold a copy each, whose gradients meet.
+        whole = gradient_bytes(job) * params.head(model).on_rank(row.tp, model.kv_heads) / stage.gradient_parts
+        both = group(np.asarray([2]), row.tp * row.data_ranks, stage.machine.cluster)
+        yield transfer(stage.machine, "pipeline", "all_reduce", whole, both), 1
+
+
+def _data(stage: Stage) -> Calls:
+    held = stage.held
+    reduced = data.traffic(stage.job, stage.row, stage.places, stage.machine, held.trunk, held.experts)
+    yield reduced.reduce, 1
+    if stage.moe_layers and int(reduced.expert_reduce.group.size[0]) > 1:
+        yield reduced.expert_reduce, 1
+
+
+def _zero(stage: Stage) -> Calls:
+    job, layout, held = stage.job, stage.layout, stage.held
+    moved = zero.traffic(job, stage.row, stage.places, stage.machine, held.trunk, held.experts)
+    gathers = {1: 1, 2: 1, 3: layout.gas * (1 if layout.keep_gathered else 2)}[layout.zero]
+    scatters = 1 if layout.zero == 1 else layout.gas
+    if layout.shards > 1:
+        if job.framework.states == "fp32" and layout.zero == 3:
+            # FSDP keeps the root of its modules, here embedding, head and final norm, gathered from forward to backward.
+            layers, ends = (
+                zero.traffic(job, stage.row, stage.places, stage.machine, elements, held.experts).gather
+                for elements in (held.trunk - held.ends, held.ends)
+            )
+            yield layers, gathers
+            if stage.embedding or stage.head:
+                yield ends, layout.gas
+        else:
+            yield moved.gather, gathers
+        yield moved.scatter, scatters
+        if stage.moe_layers and int(moved.expert_gather.group.size[0]) > 1:
+            yield moved.expert_gather, gathers
+            yield moved.expert_scatter, scatters
+    if layout.data_ranks > layout.shards:
+        own = gradient_bytes(job) * held.total / layout.shards
+        yield transfer(stage.machine, "zero", "all_reduce", own, stage.places.replica), 1

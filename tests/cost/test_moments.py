@@ -1,0 +1,146 @@
+"""The fullest moments of an engine that was followed, byte by byte, for a model small enough to add up by hand.
+
+4 layers, hidden 512, 8 heads of 64, 2 kv heads, MLP 1536, vocabulary 4096, 1024 tokens of bf16. One residual-wide tensor is
+R = 2·1024·512, one as wide as the MLP W = 3·R, keys and values R / 2. A layer keeps 6 R (two norms' inputs and outputs, q,
+attention's output), keys and values, 4·8·1024 of log-sum-exp and 3 W. A micro-batch keeps one table of angles, 2·2·1024·64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ultrascale.cost.estimate import estimate
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.estimate import Memory
+from ultrascale.specs.framework import Framework
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.model import Model, MoE
+
+R = 2 * 1024 * 512
+W = 3 * R
+LAYER = 6 * R + R // 2 + 4 * 8 * 1024 + 3 * W
+ANGLES = 2 * 2 * 1024 * 64
+WEIGHTS = 2 * 512 * 512 + 2 * 128 * 512 + 3 * 512 * 1536 + 2 * 512
+ENDS = 2 * 4096 * 512 + 512
+LOGITS = 1024 * 4096
+SHAPE: dict[str, Any] = {"layers": 4, "hidden": 512, "heads": 8, "vocab": 4096}
+SMALL = Model(name="small", kv_heads=2, ffn=1536, **SHAPE)
+EXPERTS = Model(name="experts", kv_heads=2, ffn=0, moe=MoE(experts=8, top_k=2, expert_ffn=512), **SHAPE)
+
+
+def predict(layout: Layout, stage: int = 0, model: Model = SMALL) -> Memory:
+    cluster = Cluster.from_mapping({"gpu": "h100", "gpus": layout.gpus, "efficiency": {"expert_imbalance": 1.0}})
+    framework = Framework.load("ultrascale-eager")
+    job = Job(model=model, cluster=cluster, seq=1024, batch_tokens=layout.batch_tokens(1024), framework=framework)
+    return estimate(job, layout).memory[stage].memory
+
+
+def test_at_the_loss_of_one_rank() -> None:
+    """Log-softmax, its gradient and the logits' in fp32; final norm's input and output, two numbers a token. No buffers."""
+    held = predict(Layout())
+    assert held.activations == 4 * LAYER + ANGLES + 2 * R + 8 * 1024 + 12 * LOGITS
+    assert held.buffers == 0
+
+
+def test_with_a_cut_vocabulary_forward_is_fullest() -> None:
+    """Of half the logits each: bf16, their fp32 copy, their softmax. Keys and values are cut in two as all else is."""
+    held = predict(Layout(tp=2))
+    assert held.activations == 4 * LAYER / 2 + ANGLES + R + 8 * 1024 + 10 * LOGITS / 2
+
+
+def test_the_gate_in_backward_on_a_first_stage() -> None:
+    """Two micro-batches of two layers and what was sent on; the gradient that came, four W (gradients of activation, gate and
+    up, and the gate's activation once more) in place of the activation.
+    """
+    held = predict(Layout(pp=2, gas=4))
+    assert held.activations == 2 * (2 * LAYER + ANGLES + R) + R + 3 * W
+    assert held.buffers == 0
+
+
+def test_the_loss_of_a_last_stage_beside_a_gradient_on_its_way() -> None:
+    held = predict(Layout(pp=2, gas=4), stage=1)
+    assert held.activations == 2 * LAYER + ANGLES + 2 * R + 8 * 1024 + 12 * LOGITS
+    assert held.buffers == R
+
+
+def test_full_recomputation_brings_one_layer_back() -> None:
+    held = predict(Layout(pp=2, gas=4, recompute="full"))
+    assert held.activations == 2 * (2 * R + ANGLES + R) + (LAYER - R) + R + 3 * W
+
+
+def test_zero_2_at_the_gate() -> None:
+    """What the embedding's gradients were scattered from, fp32, and the last product's fresh bf16 ones."""
+    held = predict(Layout(pp=2, dp=2, gas=4, zero=2))
+    assert held.buffers == 4 * 4096 * 512 + 2 * 512 * 1536
+
+
+def test_zero_3_gathers_two_layers_and_the_embedding() -> None:
+    held = predict(Layout(pp=2, dp=2, gas=4, zero=3))
+    assert held.buffers == 4 * 4096 * 512 + 2 * 512 * 1536 + 2 * (2 * WEIGHTS + 4096 * 512)
+
+
+def test_one_micro_batch_has_no_gradients_at_its_loss() -> None:
+    """ZeRO-3: embedding, head and norm are gathered, and the layer that backward begins with; gradients come later."""
+    held = predict(Layout(dp=2, zero=3))
+    assert held.gradients == 0
+    assert held.buffers == 2 * (ENDS + WEIGHTS)
+    again = predict(Layout(dp=2, zero=3, gas=2))
+    assert again.gradients == pytest.approx(4 * (4 * WEIGHTS + ENDS) / 2)
+    assert again.buffers == 2 * (ENDS + WEIGHTS) + 4 * ENDS  # and what was scattered last
+
+
+def test_gradients_that_outgrow_activations() -> None:
+    """Full recomputation, one micro-batch over 2: with two layers done their gradients are there, and activations of two left.
+
+    At the gate of the third: one layer back, gradients of the head (bf16, whole) and of the last product, two layers and the
+    ends gathered, one layer's gradients on their way.
+    """
+    held = predict(Layout(dp=2, zero=3, recompute="full"))
+    assert held.gradients == pytest.approx(2 * 4 * WEIGHTS / 2)
+    assert held.activations == pytest.approx((4 * R + ANGLES) / 2 + (LAYER - R) + R + 3 * W)
+    fresh = 2 * 512 * 1536 + 2 * 4096 * 512
+    assert held.buffers == pytest.approx(fresh + 2 * (2 * WEIGHTS + ENDS) + 4 * WEIGHTS)
+
+
+def test_a_split_backward_keeps_the_activation_and_gathered_gradients() -> None:
+    """Zero-bubble: four W on top and none in their place. With tp 2 each layer that waits for its weights' turn keeps two
+    gradients of the whole sequence, one at work; residual-wide tensors are R / 2.
+    """
+    held = predict(Layout(pp=2, gas=4, schedule="zero-bubble"))
+    assert held.activations == 2 * (2 * LAYER + ANGLES + R) + R + 4 * W
+    cut = predict(Layout(pp=2, tp=2, gas=4, schedule="zero-bubble"))
+    waiting = 2 * (2 * LAYER / 2 + ANGLES + R / 2)
+    assert cut.activations == waiting + 2 * 2 * (R - R / 2) + R / 2 + R + 4 * W / 2
+
+
+def test_experts_gradients_are_stacked_beside_their_parts() -> None:
+    """2048 routed rows: inputs and outputs of 2 R, three of an expert's width (2 R each), the router's fp32 copy of its input
+    and scores. The last product: gradients of its output, in the output's place, and of its input; twice the bf16 gradients of
+    8 matrices.
+    """
+    layer = 5 * R + R // 2 + 4 * 8 * 1024 + 4 * 1024 * 512 + 4 * 1024 * 8 + 2 * 2 * R + 3 * 2 * R
+    held = predict(Layout(pp=2, gas=4), model=EXPERTS)
+    assert held.activations == 2 * (2 * layer + ANGLES + R) + R + 2 * R
+    assert held.buffers == 2 * 2 * 8 * 512 * 512
+
+
+def test_checkpointing_sorts_tokens_again() -> None:
+    """Selective: no outputs of norms and gates, no experts' inputs; q, k, v, attention, both residuals and products stay."""
+    layer = 4 * R + R // 2 + 4 * 8 * 1024 + 4 * 1024 * 8 + 2 * R + 2 * 2 * R
+    held = predict(Layout(recompute="selective"), model=EXPERTS)
+    assert held.activations == 4 * layer + ANGLES + 2 * R + 8 * 1024 + 12 * LOGITS
+
+
+def test_checkpointing_keeps_a_whole_product_beside_slices() -> None:
+    """tp 2, selective: attention's last product stays as it was made, R, not its slice; nothing else is larger."""
+    kept = 3 * R + R // 2 + 4 * 8 * 1024 + 2 * W
+    held = predict(Layout(tp=2, recompute="selective"))
+    assert held.activations == 4 * (kept / 2 + R) + ANGLES + R + 8 * 1024 + 10 * LOGITS / 2
+
+
+def test_ulysses_keeps_its_output_in_both_cuts() -> None:
+    held, ring = (predict(Layout(cp=2, context_parallel=kind)) for kind in ("ulysses", "zigzag"))
+    assert held.activations - ring.activations == 4 * R / 2

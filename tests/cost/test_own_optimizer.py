@@ -1,0 +1,57 @@
+"""What our own engine's step end costs on a GPU: bytes of its AdamW, launches for each weight, gradients left as made."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ultrascale import Cluster, Job, Layout, Model, estimate
+from ultrascale.cost.columns import Columns
+from ultrascale.cost.hardware import Machine
+from ultrascale.cost.operators import accumulate_s
+from ultrascale.cost.table import evaluate
+from ultrascale.specs.efficiency import Efficiency
+from ultrascale.specs.framework import Framework
+
+MODEL = Model.load("llama-3.2-1b")
+
+
+def job_of(gas: int = 1, framework: str = "ultrascale-gpu", launch_s: float = 0.0) -> Job:
+    cluster = Cluster.of(Cluster.load("1xh200").gpu, nodes=1, gpus_per_node=1, efficiency=Efficiency(kernel_launch_s=launch_s))
+    engine = Framework.load(framework)
+    return Job(model=MODEL, cluster=cluster, seq=4096, batch_tokens=gas * 4096, framework=engine)
+
+
+def optimizer_bytes(gas: int, framework: str = "ultrascale-gpu") -> float:
+    job = job_of(gas, framework)
+    seconds = estimate(job, Layout(gas=gas)).time.optimizer_s
+    return seconds * Machine(job).stream_bytes_s / MODEL.parameters
+
+
+def test_bytes_of_a_step_by_hand() -> None:
+    """Gradient twice (its norm, its use), master 4 + 4, moments 8 + 8, and 2 for a bf16 copy that is not the master's half."""
+    assert optimizer_bytes(1) == pytest.approx(2 * 2 + 8 + 16)
+    assert optimizer_bytes(2) == pytest.approx(2 * 4 + 8 + 16)
+    assert optimizer_bytes(1, "torchtitan") == pytest.approx(2 * 4 + 8 + 16 + 2)
+
+
+def test_launches_set_the_pace_of_small_weights() -> None:
+    """Nine weights in each of 16 layers, half a launch each: 72 µs for every µs."""
+    assert estimate(job_of(launch_s=5e-4), Layout()).time.optimizer_s == pytest.approx(5e-4 * 72)
+    assert estimate(job_of(launch_s=5e-4, framework="torchtitan"), Layout()).time.optimizer_s < 5e-4 * 72
+
+
+def test_one_micro_batch_alone_adds_its_gradients_to_nothing() -> None:
+    job, elements = job_of(), np.asarray([1e9])
+    machine = Machine(job)
+    assert accumulate_s(job, Columns.of([Layout()]), machine, elements)[0] == 0
+    assert accumulate_s(job, Columns.of([Layout(gas=2)]), machine, elements)[0] == machine.stream_s(1e10)
+
+
+def test_the_search_tells_one_micro_batch_from_two() -> None:
+    job = job_of(2)
+    layouts = [Layout(gas=1), Layout(gas=2)]
+    table = evaluate(job, Columns.of(layouts), [("1f1b", 1)], Machine(job), 2.0**40)
+    for layout, step_s in zip(layouts, table.step_s[:, 0], strict=True):
+        alone = job.changed(batch_tokens=layout.batch_tokens(4096))
+        assert step_s == pytest.approx(estimate(alone, layout).step_time_s, rel=1e-6)

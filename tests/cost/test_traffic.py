@@ -1,0 +1,126 @@
+"""What a rank of each pipeline stage sends: small exchanges too, ends and middles apart, our engine beside others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ultrascale.cost.hardware import Machine
+from ultrascale.cost.traffic import of_stage
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.estimate import Traffic
+from ultrascale.specs.framework import Framework
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.model import Model
+
+N8, ENDS8 = 8_030_261_248, 2 * 128256 * 4096 + 4096
+EAGER = Framework.load("ultrascale-eager")
+
+
+def sent(model: str, seq: int, layout: Layout, stage: int = 0, **fields: Any) -> list[Traffic]:
+    cluster = Cluster.load(f"{layout.gpus}xh100")
+    job = Job(model=Model.load(model), cluster=cluster, seq=seq, batch_tokens=layout.batch_tokens(seq), **fields)
+    return list(of_stage(job, layout, Machine(job), stage))
+
+
+def bytes_of(found: list[Traffic], technique: str, collective: str) -> float:
+    return sum(one.bytes for one in found if (one.technique, one.collective) == (technique, collective))
+
+
+def calls_of(found: list[Traffic], technique: str, collective: str) -> float:
+    return sum(one.calls for one in found if (one.technique, one.collective) == (technique, collective))
+
+
+def test_small_sums_of_tensor_parallelism() -> None:
+    """Llama-3-70B, tp 16 of 8 kv heads, 4 micro-batches of 8192 tokens; an all-reduce over n sends 2·(n − 1)/n of its buffer.
+
+    The loss: a maximum and two sums of 4 bytes a token and micro-batch. fp32 gradients of 161 norms of 8192. Two ranks hold
+    each kv head: of 80 layers 2·8192·128 elements meet between them.
+    """
+    found = sent("llama-3-70b", 8192, Layout(tp=16, gas=4))
+    loss = 4 * 3 * 4 * 8192 * 2 * 15 / 16
+    norms = 161 * 8192 * 4 * 2 * 15 / 16
+    kv = 80 * 2 * 8192 * 128 * 4
+    assert bytes_of(found, "tensor", "all_reduce") == pytest.approx(loss + norms + kv)
+    assert {one.group for one in found} == {16, 2}
+
+
+def test_without_slices_only_those_meet_that_saw_other_heads() -> None:
+    """Qwen3-30B-A3B, tp 4: norms of queries and keys (2·128) and the router (128·2048) of 48 layers, 4 bytes each."""
+    found = sent("qwen3-30b-a3b", 4096, Layout(tp=4, sequence_parallel=False))
+    residual = 2 * 4096 * 2048
+    large = 48 * 2 * 2 + 2
+    small = 3 * 4 * 4096 + 48 * (2 * 128 + 128 * 2048) * 4
+    assert bytes_of(found, "tensor", "all_reduce") == pytest.approx((large * residual + small) * 2 * 3 / 4)
+
+
+def test_experts_inputs_are_not_gathered_again() -> None:
+    """Mixtral, tp 8: 32 layers gather 4 times a micro-batch and attention's saved input once more; and the two ends."""
+    found = sent("mixtral-8x7b", 4096, Layout(tp=8, gas=2))
+    assert calls_of(found, "tensor", "all_gather") == 2 * (32 * 5 + 1 + 2)
+    assert calls_of(found, "tensor", "reduce_scatter") == 2 * (32 * 4 + 1 + 1)
+
+
+@pytest.mark.parametrize(("recompute", "gathers", "scatters"), [("none", 0, 0), ("selective", 2, 1), ("full", 2, 1)])
+def test_what_checkpointing_exchanges_again(recompute: str, gathers: int, scatters: int) -> None:
+    """torch.utils.checkpoint enters both regions once more and leaves the first: it stops before the second is left."""
+    layout = Layout(tp=8, recompute=recompute)
+    found = sent("llama-3-8b", 8192, layout, framework=EAGER)
+    assert calls_of(found, "tensor", "all_gather") == 32 * (6 + gathers) + 3
+    assert calls_of(found, "tensor", "reduce_scatter") == 32 * (4 + scatters) + 2
+
+
+def test_others_repeat_a_whole_forward_or_no_exchange() -> None:
+    for recompute, gathers, scatters in (("selective", 0, 0), ("full", 2, 2)):
+        found = sent("llama-3-8b", 8192, Layout(tp=8, recompute=recompute))
+        assert calls_of(found, "tensor", "all_gather") == 32 * (6 + gathers) + 3
+        assert calls_of(found, "tensor", "reduce_scatter") == 32 * (4 + scatters) + 2
+
+
+def test_fsdp_keeps_the_ends_gathered() -> None:
+    """ZeRO-3 over 8, 4 micro-batches: layers before forward and backward, embedding and head once a micro-batch."""
+    layout = Layout(dp=8, zero=3, gas=4)
+    assert bytes_of(sent("llama-3-8b", 8192, layout), "zero", "all_gather") == pytest.approx(7 / 8 * 2 * 8 * N8)
+    found = bytes_of(sent("llama-3-8b", 8192, layout, framework=EAGER), "zero", "all_gather")
+    assert found == pytest.approx(7 / 8 * 2 * (8 * (N8 - ENDS8) + 4 * ENDS8))
+
+
+def stages(layout: Layout) -> Iterator[list[Traffic]]:
+    for stage in range(layout.pp):
+        yield sent("llama-3.2-1b", 8192, layout, stage)
+
+
+def test_the_ends_of_a_pipeline_send_one_way() -> None:
+    """Llama-3.2-1B over 4 ranks, 8 micro-batches of 2·8192·2048 bytes; the tied matrix, 4·128256·2048, meets at the end."""
+    found = list(stages(Layout(pp=4, gas=8)))
+    hop = 2 * 8192 * 2048
+    assert [bytes_of(one, "pipeline", "send_recv") / hop for one in found] == [8, 16, 16, 8]
+    assert [bytes_of(one, "pipeline", "all_reduce") for one in found] == [4 * 128256 * 2048, 0, 0, 4 * 128256 * 2048]
+
+
+def test_a_v_turns_without_sending() -> None:
+    """8 chunks on 4 ranks: the last rank hands over from its first to its second, and the first rank has both ends."""
+    found = list(stages(Layout(pp=4, gas=8, schedule="zb-v", virtual_stages=2)))
+    assert [calls_of(one, "pipeline", "send_recv") for one in found] == [16, 32, 32, 16]
+    assert not any(bytes_of(one, "pipeline", "all_reduce") for one in found)
+
+
+def test_each_stage_reduces_its_own_parameters() -> None:
+    """Llama-3-8B over 2 ranks: 17 layers and the embedding, 15 layers, head and norm; all-reduced over two data ranks."""
+    layout = Layout(dp=2, pp=2, gas=4)
+    first, last = (bytes_of(sent("llama-3-8b", 8192, layout, stage), "data", "all_reduce") for stage in (0, 1))
+    assert first == 4 * (17 * 218_112_000 + 128256 * 4096)
+    assert last == 4 * (15 * 218_112_000 + 128256 * 4096 + 4096)
+
+
+def test_cut_experts_get_all_tokens_from_every_tp_rank() -> None:
+    """Mixtral, ep 2 beside tp 2: our ranks route all tokens each, Megatron's their slices; counts of 8 experts besides."""
+    layout = Layout(tp=2, dp=2, ep=2)
+    rows = 2 * 2 * 32 * 1 / 2 * 2 * 4096 * 2 * 1.1 * 4096
+    counts = 32 * 8 * 8 / 2
+    assert bytes_of(sent("mixtral-8x7b", 4096, layout), "expert", "all_to_all") == pytest.approx(rows + counts)
+    sliced = sent("mixtral-8x7b", 4096, layout, framework=Framework.load("megatron-core"))
+    assert bytes_of(sliced, "expert", "all_to_all") == pytest.approx(rows / 2 + counts)

@@ -1,0 +1,283 @@
+"""Calibration: a made-up truth is found again, what runs do not tell is refused, and runs left out have the last word."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from conftest import Run
+from ultrascale import Cluster, Job, Layout, Model, estimate
+from ultrascale.measure import calibrate_memory as memory
+from ultrascale.measure.calibrate import Calibration, Judged, Verdict, _better, calibrate
+from ultrascale.measure.calibrate_constants import Base
+from ultrascale.measure.calibrate_runs import Seen, _one_machine, load
+from ultrascale.show.calibrate import show_calibration
+from ultrascale.specs.efficiency import Efficiency
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.framework import Framework
+from ultrascale.specs.measurement import MeasuredMemory, MeasuredStage, MeasuredTime, Measurement
+from ultrascale.specs.plan import Plan
+from ultrascale.specs.units import GIB
+
+TRUTH = Efficiency(matmul=0.95, attention_forward=0.44, attention_backward=0.344, kernel_launch_s=6e-5)
+SHAPES = (
+    ("smollm2-135m", 1024, 1),
+    ("smollm2-360m", 2048, 2),
+    ("llama-3.2-1b", 16384, 1),
+    ("llama-3.2-1b", 2048, 4),
+    ("smollm2-1.7b", 4096, 4),
+)
+
+
+def job_of(model: str, seq: int, layout: Layout, gpus: int = 1) -> Job:
+    return Job(
+        model=Model.load(model),
+        cluster=Cluster.load(f"{gpus}xh100"),
+        seq=seq,
+        batch_tokens=layout.batch_tokens(seq),
+        framework=Framework.load("ultrascale-gpu"),
+    )
+
+
+def seen(model: str, seq: int, layout: Layout, truth: Efficiency = TRUTH, gpus: int = 1, name: str = "") -> Seen:
+    """A run as the laws say it under other constants than those of its plan."""
+    job = job_of(model, seq, layout, gpus)
+    real = job.changed(cluster=job.cluster.model_copy(update={"efficiency": truth}))
+    return Seen(name or f"{model}-{seq}-{layout}", job, layout, estimate(real, layout).step_time_s)
+
+
+def made_up(truth: Efficiency = TRUTH) -> list[Seen]:
+    return [seen(model, seq, Layout(mbs=mbs), truth) for model, seq, mbs in SHAPES]
+
+
+def verdict(found: Calibration, name: str) -> Verdict:
+    return next(one for one in found.verdicts if one.name == name)
+
+
+@pytest.fixture(scope="module")
+def recovered() -> Calibration:
+    return calibrate(made_up())
+
+
+def test_a_made_up_truth_is_found_again(recovered: Calibration) -> None:
+    given = recovered.cluster.efficiency
+    assert given.matmul == pytest.approx(0.95, rel=0.02)
+    assert given.attention_forward == pytest.approx(0.44, rel=0.04)
+    assert given.attention_backward == pytest.approx(0.344, rel=0.04)
+    assert given.kernel_launch_s == pytest.approx(6e-5, rel=0.05)
+    after = recovered.errors("after")
+    assert after is not None
+    assert after.worst < 0.015
+    assert recovered.improved
+
+
+def test_what_one_gpu_cannot_tell_stays_and_says_which_run_would(recovered: Calibration) -> None:
+    for name, run in (("link_bandwidth", "layout.tp=2"), ("network_bandwidth", "two nodes"), ("matmul_fp8", "fp8")):
+        one = verdict(recovered, name)
+        assert one.known is None
+        assert one.after == one.before
+        assert "no step time follows it" in one.why
+        assert run in one.why
+    assert recovered.cluster.efficiency.link_bandwidth is None
+    assert recovered.cluster.efficiency.network_bandwidth == Efficiency().network_bandwidth
+
+
+def test_a_cluster_says_where_its_constants_come_from(recovered: Calibration, tmp_path: Path) -> None:
+    again = Cluster.load(recovered.cluster.save(tmp_path / "cluster.yaml"))
+    assert again == recovered.cluster
+    origin = again.calibrated
+    assert origin is not None
+    assert (origin.runs, origin.processes) == (5, 1)
+    assert {"matmul", "attention", "kernel_launch_s"} <= set(origin.constants)
+    job = job_of("llama-3.2-1b", 4096, Layout()).changed(cluster=again)
+    assert any("fitted to 5 runs" in note for note in estimate(job, Layout()).notes)
+
+
+def test_what_is_printed(recovered: Calibration) -> None:
+    console = Console(width=200, record=True, file=io.StringIO())
+    show_calibration(console, recovered, Path("cluster.yaml"))
+    text = console.export_text()
+    assert "1xh100: constants fitted to 5 runs" in text
+    assert "link_bandwidth, 0.9621: no step time follows it in these runs; what would: a run with layout.tp=2" in text
+    assert "on runs left out" in text
+    assert "ultrascale plan --cluster cluster.yaml" in text
+
+
+def test_one_shape_tells_one_constant() -> None:
+    runs = [replace(seen("smollm2-1.7b", 4096, Layout(mbs=4)), name=str(number)) for number in range(4)]
+    found = calibrate(runs)
+    fitted = [one.name for one in found.verdicts if one.known is not None]
+    assert fitted == ["matmul"]
+    assert "cannot tell it from matmul" in verdict(found, "attention").why
+    assert verdict(found, "matmul_ramp").known is None
+
+
+def test_two_gpus_tell_their_link() -> None:
+    truth = TRUTH.model_copy(update={"link_bandwidth": 0.4})
+    cut = [seen("llama-3.2-1b", seq, Layout(tp=2, mbs=mbs), truth, gpus=2) for seq, mbs in ((2048, 8), (4096, 2))]
+    found = calibrate([*made_up()[2:], *cut])
+    assert found.base.gpus == 2
+    assert verdict(found, "link_bandwidth").known is not None
+    assert verdict(found, "link_bandwidth").after == pytest.approx(0.4, rel=0.15)
+    assert verdict(found, "network_bandwidth").known is None
+
+
+def test_a_run_that_alone_tells_a_constant_judges_nothing() -> None:
+    small, _, *large = made_up()
+    found = calibrate([small, *large, seen("llama-3.2-1b", 8192, Layout(mbs=2)), seen("smollm2-1.7b", 2048, Layout(mbs=8))])
+    judged = found.runs[0]
+    assert "kernel_launch_s" in judged.alone
+    assert judged.left_out_s < 0.8 * judged.step_s < judged.after_s
+    assert judged not in found.judges
+    left_out = found.errors("left_out")
+    assert left_out is not None
+    assert left_out.worst < 0.1
+
+
+def test_constants_that_do_worse_on_runs_left_out_are_not_taken(run: Run, tmp_path: Path) -> None:
+    """Runs that nothing explains: the same few shapes, each at random half as fast or twice as fast as the plan says."""
+    rng, base = random.Random(3), Efficiency()
+    runs = [replace(one, step_s=one.step_s * math.exp(rng.choice((-0.6, 0.6)))) for one in made_up(base)]
+    write(tmp_path / "runs.jsonl", runs)
+    code, out, error = run("calibrate", tmp_path / "runs.jsonl", "-o", tmp_path / "cluster.yaml", "--json")
+    assert code == 1, error
+    found = json.loads(out)
+    assert not found["improved"]
+    assert "calibrated" not in found["cluster"]
+    assert found["cluster"]["efficiency"] == {}
+    assert not (tmp_path / "cluster.yaml").exists()
+
+
+def test_the_middle_error_on_runs_that_others_judge_decides() -> None:
+    def judged(left_out: float, alone: tuple[str, ...] = ()) -> Judged:
+        return Judged("x", 1.0, 1.04, 1.0, left_out, 0.0, alone)
+
+    def better(*runs: Judged) -> bool:
+        cluster = Cluster.load("1xh100")
+        return _better(Calibration(cluster, cluster, (Verdict("matmul", 1.0, 0.9, 0.01),), runs))
+
+    assert better(judged(1.01), judged(0.98), judged(1.5))
+    assert not better(judged(1.06), judged(0.94), judged(1.0))
+    assert better(judged(1.01), judged(1.06, ("attention",)), judged(1.06, ("attention",)))
+    assert not better(judged(1.0, ("attention",)))
+
+
+def measurement(one: Seen, holes: float | None = 0.0, extra_gib: float = 0.0) -> Measurement:
+    real = estimate(one.job, one.layout).memory[0].memory
+    held = {name: getattr(real, name) for name in ("parameters", "master", "gradients", "optimizer", "buffers")}
+    tensors = MeasuredMemory(**held, activations=real.activations + extra_gib * GIB, runtime=holes)
+    return Measurement(
+        step_time_s=one.step_s,
+        tokens_per_s=1,
+        tokens_per_s_per_gpu=1,
+        model_tflops_per_gpu=1,
+        peak_gib=tensors.total / GIB,
+        peak_stage=0,
+        memory=(MeasuredStage(stage=0, layers=1, memory=tensors),),
+        time=MeasuredTime(),
+        steps=10,
+        processes=one.layout.gpus,
+        device="NVIDIA H100 80GB HBM3",
+    )
+
+
+def write(path: Path, runs: list[Seen], extra_gib: float = 0.0) -> None:
+    def line(one: Seen) -> str:
+        plan = Plan(job=one.job, layout=one.layout, estimate=estimate(one.job, one.layout)).to_mapping()
+        measured = measurement(one, extra_gib=extra_gib).model_dump(mode="json")
+        return json.dumps({"run": one.name, "job": plan["job"], "layout": plan["layout"], "measurement": measured})
+
+    path.write_text("\n".join(map(line, runs)) + "\n")
+
+
+def folder(path: Path, one: Seen) -> Path:
+    path.mkdir(parents=True)
+    Plan(job=one.job, layout=one.layout, estimate=estimate(one.job, one.layout)).save(path / "plan.yaml")
+    measurement(one).save(path / "measurement.json")
+    return path
+
+
+def test_the_verb_from_folders_to_a_plan(run: Run, tmp_path: Path) -> None:
+    for number, one in enumerate(made_up()):
+        folder(tmp_path / "runs" / str(number), one)
+    (tmp_path / "runs" / "unfinished").mkdir()  # of a run that is still going on
+    code, out, error = run("calibrate", tmp_path / "runs", "-o", tmp_path / "cluster.yaml", "--json")
+    assert code == 0, error
+    found = json.loads(out)
+    assert found["improved"]
+    assert found["errors"]["step_time"]["after"]["middle"] < found["errors"]["step_time"]["before"]["middle"]
+    assert {"matmul"} <= {one["name"] for one in found["constants"] if one["fitted"]}
+    assert len(found["runs"]) == 5
+    code, out, error = run(
+        "plan", "llama-3.2-1b", "--cluster", tmp_path / "cluster.yaml", "--batch-tokens", "64k", "--seq", "4k"
+    )
+    assert code == 0, error
+
+
+def test_workspaces_and_holes_of_an_allocator(tmp_path: Path) -> None:
+    write(tmp_path / "runs.jsonl", made_up(), extra_gib=0.07)
+    runs = load([tmp_path / "runs.jsonl"])
+    base = Base.of(runs[0].job)
+    held = [memory.held(base, one) for one in runs]
+    found = memory.fitted([replace(one, holes=0.1 * one.moving) for one in held if one is not None])
+    assert found["workspace_gib"] == pytest.approx(0.07, abs=1e-3)
+    assert found["allocator_slack"] == pytest.approx(0.1, rel=0.01)
+    assert memory.fitted([replace(one, holes=None) for one in held if one is not None]) == {}
+
+
+def test_what_cannot_be_calibrated_with_is_refused(run: Run, tmp_path: Path) -> None:
+    one = made_up()[3]
+    folder(tmp_path / "whole", one)
+    folder(tmp_path / "no-plan", one)
+    (tmp_path / "no-plan" / "plan.yaml").unlink()
+    folder(tmp_path / "unmeasured", one)
+    (tmp_path / "unmeasured" / "measurement.json").unlink()
+    (tmp_path / "empty").mkdir()
+    other = replace(one, job=one.job.changed(cluster=Cluster.load("1xh200")))
+    folder(tmp_path / "other-kind", other)
+    on_cpu = folder(tmp_path / "cpu", one)
+    measurement(one).model_copy(update={"device": "cpu"}).save(on_cpu / "measurement.json")
+    (tmp_path / "bad.jsonl").write_text('{"run": "x"}\n')
+    (tmp_path / "file.txt").write_text("x")
+    for names, words in (
+        (["nowhere"], "does not exist"),
+        (["no-plan"], "has no plan.yaml"),
+        (["unmeasured"], "has no measurement.json"),
+        (["empty"], "holds no measured run"),
+        (["whole", "other-kind"], "ran on h100 and"),
+        (["cpu"], "ran on cpu but its plan is of h100"),
+        (["bad.jsonl"], "line 1, is no run"),
+        (["file.txt"], "neither a run's folder nor a table"),
+        (["whole"], "needs at least 3 runs"),
+    ):
+        code, _, error = run("calibrate", *(tmp_path / name for name in names))
+        assert code == 2, names
+        assert words in " ".join(error.split()), error
+
+
+def test_numbers_of_processes_on_a_cpu_are_machines_of_their_own() -> None:
+    one = made_up()[0]
+    slow = one.job.cluster.model_copy(update={"efficiency": Efficiency(synchronous=True)})
+    alone = replace(one, job=one.job.changed(cluster=slow))
+    two = replace(alone, name="two", layout=Layout(dp=2))
+    with pytest.raises(SpecError, match="had 1 processes and two 2"):
+        _one_machine([alone, two])
+
+
+def test_a_table_of_own_runs(tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_text(
+        "id,model,seq_len,gpu,gpus,micro_batch,grad_accum,recompute,precision,tokens_per_s_per_gpu\n"
+        "a,llama-3.2-1b,2048,h100,1,4,1,none,bf16,50000\n"
+        "b,llama-3.2-1b,4096,h100,1,2,1,none,bf16,48000\n"
+    )
+    first, second = load([tmp_path / "mine.csv"])
+    assert first.step_s == pytest.approx(4 * 2048 / 50000)
+    assert second.layout.mbs == 2
+    assert first.memory is None
