@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: quickstart test test-slow check format bench docs clean
+.PHONY: quickstart test test-slow check format bench accuracy docs clean
 
 quickstart: $(VENV)/.train
 	$(BIN)/ultrascale quickstart
@@ -27,6 +27,11 @@ format: $(VENV)/.dev
 
 bench: $(VENV)/.base
 	$(BIN)/python benchmarks/planner.py
+
+# docs/accuracy.md, with the line that the heat map adds (some minutes).
+accuracy: $(VENV)/.base
+	$(BIN)/ultrascale accuracy data/published.csv --report docs/accuracy.md
+	$(BIN)/python benchmarks/heatmap.py --report docs/accuracy.md
 
 # The site of docs/, in build/site; opens from a disk.
 docs: $(VENV)/.dev

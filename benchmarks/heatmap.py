@@ -1,19 +1,20 @@
 """Nanotron's heat map: is the layout that a sweep of thousands of runs found best among our first three?
 
-python benchmarks/heatmap.py [data/published.csv]
+python benchmarks/heatmap.py [data/published.csv] [--report docs/accuracy.md]
 
 Each cell is a model size on a number of GPUs; the sweep tried data, tensor and pipeline parallelism, ZeRO 0 and 1 and
 micro-batches, with 1F1B and no recomputation, so the search is held to those. The map prints the run of the highest MFU, with
 (6·parameters + 12·layers·seq·hidden) FLOPs a token and the parameters of all stages summed: a tied embedding sits on the first
 and on the last stage and counts twice where pp > 1, up to 17 % more MFU for the same speed. So our candidates are ranked by
 that count for the printed layout, and by speed for the fastest run of each cell (benchmarks/nanotron_sweep.csv: the fastest
-runs of these cells in the sweep's own table, bench_final2_mfu2.csv as stored in eyao600/Rapid-LLM @d6e2fc37).
+runs of these cells in the sweep's own table, bench_final2_mfu2.csv as stored in eyao600/Rapid-LLM @d6e2fc37). `--report` puts
+the count into the table of figures of a page that `ultrascale accuracy --report` wrote before (`make accuracy` does both).
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,9 @@ from ultrascale.measure.runs import Run, read
 
 HERE = Path(__file__).parent
 SWEPT = {"fix": ["schedule=1f1b", "recompute=none"], "forbid": ["cp", "keep_gathered", "zero_shards", "zero=2", "zero=3"]}
+NEAR = 3  # places of our ranking in which the sweep's best is looked for
+FIGURES = "| what | figure |"
+LINE = "| nanotron's heat map: printed layouts among our first three (`python benchmarks/heatmap.py`) |"
 Cut = tuple[int, int, int, int]
 
 
@@ -97,8 +101,28 @@ def cells(path: Path) -> list[Cell]:
     return [cell(run, sweep) for run in read(path)[0] if run.system == "nanotron v0.5" and run.job and run.layout]
 
 
+def near(found: list[Cell], rank: str) -> int:
+    """Cells whose layout of that kind is among our first."""
+    return sum((getattr(one, rank) or NEAR + 1) <= NEAR for one in found)
+
+
+def reported(page: str, found: list[Cell]) -> str:
+    """The page with the map's line at the end of its table of figures, in place of an older one."""
+    lines = [one for one in page.splitlines() if not one.startswith(LINE)]
+    if FIGURES not in lines:
+        raise SystemExit(f"the report has no table `{FIGURES}`: write it first with ultrascale accuracy --report")
+    start = lines.index(FIGURES)
+    end = next((at for at in range(start, len(lines)) if not lines[at].startswith("|")), len(lines))
+    lines.insert(end, f"{LINE} {near(found, 'printed_rank')} of {len(found)} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
-    found = cells(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE.parent / "data" / "published.csv")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="?", default=HERE.parent / "data" / "published.csv")
+    parser.add_argument("--report", type=Path)
+    arguments = parser.parse_args()
+    found = cells(arguments.runs)
     table = Table(title="Best layouts of the sweep (dp, tp, pp, mbs) in our ranking", title_justify="left")
     for name in ("cell", "printed", "our rank", "fastest", "our rank", "our first", "regret"):
         table.add_column(name)
@@ -107,15 +131,14 @@ def main() -> None:
         table.add_row(one.name, str(one.printed), ranks[0], str(one.fastest), ranks[1], str(one.first), f"{one.regret:.1%}")
     console = Console(width=140)
     console.print(table)
-    printed, degrees, fastest = (
-        sum((getattr(one, name) or len(found)) <= 3 for one in found)
-        for name in ("printed_rank", "degrees_rank", "fastest_rank")
-    )
+    printed, degrees, fastest = (near(found, rank) for rank in ("printed_rank", "degrees_rank", "fastest_rank"))
     console.print(f"among our first three, of {len(found)} cells:")
     console.print(f"  {printed} printed layouts, by the map's MFU; {degrees} of their dp·tp·pp by speed alone")
     console.print(f"  {fastest} fastest layouts, by speed")
     errors = [error for one in found for error in one.errors]
     console.print(f"{len(errors)} runs of the sweep: {sum(map(abs, errors)) / len(errors):.1%} mean error in tokens/s")
+    if arguments.report is not None:
+        arguments.report.write_text(reported(arguments.report.read_text(encoding="utf-8"), found), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from made_rows import PUBLISHED
 
 from ultrascale.measure.runs import read
 
+RECORD = Path(__file__).resolve().parents[2] / "docs" / "accuracy.md"
+
 
 @pytest.fixture(scope="module")
 def heatmap() -> ModuleType:
@@ -50,11 +52,26 @@ def test_places_are_told_apart_by_what_is_asked(heatmap: ModuleType) -> None:
     assert heatmap.place((2, 2, 2, 1), scores) is None
 
 
+def test_a_report_has_the_maps_line_once_and_last_of_its_figures(heatmap: ModuleType) -> None:
+    cut = (8, 1, 1, 1)
+    found = [heatmap.Cell("cell", cut, rank, rank, cut, rank, cut, 0.0, ()) for rank in (1, 3, 4, None)]
+    page = "# Title\n\n| what | figure |\n|---|---|\n| dense rows | 4.8% / 8.1% |\n\n| source | rows |\n"
+    once = heatmap.reported(page, found)
+    assert heatmap.reported(once, found) == once
+    figures = once.split("\n\n")[1].splitlines()
+    assert figures[:-1] == page.split("\n\n")[1].splitlines()
+    assert figures[-1].endswith("| 2 of 4 |")
+    with pytest.raises(SystemExit, match="no table"):
+        heatmap.reported("# Title\n", found)
+
+
 @pytest.mark.slow
 def test_the_best_layouts_of_the_sweep_are_among_our_first_three(heatmap: ModuleType) -> None:
     cells = heatmap.cells(PUBLISHED)
     assert len(cells) == 12
     assert sum((one.printed_rank or 99) <= 3 for one in cells) >= 11
+    (recorded,) = [line for line in RECORD.read_text(encoding="utf-8").splitlines() if line.startswith(heatmap.LINE)]
+    assert recorded.removeprefix(heatmap.LINE).strip(" |") == f"{heatmap.near(cells, 'printed_rank')} of {len(cells)}"
     assert sum((one.fastest_rank or 99) <= 3 for one in cells) >= 11
     assert max(one.regret for one in cells) < 0.04
     errors = [abs(error) for one in cells for error in one.errors]

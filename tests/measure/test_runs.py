@@ -478,8 +478,16 @@ def test_an_unknown_engine_is_taken_by_compile_and_that_is_said(system: str, com
         ({"system": "Megatron-LM (2022)", "attention_impl": "unfused (softmax fused)"}, "attention", "plain-fused"),
         ({"system": "Megatron-LM (2022)", "attention_impl": "flash-attn"}, "attention", "flash-2"),
         ({"system": "Megatron-Core", "attention_impl": "flash-attn 1"}, "attention", "flash-1"),
-        ({"system": "Megatron-Core", "notes": "dispatcher a2a"}, "dispatch", "all-to-all"),
+        ({"system": "Megatron-Core"}, "dispatch", "all-to-all"),
+        ({"system": "Megatron-Core", "notes": "dispatcher DeepEP"}, "dispatch", "node-wise"),
+        ({"system": "Megatron-Bridge 25.11", "ep": "8"}, "dispatch", "all-to-all"),
+        ({"system": "Megatron-Bridge 26.04.01", "ep": "8"}, "dispatch", "node-wise"),
+        ({"system": "Megatron-Bridge 2026-07", "ep": "8"}, "dispatch", "node-wise"),
+        ({"system": "Megatron-Bridge 26.02", "ep": "8", "notes": "Dispatcher A2A."}, "dispatch", "all-to-all"),
         ({"system": "Megatron-Core", "notes": "CE fusion on"}, "loss", "fused"),
+        ({"system": "Megatron-Bridge 26.02"}, "loss", "overwritten"),
+        ({"system": "Megatron-Bridge 26.02", "notes": "Recipe: recompute mla_up_proj."}, "selective", "latents"),
+        ({"system": "Megatron-Bridge 26.02", "notes": "EP overlap, HybridEP"}, "expert_overlap", 0.7),
         ({"system": "Megatron-LM", "notes": "First and last stage have one layer less."}, "head_as_layer", True),
         ({"system": "Megatron-Core", "notes": "no grad-accum fusion"}, "fused_accumulation", False),
         ({"system": "eager thing", "precision": "bf16 (params, grads, Adam all bf16)"}, "states", "pure"),
@@ -502,3 +510,12 @@ def test_a_row_s_network_sharding_and_gradients_are_those_it_says() -> None:
     assert silent.job.cluster.network_gb_s > said.job.cluster.network_gb_s
     assert (silent.layout.zero_shards, said.layout.zero_shards) == (None, 8)
     assert (silent.job.gradients, recipe.job.gradients) == ("fp32", "bf16")
+
+
+def test_memory_that_megatron_bridge_prints_is_in_gigabytes() -> None:
+    """One row and its prediction in one unit: 10^9 bytes, though the card says GiB."""
+    rows = {run.id: run for run in read(PUBLISHED)[0]}
+    bridge, other = rows["mbqwen-002"], rows["simumax-001"]
+    assert (bridge.mem_unit, bridge.peak_mem_gib) == (1e9, 62.166)
+    assert other.mem_unit == 2**30
+    assert any("1e9" in line for line in bridge.assumptions)

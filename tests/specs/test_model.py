@@ -90,10 +90,8 @@ BY_HAND = {
     + 26 * (66 * 3 * 2048 * 1408 + 64 * 2048 + 64)
     + 2 * 163_840 * 2048
     + 2048,
-    # q and out 2880·4096, k and v 2880·512, router and 128 experts of 3·2880²; no biases.
-    "gpt-oss-120b": 36 * (2 * 2880 * 4096 + 2 * 2880 * 512 + 2 * 2880 + 128 * 2880 + 128 * 3 * 2880**2)
-    + 2 * 201_088 * 2880
-    + 2880,
+    # The published total is 116,829,156,672: 36 layers' router biases (128) and attention sinks (64) are left out.
+    "gpt-oss-120b": 116_829_156_672 - 36 * (128 + 64),
     # 8 layers of q and o 64·64, k and v 64·32, three 64·192 and two norms; two 256·64 tables and a norm.
     "tiny": 8 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192 + 2 * 64) + 2 * 256 * 64 + 64,
     # The same but for the MLP: a router 8·64 and 8 experts of three 64·64.

@@ -108,6 +108,8 @@ def _attention(job: Job, columns: Columns, tokens: Array, b: int) -> dict[str, A
     latents = {} if model.mla is None else {"latents": 2 * b * tokens * latent}
     if np.any(switches):  # the kernel keeps its output by heads, the next product by sequence
         latents["switched output"] = np.where(switches, output, 0.0)
+    if model.qk_norm and job.framework.heads_before_norm:
+        latents["q, k before norm"] = b * tokens * (model.q_dim / tp + model.kv_dim / kv_cut)
     if operand_bytes(job) != b:
         output = output * (b + operand_bytes(job)) / b  # flash needs its own output as it is, the next product the copy
     if job.attention == "flash":
@@ -142,12 +144,13 @@ def _moe(job: Job, columns: Columns, tokens: Array, b: int, residual: Array) -> 
     seen = residual if sliced else copies * tokens * model.hidden
     modules = {
         "mlp input": seen,
-        "router": FP32 * tokens * moe.experts / (columns.sequence_cut if sliced else 1),
+        "router": job.framework.router_bytes * tokens * moe.experts / (columns.sequence_cut if sliced else 1),
         "expert input": operand * travelling,
         "expert products": b * (2 if model.gated else 1) * wide,
         "expert activation": operand * wide,
-        "expert output": b * travelling,
     }
+    if job.framework.expert_outputs:
+        modules["expert output"] = b * travelling
     if moe.shared_experts:
         shared = b * tokens * (moe.shared_expert_ffn or 0) / columns.tp
         modules["shared expert"] = (3 if model.gated else 2) * shared
@@ -164,7 +167,8 @@ def _apply_policy(job: Job, columns: Columns, modules: dict[str, Array], residua
     # Korthikanti's selective policy: without flash attention only the score matrices are dropped.
     dropped = _CHEAP if job.attention == "flash" else ("attention scores",)
     if job.model.mla is not None and job.attention == "flash":
-        dropped = (*dropped, "q, k, v")  # made again from the latents, by two small products
+        # q, k and v are made again from the latents, by two small products.
+        dropped = ("q, k, v",) if job.framework.selective == "latents" else (*dropped, "q, k, v")
     if job.framework.early_stop and job.attention == "flash":
         # torch.utils.checkpoint sorts tokens by expert again, and sends them if it must; and so with Ulysses' output.
         dropped = (*dropped, "expert input", "switched output")

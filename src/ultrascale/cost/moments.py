@@ -68,7 +68,14 @@ class Scene:
 
     @cached_property
     def at_once(self) -> Array:
-        return buffers.at_once(self.job, self.columns, self.held)
+        return np.asarray(buffers.at_once(self.job, self.columns, self.held) + self.beside)
+
+    @property
+    def beside(self) -> Array:
+        """Where the experts' exchange hides behind another micro-batch: one layer of that one's forward."""
+        overlaps = self.job.framework.expert_overlap > 0
+        whole = [np.where(count > 0, layer.whole, 0.0) for count, moe, layer in self.layers if moe and overlaps]
+        return np.asarray(sum(whole, np.zeros(len(self.columns))))
 
     @cached_property
     def uncut(self) -> Array:

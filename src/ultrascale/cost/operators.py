@@ -21,6 +21,11 @@ KERNELS_FORWARD = 12
 KERNELS_ROUTING = 20
 # Without a grouped product every expert has two or three of its own, an activation and copies; in fp8 casts for each.
 KERNELS_PER_EXPERT = 6
+# Bytes that an element of an expert's output costs where its bias is weighed and added apart (TEGroupedMLP._apply_bias), with
+# fp32 weights: forward the weighed bias, the sum, the experts put together, the cast; backward the casts, and two products with
+# their sums for the gradients of bias and weight.
+BIAS_APART_FORWARD = 28
+BIAS_APART_BACKWARD = 40
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,8 @@ class LayerTime:
     memory_bound: Passes
     launch: Passes
     matmuls: list[Matmul] = field(default_factory=list)
+    never_repeated: Array | float = 0.0
+    """of forward's memory-bound time, what selective recomputation leaves alone: moving tokens, biases of experts"""
 
     @property
     def total(self) -> Passes:
@@ -109,23 +116,45 @@ def matmul_passes(machine: Machine, products: list[Matmul]) -> Passes:
 
 
 def memory_bound_bytes(job: Job, columns: Columns, moe: bool) -> Array:
-    """Bytes that the operators between the products of one layer read and write in forward.
+    """Bytes that the operators between the products of one layer read and write in forward, moving tokens left aside.
 
     Two norms with their residual (read 2, write 2 residual-wide tensors each), rotary on q and k (read and write), and the
-    activation (gated: read 2, write 1). Routing reads and writes each routed token twice: permute, then weigh and add.
+    activation (gated: read 2, write 1).
     """
     model, tokens, b = job.model, columns.tokens(job.seq), compute_bytes(job)
     residual = b * tokens * model.hidden / columns.sequence_cut
     rotated_heads = model.heads + (model.kv_heads if model.mla is None else model.heads)
     rotary = 2 * b * tokens * rotated_heads * model.qk_head_dim / columns.tp
     width: Array = model.ffn / columns.tp
-    routed: Array = 0.0 * residual
     if moe and model.moe is not None:
         rows = model.moe.top_k * columns.busiest(job.cluster.efficiency.expert_imbalance)
         width = (rows * model.moe.expert_ffn + (model.moe.shared_expert_ffn or 0) * bool(model.moe.shared_experts)) / columns.tp
-        routed = 4 * residual * rows
     activation = b * tokens * (3 if model.gated else 2) * width
-    return np.asarray(8 * residual + rotary + activation + routed)
+    return np.asarray(8 * residual + rotary + activation)
+
+
+def permuted_bytes(job: Job, columns: Columns, moe: bool) -> Array:
+    """Routing reads and writes each routed token twice: permute, then weigh and add.
+
+    What a plain all-to-all brings lies by rank: it is sorted by expert, and back again before it goes home. DeepEP and the like
+    bring a token once and permute on arrival.
+    """
+    if not moe or job.model.moe is None:
+        return np.zeros(len(columns))
+    rows = job.model.moe.top_k * columns.busiest(job.cluster.efficiency.expert_imbalance)
+    tokens = columns.tokens(job.seq) / columns.sequence_cut
+    sorts = (job.framework.dispatch == "all-to-all") & (columns.ep > 1) & (columns.ep < job.model.moe.experts)
+    return np.asarray(np.where(sorts, 8, 4) * rows * compute_bytes(job) * tokens * job.model.hidden)
+
+
+def biases_apart(job: Job, columns: Columns, machine: Machine, moe: bool) -> Passes:
+    """Biases of experts' outputs, in engines that add them outside the products."""
+    zero = np.zeros(len(columns))
+    if not (moe and job.model.moe is not None and job.model.mlp_bias and job.framework.expert_biases_apart):
+        return Passes(zero, zero, zero)
+    rows = job.model.moe.top_k * columns.busiest(job.cluster.efficiency.expert_imbalance)
+    elements = columns.tokens(job.seq) * rows * job.model.hidden / columns.routed_cut(job.framework.sliced_routing)
+    return Passes(machine.stream_s(BIAS_APART_FORWARD * elements), machine.stream_s(BIAS_APART_BACKWARD * elements), zero)
 
 
 def accumulate_s(job: Job, columns: Columns, machine: Machine, elements: Array) -> Array:
@@ -154,10 +183,12 @@ def layer(job: Job, columns: Columns, machine: Machine, moe: bool) -> LayerTime:
     products = layer_matmuls(job, columns, moe)
     matmul = matmul_passes(machine, products)
     scores = attention.passes(job, columns, machine)
-    forward = machine.stream_s(memory_bound_bytes(job, columns, moe)) * job.framework.elementwise
+    moved = machine.stream_s(permuted_bytes(job, columns, moe)) * job.framework.elementwise
+    forward = machine.stream_s(memory_bound_bytes(job, columns, moe)) * job.framework.elementwise + moved
     zero = np.zeros_like(forward)
+    biases = biases_apart(job, columns, machine, moe)
     # Backward reads the gradient and the saved tensor and writes the gradient: twice the forward's bytes.
-    memory_bound = Passes(forward, 2 * forward, zero) + fp8_casts(job, machine, products)
+    memory_bound = Passes(forward, 2 * forward, zero) + fp8_casts(job, machine, products) + biases
     kernels = np.full(len(columns), float(KERNELS_FORWARD)) + (KERNELS_ROUTING if moe else 0)
     if moe and job.model.moe is not None and not job.framework.grouped:
         per_expert = KERNELS_PER_EXPERT * (2 if job.precision == "fp8" else 1)
@@ -166,7 +197,7 @@ def layer(job: Job, columns: Columns, machine: Machine, moe: bool) -> LayerTime:
     host = machine.launch_s * kernels * job.framework.kernels * job.framework.launch
     host = host + (job.framework.routing_s if moe else 0.0)
     launch = Passes(host, 2 * host, zero) if machine.efficiency.synchronous else _launch(busy, host)
-    return LayerTime(matmul, scores, memory_bound, launch, products)
+    return LayerTime(matmul, scores, memory_bound, launch, products, moved + biases.forward)
 
 
 def _launch(busy: Passes, host: Array) -> Passes:

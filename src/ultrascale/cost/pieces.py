@@ -151,12 +151,12 @@ def _layer(job: Job, columns: Columns, machine: Machine, places: Mesh, moe: bool
         last = [product for product in compute.matmuls if product.name == "mlp down"]
         whole = forward - operators.matmul_passes(machine, last).forward
     repeated = np.where(columns.is_("recompute", "full"), whole, nothing)
-    cheap = compute.memory_bound.forward if job.attention == "flash" else compute.attention.forward
+    cheap = compute.memory_bound.forward - compute.never_repeated if job.attention == "flash" else compute.attention.forward
     if job.framework.selective == "half":
         cheap = cheap + 0.5 * compute.matmul.forward
     elif job.model.mla is not None and job.attention == "flash":
         up = [product for product in compute.matmuls if product.name in ("q up", "kv up")]
-        cheap = cheap + operators.matmul_passes(machine, up).forward
+        cheap = (nothing if job.framework.selective == "latents" else cheap) + operators.matmul_passes(machine, up).forward
     repeated = np.where(columns.is_("recompute", "selective") & ~activations.lean(job, columns), cheap, repeated)
     layer = params.per_layer(job.model, columns)
     elements, experts = (layer.moe, layer.experts) if moe else (layer.dense, nothing)

@@ -102,23 +102,24 @@ def _score_one(run: Run, adjust: Callable[[Run], Job] | None) -> Scored:
     if sentence is not None:
         return Scored(run, None, None, None, None, None, sentence)
     predicted, workspace_gib = estimate(job, layout), job.cluster.efficiency.workspace_gib
-    step_s, peak = predicted.step_time_s, comparable_peak_gib(predicted, run.mem_kind, workspace_gib)
+    step_s, peak = predicted.step_time_s, comparable_peak_gib(predicted, run, workspace_gib)
     if run.half_recompute:
         # Every second layer recomputed: half the way between all and none of them.
         without = estimate(job, layout.changed(recompute="none"))
         step_s = (step_s + without.step_time_s) / 2
-        peak = (peak + comparable_peak_gib(without, run.mem_kind, workspace_gib)) / 2
+        peak = (peak + comparable_peak_gib(without, run, workspace_gib)) / 2
     rate = layout.batch_tokens(job.seq) / step_s / layout.gpus
     return Scored(run, predicted, rate, step_s, peak, predicted.fits, None)
 
 
-def comparable_peak_gib(predicted: Estimate, mem_kind: str, workspace_gib: float) -> float:
-    """The peak as the row's figure means it: tensors alone, the allocator's reserve, or the whole process."""
+def comparable_peak_gib(predicted: Estimate, run: Run, workspace_gib: float) -> float:
+    """The peak as the row's figure means it: tensors alone, the allocator's reserve, or the whole process; in its unit."""
     memory = predicted.memory[predicted.peak_stage].memory
-    kind = mem_kind.lower()
+    kind = run.mem_kind.lower()
+    held = memory.total
     if any(word in kind for word in ALLOCATED):
-        return (memory.total - memory.runtime) / GIB + workspace_gib
-    return memory.total / GIB
+        held = memory.total - memory.runtime + workspace_gib * GIB
+    return held / run.mem_unit
 
 
 def source_group(run: Run) -> str:

@@ -75,8 +75,8 @@ def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework
     if kernel is not None and not (kernel == "flash" and framework.attention.startswith("flash")):
         changes["attention"] = kernel
     notes = values.get("notes", "").lower()
-    if "dispatcher a2a" in notes:
-        changes["dispatch"] = "all-to-all"
+    if dispatch := _dispatch(values, notes, assumptions):
+        changes["dispatch"] = dispatch
     if ("a2a overlap" in notes or "ep overlap" in notes or "canonical recipe" in notes) and "ep overlap off" not in notes:
         changes["expert_overlap"] = 0.7
     if "one layer less" in notes:
@@ -87,6 +87,11 @@ def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework
         changes |= {"routing_s": framework.routing_s / 2, "grouped": dropping}
     if "ce fusion" in notes:
         changes["loss"] = "fused"
+    if "megatron-bridge" in system:
+        # cross_entropy_fusion_impl = "te" in every recipe: bf16 logits, and their gradient takes their place.
+        changes["loss"] = "overwritten"
+    if "recompute mla_up_proj" in notes:
+        changes["selective"] = "latents"
     for word in ("optimizer in backward", "activation offload"):
         if word in notes:
             raise Unmodelled(f"{word} is not modelled")
@@ -102,6 +107,24 @@ def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework
     if eager and name == "torchtitan":
         changes["elementwise"] = 2.2
     return build(Framework, {**framework.model_dump(), **changes}, "framework")
+
+
+def _dispatch(values: Mapping[str, str], notes: str, assumptions: list[str]) -> str | None:
+    """How tokens reach their experts, where the row says so or its release tells; else as the engine does by default."""
+    if "dispatcher a2a" in notes:
+        return "all-to-all"
+    if "deepep" in notes or "hybridep" in notes:
+        return "node-wise"
+    release = re.search(r"megatron-bridge (?:20)?(\d\d)", values.get("system", "").lower())
+    if release is None or int(release[1]) < 26 or values.get("ep", "") in ("", "1"):
+        return None
+    assumptions.append("tokens go to experts by HybridEP")  # most recipes from 26.02 on; none before
+    return "node-wise"
+
+
+def prints_gigabytes(values: Mapping[str, str]) -> bool:
+    """Megatron-Bridge logs allocated memory in 10^9 bytes (utils/train_utils.py, report_memory); its cards call them GiB."""
+    return "megatron-bridge" in values.get("system", "").lower() and "allocated" in values.get("mem_kind", "").lower()
 
 
 def attention_kernel(text: str) -> str | None:

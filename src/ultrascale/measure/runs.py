@@ -13,15 +13,17 @@ from ultrascale.cost.estimate import estimate
 from ultrascale.cost.legality import problem
 from ultrascale.measure import shapes
 from ultrascale.measure.cells import Unmodelled, number, whole
-from ultrascale.measure.engines import framework_of, gpu_kind, precision_of
+from ultrascale.measure.engines import framework_of, gpu_kind, precision_of, prints_gigabytes
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
+from ultrascale.specs.units import GIB
 from ultrascale.specs.validate import build
 
+GIGABYTE = 10**9
 COLUMNS = (
     "id",
     "source",
@@ -78,6 +80,8 @@ class Run:
     trust: str
     status: str
     mem_kind: str
+    mem_unit: float
+    """bytes that one of its memory figure stands for"""
     tokens_per_s_per_gpu: float | None
     iter_time_s: float | None
     peak_mem_gib: float | None
@@ -129,6 +133,12 @@ def read_row(values: Mapping[str, str], line: int) -> Run:
         job, layout, half = _model(values, assumptions)
     except (Unmodelled, SpecError) as error:
         reason = str(error)
+    unit = GIB
+    if measured["peak_mem_gib"] and prints_gigabytes(values):
+        unit = GIGABYTE
+        assumptions.append(
+            "its memory is in 10^9 bytes, whatever it says: Megatron-Bridge divides by 1e9 (report_memory)"
+        )
     return Run(
         id=values.get("id") or f"line-{line}",
         source=values.get("source", ""),
@@ -137,6 +147,7 @@ def read_row(values: Mapping[str, str], line: int) -> Run:
         trust=values.get("trust", "") or "A",
         status=values.get("status", "") or "ok",
         mem_kind=values.get("mem_kind", ""),
+        mem_unit=unit,
         job=job,
         layout=layout,
         half_recompute=half,

@@ -30,9 +30,10 @@ class Framework(BaseModel):
         "flash",
         description="the kernel; plain writes scores out, plain-fused scales, masks and softmaxes in one pass",
     )
-    selective: Literal["cheap", "half"] = Field(
+    selective: Literal["cheap", "half", "latents"] = Field(
         "cheap",
-        description="what selective recomputation repeats: cheap operators, or half the products too",
+        description="what selective recomputation repeats: cheap operators, half the products too, or of latent attention the "
+        "up-projections alone (Megatron's mla_up_proj)",
     )
     early_stop: bool = Field(
         False,
@@ -63,6 +64,19 @@ class Framework(BaseModel):
     )
     fp8_inputs: bool = Field(
         False, description="products in fp8 keep their inputs for backward in fp8 (Transformer Engine), not in bf16"
+    )
+    expert_outputs: bool = Field(
+        True, description="experts' outputs are kept, to weigh them; else routing weighs the activations, which are kept anyway"
+    )
+    router_bytes: float = Field(
+        4.0, ge=0, le=64, description="bytes kept per token and expert of a layer: scores, and maps of who goes where"
+    )
+    expert_biases_apart: bool = Field(
+        False,
+        description="biases of experts' outputs are weighed and added in fp32 after the products, expert by expert",
+    )
+    heads_before_norm: bool = Field(
+        False, description="queries and keys that are normed are kept before their norm too (Transformer Engine's norms)"
     )
     states: Literal["master", "fp32", "pure"] = Field(
         "master", description="master: bf16 copy + fp32 master; fp32: FSDP's fp32 shards, cast when gathered; pure: bf16 all"

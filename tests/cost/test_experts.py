@@ -1,0 +1,105 @@
+"""Layers with experts as Megatron-Core runs them: what stays for backward, what is moved, what is computed again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ultrascale.cost import activations, memory, operators, stages
+from ultrascale.cost.columns import Columns
+from ultrascale.cost.hardware import Machine
+from ultrascale.cost.pieces import pieces
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.framework import Framework
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.model import Model
+
+SEQ = 4096
+MEGATRON = Framework.load("megatron-core")
+
+
+def job(name: str = "qwen3-30b-a3b", **fields: object) -> Job:
+    framework = MEGATRON.model_copy(update=fields)
+    return Job(model=Model.load(name), cluster=Cluster.load("16xh100"), seq=SEQ, batch_tokens=SEQ * 64, framework=framework)
+
+
+def layer(of: Job, **layout: object) -> operators.LayerTime:
+    return operators.layer(of, Columns.of([Layout(**layout)]), Machine(of), moe=True)
+
+
+def test_a_layer_keeps_what_transformer_engine_saves() -> None:
+    """Qwen3-30B, one rank, bytes per token: two norms' inputs and outputs 4·2·2048; q 2·4096 and k 2·512 before
+    their norms and after, v 2·512; attention's output 2·4096 and log-sum-exp 4·32; the router's 17·128; of 8 routed copies the
+    input 2·2048, gate and up 2·2·768 and the activation 2·768; no output, since routing weighs the activation.
+    """
+    per_token = 16384 + 2 * (8192 + 1024) + 1024 + 8192 + 128 + 17 * 128 + 8 * (4096 + 3072 + 1536)
+    kept = activations.layer(job(), Columns.of([Layout()]), moe=True)
+    assert kept.total[0] == SEQ * per_token
+    weighed = activations.layer(job(expert_outputs=True), Columns.of([Layout()]), moe=True)
+    assert weighed.total[0] - kept.total[0] == SEQ * 8 * 4096
+
+
+def test_an_exchange_behind_another_micro_batch_has_its_layer_beside() -> None:
+    row = Columns.of([Layout(dp=16, ep=16)])
+    alone, beside = (
+        memory.peak_parts(of, row, stages.share_of(of, row, np.zeros(1, dtype=np.int64)))
+        for of in (job(), job(expert_overlap=0.7))
+    )
+    assert beside.layer.buffers[0] - alone.layer.buffers[0] == pytest.approx(activations.layer(job(), row, moe=True).whole[0])
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "ep", "passes"),
+    [
+        ("all-to-all", 8, 4),  # to the ranks, by expert; and both back
+        ("all-to-all", 1, 2),
+        ("all-to-all", 128, 2),  # one expert a rank: what comes is all its own
+        ("node-wise", 8, 2),
+    ],
+)
+def test_tokens_are_moved_once_more_each_way_where_they_come_by_rank(dispatch: str, ep: int, passes: int) -> None:
+    of = job(dispatch=dispatch)
+    columns = Columns.of([Layout(dp=max(ep, 16), ep=ep)])
+    routed = 8 * columns.busiest(of.cluster.efficiency.expert_imbalance)[0]
+    moved = operators.permuted_bytes(of, columns, moe=True)[0]
+    assert moved == pytest.approx(passes * 2 * routed * 2 * SEQ * 2048)  # read and written, two bytes each
+    assert operators.permuted_bytes(of, columns, moe=False)[0] == 0
+
+
+def test_selective_recomputation_moves_no_token_again() -> None:
+    of, layout = job(), Layout(dp=16, ep=16, recompute="selective")
+    machine = Machine(of)
+    row = Columns.of([layout])
+    moe = pieces(of, row, machine).moe
+    assert moe is not None
+    again = machine.stream_s(operators.memory_bound_bytes(of, row, moe=True)) * of.framework.elementwise
+    assert moe.recompute.input_grad == pytest.approx(again)
+    assert again[0] < operators.layer(of, row, machine, moe=True).memory_bound.forward[0]
+
+
+def test_latents_alone_give_back_queries_keys_and_values_and_repeat_two_products() -> None:
+    row = Columns.of([Layout(dp=8, ep=8, recompute="selective")])
+    cheap, latents = job("deepseek-v3"), job("deepseek-v3", selective="latents")
+    one, other = (activations.layer(of, row, moe=True) for of in (cheap, latents))
+    gone = {name for name in one.kept if one.kept[name][0] < other.kept[name][0]}
+    assert gone == {"qkv input", "mlp input", "expert activation"}
+    assert other.kept["q, k, v"][0] == 0
+    machine = Machine(latents)
+    piece = pieces(latents, row, machine).moe
+    assert piece is not None
+    up = [one for one in operators.layer(latents, row, machine, moe=True).matmuls if one.name in ("q up", "kv up")]
+    assert len(up) == 2
+    assert piece.recompute.input_grad == pytest.approx(operators.matmul_passes(machine, up).forward)
+
+
+def test_biases_of_experts_are_added_apart_where_there_are_any() -> None:
+    """gpt-oss: 28 bytes of each routed output forward, 40 backward, at the bandwidth of memory-bound operators."""
+    of = job("gpt-oss-120b")
+    apart, inside = (layer(one, dp=16, ep=8) for one in (of, job("gpt-oss-120b", expert_biases_apart=False)))
+    stream = Machine(of).stream_bytes_s
+    elements = SEQ * 4 * 1.1 * 2880
+    assert apart.memory_bound.forward - inside.memory_bound.forward == pytest.approx(28 * elements / stream)
+    assert apart.memory_bound.input_grad - inside.memory_bound.input_grad == pytest.approx(40 * elements / stream)
+    without, with_ = (layer(job(expert_biases_apart=flag), dp=16, ep=8).total.total for flag in (False, True))
+    assert without == with_
