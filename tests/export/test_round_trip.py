@@ -33,6 +33,7 @@ def test_a_plan_comes_back_as_it_went(engine: Engine, name: str, tmp_path: Path)
     assert found.plan.layout == plan.layout
     assert found.plan.job == plan.job
     assert found.plan.estimate == plan.estimate
+    assert not [note for note in found.notes if "did you mean" in note], "none of our own words is a slip"
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=titles)

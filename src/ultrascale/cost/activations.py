@@ -135,7 +135,8 @@ def _mlp(job: Job, columns: Columns, tokens: Array, b: int, operand: Array) -> d
 def _moe(job: Job, columns: Columns, tokens: Array, b: int, residual: Array) -> dict[str, Array]:
     model, moe = job.model, job.model.moe
     assert moe is not None
-    routed = tokens * moe.top_k * columns.busiest(job.cluster.efficiency.expert_imbalance)
+    busiest = columns.busiest(job.cluster.efficiency.expert_imbalance)
+    routed = tokens * moe.top_k * busiest
     wide, operand = routed * moe.expert_ffn / columns.tp, operand_bytes(job)
     sliced = job.framework.sliced_routing
     travelling = routed * model.hidden / columns.routed_cut(sliced)
@@ -150,7 +151,8 @@ def _moe(job: Job, columns: Columns, tokens: Array, b: int, residual: Array) -> 
         "expert activation": operand * wide,
     }
     if job.framework.expert_outputs:
-        modules["expert output"] = b * travelling
+        # What comes home is as many rows as left, however busy some experts were.
+        modules["expert output"] = b * (travelling if not job.framework.followed else travelling / busiest)
     if moe.shared_experts:
         shared = b * tokens * (moe.shared_expert_ffn or 0) / columns.tp
         modules["shared expert"] = (3 if model.gated else 2) * shared

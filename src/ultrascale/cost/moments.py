@@ -210,7 +210,7 @@ def _followed(scene: Scene, layer: LayerActivations, moe: bool) -> list[Moment]:
     gathered = scene.gathered_slices
     owed = np.where(split, gathered, 0.0)
     out = layer.modules.get("expert output", 0.0 * wide)
-    rows = out if moe else scene.uncut
+    rows = layer.modules["expert input"] if moe else scene.uncut
     matrix = _matrix(scene, moe)
     one_by_one = 2 if moe else 1  # experts' gradients are stacked from those of each
     nothing = 0.0 * wide

@@ -73,7 +73,9 @@ def read(script: Script, where: str, known: World) -> Found:
         ways = {theirs: ours for ours, theirs in CONTEXT.items()} | {"all_gather": "allgather"}
         found.fields["layout.context_parallel"] = keys.word("--cp-comm-type", ways, "p2p")
     found.fields |= megatron_model.read(keys, seq, tp, known.vocab, found.notes)
-    keys.passed("--expert-tensor-parallel-size", "--recompute-method", "--recompute-num-layers", "--ckpt-format")
+    keys.passed(
+        "--expert-tensor-parallel-size", "--recompute-method", "--recompute-num-layers", "--ckpt-format", "--eval-iters"
+    )
     keys.also_known("--lr", "--min-lr", "--lr-decay-style", "--lr-warmup-iters", "--weight-decay", "--clip-grad", "--data-path")
     keys.also_known("--tokenizer-model", "--save", "--load", "--save-interval", "--log-interval", "--eval-interval", "--split")
     found.notes += keys.unread()
