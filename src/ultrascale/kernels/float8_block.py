@@ -9,7 +9,7 @@ under either kind.
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,26 +18,16 @@ from torch.autograd.function import once_differentiable
 from ultrascale.kernels import fused
 from ultrascale.kernels.float8_products import NARROW, WIDE, Operand, multiply, quantise, to_fp8
 from ultrascale.kernels.fused import FusedBlock, joined
-from ultrascale.model.operators import RMSNorm
-from ultrascale.model.rotary import Rope
-from ultrascale.model.transformer import MLP
 
 
 class Float8Block(FusedBlock):
     """A fused block in fp8; parameters are the plain one's, under the same names."""
 
-    def forward(self, x: Tensor, rope: Rope | None, bias: Tensor | None = None) -> Tensor:
-        if bias is not None or rope is None:
-            return super().forward(x, rope, bias)
-        assert isinstance(self.mlp, MLP)
-        attention, (qkv, inputs) = self.attention, self._fans()
-        first, second = cast(RMSNorm, self.attention_norm), cast(RMSNorm, self.mlp_norm)
-        settings = *qkv.parameters(), *rope, first.eps, attention.head_dim
-        x, q, k, v = _Queries.apply(x, first.weight, *settings)  # type: ignore[no-untyped-call]
-        seen = attention.core(q, k, v)
-        weights = attention.out.weight, second.weight, *inputs.parameters(), self.mlp.down.weight
-        out: Tensor = _Rest.apply(x, seen, *weights, second.eps)  # type: ignore[no-untyped-call]
-        return out
+    def queries(self) -> type[torch.autograd.Function]:
+        return _Queries
+
+    def rest(self) -> type[torch.autograd.Function]:
+        return _Rest
 
 
 class _Queries(torch.autograd.Function):

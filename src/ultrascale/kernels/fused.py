@@ -50,17 +50,25 @@ class FusedBlock(Block):
         assert isinstance(self.mlp, MLP)
         return self.attention.qkv, self.mlp.inputs
 
+    def queries(self) -> type[torch.autograd.Function]:
+        """What is computed before attention, with its own backward."""
+        return _Queries
+
+    def rest(self) -> type[torch.autograd.Function]:
+        """What is computed after it."""
+        return _Rest
+
     def forward(self, x: Tensor, rope: Rope | None, bias: Tensor | None = None) -> Tensor:
         if bias is not None or rope is None:
             return super().forward(x, rope, bias)
         attention, (qkv, inputs) = self.attention, self._fans()
         first, second = cast(RMSNorm, self.attention_norm), cast(RMSNorm, self.mlp_norm)
         weights = (*qkv.parameters(), *inputs.parameters())  # no biases: one matrix each
-        x, q, k, v = _Queries.apply(x, first.weight, *weights[:3], *rope, first.eps, attention.head_dim)  # type: ignore[no-untyped-call]
+        x, q, k, v = self.queries().apply(x, first.weight, *weights[:3], *rope, first.eps, attention.head_dim)  # type: ignore[no-untyped-call]
         seen = attention.core(q, k, v)
         assert isinstance(self.mlp, MLP)
         last = self.mlp.down.weight
-        out: Tensor = _Rest.apply(x, seen, attention.out.weight, second.weight, *weights[3:], last, second.eps)  # type: ignore[no-untyped-call]
+        out: Tensor = self.rest().apply(x, seen, attention.out.weight, second.weight, *weights[3:], last, second.eps)  # type: ignore[no-untyped-call]
         return out
 
 
