@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from ultrascale import cli
+from ultrascale.train import machine
+
+# Ranks are forked from this process, and OpenMP's threads do not survive a fork: a child that needs them waits for ever.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # A busy machine is no reason to fail: what is generated does not depend on how fast.
 settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any-machine")
 
 Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Runs in this process, too, keep to one thread, however many cores there are."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(machine, "cores", lambda: 1)
+        yield
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.estimate import Estimate, Traffic
+from ultrascale.specs.framework import Framework
 from ultrascale.specs.gpu import GPU
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -166,6 +167,23 @@ def test_full_recomputation_repeats_the_forward() -> None:
     work = time.matmul_s + time.attention_s + time.memory_bound_s
     assert 0.25 < time.recompute_s / work < 0.40
     assert estimate(job("llama-3-8b", "8xh100", 8192, layout), layout.changed(recompute="none")).time.recompute_s == 0
+
+
+def test_checkpointing_repeats_the_last_product_where_its_weight_waits() -> None:
+    """torch.utils.checkpoint stops before a layer's last product, but not where backward is split: there that saves its input
+    after it has run. Selective recomputation then repeats it, too.
+    """
+
+    def again(schedule: str, recompute: str, stops: bool) -> float:
+        layout = Layout(pp=2, gas=4, schedule=schedule, recompute=recompute)
+        engine = Framework.load("ultrascale-eager").model_copy(update={"early_stop": stops})
+        return estimate(job("llama-3-8b", "2xh100", 8192, layout, framework=engine), layout).time.recompute_s
+
+    product = again("1f1b", "full", False) - again("1f1b", "full", True)
+    assert product > 0
+    assert again("zero-bubble", "full", True) == again("zero-bubble", "full", False)
+    for policy in ("full", "selective"):
+        assert again("zero-bubble", policy, True) - again("1f1b", policy, True) == pytest.approx(product)
 
 
 def test_the_bubble_of_1f1b() -> None:

@@ -22,6 +22,7 @@ from ultrascale.specs.model import Model, MoE
 R = 2 * 1024 * 512
 W = 3 * R
 LAYER = 6 * R + R // 2 + 4 * 8 * 1024 + 3 * W
+EXPERT_LAYER = 5 * R + R // 2 + 4 * 8 * 1024 + 4 * 1024 * 512 + 4 * 1024 * 8 + 2 * 2 * R + 3 * 2 * R  # of EXPERTS, below
 ANGLES = 2 * 2 * 1024 * 64
 WEIGHTS = 2 * 512 * 512 + 2 * 128 * 512 + 3 * 512 * 1536 + 2 * 512
 ENDS = 2 * 4096 * 512 + 512
@@ -31,8 +32,8 @@ SMALL = Model(name="small", kv_heads=2, ffn=1536, **SHAPE)
 EXPERTS = Model(name="experts", kv_heads=2, ffn=0, moe=MoE(experts=8, top_k=2, expert_ffn=512), **SHAPE)
 
 
-def predict(layout: Layout, stage: int = 0, model: Model = SMALL) -> Memory:
-    cluster = Cluster.from_mapping({"gpu": "h100", "gpus": layout.gpus, "efficiency": {"expert_imbalance": 1.0}})
+def predict(layout: Layout, stage: int = 0, model: Model = SMALL, imbalance: float = 1.0) -> Memory:
+    cluster = Cluster.from_mapping({"gpu": "h100", "gpus": layout.gpus, "efficiency": {"expert_imbalance": imbalance}})
     framework = Framework.load("ultrascale-eager")
     job = Job(model=model, cluster=cluster, seq=1024, batch_tokens=layout.batch_tokens(1024), framework=framework)
     return estimate(job, layout).memory[stage].memory
@@ -121,10 +122,60 @@ def test_experts_gradients_are_stacked_beside_their_parts() -> None:
     and scores. The last product: gradients of its output, in the output's place, and of its input; twice the bf16 gradients of
     8 matrices.
     """
-    layer = 5 * R + R // 2 + 4 * 8 * 1024 + 4 * 1024 * 512 + 4 * 1024 * 8 + 2 * 2 * R + 3 * 2 * R
     held = predict(Layout(pp=2, gas=4), model=EXPERTS)
-    assert held.activations == 2 * (2 * layer + ANGLES + R) + R + 2 * R
+    assert held.activations == 2 * (2 * EXPERT_LAYER + ANGLES + R) + R + 2 * R
     assert held.buffers == 2 * 2 * 8 * 512 * 512
+
+
+def test_busy_experts_send_home_what_came() -> None:
+    """At the loss: of what waits in a layer, experts' inputs, products and activation grow with the load, outputs do not."""
+    mean, busy = (predict(Layout(dp=2, ep=2), model=EXPERTS, imbalance=load) for load in (1.0, 1.5))
+    assert mean.activations == 4 * EXPERT_LAYER + ANGLES + 2 * R + 8 * 1024 + 12 * LOGITS
+    assert busy.activations - mean.activations == 4 * 0.5 * (2 * R + 3 * 2 * R)
+
+
+def test_rows_that_come_home_fill_a_forward() -> None:
+    """tp 2 cuts experts, but not their rows: as they came, weighed, summed, and the gathered input of the layer beside its
+    slice; what is sent on is not made yet.
+    """
+    uncut = 4 * 1024 * 512 + 4 * 1024 * 8 + 2 * 2 * R
+    layer = (EXPERT_LAYER - uncut) / 2 + uncut
+    held = predict(Layout(pp=2, tp=2, gas=4), model=EXPERTS)
+    assert held.activations == 2 * (2 * layer + ANGLES + R / 2) + 2 * 2 * R + R + R + R / 2 - R / 2
+    assert held.buffers == 0
+
+
+def test_weights_that_wait_for_experts_need_less() -> None:
+    """Zero-bubble, the loss of the second micro-batch: of the first, whose weights wait, each layer has let go its input and
+    the router's copy of it; what came from the stage before stays.
+    """
+    held = predict(Layout(pp=2, gas=4, schedule="zero-bubble"), stage=1, model=EXPERTS)
+    waiting = 2 * EXPERT_LAYER + ANGLES - 2 * (R + 4 * 1024 * 512) + R
+    assert held.activations == waiting + 2 * EXPERT_LAYER + ANGLES + 2 * R + 8 * 1024 + 12 * LOGITS
+
+
+def test_a_first_backward_has_nothing_scattered_behind_it() -> None:
+    """AFAB is fullest in its first backward: neither shards of gradients nor what they were scattered from are there."""
+    held = predict(Layout(pp=2, dp=2, gas=4, zero=2, schedule="afab"))
+    assert held.gradients == 0
+    assert held.buffers == 2 * 512 * 1536
+
+
+def test_every_chunk_keeps_what_it_scattered_last() -> None:
+    """Interleaved: embedding and head of the chunks that have them, a layer of the others; and the gradient sent last. Where
+    scatters follow the weights' turn, of every chunk the last layer.
+    """
+    looped = predict(Layout(pp=2, dp=2, gas=4, zero=2, schedule="interleaved", virtual_stages=2), stage=1)
+    assert looped.buffers == 4 * (4096 * 512 + 512) + 4 * WEIGHTS + R
+    bent = predict(Layout(pp=2, dp=2, gas=4, zero=2, schedule="zb-v", virtual_stages=2))
+    assert bent.buffers == 2 * 4 * WEIGHTS + R
+
+
+def test_weights_go_with_the_last_backward() -> None:
+    """ZeRO-2 with one micro-batch is fullest at its loss, though gradients come: a layer's gathered weights go with it."""
+    held = predict(Layout(dp=2, zero=2, recompute="full"))
+    assert (held.gradients, held.buffers) == (0, 0)
+    assert held.activations == 4 * R + ANGLES + 2 * R + 8 * 1024 + 12 * LOGITS
 
 
 def test_checkpointing_sorts_tokens_again() -> None:

@@ -124,3 +124,17 @@ def test_cut_experts_get_all_tokens_from_every_tp_rank() -> None:
     assert bytes_of(sent("mixtral-8x7b", 4096, layout), "expert", "all_to_all") == pytest.approx(rows + counts)
     sliced = sent("mixtral-8x7b", 4096, layout, framework=Framework.load("megatron-core"))
     assert bytes_of(sliced, "expert", "all_to_all") == pytest.approx(rows / 2 + counts)
+
+
+@pytest.mark.parametrize(("stage", "together"), [(0, 0), (1, 1)])
+def test_what_a_split_backward_does_not_put_off_is_scattered_together(stage: int, together: int) -> None:
+    """Llama-3-8B, pp 2, dp 2, zero-bubble, 4 micro-batches: two of the last stage are back before the first weights' turn, so
+    that its norms and head are scattered once less than its matrices. Fp32, half of them leave.
+    """
+    layout = Layout(pp=2, dp=2, gas=4, zero=2, schedule="zero-bubble")
+    layers, ends = ((17, 128256 * 4096), (15, 128256 * 4096 + 4096))[stage]
+    matrices = layers * (218_112_000 - 2 * 4096)
+    at_once = layers * 2 * 4096 + ends
+    found = sent("llama-3-8b", 8192, layout, stage, framework=EAGER)
+    assert bytes_of(found, "zero", "reduce_scatter") == 4 * (4 * matrices + (4 - together) * at_once) / 2
+    assert all(one.calls > 0 for one in found)

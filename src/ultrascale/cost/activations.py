@@ -182,6 +182,8 @@ def _apply_policy(job: Job, columns: Columns, modules: dict[str, Array], residua
         for name in _PRODUCTS & kept.keys():
             kept[name] = np.where(selective, 0.5 * kept[name], kept[name])
     if job.framework.early_stop:
+        if "shared expert" in kept and job.attention == "flash":  # a shared expert's activation is as cheap as the others
+            kept["shared expert"] = kept["shared expert"] * np.where(drops, 2 / 3 if job.model.gated else 1 / 2, 1.0)
         # What torch.utils.checkpoint keeps is the row-parallel product itself, before slices of its sum are scattered.
         whole = np.where(selective, columns.sequence_cut, 1)
         kept["mlp norm"] = kept["mlp norm"] * whole

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 import numpy as np
 
-from ultrascale.cost import activations, flops, gemm, memory, pipeline, stages, step, traffic
-from ultrascale.cost.columns import Array, Columns
-from ultrascale.cost.hardware import Machine
+from ultrascale.cost import activations, flops, gemm, memory, stages, step, traffic
 from ultrascale.cost.legality import check
 from ultrascale.cost.mesh import mesh
 from ultrascale.cost.operators import layer_matmuls
 from ultrascale.cost.passes import Passes
-from ultrascale.cost.pieces import Piece, Pieces, pieces
+from ultrascale.cost.peaks import Peak, peaks
+from ultrascale.cost.pieces import Piece
 from ultrascale.cost.uncertainty import estimate_range
-from ultrascale.schedules import StageTimes, counts, makespan, simulate_makespan
+from ultrascale.cost.view import View, send_s
+from ultrascale.schedules import makespan, simulate_makespan
 from ultrascale.specs.estimate import ActivationItem, Estimate, Memory, StageMemory, Time
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -23,15 +23,14 @@ from ultrascale.specs.units import GIB
 
 # Micro-batches simulated in full; more repeat the steady state (schedules.simulate_makespan).
 SIMULATED = 64
-SPOKEN = {"input gradients of a layer": "backward of a layer"}
 
 
 def estimate(job: Job, layout: Layout) -> Estimate:
     """Memory by owner and stage, step time by cause, traffic, utilisation, cost. Raises SpecError for an illegal layout."""
     check(job, layout)
     view = View.of(job, layout)
-    peaks = _peaks(view)
-    stage_memory = _memory(view, peaks)
+    at_peak = peaks(view)
+    stage_memory = _memory(view, at_peak)
     peak = max(stage_memory, key=lambda stage: stage.memory.total)
     time, bubble_fraction = _time(view)
     step_s = time.total
@@ -72,7 +71,7 @@ def estimate(job: Job, layout: Layout) -> Estimate:
         memory=tuple(stage_memory),
         time=time,
         traffic=tuple(traffic.by_technique(job, layout, view.machine, time)),
-        activations=tuple(_activation_items(view, peaks[peak.stage])),
+        activations=tuple(_activation_items(view, at_peak[peak.stage])),
         range=estimate_range(job, step_s, peak.memory.total / GIB, job.cluster.gpu.memory_gib),
         train_days=days,
         gpu_hours=hours,
@@ -82,147 +81,12 @@ def estimate(job: Job, layout: Layout) -> Estimate:
     )
 
 
-@dataclass(frozen=True)
-class View:
-    """One layout seen as rows: one per pipeline rank, and one per chunk."""
-
-    job: Job
-    layout: Layout
-    machine: Machine
-    row: Columns
-    ranks: Columns
-    share: stages.RankShare
-    pieces: Pieces
-
-    @classmethod
-    def of(cls, job: Job, layout: Layout) -> View:
-        machine = Machine(job)
-        row = Columns.of([layout])
-        ranks = row.take(np.zeros(layout.pp, dtype=np.int64))
-        share = stages.share_of(job, ranks, np.arange(layout.pp))
-        return cls(job, layout, machine, row, ranks, share, pieces(job, row, machine))
-
-    @property
-    def v_shaped(self) -> bool:
-        return self.layout.schedule in stages.V_SHAPED
-
-    def chunk_share(self) -> stages.RankShare:
-        """Every chunk as if it were a rank of its own."""
-        model = self.job.model
-        counts = np.asarray(stages.chunk_layers(self.job, self.layout.pp, self.layout.virtual_stages))
-        dense_until = model.layers if model.moe is None else model.moe.dense_layers
-        ends = np.cumsum(counts)
-        dense = np.clip(np.minimum(ends, dense_until) - (ends - counts), 0, None)
-        position = np.arange(len(counts))
-        return stages.RankShare(position, dense, counts - dense, 1 * (position == 0), 1 * (position == len(counts) - 1))
-
-    def chunk_ranks(self) -> Array:
-        """The pipeline rank of every chunk."""
-        ranks = {
-            chunk: rank
-            for rank in range(self.layout.pp)
-            for chunk in stages.chunks_of(rank, self.layout.pp, self.layout.virtual_stages, self.v_shaped)
-        }
-        return np.asarray([ranks[chunk] for chunk in sorted(ranks)])
-
-    def stage_times(self, send_s: float) -> StageTimes:
-        times = self.pieces.totals().on(self.chunk_share())
-        if self.layout.pp > 1:
-            times = times.delayed(self.machine.efficiency.action_overhead_s)
-        return StageTimes(
-            tuple(map(float, times.forward)),
-            tuple(map(float, times.input_grad)),
-            tuple(map(float, times.weight_grad)),
-            send_s,
-        )
-
-
-def send_s(view: View) -> float:
-    places = mesh(view.row, view.machine.cluster)
-    return float(pipeline.hop(view.job, view.row, places, view.machine).time_s[0])
-
-
-def _settled(layout: Layout) -> int:
-    """The fewest micro-batches, a multiple of the ranks away from gas, at which the schedule is in its steady state."""
-    least = 4 * layout.pp
-    return least + (layout.gas - least) % layout.pp if layout.gas > least else layout.gas
-
-
-@dataclass(frozen=True)
-class Peak:
-    """The busiest action of a rank: bytes of what comes and goes, micro-batches' worth it holds, and what it is doing."""
-
-    activations: float
-    buffers: float
-    gradients: float
-    chunks: dict[int, float]
-    """how many micro-batches of each of its chunks wait"""
-    moment: str
-
-    def in_flight(self, layers: tuple[int, ...]) -> float:
-        """Micro-batches' worth of the rank's layers."""
-        return sum(count * layers[chunk] for chunk, count in self.chunks.items()) / sum(layers[chunk] for chunk in self.chunks)
-
-
-def _peak(view: View, chunks: memory.PeakParts, rank: int) -> Peak:
-    """Walks the rank's action list with the bytes of its own chunks."""
-    layout = view.layout
-    # Beyond four rounds the list only repeats itself, and what it holds no longer grows (AFAB holds everything).
-    enough = layout.gas if layout.schedule == "afab" else min(layout.gas, _settled(layout))
-    held = counts(layout.schedule, layout.pp, enough, layout.virtual_stages, rank)
-    local = np.asarray(stages.chunks_of(rank, layout.pp, layout.virtual_stages, view.v_shaped))
-    kept, dropped, waiting_loss = chunks.kept[local], chunks.dropped[local], chunks.kept_loss[local]
-    kinds, at = np.asarray([str(kind) for kind in held.kinds]), local[held.local]
-    live = held.waiting @ (kept + waiting_loss) + held.working @ kept + held.deferred @ (kept + dropped)
-    moments = {
-        "between": (np.isin(kinds, ("F", "W")), chunks.between),
-        "backward of a layer": (kinds == "B", chunks.layer),
-        "input gradients of a layer": (kinds == "I", chunks.split_layer),
-        "loss of a micro-batch": (np.isin(kinds, ("B", "I")), chunks.loss),
-    }
-    lives = dict.fromkeys(moments, live)
-    if view.job.framework.followed:  # a split backward has brought nothing back yet at the loss
-        lives["loss of a micro-batch"] = live - np.where(kinds == "I", chunks.dropped[at], 0.0)
-    there_are = _gradients_exist(view, kinds)
-    totals = {
-        name: np.where(there, lives[name] + moment.moving[at] + there_are * moment.gradients[at], -np.inf)
-        for name, (there, moment) in moments.items()
-    }
-    name = max(totals, key=lambda each: float(totals[each].max()))
-    top, moment = int(np.argmax(totals[name])), moments[name][1]
-    waiting = held.waiting[top] + held.working[top] + held.deferred[top]
-    said = {"between": "end of a forward" if kinds[top] == "F" else "weight gradients", **SPOKEN}.get(name, name)
-    return Peak(
-        float(lives[name][top] + moment.activations[at[top]]),
-        float(moment.buffers[at[top]]),
-        float(there_are[top] * moment.gradients[at[top]]),
-        {int(chunk): float(count) for chunk, count in zip(local, waiting, strict=True)},
-        said,
-    )
-
-
-def _gradients_exist(view: View, kinds: Array) -> Array:
-    """1 or 0 for each action: FSDP makes room for gradients in a step's first backward."""
-    layout = view.layout
-    if not (view.job.framework.followed and layout.zero and layout.shards > 1 and layout.gas > 1):
-        return np.ones(len(kinds))
-    made = np.cumsum(np.isin(kinds, ("B", "W")))
-    return np.where(np.concatenate(([0], made[:-1])) > 0, 1.0, 0.0)
-
-
-def _peaks(view: View) -> list[Peak]:
-    share = view.chunk_share()
-    rows = view.row.take(np.zeros(len(share.layers), dtype=np.int64))
-    chunks = memory.peak_parts(view.job, rows, share, stages.share_of(view.job, rows, view.chunk_ranks()))
-    return [_peak(view, chunks, rank) for rank in range(view.layout.pp)]
-
-
-def _memory(view: View, peaks: list[Peak]) -> list[StageMemory]:
+def _memory(view: View, at_peak: list[Peak]) -> list[StageMemory]:
     job, layout = view.job, view.layout
     layers = stages.chunk_layers(job, layout.pp, layout.virtual_stages)
     state = memory.peak_parts(job, view.ranks, view.share).state
     result = []
-    for rank, peak in enumerate(peaks):
+    for rank, peak in enumerate(at_peak):
         in_flight = peak.in_flight(layers)
         bytes_ = Memory(
             parameters=float(state.parameters[rank]),
@@ -240,9 +104,9 @@ def _memory(view: View, peaks: list[Peak]) -> list[StageMemory]:
     return result
 
 
-def _at_optimizer_step(at_peak: Memory) -> float:
+def _at_optimizer_step(held: Memory) -> float:
     """Activations and buffers are gone, the states are just made."""
-    return at_peak.parameters + at_peak.master + at_peak.gradients + at_peak.optimizer
+    return held.parameters + held.master + held.gradients + held.optimizer
 
 
 def _time(view: View) -> tuple[Time, float]:

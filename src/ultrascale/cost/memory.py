@@ -14,6 +14,7 @@ import numpy as np
 from ultrascale.cost import activations, moments, params
 from ultrascale.cost.columns import Array, Columns
 from ultrascale.cost.moments import Moment
+from ultrascale.cost.scene import Scene
 from ultrascale.cost.stages import RankShare
 from ultrascale.specs.job import OPTIMIZER_STATE_BYTES, Job
 from ultrascale.specs.units import GIB
@@ -96,8 +97,10 @@ class PeakParts:
     """activations of one micro-batch in flight"""
     dropped: Array
     """what recomputation left out of them and a deferred weight gradient brings back"""
+    forward: Moment
+    """its end: what is on its way, and rows that come home from experts"""
     between: Moment
-    """forward, or weight gradients: nothing but what is on its way"""
+    """weight gradients that were put off: nothing but what is on its way"""
     layer: Moment
     """the layer in backward: what it dropped, and gradients of its activations"""
     split_layer: Moment
@@ -139,25 +142,31 @@ def runtime(job: Job, moving: Array) -> Array:
     return np.asarray(constants.context_gib * GIB + constants.allocator_slack * moving)
 
 
-def peak_parts(job: Job, columns: Columns, share: RankShare, holder: RankShare | None = None) -> PeakParts:
-    """Of a rank that computes `share`; one chunk of several computes its own, but its rank (`holder`) has the states of all."""
-    held = params.on_rank(job.model, columns, holder or share)
-    scene = moments.Scene(job, columns, share, held)
+def peak_parts(job: Job, columns: Columns, share: RankShare, holder: RankShare | None = None, first: bool = False) -> PeakParts:
+    """Of a rank that computes `share`; one chunk of several computes its own, but its rank (`holder`) has the states of all.
+
+    `first`: until a step's first backward is over, where gradients exist only as far as they were made.
+    """
+    scene = Scene(job, columns, share, holder or share, first)
+    held = scene.held
     state = states(job, columns, held)
+    if first:
+        state = replace(state, gradients=0.0 * state.gradients)
     layer, loss = moments.in_layer(scene, state.gradients, split=False), moments.at_loss(scene, state.gradients)
     if job.framework.gradients_as_made:
         single, b = alone(job, columns), activations.compute_bytes(job)
         # None at the loss, the head's at the first layer; then each layer's take the place of activations that it frees. The
         # fullest layer is the first or the last of backward: there all gradients stand and nothing waits.
-        first = np.where(single, b * share.head * job.model.vocab * job.model.hidden, 0.0)
-        at_last = np.maximum(0.0, b * held.total - first - scene.kept)
+        heads = np.where(single, b * share.head * job.model.vocab * job.model.hidden, 0.0)
+        at_last = np.maximum(0.0, b * held.total - heads - scene.kept)
         loss = replace(loss, gradients=np.where(single, 0.0, loss.gradients))
         state = replace(state, gradients=np.where(single, at_last, state.gradients))
-        layer = replace(layer, activations=layer.activations + first, gradients=state.gradients)
+        layer = replace(layer, activations=layer.activations + heads, gradients=state.gradients)
     return PeakParts(
         state,
         scene.kept,
-        scene.dropped,
+        scene.dropped + scene.settled,
+        moments.in_forward(scene, state.gradients),
         moments.between(scene, state.gradients),
         layer,
         moments.in_layer(scene, state.gradients, split=True),

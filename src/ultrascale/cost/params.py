@@ -105,6 +105,13 @@ def partial_on_tp(model: Model, share: RankShare, sequence_parallel: bool) -> Ar
     return np.asarray(share.layers * trunk + share.dense_layers * dense + share.moe_layers * chooses + ends)
 
 
+def outside_products(model: Model, columns: Columns, share: RankShare) -> Array:
+    """Elements on a rank whose gradients no schedule puts off: norms, routers, embedding and head."""
+    head_norms = 2.0 * model.head_dim * model.qk_norm if model.mla is None else 0.0
+    layers = share.layers * (norms(model) + head_norms) + share.moe_layers * router(model)
+    return np.asarray(layers + on_rank(model, columns, share).ends)
+
+
 @dataclass(frozen=True)
 class LayerParameters:
     dense: Array

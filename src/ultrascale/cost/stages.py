@@ -102,6 +102,17 @@ def _rank_shares(
     return tuple(shares)
 
 
+def chunk_shares(job: Job, ranks: int, virtual_stages: int) -> RankShare:
+    """Every chunk as if it were a rank of its own."""
+    model = job.model
+    counts = np.asarray(chunk_layers(job, ranks, virtual_stages))
+    dense_until = model.layers if model.moe is None else model.moe.dense_layers
+    ends = np.cumsum(counts)
+    dense = np.clip(np.minimum(ends, dense_until) - (ends - counts), 0, None)
+    position = np.arange(len(counts))
+    return RankShare(position, dense, counts - dense, 1 * (position == 0), 1 * (position == len(counts) - 1))
+
+
 def share_of(job: Job, columns: Columns, rank: Array) -> RankShare:
     """The share of `rank` (one per row); rows are grouped by their few distinct pipelines."""
     pipelines, inverse = columns.distinct(("pp", "virtual_stages", "schedule"))

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ultrascale.cost import memory, stages
-from ultrascale.cost.estimate import View, send_s
 from ultrascale.cost.legality import check
 from ultrascale.cost.moments import fullest
+from ultrascale.cost.view import View, send_s
 from ultrascale.schedules import Kind, build, simulate
 from ultrascale.schedules.simulate import Timeline
 from ultrascale.specs.errors import SpecError
@@ -71,6 +71,7 @@ def memory_timeline(job: Job, layout: Layout, stage: int = 0, first_step: bool =
         if kind is Kind.F:
             # The loss waits with its layers: for a moment in most schedules, for the whole forward in AFAB.
             held[key] = float(parts.kept[chunk] + parts.kept_loss[chunk])
+            now = parts.forward
         elif kind is Kind.B:
             held[key] = float(parts.kept[chunk])
             now = fullest(parts.layer, parts.loss)

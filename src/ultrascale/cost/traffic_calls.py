@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from ultrascale.cost import context, data, expert, operators, params, pipeline, stages, tensor, zero
-from ultrascale.cost.activations import FP32, gradient_bytes
-from ultrascale.cost.columns import Columns
+from ultrascale.cost.activations import FP32, gradient_bytes, split_backward
+from ultrascale.cost.columns import Array, Columns
 from ultrascale.cost.hardware import Machine
 from ultrascale.cost.mesh import Mesh, group, mesh
 from ultrascale.cost.overlap import Transfer, transfer
+from ultrascale.schedules import Kind, build
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 
@@ -211,10 +212,32 @@ def _zero(stage: Stage) -> Calls:
                 yield ends, layout.gas
         else:
             yield moved.gather, gathers
-        yield moved.scatter, scatters
+        for elements, times in _scattered(stage, scatters):
+            yield zero.traffic(job, stage.row, stage.places, stage.machine, elements, held.experts).scatter, times
         if stage.moe_layers and int(moved.expert_gather.group.size[0]) > 1:
             yield moved.expert_gather, gathers
             yield moved.expert_scatter, scatters
     if layout.data_ranks > layout.shards:
         own = gradient_bytes(job) * held.total / layout.shards
         yield transfer(stage.machine, "zero", "all_reduce", own, stage.places.replica), 1
+
+
+def _scattered(stage: Stage, scatters: int) -> Iterator[tuple[Array, int]]:
+    """Elements besides experts, and how often a step scatters their gradients.
+
+    Where backward is split, FSDP scatters a chunk's after the weights' turn. What was not put off goes with the first turn
+    after it, of several micro-batches together if so many came before.
+    """
+    job, layout, trunk = stage.job, stage.layout, stage.held.trunk
+    if not (job.framework.states == "fp32" and layout.zero >= 2 and split_backward(stage.row)[0]):
+        yield trunk, scatters
+        return
+    chunks = stages.chunk_shares(job, layout.pp, layout.virtual_stages)
+    at_once = params.outside_products(job.model, stage.row.take(np.zeros(len(chunks.layers), dtype=np.int64)), chunks)
+    actions = build(layout.schedule, layout.pp, layout.gas, layout.virtual_stages).actions[stage.index]
+    own = sorted({action.stage for action in actions})
+    yield trunk - at_once[own].sum(), scatters
+    for chunk in own:
+        kinds = [action.kind for action in actions if action.stage == chunk and action.kind is not Kind.F]
+        turns = zip((None, *kinds), kinds, strict=False)
+        yield at_once[chunk : chunk + 1], sum(kind is Kind.B or (kind is Kind.W and before is Kind.I) for before, kind in turns)

@@ -8,11 +8,12 @@ import numpy as np
 
 from ultrascale.cost import flops
 from ultrascale.cost.activations import split_backward
-from ultrascale.cost.estimate import View, estimate
+from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import Machine
 from ultrascale.cost.memory import peak_parts
 from ultrascale.cost.operators import layer_matmuls
 from ultrascale.cost.traffic import of_stage
+from ultrascale.cost.view import View
 from ultrascale.measure.rehearse import Rehearsal
 from ultrascale.measure.rehearse_asked import engine_of
 from ultrascale.parallel.mesh import Place

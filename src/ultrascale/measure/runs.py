@@ -136,9 +136,7 @@ def read_row(values: Mapping[str, str], line: int) -> Run:
     unit = GIB
     if measured["peak_mem_gib"] and prints_gigabytes(values):
         unit = GIGABYTE
-        assumptions.append(
-            "its memory is in 10^9 bytes, whatever it says: Megatron-Bridge divides by 1e9 (report_memory)"
-        )
+        assumptions.append("its memory is in 10^9 bytes, whatever it says: Megatron-Bridge divides by 1e9 (report_memory)")
     return Run(
         id=values.get("id") or f"line-{line}",
         source=values.get("source", ""),

@@ -55,6 +55,7 @@ def run_rank(
     `peak_flops`: of one GPU, where it is known. `board` and `on_stuck`: where local ranks tell what they do, and that they are
     stuck; without them torch's store and the error stream serve. `observe`: makes who looks on.
     """
+    threads = torch.get_num_threads()
     device = join(seat, request.training.timeout_s)
     try:
         if board is None and seat.world > 1:
@@ -76,6 +77,7 @@ def run_rank(
             raise
     finally:
         leave()
+        torch.set_num_threads(threads)  # a run in the caller's own process leaves it as it was
 
 
 def described(layout: Layout, rank: int) -> str:
