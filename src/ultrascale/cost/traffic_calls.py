@@ -218,8 +218,12 @@ def _zero(stage: Stage) -> Calls:
             yield moved.expert_gather, gathers
             yield moved.expert_scatter, scatters
     if layout.data_ranks > layout.shards:
-        own = gradient_bytes(job) * held.total / layout.shards
-        yield transfer(stage.machine, "zero", "all_reduce", own, stage.places.replica), 1
+        # Replicas meet once a step; after a split backward with every scatter, since not every one has all weights.
+        split = job.framework.states == "fp32" and layout.zero >= 2 and bool(split_backward(stage.row)[0])
+        met = [*_scattered(stage, scatters), (held.experts, scatters)] if split else [(held.total, 1)]
+        for elements, times in met:
+            own = gradient_bytes(job) * elements / layout.shards
+            yield transfer(stage.machine, "zero", "all_reduce", own, stage.places.replica), times
 
 
 def _scattered(stage: Stage, scatters: int) -> Iterator[tuple[Array, int]]:
