@@ -97,7 +97,7 @@ class Sharded(Gradients):
             parameter.to_accumulated_grad_if_needed()
         if last or self.every_microbatch:
             self._set(sync=True, last=last, reshard=self.gather_again or last)
-            # A scatter takes the weights whose gradients are there, not always all: sums of different ones cannot wait together.
+            # A scatter takes the weights whose gradients are there, not always all: sums of other weights cannot wait together.
             self.fsdp.set_requires_all_reduce(True)
             self._scatter()
 
