@@ -181,7 +181,7 @@ def _slowed(brought: list[RankProfile]) -> Iterator[str]:
     first = brought[0]
     if first.before_s is not None and first.seen is not None:
         recorded_s = first.seen.mean(lambda step: step.step_s)
-        yield f"recording slows a step: {seconds(first.before_s)} in the step before, {seconds(recorded_s)} while recording"
+        yield f"recording costs time too: {seconds(first.before_s)} in the step before, {seconds(recorded_s)} while recording"
 
 
 def _files(run: Run, brought: list[RankProfile]) -> Iterator[str]:

@@ -1,0 +1,79 @@
+"""How long the studio takes to answer: `python benchmarks/studio.py` (needs the extras studio and dev, and a Chromium).
+
+Starts the studio, changes one control at a time in a headless browser, and prints the seconds from the change to the new first
+row of the table, or from a slider's move to the new verdict.
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+from playwright.sync_api import sync_playwright
+from rich.console import Console
+from rich.table import Table
+
+QUESTIONS = (
+    "model=llama-3-8b&gpu=h100&nodes=8",
+    "model=llama-3-70b&gpu=h100&nodes=32",
+    "model=llama-3.1-405b&gpu=h100&nodes=128&batch=16M",
+)
+ROW = "document.querySelector('table tbody tr')?.innerText"
+VERDICT = "document.body.innerText.match(/^.*: It (fits|does not fit).*$/m)?.[0]"
+
+
+def changed_s(page: Any, watched: str, change: Callable[[], object]) -> float:
+    """Seconds until what the page shows there is another."""
+    before = page.evaluate(watched)
+    start = time.perf_counter()
+    change()
+    page.wait_for_function(f"before => {watched} !== before", arg=before, polling=10)
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        sys.exit("there is no Chromium on this machine")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    table = Table(title="seconds from a change to the answer on the page")
+    for heading in ("asked", "sequence 8k → 4k", "fix pp=4", "slider: mbs"):
+        table.add_column(heading, justify="left" if heading == "asked" else "right")
+    with tempfile.TemporaryDirectory() as runs, sync_playwright() as driver:
+        words = [sys.executable, "-m", "ultrascale", "studio", "--no-browser", "--port", str(port), "--runs", runs]
+        server = subprocess.Popen(words, stderr=subprocess.DEVNULL)
+        try:
+            time.sleep(8)
+            browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+            for question in QUESTIONS:
+                page = browser.new_page(viewport={"width": 1280, "height": 1000})
+                page.goto(f"http://127.0.0.1:{port}/?{question}")
+                page.wait_for_selector("table tbody tr:has-text('mbs')", timeout=120_000)
+                page.wait_for_selector(".main-svg")
+                time.sleep(2)
+                seq = changed_s(page, ROW, lambda page=page: page.get_by_label("Sequence (tokens)").fill("4k"))
+                time.sleep(2)
+                fix = changed_s(page, ROW, lambda page=page: page.get_by_label("Fix, such as tp=8,zero=1").fill("pp=4"))
+                time.sleep(2)
+                slider = page.get_by_role("slider", name="mbs").locator("[tabindex='0']")
+                slider.focus()
+                moved = changed_s(page, VERDICT, lambda slider=slider: slider.press("ArrowRight"))
+                table.add_row(question.replace("&", " "), *(f"{value:.2f}" for value in (seq, fix, moved)))
+                page.close()
+            browser.close()
+        finally:
+            server.terminate()
+            server.wait(10)
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()
