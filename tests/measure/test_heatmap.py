@@ -65,7 +65,6 @@ def test_a_report_has_the_maps_line_once_and_last_of_its_figures(heatmap: Module
         heatmap.reported("# Title\n", found)
 
 
-@pytest.mark.slow
 def test_the_best_layouts_of_the_sweep_are_among_our_first_three(heatmap: ModuleType) -> None:
     cells = heatmap.cells(PUBLISHED)
     assert len(cells) == 12

@@ -20,13 +20,6 @@ from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
-from ultrascale.train import machine
-
-
-@pytest.fixture(autouse=True)
-def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads of one process that wait for each other's turn on a busy machine take minutes for what takes seconds."""
-    monkeypatch.setattr(machine, "cores", lambda: 1)
 
 
 def here(**changes: Any) -> Here:

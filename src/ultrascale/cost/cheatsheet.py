@@ -32,6 +32,14 @@ class Strategy:
     overlap: Ratio
     verdict: str
 
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Under HEADINGS."""
+        return self.name, self.degree, self.batch, self.memory, self.compute, self.communication, self.verdict
+
+
+HEADINGS = ("technique", "degree", "batch", "memory", "compute", "communication", "overlap")
+
 
 @dataclass(frozen=True)
 class Formula:

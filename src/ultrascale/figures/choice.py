@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 from ultrascale.figures import style
@@ -16,9 +17,6 @@ from ultrascale.specs.units import seconds
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
-
-SHAPES = ("circle", "square", "diamond", "cross", "triangle-up", "star")
-COLOURS = (style.BLUE, style.ORANGE, style.GREEN, style.RED, style.PINK, style.SKY)
 
 
 def heat_map(cells: Sequence[Cell], gpu: str) -> go.Figure:
@@ -65,7 +63,8 @@ def scaling(points: Sequence[Point], cluster: Cluster, title: str) -> go.Figure:
     """Tokens/s/GPU of each technique alone; hollow where it does not fit; the line where a node ends."""
     go = style.graph_objects()
     figure = style.picture(title, "GPUs", "tokens/s/GPU")
-    for name, colour, shape in zip(dict.fromkeys(point.technique for point in points), COLOURS, SHAPES, strict=False):
+    names = dict.fromkeys(point.technique for point in points)
+    for name, colour, shape in zip(names, cycle(style.SERIES), cycle(style.SHAPES), strict=False):
         mine = [(point.gpus, point.estimate) for point in points if point.technique == name and point.estimate is not None]
         figure.add_trace(
             go.Scatter(

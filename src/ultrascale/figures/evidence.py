@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from ultrascale.figures import style
@@ -13,15 +14,14 @@ from ultrascale.measure.trace_view import View
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-COLOURS = (style.BLUE, style.ORANGE, style.GREEN, style.RED, style.PINK, style.SKY, style.YELLOW, style.GREY)
-SHAPES = ("circle", "square", "diamond", "cross", "triangle-up", "star", "x", "hexagon")
+FINEST = 1 / 1500  # of a trace's step: what is shorter than a pixel is drawn with its neighbour
 
 
 def losses(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> go.Figure:
     """Loss (and held-out loss) by step, of one run or several."""
     go = style.graph_objects()
     figure = style.picture("Loss", "optimizer step", "loss (nats a token)")
-    for (name, rows), colour in zip(runs.items(), COLOURS, strict=False):
+    for (name, rows), colour in zip(runs.items(), cycle(style.SERIES), strict=False):
         figure.add_trace(_line(go, f"{name}: training", rows, "loss", {"color": colour}))
         if any(row.get("eval_loss") is not None for row in rows):
             figure.add_trace(_line(go, f"{name}: held out", rows, "eval_loss", {"color": colour, "dash": "dash"}))
@@ -32,7 +32,7 @@ def throughput(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> go.Figure:
     """Tokens per second and GPU by step."""
     go = style.graph_objects()
     figure = style.picture("Throughput", "optimizer step", "tokens/s/GPU")
-    for (name, rows), colour in zip(runs.items(), COLOURS, strict=False):
+    for (name, rows), colour in zip(runs.items(), cycle(style.SERIES), strict=False):
         figure.add_trace(_line(go, name, rows, "tokens_per_s_per_gpu", {"color": colour}))
     figure.update_yaxes(rangemode="tozero")
     return figure
@@ -68,8 +68,8 @@ def accuracy(scored: Sequence[Scored], by: str = "gpu") -> go.Figure:
                 y=[one.tokens_per_s_per_gpu for one in mine],
                 mode="markers",
                 marker={
-                    "color": COLOURS[number % len(COLOURS)],
-                    "symbol": SHAPES[number % len(SHAPES)],
+                    "color": style.SERIES[number % len(style.SERIES)],
+                    "symbol": style.SHAPES[number % len(style.SHAPES)],
                     "size": 7,
                     "opacity": 0.8,
                 },
@@ -97,9 +97,6 @@ def accuracy(scored: Sequence[Scored], by: str = "gpu") -> go.Figure:
     return figure
 
 
-FINEST = 1 / 1500  # of the step: what is shorter than a pixel is drawn with its neighbour
-
-
 def lanes(seen: View, step: int = 0) -> go.Figure:
     """One recorded step: when the rank computed, and when it exchanged for each technique, one above the other."""
     go, (name, (start, end)) = style.graph_objects(), seen.steps[step]
@@ -107,7 +104,7 @@ def lanes(seen: View, step: int = 0) -> go.Figure:
     for technique in dict.fromkeys(one.technique for one in seen.exchanges):
         found[technique] = merged((one.start, one.end) for one in seen.exchanges if one.technique == technique)
     figure = style.picture(f"{name}: computing and exchanging", "time in the step (ms)", height=180 + 44 * len(found))
-    for number, (lane, times) in enumerate(found.items()):
+    for (lane, times), colour in zip(found.items(), cycle(style.SERIES), strict=False):
         drawn = _joined(within(times, (start, end)), FINEST * (end - start))
         figure.add_trace(
             go.Bar(
@@ -116,7 +113,7 @@ def lanes(seen: View, step: int = 0) -> go.Figure:
                 y=[lane] * len(drawn),
                 base=[(one - start) / 1e3 for one, _ in drawn],
                 x=[(other - one) / 1e3 for one, other in drawn],
-                marker={"color": (style.BLUE, style.GREEN, *COLOURS[1:])[number % 9], "line": {"width": 0}},
+                marker={"color": colour, "line": {"width": 0}},
                 hovertemplate="%{y}: from %{base:,.3f} ms, %{x:,.3f} ms<extra></extra>",
             )
         )

@@ -23,6 +23,9 @@ ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK, GREY = (
     "#CC79A7",
     "#999999",
 )
+# Lines and points of a chart, told apart by shape too; what comes after the last begins again.
+SERIES = (BLUE, ORANGE, GREEN, RED, PINK, SKY, YELLOW, GREY)
+SHAPES = ("circle", "square", "diamond", "cross", "triangle-up", "star", "x", "hexagon")
 OWNERS = {
     "parameters": BLUE,
     "master": SKY,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ultrascale.figures import style
-from ultrascale.measure.compare import Comparison, Term
+from ultrascale.measure.compare import TIMES, Comparison, Term
 from ultrascale.plan.reasons import CAUSE_WORDS
 from ultrascale.specs.estimate import CAUSES
 from ultrascale.specs.plan import Plan
@@ -14,10 +14,9 @@ from ultrascale.specs.units import GIB, seconds
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-COMPUTING = ("matmul_s", "attention_s", "memory_bound_s", "recompute_s", "launch_s")
 EXCHANGE = ("tensor_s", "context_s", "expert_s", "zero_s", "data_s", "send_s")
 GROUPS = (
-    ("computing", COMPUTING, style.BLUE),
+    ("computing", TIMES["computing"][1], style.BLUE),
     ("communication that nothing hides", EXCHANGE, style.ORANGE),
     ("waiting in the pipeline", ("bubble_s",), style.GREY),
     ("optimizer, offload, host", ("optimizer_s", "offload_s", "overhead_s"), style.GREEN),

@@ -111,9 +111,7 @@ def _others(plan: Plan) -> Iterator[str]:
 
 
 def _cheatsheet(plan: Plan) -> Iterator[str]:
-    head = ("technique", "degree", "batch", "memory", "compute", "communication", "overlap")
-    rows = [(x.name, x.degree, x.batch, x.memory, x.compute, x.communication, x.verdict) for x in cheatsheet.strategies(plan)]
-    yield table(head, rows)
+    yield table(cheatsheet.HEADINGS, [one.cells for one in cheatsheet.strategies(plan)])
     formulas = [(one.name, one.form, one.value) for one in cheatsheet.formulas(plan)]
     yield table(("quantity", "formula", "here"), formulas)
 

@@ -13,7 +13,7 @@ from ultrascale.measure.trace_analysis import TRACES
 from ultrascale.measure.trace_view import view
 from ultrascale.report.of_plan import Say, footer, plan_sections
 from ultrascale.report.page import Section, bullets, chart, details, page, table, tiles, words
-from ultrascale.show.compare import _shown as amount
+from ultrascale.show.compare import rows as compared
 from ultrascale.show.plan import job_line
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.measurement import Measurement
@@ -80,17 +80,10 @@ def _run_sections(folder: Path, plan: Plan, rows: list[dict[str, Any]]) -> Itera
         sides = compare.Side("plan", plan, plan.estimate), compare.Side(folder.name, plan, seen)
         found = compare.compare(*sides)
         head = ("term", "predicted", "measured", "difference")
-        lines = [
-            (
-                ("– " if one.part else "") + one.name,
-                amount(one.first, one.unit, "predicted"),
-                amount(one.second, one.unit, "measured"),
-                "" if one.difference is None else f"{one.difference:+.1%}",
-            )
-            for one in found.terms
-        ]
+        lines = compared(found.terms, ("predicted", "measured"))
+        marked = [("– " + name if term.part else name, *cells) for term, (name, *cells) in zip(found.terms, lines, strict=True)]
         drawn = chart(time.predicted_and_measured(found), "predicted-measured")
-        yield Section("Predicted and measured", (bullets(found.sentences), drawn, table(head, lines, numbers=(1, 2, 3))))
+        yield Section("Predicted and measured", (bullets(found.sentences), drawn, table(head, marked, numbers=(1, 2, 3))))
     if (folder / TRACES).is_dir():
         yield Section("Trace", tuple(_lanes(folder)))
     if (folder / ENVIRONMENT).is_file():

@@ -28,11 +28,23 @@ def show_terms(console: Console, title: str, sides: tuple[str, str], terms: Iter
     table.add_column("")
     for column in (*sides, "difference"):
         table.add_column(column, justify="right")
-    for term in terms:
-        difference = "" if term.difference is None or not term.first else f"{term.difference:+.1%}"
-        values = (_shown(value, term.unit, side) for value, side in zip((term.first, term.second), sides, strict=True))
-        table.add_row(f"{'  ' * term.part}{term.name}", *values, difference)
+    found = tuple(terms)
+    for term, (name, *cells) in zip(found, rows(found, sides), strict=True):
+        table.add_row(f"{'  ' * term.part}{name}", *cells)
     console.print(table)
+
+
+def rows(terms: Iterable[Term], sides: tuple[str, str]) -> list[tuple[str, str, str, str]]:
+    """Name, both values with their units, and the difference, of every term; pages show the same."""
+    return [
+        (
+            term.name,
+            _shown(term.first, term.unit, sides[0]),
+            _shown(term.second, term.unit, sides[1]),
+            "" if term.difference is None or not term.first else f"{term.difference:+.1%}",
+        )
+        for term in terms
+    ]
 
 
 def compare_json(found: Comparison) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from nicegui import ui
 from ultrascale.figures import evidence, time
 from ultrascale.measure import compare
 from ultrascale.report.of_run import METRICS, metrics
-from ultrascale.show.compare import _shown as amount
+from ultrascale.show.compare import rows as compared
 from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.studio.ask import Ask
 from ultrascale.studio.frame import Chart, Frame, table
@@ -92,15 +92,7 @@ class Runs:
                 f"{found.second.name} ({found.second.word})",
                 "difference",
             )
-            lines = [
-                (
-                    one.name,
-                    amount(one.first, one.unit, found.first.word),
-                    amount(one.second, one.unit, found.second.word),
-                    "" if one.difference is None else f"{one.difference:+.1%}",
-                )
-                for one in found.terms
-            ]
+            lines = compared(found.terms, (found.first.word, found.second.word))
             with self.terms:
                 for sentence in found.sentences:
                     ui.label(sentence)

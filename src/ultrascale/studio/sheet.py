@@ -8,8 +8,6 @@ from ultrascale.cost import cheatsheet
 from ultrascale.specs.plan import Plan
 from ultrascale.studio.frame import table
 
-TECHNIQUE = ("technique", "degree", "batch", "memory", "compute", "communication", "overlap")
-
 
 class Sheet:
     def __init__(self) -> None:
@@ -20,8 +18,4 @@ class Sheet:
         with self.place:
             formulas = [(one.name, one.form, one.value) for one in cheatsheet.formulas(plan)]
             table(("quantity", "formula", "here"), formulas, "formulas")
-            rows = [
-                (x.name, x.degree, x.batch, x.memory, x.compute, x.communication, x.verdict)
-                for x in cheatsheet.strategies(plan)
-            ]
-            table(TECHNIQUE, rows, "techniques")
+            table(cheatsheet.HEADINGS, [one.cells for one in cheatsheet.strategies(plan)], "techniques")
