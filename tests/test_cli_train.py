@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch._dynamo  # noqa: F401  (before processes fork)
+import torch
+import torch._dynamo
 
 from ultrascale.specs.measurement import Measurement
 from ultrascale.specs.plan import Plan
-from ultrascale.train import launch
+from ultrascale.train import launch, machine
 from ultrascale.train.machine import LinkRate, Rates, cpu_cluster
 
 Run = Callable[..., tuple[int, str, str]]
@@ -138,6 +139,19 @@ def test_memory_by_owner_is_what_was_predicted(run: Run, tmp_path: Path, zero: i
     for owner in ("parameters", "master", "gradients", "optimizer"):
         assert getattr(held, owner) == pytest.approx(getattr(predicted, owner), rel=0.03), owner
     assert held.activations + held.buffers == pytest.approx(predicted.activations + predicted.buffers, rel=0.1)
+
+
+def test_a_run_in_this_process_leaves_its_threads_as_they_were(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted, not set: threads that a test had used would be missing in the ranks that later ones fork."""
+    asked: list[int] = []
+    monkeypatch.setattr(machine, "cores", lambda: 3)
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    before = torch.get_num_threads()
+    code, _, said = run("train", "--model", "tiny", "--steps", "2", "--seq", "32", "--out", tmp_path / "x")
+    assert code == 0, said
+    assert asked == [3, before]
 
 
 def test_json_is_for_machines(run: Run, tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from ultrascale import Cluster, Job, Layout, Model, Plan, SpecError, estimate
+from ultrascale.figures import style
 from ultrascale.report.of_plan import plan_page
 from ultrascale.report.of_run import metrics, run_page
+from ultrascale.report.page import chart, tiles
 from ultrascale.specs.measurement import MeasuredMemory, MeasuredStage, MeasuredTime, Measurement
 from ultrascale.specs.units import seconds
 
@@ -52,6 +54,17 @@ def test_a_name_cannot_leave_its_place(plan: Plan) -> None:
     named = plan.job.changed(model=plan.job.model.model_copy(update={"name": evil}))
     page = plan_page(plan.model_copy(update={"job": named}), "plan.yaml")
     assert "<script>alert(1)" not in body(page)
+
+
+def test_a_title_cannot_end_the_script_that_holds_its_figure() -> None:
+    written = chart(style.picture("</script><script>alert(1)</script>"), "one")
+    assert "<script>alert(1)" not in written
+    (data,) = re.findall(r'id="one">(.*?)</script>', written)
+    assert json.loads(data)["layout"]["title"]["text"] == "</script><script>alert(1)</script>"
+
+
+def test_tiles_show_how_much_and_of_what() -> None:
+    assert re.search(r"<b>1 &lt; 2</b><span>a &amp; b</span>", tiles([("a & b", "1 < 2")]))
 
 
 @pytest.fixture

@@ -22,6 +22,8 @@ import pytest
 from ultrascale import Cluster, Job, Layout, Model, Plan, estimate
 
 pytest.importorskip("nicegui")
+from ultrascale.studio.runs import names
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
@@ -111,11 +113,15 @@ def test_every_page_answers_and_strangers_do_not_get_in(address: str) -> None:
         urllib.request.urlopen(request, timeout=10)
 
 
-def test_only_the_folder_it_was_given_is_read(address: str) -> None:
+def test_only_the_folder_it_was_given_is_read(address: str, place: Path) -> None:
+    assert (place / "runs" / "link" / "plan.yaml").is_file()
+    assert names(place / "runs") == ["first"], "neither a neighbour nor a link that leads to one"
+    assert names(place / "nowhere") == []
     with urllib.request.urlopen(f"{address}/runs?run=../outside|link|first", timeout=30) as answer:
         page = answer.read().decode()
-    assert "first" in page
-    assert "outside" not in page.replace("../outside|link|first", "")
+    assert "first: 1 steps" in page
+    assert "outside: " not in page
+    assert "link: " not in page
 
 
 def test_a_taken_port_is_refused(address: str, place: Path) -> None:
