@@ -74,7 +74,9 @@ def test_what_leads_out_of_the_documents_is_named_on_the_site(site):
 
 
 def test_pictures_are_those_that_the_code_draws(tmp_path):
-    subprocess.run([sys.executable, ROOT / "tools" / "draw_docs.py", "-o", tmp_path], check=True, capture_output=True)
+    command = [sys.executable, ROOT / "tools" / "draw_docs.py", "-o", tmp_path]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
     drawn = {file.name: file.read_text(encoding="utf-8") for file in tmp_path.iterdir()}
     kept = {file.name: file.read_text(encoding="utf-8") for file in PICTURES.iterdir()}
     stale = sorted(name for name in drawn.keys() | kept.keys() if drawn.get(name) != kept.get(name))

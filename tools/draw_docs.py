@@ -14,7 +14,8 @@ from draw_shapes import context_masks, pipeline
 from svg import Bar, stacked
 from ultrascale import Estimate, Layout, estimate
 from ultrascale.figures import style
-from ultrascale.figures.time import COMPUTING, EXCHANGE
+from ultrascale.figures.time import EXCHANGE
+from ultrascale.measure.compare import TIMES
 from ultrascale.specs.estimate import CAUSES, OWNERS
 from ultrascale.specs.units import GIB
 
@@ -80,12 +81,13 @@ def zero_stages() -> str:
 
 def time_parts(found: Estimate, attention_apart: bool = False) -> dict[str, float]:
     """Seconds of a step in groups of causes."""
-    computing = [cause for cause in COMPUTING if not (attention_apart and cause == "attention_s")]
-    rest = [cause for cause in CAUSES if cause not in (*COMPUTING, *EXCHANGE)]
+    causes = TIMES["computing"][1]
+    computing = [cause for cause in causes if not (attention_apart and cause == "attention_s")]
+    rest = [cause for cause in CAUSES if cause not in (*causes, *EXCHANGE)]
     groups = {"computing": computing, "exchange that nothing hides": EXCHANGE, "bubble, optimizer, host": rest}
     if attention_apart:
         groups = {"attention": ["attention_s"], **groups}
-    return {name: sum(getattr(found.time, cause) for cause in causes) for name, causes in groups.items()}
+    return {name: sum(getattr(found.time, cause) for cause in group) for name, group in groups.items()}
 
 
 TIME_COLOURS = {
