@@ -1,7 +1,7 @@
 """How well six runs predict twenty others: `python benchmarks/calibration.py [data/calibration/h200.jsonl]`.
 
-Reads runs as benchmarks/gpu/calibration.py gathers them, calibrates on those it marked for that, and prints every run beside
-what was predicted before, with what `ultrascale bench hardware` measures in ten seconds, and after. No GPU is needed.
+Reads runs as benchmarks/gpu/calibration_runs.py gathers them, calibrates on those it marked for that, and prints every run
+beside what was predicted before, with what `ultrascale bench hardware` measures in ten seconds, and after. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def _predicted(base: Base, found: Calibration, run: Seen, fitted: bool) -> Predi
     before, after = (estimate(base.job(run.job, each), run.layout) for each in (old, new))
     held = memory.held(base, run)
     assert held is not None  # runs' folders tell it
-    peaks = (memory.peak_bytes(held, each) / held.measured - 1 for each in (old, new))
-    times = (one.step_time_s / run.step_s - 1 for one in (before, after))
+    peaks = [memory.peak_bytes(held, each) / held.measured - 1 for each in (old, new)]
+    times = [one.step_time_s / run.step_s - 1 for one in (before, after)]
     waits = 0.0 if new.synchronous else after.time.launch_s / after.step_time_s  # a CPU is its own host
-    return Predicted(run, fitted, *times, *peaks, waits)  # type: ignore[misc]
+    return Predicted(run, fitted, times[0], times[1], peaks[0], peaks[1], waits)
 
 
 def show(path: Path) -> None:

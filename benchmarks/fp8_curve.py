@@ -139,8 +139,8 @@ def draw(curves: Curves, title: str) -> str:
             shown = [max(-2 * BOUND, min(2 * BOUND, one)) for one in apart(curves, name, plain)]
             parts.append(line(list(zip(across, map(below, shown), strict=True)), colour))
     steps = [WINDOW, (WINDOW + len(curves[plain])) // 2, len(curves[plain])]
-    for step, x in zip(steps, (LEFT, (LEFT + RIGHT) / 2, RIGHT), strict=True):
-        parts.append(f'<text x="{x}" y="{BASE + 14}" text-anchor="middle">step {step}</text>')
+    for step, at in zip(steps, (LEFT, (LEFT + RIGHT) / 2, RIGHT), strict=True):
+        parts.append(f'<text x="{at}" y="{BASE + 14}" text-anchor="middle">step {step}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

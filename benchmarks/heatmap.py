@@ -25,7 +25,8 @@ from ultrascale import Layout, Model, estimate, plan
 from ultrascale.measure.runs import Run, read
 
 HERE = Path(__file__).parent
-SWEPT = {"fix": ["schedule=1f1b", "recompute=none"], "forbid": ["cp", "keep_gathered", "zero_shards", "zero=2", "zero=3"]}
+FIXED = ("schedule=1f1b", "recompute=none")
+FORBIDDEN = ("cp", "keep_gathered", "zero_shards", "zero=2", "zero=3")
 NEAR = 3  # places of our ranking in which the sweep's best is looked for
 FIGURES = "| what | figure |"
 LINE = "| nanotron's heat map: printed layouts among our first three (`python benchmarks/heatmap.py`) |"
@@ -69,7 +70,7 @@ def cell(run: Run, sweep: list[dict[str, str]]) -> Cell:
     assert run.layout is not None
     model, seq = run.job.model, run.job.seq
     speed: dict[Cut, float] = {}
-    for one in plan(run.job, top=400, explain=False, **SWEPT).plans:
+    for one in plan(run.job, top=400, explain=False, fix=FIXED, forbid=FORBIDDEN).plans:
         speed[cut(one.layout)] = max(speed.get(cut(one.layout), 0.0), one.estimate.tokens_per_s_per_gpu)
     by_map = {key: value * credited_flops(model, seq, key[2]) for key, value in speed.items()}
     runs = []

@@ -62,8 +62,8 @@ def installed_megabytes() -> float:
     with tempfile.TemporaryDirectory() as folder:
         environment = Path(folder) / "venv"
         subprocess.run([sys.executable, "-m", "venv", environment], check=True)
-        pip = [environment / "bin" / "python", "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt"]
-        subprocess.run([*pip, ROOT], check=True)
+        pip = [str(environment / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+        subprocess.run([*pip, "--constraint", ROOT / "constraints.txt", ROOT], check=True)
         names = {path.name.lower() for path in (environment / "lib").glob("python*/site-packages/*")}
         if "torch" in names:
             raise SystemExit("the base install pulled torch in")

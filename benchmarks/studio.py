@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from playwright.sync_api import sync_playwright
@@ -59,13 +60,13 @@ def main() -> None:
                 page.wait_for_selector("table tbody tr:has-text('mbs')", timeout=120_000)
                 page.wait_for_selector(".main-svg")
                 time.sleep(2)
-                seq = changed_s(page, ROW, lambda page=page: page.get_by_label("Sequence (tokens)").fill("4k"))
+                seq = changed_s(page, ROW, partial(page.get_by_label("Sequence (tokens)").fill, "4k"))
                 time.sleep(2)
-                fix = changed_s(page, ROW, lambda page=page: page.get_by_label("Fix, such as tp=8,zero=1").fill("pp=4"))
+                fix = changed_s(page, ROW, partial(page.get_by_label("Fix, such as tp=8,zero=1").fill, "pp=4"))
                 time.sleep(2)
                 slider = page.get_by_role("slider", name="mbs").locator("[tabindex='0']")
                 slider.focus()
-                moved = changed_s(page, VERDICT, lambda slider=slider: slider.press("ArrowRight"))
+                moved = changed_s(page, VERDICT, partial(slider.press, "ArrowRight"))
                 table.add_row(question.replace("&", " "), *(f"{value:.2f}" for value in (seq, fix, moved)))
                 page.close()
             browser.close()

@@ -18,6 +18,7 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -51,7 +52,7 @@ def weights(runs: list[Run]) -> np.ndarray:
     configurations = [(source_group(run), str(run.job), str(run.layout)) for run in runs]
     repeats, sizes = Counter(configurations), Counter(source_group(run) for run in runs)
     votes = [1 / repeats[key] / sizes[key[0]] ** 0.4 for key in configurations]
-    return np.asarray(votes) / np.mean(votes)
+    return np.asarray(votes / np.mean(votes))
 
 
 def solve(jacobian: np.ndarray, residual: np.ndarray, weight: np.ndarray, theta: np.ndarray) -> np.ndarray:
@@ -100,7 +101,7 @@ def main() -> None:
         return adjusted(run.job, left_out[source_group(run)])
 
     LEFT_OUT.write_text(json.dumps({"fitted_by": "tools/fit_constants.py", "multipliers": left_out}, indent=1) + "\n")
-    residuals = []
+    residuals: list[dict[str, Any]] = []
     for one in score(runs, without_its_source):  # type: ignore[arg-type]
         if one.ratio is None or one.run.job is None:
             continue

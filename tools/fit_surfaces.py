@@ -80,7 +80,7 @@ def solve(
     root = np.sqrt(weight)
 
     def residual(x: np.ndarray) -> np.ndarray:
-        return root * np.log(predict(dict(zip(names, np.exp(x), strict=True))) / measured)
+        return np.asarray(root * np.log(predict(dict(zip(names, np.exp(x), strict=True))) / measured))
 
     found = least_squares(residual, start, bounds=(low, high), loss="soft_l1", f_scale=0.05, max_nfev=100)
     return float(found.cost), {name: float(f"{value:.5g}") for name, value in zip(names, np.exp(found.x), strict=True)}
@@ -88,7 +88,7 @@ def solve(
 
 def training_rows(table: pd.DataFrame) -> np.ndarray:
     """The part of the table that training uses."""
-    return ((table.m >= 2048) & (table.n >= 1024) & (table.k >= 1024)).to_numpy()
+    return np.asarray((table.m >= 2048) & (table.n >= 1024) & (table.k >= 1024))
 
 
 def gemm_surface(gpu: str, dtype: str, coefficients: Coefficients, **known: Any) -> Surface:

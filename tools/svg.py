@@ -110,7 +110,7 @@ def _levels(sheet: Sheet, base: float, top: float, unit: str) -> None:
 
 
 def _round_step(rough: float) -> float:
-    power = 10 ** math.floor(math.log10(rough))
+    power = 10.0 ** math.floor(math.log10(rough))
     return next(power * nice for nice in (1, 2, 5, 10) if power * nice >= rough)
 
 

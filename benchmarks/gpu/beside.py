@@ -13,12 +13,14 @@ import importlib.util
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from step import MBS, MODELS, SEQ, WARM_UP, machine, measure
+from step import MBS, MODELS, SEQ, WARM_UP, Numbers, machine, measure
 
 from ultrascale import Model
 from ultrascale.parallel import local
@@ -35,7 +37,7 @@ class Turn:
 
 
 def ours(name: str, mbs: int, steps: int) -> Turn:
-    row, _, gpu = measure(name, mbs, "none", "all", steps, profiled=False)
+    row, _, gpu = measure(name, mbs, "none", "all", Numbers(), steps, profiled=False)
     return Turn("ultrascale", row.step_ms, row.tokens_per_s, row.allocated_gib, gpu)
 
 
@@ -89,7 +91,7 @@ def torchtitan(name: str, mbs: int, steps: int) -> Turn:
     return Turn("torchtitan", each_s * 1e3, mbs * SEQ / each_s, peak, torch.cuda.get_device_name())
 
 
-def _arguments(model: Model, kind: type) -> object:
+def _arguments(model: Model, kind: Callable[..., Any]) -> Any:
     """torchtitan writes a layer's width as a multiple of two thirds of four times the hidden size, rounded up."""
     multiplier = model.ffn / int(8 * model.hidden / 3)
     return kind(

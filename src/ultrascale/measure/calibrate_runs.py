@@ -81,7 +81,7 @@ def _folder(path: Path) -> Seen:
 
 
 def _gathered(path: Path) -> Iterator[Seen]:
-    """Runs in a file, a line of JSON each, as benchmarks/gpu/calibration.py writes them."""
+    """Runs in a file, a line of JSON each, as benchmarks/gpu/calibration_runs.py writes them."""
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
             data: dict[str, Any] = json.loads(line)

@@ -1,4 +1,4 @@
-"""Runs to calibrate with and runs to judge it by: `python benchmarks/gpu/calibration.py --out runs/calibration [--limit 440]`.
+"""Runs to calibrate with and to judge by: `python benchmarks/gpu/calibration_runs.py --out runs/calibration [--limit 440]`.
 
 Six runs are chosen to tell constants apart, twenty others are drawn at random (models of 0.1 to 3 billion parameters,
 micro-batches, accumulation, recomputation, sequence lengths), all before any was measured. Each is `ultrascale train` in a
