@@ -43,6 +43,7 @@ def test_a_plan_in_one_file(plan: Plan) -> None:
         "schedule",
         "front",
         "scaling",
+        "heat-map",
     }
     for _, data in figures:
         assert json.loads(data)["data"]

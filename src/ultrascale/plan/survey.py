@@ -21,6 +21,7 @@ from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 from ultrascale.specs.units import GIB
+from ultrascale.specs.validate import build
 
 Say = Callable[[str], None]
 SEQUENCES = 4  # a GPU, in scaling curves: enough to fill a pipeline, few enough to show what exchange costs
@@ -52,14 +53,27 @@ def heat_map(
         for count in nodes:
             say(f"{model.name} on {count} nodes")
             gpus = count * cluster.gpus_per_node
-            asked = Job(model=model, cluster=cluster.resized(gpus), seq=seq, batch_tokens=batch_tokens, **job)
+            values = {"model": model, "cluster": cluster.resized(gpus), "seq": seq, "batch_tokens": batch_tokens, **job}
             try:
-                found = search(asked, top=1, explain=False).plans
-            except SpecError:  # the batch cannot be cut over so many GPUs
+                found = search(build(Job, values, "job"), top=1, explain=False).plans
+            except SpecError:  # the batch cannot be cut over so many GPUs, or a sequence is longer than the model's positions
                 found = ()
             layout, predicted = (found[0].layout, found[0].estimate) if found else (None, None)
             cells.append(Cell(model.name, count, gpus, layout, predicted))
     return tuple(cells)
+
+
+def beside(job: Job, say: Say = lambda _: None) -> tuple[Cell, ...]:
+    """The heat map about a job: its model between one half its size or smaller and one twice it or larger, on a quarter of its
+    nodes to four times as many."""
+    own, here = job.model, job.cluster.nodes
+    alike = (one for one in Model.presets().values() if (one.moe is None, one.positions) == (own.moe is None, own.positions))
+    others = sorted(alike, key=lambda model: model.parameters)
+    smaller = [model for model in others if 2 * model.parameters <= own.parameters][-1:]
+    larger = [model for model in others if model.parameters >= 2 * own.parameters][:1]
+    nodes = sorted({max(1, here // 4), max(1, here // 2), here, 2 * here, 4 * here})
+    rest = {name: value for name, value in job if name not in ("model", "cluster", "seq", "batch_tokens")}
+    return heat_map([*smaller, own, *larger], job.cluster, nodes, job.seq, job.batch_tokens, say, **rest)
 
 
 @dataclass(frozen=True)

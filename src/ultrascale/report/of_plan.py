@@ -43,6 +43,9 @@ def plan_sections(plan: Plan, say: Say) -> Iterator[Section]:
         yield Section("Pipeline", (chart(pipeline.schedule(plan), "schedule"),))
     say("looking at what else could be chosen")
     yield Section("Other layouts", tuple(_others(plan)))
+    if plan.job.cluster.gpus > 1 and knows_peak(plan.job):
+        cells = survey.beside(plan.job, lambda cell: say(f"looking for the best layout of {cell}"))
+        yield Section("Other sizes", (chart(choice.heat_map(cells, plan.job.cluster.gpu.name), "heat-map"),))
     yield Section("Cheat-sheet", tuple(_cheatsheet(plan)))
     yield Section("Assumed", (bullets(found.notes), _range(plan), details("plan.yaml", to_yaml(plan.to_mapping()))))
 

@@ -1,0 +1,38 @@
+"""The heat map about a job: its own cell is its own plan, its neighbours are of its kind, what cannot be asked is no plan."""
+
+from __future__ import annotations
+
+from ultrascale import Cluster, Job, Model
+from ultrascale.plan import plan
+from ultrascale.plan.survey import beside
+
+
+def asked(model: str, cluster: str, **fields: object) -> Job:
+    values = {"seq": 2048, "batch_tokens": 2**17, **fields}
+    return Job(model=Model.load(model), cluster=Cluster.load(cluster), **values)  # type: ignore[arg-type]
+
+
+def test_the_map_about_a_job_holds_its_own_plan() -> None:
+    job = asked("llama-3.2-1b", "16xh100", precision="fp8", optimizer="sgd")
+    said: list[str] = []
+    cells = beside(job, said.append)
+    assert sorted({cell.nodes for cell in cells}) == [1, 2, 4, 8]
+    smaller, own, larger = dict.fromkeys(cell.model for cell in cells)
+    sizes = [Model.load(name).parameters for name in (smaller, own, larger)]
+    assert own == "llama-3.2-1b"
+    assert 2 * sizes[0] <= sizes[1] <= sizes[2] / 2
+    best = plan(job, top=1).plans[0]
+    (here,) = [cell for cell in cells if (cell.model, cell.nodes) == (own, 2)]
+    assert (here.layout, here.estimate) == (best.layout, best.estimate)
+    assert len(said) == len(cells) == 12
+
+
+def test_neighbours_are_of_the_jobs_kind() -> None:
+    cells = beside(asked("mixtral-8x7b", "8xh100"))
+    assert all(Model.load(cell.model).moe for cell in cells)
+
+
+def test_a_neighbour_with_too_few_positions_has_no_plan() -> None:
+    long = Model.load("gpt3-2.7b").model_copy(update={"name": "gpt-long", "max_positions": 8192})
+    cells = beside(asked("gpt3-2.7b", "8xh100").changed(model=long, seq=8192))
+    assert {cell.model for cell in cells if cell.layout} == {"gpt-long"}
