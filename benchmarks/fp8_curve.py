@@ -11,8 +11,10 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -35,8 +37,17 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, MIDDLE, BASE = 800, 520, 60, 780, 40, 300, 480
 Curves = Mapping[str, Sequence[float]]
 
 
-def train(precision: str, scaling: str, options: argparse.Namespace, rate: float = 1.0) -> list[float]:
-    """The loss of every step, the mean over seeds, in a process of its own; `rate` times the learning rate."""
+class Run(NamedTuple):
+    """One of the curves; `rate` times the learning rate."""
+
+    name: str
+    precision: str
+    scaling: str = "tensor"
+    rate: float = 1.0
+
+
+def train(run: Run, seed: int, options: argparse.Namespace) -> list[float]:
+    """The loss of every step, in a process of its own."""
 
     def rank(_: int, __: int, ___: str) -> list[float]:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,25 +61,22 @@ def train(precision: str, scaling: str, options: argparse.Namespace, rate: float
             vocab=256,
         )
         # Rows and blocks would be compiled, which takes longer than so few small steps do.
-        kernels = "fused" if scaling == "tensor" else "eager"
+        kernels = "fused" if run.scaling == "tensor" else "eager"
         tokens = options.batch * options.seq
-        job = Job(model=model, cluster=Cluster.load("1xh200"), seq=options.seq, batch_tokens=tokens, precision=precision)
-        runs = []
-        for seed in range(options.seeds):
-            training = Training(
-                steps=options.steps,
-                lr=rate * options.lr,
-                warmup_steps=options.warmup,
-                seed=seed,
-                data="stdlib",
-                fp8_scaling=scaling,
-                fp8_keep=options.keep,
-                kernels=kernels,
-            )
-            batches = Batches(corpus(training, model.vocab), job.seq, options.batch, training.seed)
-            engine = Engine(job, Mesh.build(Layout(mbs=options.batch), model.kv_heads, 0, device), training, batches)
-            runs.append([engine.step(number).loss for number in range(options.steps)])
-        return [sum(losses) / len(losses) for losses in zip(*runs, strict=True)]
+        job = Job(model=model, cluster=Cluster.load("1xh200"), seq=options.seq, batch_tokens=tokens, precision=run.precision)
+        training = Training(
+            steps=options.steps,
+            lr=run.rate * options.lr,
+            warmup_steps=options.warmup,
+            seed=seed,
+            data="stdlib",
+            fp8_scaling=run.scaling,
+            fp8_keep=options.keep,
+            kernels=kernels,
+        )
+        batches = Batches(corpus(training, model.vocab), job.seq, options.batch, training.seed)
+        engine = Engine(job, Mesh.build(Layout(mbs=options.batch), model.kv_heads, 0, device), training, batches)
+        return [engine.step(number).loss for number in range(options.steps)]
 
     (losses,) = local.run(rank, 1)
     return list(losses)
@@ -161,18 +169,23 @@ def main() -> None:
     options = parser.parse_args()
     gpus = gpu_names()  # asked for without CUDA, which must not be touched before the processes are forked
     wide = "bf16" if gpus else "fp32"
-    curves = {wide: train(wide, "tensor", options)}
-    for scaling in options.scalings:
-        curves[f"fp8 by {scaling}"] = train("fp8", scaling, options)
+    runs = [Run(wide, wide), *(Run(f"fp8 by {scaling}", "fp8", scaling) for scaling in options.scalings)]
     if options.control:
-        curves[f"{wide}, rate · 1.00001"] = train(wide, "tensor", options, rate=1.00001)
+        runs.append(Run(f"{wide}, rate · 1.00001", wide, rate=1.00001))
     where = gpus[0] if gpus else "CPU"
     size = f"{options.layers} × {options.hidden}, {options.batch} × {options.seq} bytes a step, keep {options.keep}"
-    size += f", mean of {options.seeds} seeds" if options.seeds > 1 else ""
-    title = f"{where} · torch {torch.__version__} · {datetime.date.today()} · {size}"
-    show(curves, title)
-    options.output.write_text(draw(curves, title), encoding="utf-8")
-    options.output.with_suffix(".json").write_text(json.dumps(curves), encoding="utf-8")
+    seen: dict[str, list[list[float]]] = {run.name: [] for run in runs}
+    for seed in range(options.seeds):  # what is there is shown and written after each: a run that is cut off has told something
+        for run in runs:
+            began = time.monotonic()
+            seen[run.name].append(train(run, seed, options))
+            print(f"seed {seed}, {run.name}: {options.steps} steps in {time.monotonic() - began:.0f} s", flush=True)
+        curves = {name: [sum(losses) / len(losses) for losses in zip(*each, strict=True)] for name, each in seen.items()}
+        title = f"{where} · torch {torch.__version__} · {datetime.date.today()} · {size}"
+        title += f", mean of {seed + 1} seeds" if seed else ""
+        show(curves, title)
+        options.output.write_text(draw(curves, title), encoding="utf-8")
+        options.output.with_suffix(".json").write_text(json.dumps(curves), encoding="utf-8")
     print(f"wrote {options.output}")
 
 
