@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ultrascale.cost.estimate import estimate
-from ultrascale.measure import calibrate_memory as memory
-from ultrascale.measure.calibrate import Calibration, calibrate
-from ultrascale.measure.calibrate_constants import Base
-from ultrascale.measure.calibrate_runs import Seen, load
+from ultrascale.measure.calibrate import memory
+from ultrascale.measure.calibrate.calibration import Calibration, calibrate
+from ultrascale.measure.calibrate.constants import Base
+from ultrascale.measure.calibrate.runs import Seen, load
 from ultrascale.show.calibrate import summary
 
 DATA = Path(__file__).resolve().parent.parent / "data" / "calibration" / "h200.jsonl"

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ultrascale import Layout, Model, estimate, plan
-from ultrascale.measure.runs import Run, read
+from ultrascale.measure.accuracy.runs import Run, read
 
 HERE = Path(__file__).parent
 FIXED = ("schedule=1f1b", "recompute=none")

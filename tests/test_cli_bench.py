@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from conftest import Run
-from ultrascale.measure import kernels_timed, ladders
-from ultrascale.measure.kernels import Report, Row
-from ultrascale.measure.ladders import Figures, Here, Ladder, Rung
+from ultrascale.measure.bench import kernels_timed, ladders
+from ultrascale.measure.bench.kernels import Report, Row
+from ultrascale.measure.bench.ladders import Figures, Here, Ladder, Rung
 from ultrascale.train import machine
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from conftest import Run
-from ultrascale.measure import hardware
-from ultrascale.measure.hardware import Product, Seen
+from ultrascale.measure.bench import hardware
+from ultrascale.measure.bench.hardware import Product, Seen
 from ultrascale.parallel import local
 from ultrascale.specs.cluster import Cluster
 from ultrascale.train import launch, machine

@@ -4,7 +4,7 @@ python tools/fit_constants.py data/published.csv [--rounds 2]
 
 Gauss-Newton on the logarithm of tokens/s, with a prior on every constant (its own figure, give or take `spread`), so that a
 constant moves only as far as many runs pull it. Prints what moved; writes, for every source, the multipliers fitted without it
-and the residuals of its rows under those (src/ultrascale/measure/left_out.json), from which `ultrascale accuracy` reports
+and the residuals of its rows under those (measure/accuracy/left_out.json), from which `ultrascale accuracy` reports
 leave-one-source-out errors and every Estimate takes its range. New values for the constants themselves are set by hand, in
 cost/hardware.py, specs/efficiency.py and specs/presets/frameworks.yaml, where their sources stand.
 """
@@ -24,12 +24,12 @@ import numpy as np
 
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.legality import problem
-from ultrascale.measure.accuracy import measured_rate, score, source_group
-from ultrascale.measure.left_out import FITTED, adjusted, current
-from ultrascale.measure.runs import Run, read
+from ultrascale.measure.accuracy.left_out import FITTED, adjusted, current
+from ultrascale.measure.accuracy.runs import Run, read
+from ultrascale.measure.accuracy.scores import measured_rate, score, source_group
 
 ROOT = Path(__file__).resolve().parent.parent
-LEFT_OUT = ROOT / "src" / "ultrascale" / "measure" / "left_out.json"
+LEFT_OUT = ROOT / "src" / "ultrascale" / "measure" / "accuracy" / "left_out.json"
 RESIDUALS = ROOT / "src" / "ultrascale" / "cost" / "surfaces" / "residuals.json"
 STEP = 0.08  # for the derivative of log tokens/s by the logarithm of a constant
 NOISE = 0.07  # same-configuration spread of published runs, doubled: what the model is not asked to explain

@@ -25,7 +25,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # processes that wa
 
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.fused import why_not
-from ultrascale.measure import hardware
+from ultrascale.measure.bench import hardware
 from ultrascale.parallel import local
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError

@@ -8,7 +8,7 @@ from ultrascale import Cluster, Job, Layout, Model, Plan, SpecError, estimate, p
 from ultrascale.cost.timeline import simulated
 from ultrascale.figures import choice, evidence, memory, pipeline, style, time
 from ultrascale.measure import compare
-from ultrascale.measure.trace_view import Exchange, View
+from ultrascale.measure.trace.view import Exchange, View
 from ultrascale.plan import survey
 from ultrascale.plan.reasons import neighbours
 from ultrascale.schedules.actions import Kind

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ultrascale.measure.accuracy import Scored
-from ultrascale.measure.runs import Run, read_row
+from ultrascale.measure.accuracy.runs import Run, read_row
+from ultrascale.measure.accuracy.scores import Scored
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "data" / "published.csv"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ultrascale.measure.rehearse import rehearse_rank
-from ultrascale.measure.rehearse_asked import engine_of
-from ultrascale.measure.rehearse_compare import Term, compared, prediction
+from ultrascale.measure.rehearse.asked import engine_of
+from ultrascale.measure.rehearse.compare import Term, compared, prediction
+from ultrascale.measure.rehearse.rehearsal import rehearse_rank
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout

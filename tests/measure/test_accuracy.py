@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from made_rows import PUBLISHED, run, scored
 
-from ultrascale.measure import accuracy
-from ultrascale.measure.accuracy import Scored
-from ultrascale.measure.runs import read
+from ultrascale.measure.accuracy import scores as accuracy
+from ultrascale.measure.accuracy.runs import read
+from ultrascale.measure.accuracy.scores import Scored
 from ultrascale.show.accuracy import as_json, headline, markdown, summary
 from ultrascale.specs.units import GIB
 

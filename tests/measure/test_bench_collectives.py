@@ -13,8 +13,8 @@ import pytest
 from conftest import Run
 from ultrascale.cost.collectives import collective_time_s
 from ultrascale.cost.hardware import Machine
-from ultrascale.measure import collectives, collectives_timed
-from ultrascale.measure.collectives import Missing, Point, Report
+from ultrascale.measure.bench import collectives, collectives_timed
+from ultrascale.measure.bench.collectives import Missing, Point, Report
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.job import Job

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from ultrascale.cost.estimate import estimate
-from ultrascale.measure import layouts
-from ultrascale.measure.layouts import Asked
-from ultrascale.measure.layouts_run import Sweep
-from ultrascale.measure.layouts_study import Study
-from ultrascale.measure.trial import Failed
+from ultrascale.measure.bench import layouts
+from ultrascale.measure.bench.layouts import Asked
+from ultrascale.measure.bench.layouts_run import Sweep
+from ultrascale.measure.bench.layouts_study import Study
+from ultrascale.measure.bench.trial import Failed
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.job import Job

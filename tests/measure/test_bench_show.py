@@ -12,11 +12,11 @@ from rich.console import Console
 
 from conftest import Run
 from ultrascale.cost.estimate import estimate
-from ultrascale.measure import collectives_timed, hardware, layouts, trial
-from ultrascale.measure.collectives import Point, Report
-from ultrascale.measure.layouts import Asked
-from ultrascale.measure.layouts_run import Progress, Row, verdict
-from ultrascale.measure.layouts_study import Record
+from ultrascale.measure.bench import collectives_timed, hardware, layouts, trial
+from ultrascale.measure.bench.collectives import Point, Report
+from ultrascale.measure.bench.layouts import Asked
+from ultrascale.measure.bench.layouts_run import Progress, Row, verdict
+from ultrascale.measure.bench.layouts_study import Record
 from ultrascale.show import bench_layouts as show
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job

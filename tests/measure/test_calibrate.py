@@ -14,10 +14,10 @@ from rich.console import Console
 
 from conftest import Run
 from ultrascale import Cluster, Job, Layout, Model, estimate
-from ultrascale.measure import calibrate_memory as memory
-from ultrascale.measure.calibrate import Calibration, Judged, Verdict, _better, calibrate
-from ultrascale.measure.calibrate_constants import Base
-from ultrascale.measure.calibrate_runs import Seen, _one_machine, load
+from ultrascale.measure.calibrate import memory
+from ultrascale.measure.calibrate.calibration import Calibration, Judged, Verdict, _better, calibrate
+from ultrascale.measure.calibrate.constants import Base
+from ultrascale.measure.calibrate.runs import Seen, _one_machine, load
 from ultrascale.show.calibrate import show_calibration
 from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.errors import SpecError

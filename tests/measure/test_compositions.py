@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ultrascale.measure.compositions import compositions, spread
-from ultrascale.measure.small import reduced
+from ultrascale.measure.verify.compositions import compositions, spread
+from ultrascale.measure.verify.small import reduced
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job

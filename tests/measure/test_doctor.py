@@ -14,11 +14,12 @@ import pytest
 from rich.console import Console
 
 from ultrascale.cost.estimate import estimate
-from ultrascale.measure import doctor, facts, nvidia
-from ultrascale.measure.doctor import Finding, machine_findings
-from ultrascale.measure.doctor_plan import plan_findings
-from ultrascale.measure.facts import Disk, Facts
-from ultrascale.measure.nvidia import GPUFact
+from ultrascale.measure.doctor import facts, nvidia
+from ultrascale.measure.doctor import findings as doctor
+from ultrascale.measure.doctor.facts import Disk, Facts
+from ultrascale.measure.doctor.findings import Finding, machine_findings
+from ultrascale.measure.doctor.nvidia import GPUFact
+from ultrascale.measure.doctor.plan import plan_findings
 from ultrascale.show import doctor as show
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job

@@ -8,8 +8,8 @@ import pytest
 from ultrascale.cost import attention
 from ultrascale.cost.columns import Columns
 from ultrascale.cost.hardware import Machine
-from ultrascale.measure import hardware
-from ultrascale.measure.hardware import Product, Seen
+from ultrascale.measure.bench import hardware
+from ultrascale.measure.bench.hardware import Product, Seen
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from made_rows import PUBLISHED
 
-from ultrascale.measure.runs import read
+from ultrascale.measure.accuracy.runs import read
 
 RECORD = Path(__file__).resolve().parents[2] / "docs" / "accuracy.md"
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ultrascale.kernels import fused
-from ultrascale.measure import kernels_block, kernels_step, kernels_timed
-from ultrascale.measure.kernels import Shape
+from ultrascale.measure.bench import kernels_block, kernels_step, kernels_timed
+from ultrascale.measure.bench.kernels import Shape
 from ultrascale.specs.model import Model
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton does not interpret")

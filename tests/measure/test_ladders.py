@@ -10,10 +10,10 @@ import pytest
 from rich.console import Console
 
 from ultrascale.cost.estimate import estimate
-from ultrascale.measure import ladders, trial
-from ultrascale.measure.ladders import Figures, Here, Ladder, Rung
-from ultrascale.measure.ladders_rungs import LADDERS, planned
-from ultrascale.measure.trial import Failed
+from ultrascale.measure.bench import ladders, trial
+from ultrascale.measure.bench.ladders import Figures, Here, Ladder, Rung
+from ultrascale.measure.bench.ladders_rungs import LADDERS, planned
+from ultrascale.measure.bench.trial import Failed
 from ultrascale.show import bench_ladders as show
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError

@@ -12,9 +12,9 @@ from made_rows import PUBLISHED
 
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.legality import problem
-from ultrascale.measure.accuracy import measured_rate, source_group
-from ultrascale.measure.left_out import FITTED, adjusted, current, table
-from ultrascale.measure.runs import read
+from ultrascale.measure.accuracy.left_out import FITTED, adjusted, current, table
+from ultrascale.measure.accuracy.runs import read
+from ultrascale.measure.accuracy.scores import measured_rate, source_group
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from ultrascale.cost.estimate import estimate
-from ultrascale.measure.rehearse import Rehearsal, rehearse, rehearse_rank
-from ultrascale.measure.rehearse_asked import check, engine_of, ranks_of
-from ultrascale.measure.rehearse_compare import whole_gradients
-from ultrascale.measure.rehearse_fake import QuickFakeTensorMode
-from ultrascale.measure.rehearse_repeat import Short, cut, shorten
-from ultrascale.measure.rehearse_world import even
+from ultrascale.measure.rehearse.asked import check, engine_of, ranks_of
+from ultrascale.measure.rehearse.compare import whole_gradients
+from ultrascale.measure.rehearse.fake import QuickFakeTensorMode
+from ultrascale.measure.rehearse.rehearsal import Rehearsal, rehearse, rehearse_rank
+from ultrascale.measure.rehearse.repeat import Short, cut, shorten
+from ultrascale.measure.rehearse.world import even
 from ultrascale.schedules import Kind, lint
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
@@ -105,7 +105,7 @@ def test_tensors_without_memory_tell_what_real_ones_do(fields: dict[str, Any]) -
 def test_few_micro_batches_tell_of_all(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     job, layout = asked(fields)
     few = rehearse_rank(job, layout, 0)
-    monkeypatch.setattr("ultrascale.measure.rehearse.shorten", lambda layout, _: Short(layout.gas))
+    monkeypatch.setattr("ultrascale.measure.rehearse.rehearsal.shorten", lambda layout, _: Short(layout.gas))
     every = rehearse_rank(job, layout, 0)
     assert few.microbatches < every.microbatches == layout.gas
     assert (few.flops, few.collectives, few.memory, few.peak) == (every.flops, every.collectives, every.memory, every.peak)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from made_rows import FULL, PUBLISHED, row, run, write
 
-from ultrascale.measure.accuracy import score
-from ultrascale.measure.engines import framework_of, gpu_kind
-from ultrascale.measure.runs import REQUIRED, Run, read, read_row
+from ultrascale.measure.accuracy.engines import framework_of, gpu_kind
+from ultrascale.measure.accuracy.runs import REQUIRED, Run, read, read_row
+from ultrascale.measure.accuracy.scores import score
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.gpu import GPU
 

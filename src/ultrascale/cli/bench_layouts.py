@@ -54,7 +54,7 @@ def layouts(
     A trial that runs out of memory, crashes, hangs or is killed is a row that says so. The same command goes on where it was
     ended: what is measured or has failed is not repeated.
     """
-    from ultrascale.measure import layouts as asking
+    from ultrascale.measure.bench import layouts as asking
     from ultrascale.show import bench_layouts as show
     from ultrascale.show.lines import progress, terminal
     from ultrascale.specs.errors import RunError, SpecError
@@ -68,9 +68,9 @@ def layouts(
     names, loaded = machine.gpu_names(), Plan.load(plan)
     base = asking.base_request(loaded, nproc, steps, len(names))
     asking.import_optuna()
-    from ultrascale.measure.layouts_run import Sweep, verdict
-    from ultrascale.measure.layouts_storage import ours
-    from ultrascale.measure.layouts_study import Study, study_name
+    from ultrascale.measure.bench.layouts_run import Sweep, verdict
+    from ultrascale.measure.bench.layouts_storage import ours
+    from ultrascale.measure.bench.layouts_study import Study, study_name
 
     folder = out or Path("runs") / f"layouts-{base.job.model.name}"
     address = storage or f"sqlite:///{folder / 'study.db'}"

@@ -13,7 +13,7 @@ from ultrascale.cli.bench import app as bench_verbs
 from ultrascale.cli.common import MEASURE, NO, JsonFileOption, JsonOption, PlanArgument, app, print_json, terminal, write_json
 
 if TYPE_CHECKING:
-    from ultrascale.measure.trace_analysis import Analysis
+    from ultrascale.measure.trace.analysis import Analysis
 
 
 @app.command(rich_help_panel=MEASURE)
@@ -57,8 +57,8 @@ def calibrate(
 
     Exit 1 if the constants that were there predict left-out runs better: then they stay, and nothing is written.
     """
-    from ultrascale.measure.calibrate import calibrate as calibrated
-    from ultrascale.measure.calibrate_runs import load
+    from ultrascale.measure.calibrate.calibration import calibrate as calibrated
+    from ultrascale.measure.calibrate.runs import load
     from ultrascale.show.calibrate import calibrate_json, show_calibration
     from ultrascale.show.lines import progress
 
@@ -91,7 +91,7 @@ def rehearse(
 
     [dim]ultrascale rehearse plan.yaml --stage all[/]
     """
-    from ultrascale.measure.rehearse_asked import check, ranks_of
+    from ultrascale.measure.rehearse.asked import check, ranks_of
     from ultrascale.show import rehearse as show
     from ultrascale.show.lines import progress
     from ultrascale.specs.plan import Plan
@@ -101,8 +101,8 @@ def rehearse(
     check(plan.job, plan.layout, device)
     ranks = ranks_of(plan.layout, rank, stage)
     launch.import_torch()
-    from ultrascale.measure import rehearse as measure
-    from ultrascale.measure.rehearse_compare import notes, prediction
+    from ultrascale.measure.rehearse import rehearsal as measure
+    from ultrascale.measure.rehearse.compare import notes, prediction
 
     with progress() as say:
         say(f"rehearsing {len(ranks)} of {plan.layout.gpus:,} ranks")
@@ -138,7 +138,7 @@ def profile(
     [dim]ultrascale profile plan.yaml --steps 5 -o runs/x[/]
     [dim]ultrascale profile --trace trace.json.gz --plan plan.yaml[/]
     """
-    from ultrascale.measure.profile_asked import check
+    from ultrascale.measure.profile.asked import check
     from ultrascale.show import profile as show
 
     check(words or [], trace or [], plan)
@@ -149,7 +149,7 @@ def profile(
 
 
 def _read(traces: list[Path], plan: Path | None) -> Analysis:
-    from ultrascale.measure import trace_analysis
+    from ultrascale.measure.trace import analysis as trace_analysis
     from ultrascale.show.lines import progress
     from ultrascale.specs.plan import Plan
 
@@ -161,7 +161,7 @@ def _read(traces: list[Path], plan: Path | None) -> Analysis:
 
 def _profiled(words: list[str], steps: int, nproc: int | None, out: Path | None) -> Analysis | None:
     """None on every rank of torchrun but the first."""
-    from ultrascale.measure import profile_asked
+    from ultrascale.measure.profile import asked as profile_asked
     from ultrascale.show.lines import progress
     from ultrascale.train import launch
     from ultrascale.train.log import batch_line
@@ -171,7 +171,7 @@ def _profiled(words: list[str], steps: int, nproc: int | None, out: Path | None)
     request = profile_asked.request(words, steps, mine.world if mine else nproc, launch.has_gpu())
     folder = out or Path("runs") / f"{request.job.model.name}-profile-{datetime.now():%Y%m%d-%H%M%S}"
     launch.import_torch()
-    from ultrascale.measure import profile as measure
+    from ultrascale.measure.profile import profiler as measure
 
     first = mine is None or mine.rank == 0
     if first:

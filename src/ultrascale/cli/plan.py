@@ -163,8 +163,8 @@ def explain(
 
 
 def _explain_row(file: Path, row: str, as_json: bool) -> None:
-    from ultrascale.measure.accuracy import score
-    from ultrascale.measure.runs import read
+    from ultrascale.measure.accuracy.runs import read
+    from ultrascale.measure.accuracy.scores import score
     from ultrascale.show import accuracy as show
     from ultrascale.specs.errors import SpecError, nearest
 
@@ -193,8 +193,8 @@ def accuracy(
 
     [dim]ultrascale accuracy data/published.csv --by gpu --worst 20[/]
     """
-    from ultrascale.measure import accuracy as measure
-    from ultrascale.measure.runs import read
+    from ultrascale.measure.accuracy import scores as measure
+    from ultrascale.measure.accuracy.runs import read
     from ultrascale.show import accuracy as show
     from ultrascale.show.lines import progress
     from ultrascale.specs.errors import SpecError, nearest

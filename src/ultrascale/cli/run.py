@@ -161,8 +161,8 @@ def verify(
     from ultrascale.train import launch
 
     launch.import_torch()
-    from ultrascale.measure import small
-    from ultrascale.measure import verify as measure
+    from ultrascale.measure.verify import check as measure
+    from ultrascale.measure.verify import small
 
     if (world is None) == (not words):
         raise SpecError("verify takes a plan or --world, one of them: try `ultrascale verify --world 4`")
@@ -231,9 +231,9 @@ def doctor(
 
     Exit 1 if something would stop the plan, or any run.
     """
-    from ultrascale.measure.doctor import machine_findings
-    from ultrascale.measure.doctor_plan import plan_findings
-    from ultrascale.measure.facts import gather
+    from ultrascale.measure.doctor.facts import gather
+    from ultrascale.measure.doctor.findings import machine_findings
+    from ultrascale.measure.doctor.plan import plan_findings
     from ultrascale.show import doctor as show
     from ultrascale.show.lines import progress
     from ultrascale.specs.plan import Plan

@@ -7,9 +7,9 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from ultrascale.figures import style
-from ultrascale.measure.accuracy import Scored
-from ultrascale.measure.intervals import Intervals, merged, within
-from ultrascale.measure.trace_view import View
+from ultrascale.measure.accuracy.scores import Scored
+from ultrascale.measure.trace.intervals import Intervals, merged, within
+from ultrascale.measure.trace.view import View
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

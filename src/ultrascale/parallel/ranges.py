@@ -1,7 +1,7 @@
 """Names for stretches of a step, which a profiler shows: what runs, for which stage and micro-batch, whose exchange it is.
 
 Nothing is named unless a profiler records, nor inside what torch.compile traces: there the name would break the graph.
-measure/trace_names.py reads the same names back.
+measure/trace/names.py reads the same names back.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from ultrascale import __version__
 from ultrascale.cost.uncertainty import time_range
-from ultrascale.measure import accuracy
-from ultrascale.measure.accuracy import Errors, Scored
+from ultrascale.measure.accuracy import scores as accuracy
+from ultrascale.measure.accuracy.scores import Errors, Scored
 from ultrascale.plan.reasons import CAUSE_WORDS
 from ultrascale.show.explain import memory_table, time_table
 from ultrascale.show.lines import bullets, heading

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ultrascale.measure.collectives import Fit, Point, Report
+from ultrascale.measure.bench.collectives import Fit, Point, Report
 from ultrascale.show.lines import labelled
 from ultrascale.specs.units import seconds
 

@@ -12,9 +12,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ultrascale.measure.layouts import Asked
-from ultrascale.measure.layouts_run import Progress, Row, Verdict
-from ultrascale.measure.trial import tensors_gib
+from ultrascale.measure.bench.layouts import Asked
+from ultrascale.measure.bench.layouts_run import Progress, Row, Verdict
+from ultrascale.measure.bench.trial import tensors_gib
 from ultrascale.show.lines import bullets, labelled, terminal
 
 STYLES = {"measured": "green", "running": "yellow", "stopped early": "cyan", "failed": "bold red", "waiting": "dim"}

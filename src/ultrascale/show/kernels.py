@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ultrascale.measure.kernels import WAYS, Report, Row
+from ultrascale.measure.bench.kernels import WAYS, Report, Row
 from ultrascale.show.lines import labelled
 
 STYLES = {"keep": "green", "slower": "bold red", "–": ""}

@@ -17,8 +17,8 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.units import GIB, seconds
 
 if TYPE_CHECKING:
-    from ultrascale.measure.rehearse import Rehearsal
-    from ultrascale.measure.rehearse_compare import Term
+    from ultrascale.measure.rehearse.compare import Term
+    from ultrascale.measure.rehearse.rehearsal import Rehearsal
 
 KERNELS_SHOWN = 12
 
@@ -26,7 +26,7 @@ KERNELS_SHOWN = 12
 def show(
     console: Console, job: Job, layout: Layout, predicted: Estimate, found: Sequence[Rehearsal], notes: Sequence[str]
 ) -> None:
-    from ultrascale.measure.rehearse_compare import compared
+    from ultrascale.measure.rehearse.compare import compared
 
     if len(found) > 1:
         console.print(_stages(job, layout, predicted, found))
@@ -37,7 +37,7 @@ def show(
 
 
 def _stages(job: Job, layout: Layout, predicted: Estimate, found: Sequence[Rehearsal]) -> Table:
-    from ultrascale.measure.rehearse_compare import compared
+    from ultrascale.measure.rehearse.compare import compared
 
     table = Table(title="one rank of each stage, tensors at its peak", title_justify="left", title_style="bold")
     for name in ("stage", "ranks", "layers", "predicted", "rehearsed", "difference"):
@@ -111,7 +111,7 @@ def _bytes(value: float) -> str:
 def as_json(
     job: Job, layout: Layout, predicted: Estimate, found: Sequence[Rehearsal], notes: Sequence[str], device: str
 ) -> dict[str, Any]:
-    from ultrascale.measure.rehearse_compare import compared
+    from ultrascale.measure.rehearse.compare import compared
 
     def terms(one: Rehearsal) -> list[dict[str, Any]]:
         return [

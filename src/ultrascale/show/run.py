@@ -12,7 +12,7 @@ from ultrascale.show.compare import show_terms
 from ultrascale.show.lines import labelled
 
 if TYPE_CHECKING:
-    from ultrascale.measure.verify import Difference
+    from ultrascale.measure.verify.check import Difference
     from ultrascale.train.launch import Run
 
 

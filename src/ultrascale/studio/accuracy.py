@@ -7,8 +7,8 @@ from pathlib import Path
 from nicegui import run, ui
 
 from ultrascale.figures import evidence
-from ultrascale.measure.accuracy import Scored, score
-from ultrascale.measure.runs import read
+from ultrascale.measure.accuracy.runs import read
+from ultrascale.measure.accuracy.scores import Scored, score
 from ultrascale.studio.ask import Ask
 from ultrascale.studio.frame import Chart, Frame, table
 

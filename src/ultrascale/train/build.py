@@ -87,7 +87,7 @@ def _chunk(
     reduce = torch.float32 if job.gradients == "fp32" or job.precision == "fp32" else compute
     sharded = layout.zero > 0 and mesh.shard.size > 1
     later = Later(used=any(action.kind is Kind.W for action in schedule.actions[mesh.pp.rank]))
-    # A rehearsal pretends that tensors have memory (measure/rehearse.py): those on the meta device need no such thing.
+    # A rehearsal pretends that tensors have memory (measure/rehearse/): those on the meta device need no such thing.
     with unset_fake_temporarily():
         with torch.device("meta"):
             module = Transformer(job.model, layers, embed=stage == 0, head=stage == schedule.stages - 1)

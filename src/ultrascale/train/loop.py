@@ -41,7 +41,7 @@ class Watch:
 
 
 class Observer:
-    """Who looks on while a rank steps. This one sees what every run tells of its memory; measure/profile.py sees more."""
+    """Who looks on while a rank steps. This one sees what every run tells of its memory; measure/profile/ sees more."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

@@ -1,0 +1,163 @@
+"""What a row says in words: the GPU, the engine and the precision that its texts name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ultrascale.measure.accuracy.cells import Unmodelled
+from ultrascale.specs.errors import nearest
+from ultrascale.specs.framework import Framework
+from ultrascale.specs.gpu import GPU
+from ultrascale.specs.validate import build
+
+# torchtune's ladder is cumulative: from its chunked loss on, every rung has it.
+LATER_RUNGS = ("chunked", "checkpointing", "backward", "offload")
+
+
+def gpu_kind(text: str, assumptions: list[str]) -> GPU:
+    """`H100-80GB (DGX)`, `A100-40GB`, `B200-SXM`, `MI300X`: the preset it names."""
+    name = text.lower().replace("_", "-").replace(" ", "-")
+    if "a100" in name:
+        # The DGX A100 of 2020 had 40 GB parts; the 80 GB ones came a year later.
+        size = "40" if "40g" in name or "2020" in name else "80"
+        if "40g" not in name and "80g" not in name:
+            assumptions.append(f"A100 with {size} GB")
+        return GPU.load(f"a100-{size}")
+    if "h100" in name:
+        if "96g" in name:
+            return GPU.load("h100-96")
+        if "pcie" in name:
+            assumptions.append("H100 on PCIe taken as the SXM part")
+        return GPU.load("h100-94" if "94g" in name or "nvl" in name else "h100")
+    if "gh200" in name:
+        assumptions.append("GH200 taken as an H200")
+    for kind in ("gb300", "gb200", "b300", "b200", "h200", "h800", "v100", "mi355x", "mi300x", "4090"):
+        if kind in name:
+            return GPU.load(kind)
+    raise Unmodelled(f"gpu is '{text}', which is no known kind: {nearest(name, GPU.presets())}")
+
+
+def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework:
+    """The engine by its name, its attention kernel and whether it was compiled."""
+    system = values.get("system", "").lower()
+    compiled = values.get("compile", "").lower() in ("yes", "true", "1")
+    eager = values.get("compile", "").lower() in ("no", "false", "0")
+    year = re.search(r"20(19|2[0-9])", system)
+    if "megatron" in system or "nemo" in system:
+        old = (year is not None and int(year[0]) <= 2022) or "ptd-p" in system
+        name = "megatron-2021" if old else "megatron-no-overlap" if "no overlap" in system else "megatron-core"
+    elif "torchtitan" in system:
+        name = "torchtitan" if compiled else "torchtitan-eager"
+        if not compiled and not eager:
+            assumptions.append("not compiled")
+    elif "flash-attn training" in system:
+        name = "flash-training"
+    elif "nanotron" in system:
+        name = "nanotron"
+    elif "deepspeed" in system:
+        # ZeRO of 2021 ran without flash attention and with one ring across nodes; what came after runs on today's kernels.
+        modern = "flash" in values.get("attention_impl", "").lower() or bool(
+            re.search(r"[hb]\d00|mi3", values.get("gpu", "").lower())
+        )
+        name = "eager" if modern else "deepspeed"
+    elif "fsdp1" in system or "composer" in system or "foundry" in system:
+        name = "torchtitan" if compiled else "fsdp1-eager"
+    else:
+        name = "torchtitan" if compiled else "eager"
+        assumptions.append(f"framework '{values.get('system', '')}' taken as {name}")
+    framework = Framework.load(name)
+    changes: dict[str, Any] = {}
+    kernel = attention_kernel(values.get("attention_impl", "").lower())
+    if kernel == "flash" and framework.attention.startswith("plain"):
+        kernel = "flash-2"  # an engine of plain attention's days that was given the kernel of its time
+    if kernel is not None and not (kernel == "flash" and framework.attention.startswith("flash")):
+        changes["attention"] = kernel
+    notes = values.get("notes", "").lower()
+    if dispatch := _dispatch(values, notes, assumptions):
+        changes["dispatch"] = dispatch
+    if ("a2a overlap" in notes or "ep overlap" in notes or "canonical recipe" in notes) and "ep overlap off" not in notes:
+        changes["expert_overlap"] = 0.7
+    if "one layer less" in notes:
+        changes["head_as_layer"] = True
+    dropping = "tokendrop" in values.get("model", "").lower()
+    if framework.routing_s and (dropping or "cuda graph" in notes or " cg;" in notes):
+        # Graphs replay what the host would launch; dropped tokens leave no counts to wait for and experts of one size.
+        changes |= {"routing_s": framework.routing_s / 2, "grouped": dropping}
+    if "ce fusion" in notes:
+        changes["loss"] = "fused"
+    if "megatron-bridge" in system:
+        # cross_entropy_fusion_impl = "te" in every recipe: bf16 logits, and their gradient takes their place.
+        changes["loss"] = "overwritten"
+    if "recompute mla_up_proj" in notes:
+        changes["selective"] = "latents"
+    for word in ("optimizer in backward", "activation offload"):
+        if word in notes:
+            raise Unmodelled(f"{word} is not modelled")
+    if "torchtune" in system:
+        whole_logits = not any(
+            word in values.get("notes", "").lower() for word in ("chunked", "checkpointing", "backward", "offload")
+        )
+        changes["loss"] = ("in-place" if compiled else "fp32") if whole_logits else "chunked"
+    if "no grad-accum fusion" in values.get("notes", "").lower():
+        changes["fused_accumulation"] = False
+    if "all bf16" in values.get("precision", "").lower():
+        changes["states"] = "pure"
+    if eager and name == "torchtitan":
+        changes["elementwise"] = 2.2
+    return build(Framework, {**framework.model_dump(), **changes}, "framework")
+
+
+def _dispatch(values: Mapping[str, str], notes: str, assumptions: list[str]) -> str | None:
+    """How tokens reach their experts, where the row says so or its release tells; else as the engine does by default."""
+    if "dispatcher a2a" in notes:
+        return "all-to-all"
+    if "deepep" in notes or "hybridep" in notes:
+        return "node-wise"
+    release = re.search(r"megatron-bridge (?:20)?(\d\d)", values.get("system", "").lower())
+    if release is None or int(release[1]) < 26 or values.get("ep", "") in ("", "1"):
+        return None
+    assumptions.append("tokens go to experts by HybridEP")  # most recipes from 26.02 on; none before
+    return "node-wise"
+
+
+def prints_gigabytes(values: Mapping[str, str]) -> bool:
+    """Megatron-Bridge logs allocated memory in 10^9 bytes (utils/train_utils.py, report_memory); its cards call them GiB."""
+    return "megatron-bridge" in values.get("system", "").lower() and "allocated" in values.get("mem_kind", "").lower()
+
+
+def attention_kernel(text: str) -> str | None:
+    """The kernel that `attention_impl` names; None where it says nothing. torch's SDPA is FlashAttention-2."""
+    if not text:
+        return None
+    if "unfused" in text or "plain" in text or "eager" in text:
+        return "plain-fused" if "softmax fused" in text else "plain"
+    if "flash" in text or "sdpa" in text:
+        if re.search(r"\b(v|attn |attention |-)?1\b", text):
+            return "flash-1"
+        return "flash-2" if "sdpa" in text or re.search(r"2\b", text) else "flash"
+    return "flash" if "te" in text or "cudnn" in text else None
+
+
+def precision_of(values: Mapping[str, str], kind: GPU, assumptions: list[str]) -> str:
+    text = values.get("precision", "").lower()
+    if "fp4" in text:
+        raise Unmodelled(f"precision is {values['precision']}: 4-bit training is not modelled")
+    if "fp8" in text or "float8" in text:
+        name = "fp8"
+    elif "bf16" in text or "bfloat16" in text or not text:
+        name = "bf16"
+    elif "fp16" in text or "float16" in text or "half" in text:
+        name = "fp16"
+    elif "fp32" in text or "float32" in text or "tf32" in text:
+        name = "fp32"
+    else:
+        raise Unmodelled(f"precision is '{values['precision']}', which is not known: such as bf16, fp16, fp8 or fp32")
+    if name == "bf16" and "bf16" not in kind.peak_tflops:
+        name = "fp16"
+    if name not in kind.peak_tflops:
+        raise Unmodelled(f"precision is {values['precision']} but {kind.name} has no {name}")
+    if not text:
+        assumptions.append("precision bf16")
+    return name

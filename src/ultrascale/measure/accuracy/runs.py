@@ -1,0 +1,297 @@
+"""Measured runs as rows of a CSV: each becomes a Job and a Layout, with what had to be assumed, or the reason why not."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ultrascale.cost.estimate import estimate
+from ultrascale.cost.legality import problem
+from ultrascale.measure.accuracy import shapes
+from ultrascale.measure.accuracy.cells import Unmodelled, number, whole
+from ultrascale.measure.accuracy.engines import framework_of, gpu_kind, precision_of, prints_gigabytes
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.efficiency import Efficiency
+from ultrascale.specs.errors import SpecError, nearest
+from ultrascale.specs.framework import Framework
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.units import GIB
+from ultrascale.specs.validate import build
+
+GIGABYTE = 10**9
+COLUMNS = (
+    "id",
+    "source",
+    "system",
+    "model",
+    "params_b",
+    "layers",
+    "hidden",
+    "heads",
+    "kv_heads",
+    "ffn",
+    "vocab",
+    "seq_len",
+    "gpu",
+    "gpus",
+    "gpus_per_node",
+    "tp",
+    "pp",
+    "vpp",
+    "dp",
+    "cp",
+    "ep",
+    "zero_stage",
+    "micro_batch",
+    "grad_accum",
+    "global_batch_seqs",
+    "recompute",
+    "precision",
+    "attention_impl",
+    "compile",
+    "tokens_per_s_per_gpu",
+    "tflops_per_gpu",
+    "mfu",
+    "hfu",
+    "iter_time_s",
+    "peak_mem_gib",
+    "notes",
+    "status",
+    "mem_kind",
+    "flops_def",
+    "trust",
+)
+REQUIRED = ("id", "model", "seq_len", "gpu", "gpus")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One measured run. `job` and `layout` are None when it cannot be modelled; `reason` then says why."""
+
+    id: str
+    source: str
+    system: str
+    gpu: str
+    trust: str
+    status: str
+    mem_kind: str
+    mem_unit: float
+    """bytes that one of its memory figure stands for"""
+    tokens_per_s_per_gpu: float | None
+    iter_time_s: float | None
+    peak_mem_gib: float | None
+    job: Job | None
+    layout: Layout | None
+    half_recompute: bool
+    assumptions: tuple[str, ...]
+    reason: str | None
+    values: Mapping[str, str]
+
+
+def read(path: Path) -> tuple[list[Run], list[str]]:
+    """Every row as a Run, and a line per problem that the file itself has."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        what = "does not exist" if isinstance(error, FileNotFoundError) else "cannot be read as text"
+        raise SpecError(f"runs file {path} {what}") from None
+    rows = csv.DictReader(text.splitlines())
+    try:
+        lines = list(rows)
+    except csv.Error as error:
+        raise SpecError(f"runs file {path} is no table, line {rows.line_num}: {error}") from None
+    header = [name.strip() for name in rows.fieldnames or []]
+    missing = [name for name in REQUIRED if name not in header]
+    if missing:
+        raise SpecError(f"runs file {path} lacks the columns {', '.join(missing)}: it needs at least {', '.join(REQUIRED)}")
+    problems = [f"column '{name}' is unknown and ignored: {nearest(name, COLUMNS)}" for name in header if name not in COLUMNS]
+    runs, seen = [], set()
+    for line, values in enumerate(lines, start=2):
+        cleaned = {(k or "").strip(): (v or "").strip() for k, v in values.items() if isinstance(v, str) or v is None}
+        run = read_row(cleaned, line)
+        if run.id in seen:
+            problems.append(f"line {line}: id '{run.id}' stands twice")
+        seen.add(run.id)
+        runs.append(run)
+    if not runs:
+        raise SpecError(f"runs file {path} has a header and no rows")
+    return runs, problems
+
+
+def read_row(values: Mapping[str, str], line: int) -> Run:
+    assumptions: list[str] = []
+    job, layout, half, reason = None, None, False, None
+    measured: dict[str, float | None] = dict.fromkeys(("tokens_per_s_per_gpu", "iter_time_s", "peak_mem_gib"))
+    try:
+        for name in measured:
+            measured[name] = number(values, name)
+        job, layout, half = _model(values, assumptions)
+    except (Unmodelled, SpecError) as error:
+        reason = str(error)
+    unit = GIB
+    if measured["peak_mem_gib"] and prints_gigabytes(values):
+        unit = GIGABYTE
+        assumptions.append("its memory is in 10^9 bytes, whatever it says: Megatron-Bridge divides by 1e9 (report_memory)")
+    return Run(
+        id=values.get("id") or f"line-{line}",
+        source=values.get("source", ""),
+        system=values.get("system", ""),
+        gpu=values.get("gpu", ""),
+        trust=values.get("trust", "") or "A",
+        status=values.get("status", "") or "ok",
+        mem_kind=values.get("mem_kind", ""),
+        mem_unit=unit,
+        job=job,
+        layout=layout,
+        half_recompute=half,
+        assumptions=tuple(assumptions),
+        reason=reason,
+        values=values,
+        **measured,
+    )
+
+
+def _model(values: Mapping[str, str], assumptions: list[str]) -> tuple[Job, Layout, bool]:
+    gpus = whole(values, "gpus")
+    seq = whole(values, "seq_len")
+    if gpus is None or seq is None:
+        raise Unmodelled("gpus or seq_len is not given")
+    kind = gpu_kind(values.get("gpu", ""), assumptions)
+    per_node = min(gpus, whole(values, "gpus_per_node") or kind.gpus_per_node)
+    if not values.get("gpus_per_node"):
+        assumptions.append(f"{per_node} GPUs per node")
+    if gpus % per_node:
+        raise Unmodelled(f"gpus = {gpus} do not fill nodes of {per_node}")
+    framework = framework_of(values, assumptions)
+    model = shapes.model_of(values, assumptions)
+    precision = precision_of(values, kind, assumptions)
+    degrees = _degrees(values, gpus)
+    batch = _batch(values, degrees["dp"], assumptions)
+    notes = values.get("notes", "").lower()
+    balanced = model.moe is not None and ("forced balance" in notes or "balanced routing" in notes)
+    overrides: dict[str, Any] = {"efficiency": Efficiency(expert_imbalance=1.0)} if balanced else {}
+    if between_nodes := re.search(r"inter-node (\d+) ?gbps", notes):
+        overrides["network_gb_s"] = int(between_nodes[1]) / 8 / per_node
+    cluster = Cluster.of(kind, nodes=gpus // per_node, gpus_per_node=per_node, **overrides)
+    attention = "plain" if framework.attention.startswith("plain") else "flash"
+    job = build(
+        Job,
+        {
+            "model": model,
+            "cluster": cluster,
+            "seq": seq,
+            "batch_tokens": batch["mbs"] * batch["gas"] * degrees["dp"] * seq,
+            "precision": precision,
+            "attention": attention,
+            "framework": framework,
+            "dropout": framework.name.startswith("megatron") and not model.gated and model.moe is None,
+            "gradients": _gradients(values, framework),
+            "optimizer": "adamw-bf16" if framework.states == "pure" else "adamw",
+        },
+        "job",
+    )
+    recompute, half = _recompute(values)
+    layout = {
+        **degrees,
+        **batch,
+        "zero": _zero(values, degrees, framework, assumptions),
+        "zero_shards": per_node if notes.startswith("hsdp") else None,
+        "recompute": recompute or "none",
+        "sequence_parallel": _sequence_parallel(values, assumptions, degrees),
+        **_schedule(values, degrees, batch),
+    }
+    chosen = build(Layout, layout, "layout")
+    if recompute is None:
+        chosen = _least_recompute(job, chosen, assumptions)
+    return job, chosen, half
+
+
+def _degrees(values: Mapping[str, str], gpus: int) -> dict[str, int]:
+    tp, pp, cp, ep = (whole(values, name) or 1 for name in ("tp", "pp", "cp", "ep"))
+    dp = whole(values, "dp") or max(1, gpus // (tp * pp * cp))
+    if dp * tp * pp * cp != gpus:
+        raise Unmodelled(f"tp·pp·cp·dp = {tp}·{pp}·{cp}·{dp} = {tp * pp * cp * dp} but gpus = {gpus}")
+    return {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "dp": dp}
+
+
+def _batch(values: Mapping[str, str], dp: int, assumptions: list[str]) -> dict[str, int]:
+    mbs, gas, total = whole(values, "micro_batch"), whole(values, "grad_accum"), whole(values, "global_batch_seqs")
+    if mbs is None and gas is None and total is None:
+        raise Unmodelled("no batch is given: micro_batch, grad_accum or global_batch_seqs")
+    if mbs is None:
+        mbs = max(1, (total or dp) // (dp * gas)) if gas else 1
+        assumptions.append(f"micro-batch {mbs}")
+    if gas is None:
+        gas = max(1, round(total / (dp * mbs))) if total else 1
+    if total is not None and abs(total - dp * mbs * gas) > 0.5 * dp * mbs:
+        gas = max(1, round(total / (dp * mbs)))
+    return {"mbs": mbs, "gas": gas}
+
+
+def _zero(values: Mapping[str, str], degrees: dict[str, int], framework: Framework, assumptions: list[str]) -> int:
+    if degrees["dp"] * degrees["cp"] == 1:
+        return 0
+    given = number(values, "zero_stage")
+    if given is None:
+        stage = 1 if framework.name.startswith("megatron-core") else 3 if framework.states == "fp32" else 0
+        assumptions.append(f"ZeRO stage {stage}")
+        return stage
+    if given not in (0, 1, 2, 3):
+        raise Unmodelled(f"zero_stage is {values['zero_stage']}: it must be 0, 1, 2 or 3")
+    return int(given)
+
+
+def _gradients(values: Mapping[str, str], framework: Framework) -> str:
+    """NeMo's launcher (grad_sync_dtype=bf16) and Megatron-Bridge (grad_reduce_in_fp32=False) keep and reduce them in bf16."""
+    system = values.get("system", "").lower()
+    return "bf16" if framework.states == "pure" or "nemo" in system or "megatron-bridge" in system else "fp32"
+
+
+def _recompute(values: Mapping[str, str]) -> tuple[str | None, bool]:
+    text = values.get("recompute", "").lower()
+    if not text or text == "unknown":
+        return None, False
+    if "2nd layer" in text or (text == "selective" and "fms" in values.get("system", "").lower()):
+        return "full", True
+    for word in ("none", "selective", "full"):
+        if text.startswith(word):
+            return word, False
+    return ("selective", False) if "norm" in text or "act" in text else (None, False)
+
+
+def _least_recompute(job: Job, layout: Layout, assumptions: list[str]) -> Layout:
+    """Where a row is silent: the least recomputation that fits; full in engines that had no other."""
+    for policy in ("full",) if job.framework.name == "megatron-2021" else ("none", "selective", "full"):
+        tried = layout.changed(recompute=policy)
+        if problem(job, tried) is not None or estimate(job, tried).fits:
+            break
+    assumptions.append(f"recompute {tried.recompute}")
+    return tried
+
+
+def _sequence_parallel(values: Mapping[str, str], assumptions: list[str], degrees: dict[str, int]) -> bool:
+    notes = values.get("notes", "").lower()
+    if degrees["tp"] == 1:
+        return True
+    if "no sp" in notes or "no sequence parallel" in notes:
+        return False
+    system = values.get("system", "").lower()
+    if re.search(r"20(19|20|21)", system) or "ptd-p" in system:
+        return False
+    if not ("sp on" in notes or "tp+sp" in notes):
+        assumptions.append("sequence parallelism with tp")
+    return True
+
+
+def _schedule(values: Mapping[str, str], degrees: dict[str, int], batch: dict[str, int]) -> dict[str, Any]:
+    vpp = whole(values, "vpp") or 1
+    if degrees["pp"] == 1:
+        return {"schedule": "1f1b", "virtual_stages": 1}
+    if vpp > 1:
+        return {"schedule": "interleaved", "virtual_stages": vpp}
+    return {"schedule": "1f1b" if batch["gas"] >= degrees["pp"] else "afab", "virtual_stages": 1}

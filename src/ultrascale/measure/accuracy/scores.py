@@ -1,0 +1,259 @@
+"""How far the cost model is from measured runs: per row, by source and GPU, in memory, in verdicts and in ranking."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from ultrascale.cost.estimate import estimate
+from ultrascale.cost.legality import problem
+from ultrascale.measure.accuracy import left_out
+from ultrascale.measure.accuracy.runs import Run
+from ultrascale.specs.estimate import Estimate
+from ultrascale.specs.framework import Framework
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.units import GIB
+
+# What a memory figure must say of itself to be compared with the bytes that tensors hold.
+ALLOCATED = ("allocated", "active")
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One run with its prediction; `ratio` is predicted over measured speed, above 1 is too fast."""
+
+    run: Run
+    estimate: Estimate | None
+    tokens_per_s_per_gpu: float | None
+    iter_time_s: float | None
+    peak_mem_gib: float | None
+    fits: bool | None
+    reason: str | None
+
+    @property
+    def measured(self) -> float | None:
+        return measured_rate(self.run)
+
+    @property
+    def ratio(self) -> float | None:
+        if self.measured is None or self.tokens_per_s_per_gpu is None:
+            return None
+        return self.tokens_per_s_per_gpu / self.measured
+
+    @property
+    def error(self) -> float | None:
+        return None if self.ratio is None else abs(self.ratio - 1)
+
+    @property
+    def memory_ratio(self) -> float | None:
+        """Only where the figure is one of tensors, not of the driver's view of the process."""
+        kind = self.run.mem_kind.lower()
+        comparable = any(word in kind for word in ALLOCATED) and "not stated" not in kind
+        if not comparable or not self.run.peak_mem_gib or self.peak_mem_gib is None:
+            return None
+        return self.peak_mem_gib / self.run.peak_mem_gib
+
+    @property
+    def dense(self) -> bool:
+        return self.run.job is not None and self.run.job.model.moe is None
+
+
+def measured_rate(run: Run) -> float | None:
+    """Tokens per second and GPU, printed or from the iteration time."""
+    if run.tokens_per_s_per_gpu:
+        return run.tokens_per_s_per_gpu
+    if run.iter_time_s and run.job is not None and run.layout is not None:
+        return run.layout.batch_tokens(run.job.seq) / run.iter_time_s / run.layout.gpus
+    return None
+
+
+def score(
+    runs: Sequence[Run], adjust: Callable[[Run], Job] | None = None, progress: Callable[[int], None] | None = None
+) -> list[Scored]:
+    """Predict every run; `adjust` may put other constants under a job (for leaving its source out)."""
+    scored = []
+    for number, run in enumerate(runs, start=1):
+        if progress is not None:
+            progress(number)
+        scored.append(_score_one(run, adjust))
+    return scored
+
+
+def score_left_out(runs: Sequence[Run]) -> list[Scored]:
+    """Every run under the constants that were fitted without its source; a source the fit never saw needs no leaving out."""
+    multipliers = left_out.table()["multipliers"]
+
+    def without_its_source(run: Run) -> Job:
+        assert run.job is not None
+        return left_out.adjusted(run.job, multipliers.get(source_group(run), {}))
+
+    return score(runs, without_its_source)
+
+
+def _score_one(run: Run, adjust: Callable[[Run], Job] | None) -> Scored:
+    if run.job is None or run.layout is None:
+        return Scored(run, None, None, None, None, None, run.reason)
+    job, layout = (adjust(run) if adjust else run.job), run.layout
+    sentence = problem(job, layout)
+    if sentence is not None:
+        return Scored(run, None, None, None, None, None, sentence)
+    predicted, workspace_gib = estimate(job, layout), job.cluster.efficiency.workspace_gib
+    step_s, peak = predicted.step_time_s, comparable_peak_gib(predicted, run, workspace_gib)
+    if run.half_recompute:
+        # Every second layer recomputed: half the way between all and none of them.
+        without = estimate(job, layout.changed(recompute="none"))
+        step_s = (step_s + without.step_time_s) / 2
+        peak = (peak + comparable_peak_gib(without, run, workspace_gib)) / 2
+    rate = layout.batch_tokens(job.seq) / step_s / layout.gpus
+    return Scored(run, predicted, rate, step_s, peak, predicted.fits, None)
+
+
+def comparable_peak_gib(predicted: Estimate, run: Run, workspace_gib: float) -> float:
+    """The peak as the row's figure means it: tensors alone, the allocator's reserve, or the whole process; in its unit."""
+    memory = predicted.memory[predicted.peak_stage].memory
+    kind = run.mem_kind.lower()
+    held = memory.total
+    if any(word in kind for word in ALLOCATED):
+        held = memory.total - memory.runtime + workspace_gib * GIB
+    return held / run.mem_unit
+
+
+def source_group(run: Run) -> str:
+    """Rows of one repository or paper are one source, however many pages of it they come from."""
+    words = run.source.replace("@", " ").split()
+    head = words[0] if words else run.system
+    return " ".join(words[:2]) if "/" not in head and len(words) > 1 else head
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Errors of a set of rows: means over samples, a sample being one configuration of one source."""
+
+    rows: int
+    samples: int
+    mape: float
+    median: float
+    bias: float
+
+
+def errors(scored: Iterable[Scored]) -> Errors | None:
+    samples: dict[tuple[Any, ...], list[float]] = {}
+    rows = 0
+    for one in scored:
+        if one.ratio is None or one.run.job is None:
+            continue
+        rows += 1
+        samples.setdefault(_configuration(one.run), []).append(math.log(one.ratio))
+    if not samples:
+        return None
+    # Releases of one configuration are one sample: their geometric mean is compared.
+    ratios = sorted(math.exp(sum(logs) / len(logs)) for logs in samples.values())
+    absolute = sorted(abs(ratio - 1) for ratio in ratios)
+    return Errors(
+        rows,
+        len(ratios),
+        sum(absolute) / len(absolute),
+        _middle(absolute),
+        sum(ratio - 1 for ratio in ratios) / len(ratios),
+    )
+
+
+def _configuration(run: Run) -> tuple[Any, ...]:
+    assert run.job is not None
+    job = run.job
+    return (source_group(run), job.model.name, run.layout, job.cluster.label, job.precision, job.seq, job.framework)
+
+
+def _middle(ordered: Sequence[float]) -> float:
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Runs of one job under several layouts: do we put them in the right order?"""
+
+    job: str
+    runs: int
+    tau: float
+    regret: float
+    """how much slower our first choice ran than the best measured"""
+
+
+def rankings(scored: Iterable[Scored]) -> list[Ranking]:
+    groups: dict[tuple[Any, ...], dict[tuple[Layout, Framework], list[Scored]]] = {}
+    for one in scored:
+        run = one.run
+        if one.ratio is None or run.job is None or run.layout is None:
+            continue
+        job = run.job
+        key = (job.model.name, job.cluster.label, job.seq, job.batch_tokens, job.precision, run.system, job.framework.name)
+        groups.setdefault(key, {}).setdefault((run.layout, job.framework), []).append(one)
+    found = []
+    for key, by_layout in groups.items():
+        if len(by_layout) < 2:
+            continue
+        pairs = [(_mean(x.tokens_per_s_per_gpu for x in ones), _mean(x.measured for x in ones)) for ones in by_layout.values()]
+        best = max(measured for _, measured in pairs)
+        first = max(pairs)[1]
+        found.append(Ranking(f"{key[0]} on {key[1]}, {key[5]}", len(pairs), kendall_tau(pairs), best / first - 1))
+    return found
+
+
+def _mean(values: Iterable[float | None]) -> float:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known)
+
+
+def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
+    """Concordant less discordant pairs over all; measured ties within 1 % say nothing and are left out."""
+    agree = count = 0
+    for (predicted_a, measured_a), (predicted_b, measured_b) in combinations(pairs, 2):
+        if abs(measured_a / measured_b - 1) < 0.01:
+            continue
+        count += 1
+        agree += 1 if (predicted_a - predicted_b) * (measured_a - measured_b) > 0 else -1
+    return agree / count if count else 1.0
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    right: int
+    wrong: tuple[str, ...]
+
+
+def verdicts(scored: Iterable[Scored]) -> Verdicts:
+    """Fit or out of memory, against what happened."""
+    right, wrong = 0, []
+    for one in scored:
+        if one.fits is None:
+            continue
+        happened = one.run.status.lower() != "oom"
+        if one.fits == happened:
+            right += 1
+        else:
+            wrong.append(f"{one.run.id}: {'ran' if happened else 'out of memory'}, predicted {one.peak_mem_gib:,.1f} GiB")
+    return Verdicts(right, tuple(wrong))
+
+
+def memory_errors(scored: Iterable[Scored]) -> list[tuple[str, float]]:
+    """(id, predicted over measured − 1) of the rows whose figure means allocated tensors."""
+    return [(one.run.id, one.memory_ratio - 1) for one in scored if one.memory_ratio is not None]
+
+
+def small(one: Scored) -> bool:
+    """Small single-node jobs: up to 3 billion parameters (3.2 with the embeddings) on up to 8 GPUs."""
+    job = one.run.job
+    return job is not None and job.model.parameters <= 3.3e9 and job.cluster.gpus <= 8
+
+
+def by(scored: Sequence[Scored], key: Callable[[Scored], str]) -> Mapping[str, Errors]:
+    groups: dict[str, list[Scored]] = {}
+    for one in scored:
+        groups.setdefault(key(one), []).append(one)
+    found = {name: errors(ones) for name, ones in sorted(groups.items())}
+    return {name: one for name, one in found.items() if one is not None}

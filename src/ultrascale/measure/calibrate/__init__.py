@@ -1,0 +1,1 @@
+"""A cluster whose constants are those of runs that it made."""

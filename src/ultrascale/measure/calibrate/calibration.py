@@ -1,0 +1,202 @@
+"""Calibrate: a Cluster whose constants are those of measured runs, as far as the runs tell them; judged on runs left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from statistics import mean, median
+
+from ultrascale.cost.estimate import estimate
+from ultrascale.measure.calibrate import memory
+from ultrascale.measure.calibrate.constants import CONSTANTS, Base, Constant
+from ultrascale.measure.calibrate.fit import Fit, Model, Moves, fit, refit
+from ultrascale.measure.calibrate.runs import Seen
+from ultrascale.specs.cluster import Calibrated, Cluster
+from ultrascale.specs.efficiency import Efficiency
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.units import GIB
+
+FEWEST = 3  # runs: with two, each would be judged by the other alone
+FOLDS = 8  # more runs than these are left out several at a time
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one constant."""
+
+    name: str
+    before: float
+    after: float
+    known: float | None
+    """as a share, to within which the runs tell it; None: it was not fitted"""
+    why: str = ""
+    """not fitted: the reason, and which run would determine it"""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One run: measured, and as predicted before, after, and by constants that had not seen it."""
+
+    name: str
+    step_s: float
+    before_s: float
+    after_s: float
+    left_out_s: float
+    spread: float
+    """of its own steps"""
+    alone: tuple[str, ...] = ()
+    """constants that no other run tells: left out, it is predicted with their old values, which judges nothing"""
+    held_gib: float | None = None
+    held_before_gib: float | None = None
+    held_after_gib: float | None = None
+    held_left_out_gib: float | None = None
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Of predicted / measured − 1, without sign."""
+
+    mean: float
+    middle: float
+    worst: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    base: Cluster
+    cluster: Cluster
+    """the new one; the old one where the new one is no better on runs left out"""
+    verdicts: tuple[Verdict, ...]
+    runs: tuple[Judged, ...]
+
+    @property
+    def improved(self) -> bool:
+        return self.cluster.calibrated is not None
+
+    def errors(self, when: str, of: str = "step_s") -> Errors | None:
+        """`when`: before, after or left_out, the last of runs that others can judge; `of`: step_s or held_gib."""
+        return _errors(self.runs if when != "left_out" else self.judges, when, of)
+
+    @property
+    def judges(self) -> tuple[Judged, ...]:
+        return tuple(run for run in self.runs if not run.alone)
+
+
+def _errors(runs: Sequence[Judged], when: str, of: str = "step_s") -> Errors | None:
+    stem, unit = of.rsplit("_", 1)
+    name = f"{when}_{unit}" if stem == "step" else f"{stem}_{when}_{unit}"
+    pairs = [(getattr(run, name), getattr(run, of)) for run in runs]
+    off = [abs(one / measured - 1) for one, measured in pairs if measured]
+    return Errors(mean(off), median(off), max(off)) if off else None
+
+
+def calibrate(runs: Sequence[Seen], say: Callable[[str], None] = lambda text: None) -> Calibration:
+    """Fit what the runs determine, judge it on runs left out, and keep the old constants where it does not help."""
+    if len(runs) < FEWEST:
+        raise SpecError(f"calibrate needs at least {FEWEST} runs, to judge each by the others, but found {len(runs)}: add some")
+    # The most processes first: a cluster that holds every run.
+    base = Base.of(max(runs, key=lambda run: run.layout.gpus).job)
+    model = Model(base, runs)
+    everyone = range(len(runs))
+    say(f"fitting to {len(runs)} runs")
+    found = fit(model, everyone)
+    held = [memory.held(base, run) for run in runs]
+    efficiency = _with_memory(base, found.moves, [one for one in held if one is not None])
+    without: dict[int, tuple[Efficiency, list[Constant]]] = {}
+    for fold in _folds(len(runs)):
+        say(f"judging on runs left out: {len(without)} of {len(runs)}")
+        kept = [index for index in everyone if index not in fold]
+        moves, lost = refit(model, kept, found)
+        changed = _with_memory(base, moves, [one for index in kept if (one := held[index]) is not None])
+        without |= dict.fromkeys(fold, (changed, lost))
+    judged = tuple(
+        _judged(base, run, one, efficiency, *without[index]) for index, (run, one) in enumerate(zip(runs, held, strict=True))
+    )
+    result = Calibration(base.cluster, base.cluster, tuple(_verdicts(base, found, efficiency, bool(_spoke(held)))), judged)
+    if not _better(result):
+        return result
+    return Calibration(base.cluster, _signed(result, efficiency), result.verdicts, judged)
+
+
+def _folds(runs: int) -> list[list[int]]:
+    """One run at a time, or as many as make eight folds."""
+    folds = min(runs, FOLDS)
+    return [list(range(first, runs, folds)) for first in range(folds)]
+
+
+def _with_memory(base: Base, moves: Moves, held: Sequence[memory.Held]) -> Efficiency:
+    return base.changed(moves).model_copy(update=memory.fitted(held))
+
+
+def _spoke(held: Sequence[memory.Held | None]) -> list[memory.Held]:
+    return [one for one in held if one is not None and one.holes is not None]
+
+
+def _judged(
+    base: Base, run: Seen, held: memory.Held | None, after: Efficiency, without: Efficiency, lost: Sequence[Constant]
+) -> Judged:
+    before_s, after_s, without_s = (
+        estimate(base.job(run.job, each), run.layout).step_time_s for each in (base.cluster.efficiency, after, without)
+    )
+    alone_tells = tuple(constant.name for constant in lost)
+    judged = Judged(run.name, run.step_s, before_s, after_s, without_s, run.spread, alone_tells)
+    if held is None:
+        return judged
+    return replace(
+        judged,
+        held_gib=held.measured / GIB,
+        held_before_gib=memory.peak_bytes(held, base.cluster.efficiency) / GIB,
+        held_after_gib=memory.peak_bytes(held, after) / GIB,
+        held_left_out_gib=memory.peak_bytes(held, without) / GIB,
+    )
+
+
+def _better(found: Calibration) -> bool:
+    """On runs left out: of time, or of memory where no time was fitted. The middle one counts: one run may be beyond all."""
+    judges = found.judges
+    before, after = _errors(judges, "before"), _errors(judges, "left_out")
+    if before is None or after is None:
+        return False
+    if any(verdict.known is not None for verdict in found.verdicts if verdict.name not in memory.FIELDS):
+        return after.middle < before.middle
+    held_before, held_after = _errors(judges, "before", "held_gib"), _errors(judges, "left_out", "held_gib")
+    return held_before is not None and held_after is not None and held_after.middle < held_before.middle
+
+
+def _signed(found: Calibration, efficiency: Efficiency) -> Cluster:
+    """The new cluster, with where its constants come from."""
+    time, held = found.errors("left_out"), found.errors("left_out", "held_gib")
+    assert time is not None  # there are runs
+    origin = Calibrated(
+        runs=len(found.runs),
+        date=datetime.now(UTC).date().isoformat(),
+        processes=found.base.gpus,
+        constants=tuple(verdict.name for verdict in found.verdicts if verdict.known is not None),
+        step_time_error=float(f"{time.middle:.3g}"),
+        step_time_worst=float(f"{time.worst:.3g}"),
+        memory_error=float(f"{held.middle:.3g}") if held is not None else None,
+    )
+    return found.base.model_copy(update={"efficiency": efficiency, "calibrated": origin})
+
+
+def _verdicts(base: Base, found: Fit, efficiency: Efficiency, spoke: bool) -> list[Verdict]:
+    verdicts = []
+    for constant in CONSTANTS:
+        before = base.values[constant.fields[0]]
+        if constant in found.moves:
+            after = base.moved(constant, found.moves[constant])[constant.fields[0]]
+            verdicts.append(Verdict(constant.name, before, after, found.known[constant]))
+        else:
+            verdicts.append(Verdict(constant.name, before, before, None, f"{found.why[constant]}; what would: {constant.run}"))
+    for name in memory.FIELDS:
+        before, after = getattr(base.cluster.efficiency, name), getattr(efficiency, name)
+        why = "" if spoke else "no allocator spoke in these runs; what would: a run on a GPU"
+        verdicts.append(Verdict(name, before, after, 0.0 if spoke else None, why))
+    verdicts.append(
+        Verdict("context_gib", base.cluster.efficiency.context_gib, base.cluster.efficiency.context_gib, None, CONTEXT)
+    )
+    return verdicts
+
+
+CONTEXT = "a run sees what its allocator holds, not what CUDA holds beside it; what would: nvidia-smi, less that"

@@ -1,0 +1,201 @@
+"""Bounded least squares on the logarithm of step times, in as few constants as the runs determine.
+
+Gauss-Newton with finite differences; each constant has a prior at the value it starts from, so that it moves as far as runs
+pull it and no farther. Which constants take part is decided first, from sensitivities alone: those leave, one after the other,
+that the runs and the other priors would leave nearly as unknown as they were.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultrascale.cost.estimate import estimate
+from ultrascale.measure.calibrate.constants import CONSTANTS, Base, Constant
+from ultrascale.measure.calibrate.runs import Seen
+from ultrascale.specs.efficiency import Efficiency
+
+Floats = NDArray[np.float64]
+Moves = dict[Constant, float]
+
+NOISE = 0.01  # the same run twice, on an H200: steps that the GPU sets differ by so much
+LOUD = 3.0  # a run that is off by so many times its noise counts in proportion less
+STEP = 0.02  # for derivatives
+FAR = 3.0  # of a logarithm: times may lie orders away
+TRIED = (-FAR, -FAR / 2, FAR / 2, FAR)  # where such a time is looked for
+TOLD = 0.5  # of the prior: where runs leave more of it, they do not tell the constant
+MATTERS = 0.02  # of a step, for all of a constant: less, and no run tells it
+ROUNDS, SETTLED = 12, 3e-3
+AGAIN = 3  # rounds of a fit that begins where one with a run more ended
+
+
+class Model:
+    """Predicted logarithms of step times, remembered."""
+
+    def __init__(self, base: Base, runs: Sequence[Seen]) -> None:
+        self.base, self.runs = base, runs
+        self._known: dict[tuple[int, Efficiency], float] = {}
+        everyone = range(len(runs))
+        still = self.logs({}, everyone)
+        self.followed = tuple(
+            constant for constant in CONSTANTS if np.abs(self.logs({constant: self._far(constant)}, everyone) - still).max() > 0
+        )
+        """constants that some step time follows, if they move far enough"""
+
+    def _far(self, constant: Constant) -> float:
+        low, high = self.base.room(constant)
+        return min(FAR, high) if high > -low else max(-FAR, low)
+
+    def logs(self, moves: Mapping[Constant, float], of: Sequence[int]) -> Floats:
+        efficiency = self.base.changed(moves)
+        return np.asarray([self.log_of(index, efficiency) for index in of])
+
+    def log_of(self, index: int, efficiency: Efficiency) -> float:
+        key = index, efficiency
+        if key not in self._known:
+            run = self.runs[index]
+            self._known[key] = math.log(estimate(self.base.job(run.job, efficiency), run.layout).step_time_s)
+        return self._known[key]
+
+
+@dataclass(frozen=True)
+class Fit:
+    moves: Moves
+    """of those that took part"""
+    known: dict[Constant, float]
+    """to within which logarithm the runs alone tell each"""
+    why: dict[Constant, str]
+    """why the others did not"""
+
+
+def fit(model: Model, of: Sequence[int]) -> Fit:
+    """To the runs `of`."""
+    moves = _looked_for(model, of)
+    chosen, _, _ = _chosen(model, of, moves)
+    moves = _solved(model, of, {constant: moves.get(constant, 0.0) for constant in chosen})
+    # Where the fit ended, sensitivities are others than where it began.
+    again, known, why = _chosen(model, of, moves)
+    if set(again) != set(chosen):
+        moves = _solved(model, of, {constant: moves.get(constant, 0.0) for constant in again})
+    return Fit({constant: moves[constant] for constant in again}, known, why)
+
+
+def refit(model: Model, of: Sequence[int], found: Fit) -> tuple[Moves, list[Constant]]:
+    """The same constants told by fewer runs, and those of them that these no longer tell: they are as they were."""
+    told, _, _ = _chosen(model, of, found.moves)
+    lost = [constant for constant in found.moves if constant not in told]
+    return _solved(model, of, {constant: by for constant, by in found.moves.items() if constant not in lost}, AGAIN), lost
+
+
+def _measured(model: Model, of: Sequence[int]) -> Floats:
+    return np.asarray([math.log(model.runs[index].step_s) for index in of])
+
+
+def _weights(model: Model, of: Sequence[int], residual: Floats) -> Floats:
+    noise = np.asarray([math.hypot(NOISE, model.runs[index].spread) for index in of])
+    return np.asarray(1 / noise**2 / np.maximum(1.0, np.abs(residual) / (LOUD * noise)))
+
+
+def _cost(model: Model, of: Sequence[int], moves: Moves) -> float:
+    """Robust: linear where a run is far off."""
+    residual = _measured(model, of) - model.logs(moves, of)
+    pulled = sum((by / constant.prior) ** 2 for constant, by in moves.items())
+    return float(_weights(model, of, residual) @ residual**2) + pulled
+
+
+def _looked_for(model: Model, of: Sequence[int]) -> Moves:
+    """A start for times that may be orders away, where a derivative at today's value would be nothing: launches that hide."""
+    moves: Moves = {}
+    for constant in model.followed:
+        if constant.prior < 1:
+            continue
+        low, high = model.base.room(constant)
+        tried = [0.0, *(by for by in TRIED if low <= by <= high)]
+        best = min(tried, key=lambda by: _cost(model, of, {**moves, constant: by}))
+        if best:
+            moves[constant] = best
+    return moves
+
+
+def _sensitivities(model: Model, of: Sequence[int], moves: Moves, constants: Sequence[Constant]) -> Floats:
+    """d log(step) / d log(constant), a column each."""
+    here = model.logs(moves, of)
+    columns = []
+    for constant in constants:
+        by, high = moves.get(constant, 0.0), model.base.room(constant)[1]
+        step = STEP if by + STEP <= high else -STEP
+        columns.append((model.logs({**moves, constant: by + step}, of) - here) / step)
+    return np.stack(columns, axis=1) if columns else np.zeros((len(of), 0))
+
+
+def _chosen(model: Model, of: Sequence[int], moves: Moves) -> tuple[list[Constant], dict[Constant, float], dict[Constant, str]]:
+    """Those of which the runs say more than is known without them; how well each is told; and why the others are not."""
+    constants = model.followed
+    every = _sensitivities(model, of, moves, constants)
+    info = (every.T * _weights(model, of, np.zeros(len(of)))) @ every
+    share = np.abs(every).max(axis=0) if constants else []
+    why = {constant: "no step time follows it in these runs" for constant in CONSTANTS if constant not in constants}
+    for constant, most in zip(constants, share, strict=True):
+        if most < MATTERS:
+            why[constant] = f"at most {most:.1%} of a step follows it in these runs"
+    inside = [k for k, constant in enumerate(constants) if constant not in why]
+    prior = [constant.prior for constant in constants]
+    while inside:
+        left = _deviations(info, inside, prior) / [prior[k] for k in inside]
+        worst = int(np.argmax(left))
+        if left[worst] <= TOLD and len(inside) < len(of):
+            break
+        k = inside.pop(worst)
+        blurred = _blurred(info, inside, k, prior)
+        told = f"cannot tell it from {constants[blurred].name}" if blurred is not None else "tell it too loosely"
+        why[constants[k]] = f"these runs {told}"
+    known = {constants[k]: float(sd) for k, sd in zip(inside, _deviations(info, inside, prior), strict=True)}
+    return [constants[k] for k in inside], known, why
+
+
+def _deviations(info: Floats, inside: Sequence[int], prior: Sequence[float]) -> Floats:
+    """To within which each logarithm is known from runs and priors together."""
+    if not inside:
+        return np.zeros(0)
+    priors = np.diag([prior[k] ** -2 for k in inside])
+    return np.asarray(np.sqrt(np.diag(np.linalg.inv(info[np.ix_(inside, inside)] + priors))))
+
+
+def _blurred(info: Floats, inside: Sequence[int], k: int, prior: Sequence[float]) -> int | None:
+    """Which of the others moves the same runs, where alone this one would be told."""
+    if not inside or _deviations(info, [k], prior)[0] > TOLD * prior[k]:
+        return None
+    alike = [abs(info[k, other]) / math.sqrt(info[k, k] * info[other, other]) for other in inside]
+    return inside[int(np.argmax(alike))]
+
+
+def _solved(model: Model, of: Sequence[int], moves: Moves, rounds: int = ROUNDS) -> Moves:
+    constants = list(moves)
+    if not constants:
+        return {}
+    prior = np.asarray([constant.prior for constant in constants])
+    room = np.asarray([model.base.room(constant) for constant in constants])
+    best, cost = dict(moves), _cost(model, of, moves)
+    for _ in range(rounds):
+        theta = np.asarray([best[constant] for constant in constants])
+        residual = _measured(model, of) - model.logs(best, of)
+        slope = _sensitivities(model, of, best, constants)
+        weight = _weights(model, of, residual)
+        left = (slope.T * weight) @ slope + np.diag(1 / prior**2)
+        right = (slope.T * weight) @ residual - theta / prior**2
+        step = np.clip(np.linalg.solve(left, right), -0.7, 0.7)
+        for shorter in (1.0, 0.4, 0.1):
+            moved = np.clip(theta + shorter * step, room[:, 0], room[:, 1])
+            tried = dict(zip(constants, map(float, moved), strict=True))
+            if (its := _cost(model, of, tried)) < cost:
+                break
+        else:
+            break
+        gone, best, cost = float(np.max(np.abs(moved - theta))), tried, its
+        if gone < SETTLED:
+            break
+    return best

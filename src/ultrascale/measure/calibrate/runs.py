@@ -1,0 +1,152 @@
+"""What calibrations read: run folders, folders of them, gathered runs, or a table of the user's own; each a job and a time."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ultrascale.cost.legality import problem
+from ultrascale.measure.accuracy.runs import read as read_table
+from ultrascale.measure.accuracy.scores import measured_rate
+from ultrascale.measure.compare import MEASUREMENT, PLAN
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.measurement import MeasuredMemory, Measurement
+from ultrascale.specs.plan import Plan, job_from_mapping
+from ultrascale.specs.validate import build
+
+METRICS = "metrics.jsonl"
+EXAMPLE = "such as runs/first, runs/, gathered.jsonl or a table with the columns of data/published.csv"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A run that was measured."""
+
+    name: str
+    job: Job
+    layout: Layout
+    step_s: float
+    spread: float = 0.0
+    """half of what the middle half of its steps differ by, as a share of the median"""
+    memory: MeasuredMemory | None = None
+    """of the fullest stage"""
+    stage: int = 0
+
+
+def load(paths: Sequence[Path]) -> list[Seen]:
+    """Every run that the paths name, once; SpecError for what is none, or cannot stand beside the others."""
+    found: dict[str, Seen] = {}
+    for path in paths:
+        for one in _under(path):
+            found.setdefault(one.name, one)
+    runs = list(found.values())
+    if not runs:
+        raise SpecError(f"no runs to calibrate with: name some, {EXAMPLE}")
+    _one_machine(runs)
+    return runs
+
+
+def _under(path: Path) -> Iterator[Seen]:
+    if not path.exists():
+        raise SpecError(f"{path} does not exist: name measured runs, {EXAMPLE}")
+    if path.suffix.lower() == ".csv":
+        yield from _rows(path)
+    elif path.suffix.lower() == ".jsonl":
+        yield from _gathered(path)
+    elif not path.is_dir():
+        raise SpecError(f"{path} is neither a run's folder nor a table of runs: name some, {EXAMPLE}")
+    elif (path / PLAN).is_file() or (path / MEASUREMENT).is_file():
+        yield _folder(path)
+    else:
+        inside = [each for each in sorted(path.iterdir()) if (each / PLAN).is_file() and (each / MEASUREMENT).is_file()]
+        if not inside:
+            raise SpecError(
+                f"{path} holds no measured run: a run's folder has {PLAN} and, once all its steps are done, {MEASUREMENT}"
+            )
+        yield from map(_folder, inside)
+
+
+def _folder(path: Path) -> Seen:
+    for name, made in ((PLAN, "`ultrascale train --out` writes it"), (MEASUREMENT, "a run has it once all its steps are done")):
+        if not (path / name).is_file():
+            raise SpecError(f"{path} has no {name}, so it cannot be calibrated with ({made}): leave it out")
+    plan, measured = Plan.load(path / PLAN), Measurement.load(path / MEASUREMENT)
+    return _seen(str(path), plan.job, plan.layout, measured, _steps(path / METRICS))
+
+
+def _gathered(path: Path) -> Iterator[Seen]:
+    """Runs in a file, a line of JSON each, as benchmarks/gpu/calibration_runs.py writes them."""
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            data: dict[str, Any] = json.loads(line)
+            fields = {name: data[name] for name in ("run", "job", "layout", "measurement")}
+        except (ValueError, KeyError, TypeError):
+            raise SpecError(f"{path}, line {number}, is no run: it needs run, job, layout and measurement") from None
+        what = f"{path}, line {number}"
+        measured = build(Measurement, fields["measurement"], f"{what}, measurement")
+        layout = build(Layout, fields["layout"], f"{what}, layout")
+        yield _seen(str(fields["run"]), job_from_mapping(fields["job"], what), layout, measured, data.get("steps_s", ()))
+
+
+def _seen(name: str, job: Job, layout: Layout, measured: Measurement, steps: Iterable[float]) -> Seen:
+    if (measured.device == "cpu") != (job.cluster.gpu.architecture == "cpu" or job.cluster.efficiency.synchronous):
+        raise SpecError(
+            f"{name} ran on {measured.device} but its plan is of {job.cluster.gpu.name}, so that nothing predicts it: run it "
+            "again with a plan for the machine it runs on"
+        )
+    if (why := problem(job, layout)) is not None:
+        raise SpecError(f"{name} cannot be estimated: {why}")
+    memory = measured.memory[measured.peak_stage].memory
+    return Seen(name, job, layout, measured.step_time_s, _spread(list(steps)[2:]), memory, measured.peak_stage)
+
+
+def _steps(metrics: Path) -> list[float]:
+    if not metrics.is_file():
+        return []
+    lines = metrics.read_text(encoding="utf-8").splitlines()
+    return [float(mapping["step_time_s"]) for line in lines if line.strip() and "step_time_s" in (mapping := json.loads(line))]
+
+
+def _spread(steps: Sequence[float]) -> float:
+    if len(steps) < 4:
+        return 0.0
+    low, middle, high = statistics.quantiles(steps, n=4)
+    return (high - low) / 2 / middle
+
+
+def _rows(path: Path) -> Iterator[Seen]:
+    runs, _ = read_table(path)
+    for run in runs:
+        rate = measured_rate(run)
+        if (
+            run.job is None
+            or run.layout is None
+            or rate is None
+            or run.half_recompute
+            or problem(run.job, run.layout) is not None
+        ):
+            continue
+        tokens = run.layout.batch_tokens(run.job.seq)
+        yield Seen(run.id, run.job, run.layout, tokens / (rate * run.layout.gpus))
+
+
+def _one_machine(runs: Sequence[Seen]) -> None:
+    first = runs[0]
+    for one in runs[1:]:
+        kinds = [each.job.cluster.gpu.name for each in (first, one)]
+        if kinds[0] != kinds[1]:
+            raise SpecError(
+                f"{first.name} ran on {kinds[0]} and {one.name} on {kinds[1]}: calibrate each kind with its own runs"
+            )
+        worlds = [each.layout.gpus for each in (first, one)]
+        if one.job.cluster.efficiency.synchronous and worlds[0] != worlds[1]:
+            raise SpecError(
+                f"{first.name} had {worlds[0]} processes and {one.name} {worlds[1]}: processes share a CPU's cores, so that "
+                "each number of them is a machine of its own; calibrate them apart"
+            )

@@ -1,0 +1,1 @@
+"""What would stop a run on this machine, before it is tried."""

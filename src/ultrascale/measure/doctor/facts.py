@@ -1,0 +1,218 @@
+"""What can be learnt about this machine in a second or two, without torch and without touching a GPU: facts, no judgement.
+
+Whatever cannot be asked here (no nvidia-smi, no /sys, no /dev/shm) is left empty; nothing raises.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata, util
+from pathlib import Path
+
+from ultrascale.measure.doctor.nvidia import GPUFact, ask_gpus, ask_links
+from ultrascale.train.machine import cores, memory_bytes
+
+PACKAGES = ("torch", "numpy", "pydantic", "safetensors", "tokenizers", "pyarrow")
+MOST_WRITTEN, BLOCK, LONGEST_S = 64 * 2**20, 4 * 2**20, 1.0  # of the trial of the disk
+_USED = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Where runs are written."""
+
+    place: str
+    free_bytes: float
+    problem: str = ""
+    write_bytes_s: float | None = None
+    clock_ahead_s: float = 0.0
+    """of the disk before this machine's: another machine keeps the time of a shared one"""
+
+
+@dataclass(frozen=True)
+class Facts:
+    python: str = ""
+    packages: Mapping[str, str | None] = field(default_factory=dict)
+    """version, or None where it is not installed"""
+    torch_cuda: str | None = None
+    """the CUDA that torch was built for"""
+    cores: int = 1
+    memory_bytes: float = 0.0
+    free_memory_bytes: float = 0.0
+    gpus: tuple[GPUFact, ...] = ()
+    gpu_problem: str = ""
+    links: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    """between two GPUs, in nvidia-smi's words: NV18, PIX, SYS …"""
+    infiniband: Mapping[str, str] = field(default_factory=dict)
+    """device and port -> state and rate"""
+    interfaces: tuple[str, ...] = ()
+    """network interfaces that are up"""
+    loopback_problem: str = ""
+    host_problem: str = ""
+    master_problem: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """what torchrun, Slurm, NCCL and gloo read"""
+    open_files: int = 0
+    shared_memory_bytes: float | None = None
+    disk: Disk = Disk("", 0.0)
+    now_s: float = 0.0
+    newest_file_s: float = 0.0
+    """of this package: no clock that is right shows an earlier time"""
+
+
+def gather(place: Path = Path("runs"), say: Callable[[str], None] = lambda _: None) -> Facts:
+    say("asking for packages, cores and memory")
+    environment = {name: value for name, value in os.environ.items() if _is_launchers(name)}
+    packages = {name: _version(name) for name in PACKAGES}
+    say("asking nvidia-smi for GPUs")
+    gpus, gpu_problem = ask_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    links = ask_links() if len(gpus) > 1 else {}
+    say("trying the network")
+    master = environment.get("MASTER_ADDR")
+    host_problem = resolves(socket.gethostname())
+    master_problem = resolves(master) if master else ""
+    loopback_problem = try_loopback()
+    say("writing a small file where runs go")
+    return Facts(
+        python=platform.python_version(),
+        packages=packages,
+        torch_cuda=torch_cuda(),
+        cores=cores(),
+        memory_bytes=memory_bytes(),
+        free_memory_bytes=free_memory(),
+        gpus=gpus,
+        gpu_problem=gpu_problem,
+        links=links,
+        infiniband=infiniband(),
+        interfaces=interfaces(),
+        loopback_problem=loopback_problem,
+        host_problem=host_problem,
+        master_problem=master_problem,
+        environment=environment,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        shared_memory_bytes=float(shutil.disk_usage("/dev/shm").total) if os.path.isdir("/dev/shm") else None,
+        disk=try_disk(place),
+        now_s=time.time(),
+        newest_file_s=max(file.stat().st_mtime for file in Path(__file__).parent.glob("*.py")),
+    )
+
+
+def _is_launchers(name: str) -> bool:
+    starts = ("SLURM_", "NCCL_SOCKET_", "GLOO_SOCKET_", "MASTER_", "LOCAL_")
+    return name in ("RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES") or name.startswith(starts)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def torch_cuda() -> str | None:
+    """From torch's own file of versions: importing torch would take seconds."""
+    found = util.find_spec("torch")
+    if found is None or found.origin is None:
+        return None
+    file = Path(found.origin).with_name("version.py")
+    match = re.search(r"^cuda\b.*=\s*'([^']+)'", file.read_text(encoding="utf-8"), re.MULTILINE) if file.is_file() else None
+    return match[1] if match else None
+
+
+def free_memory() -> float:
+    """What could be taken now without swapping, or what is left of a control group's limit if that is less."""
+    least = memory_bytes()
+    meminfo = _text("/proc/meminfo")
+    if match := re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE):
+        least = min(least, float(match[1]) * 1024)
+    for limit, used in ((_text(limit), _text(used)) for limit, used in _USED):
+        if limit.isdigit() and used.isdigit():
+            least = min(least, max(0.0, float(limit) - float(used)))
+    return least
+
+
+def _text(file: str | Path) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def infiniband(root: Path = Path("/sys/class/infiniband")) -> dict[str, str]:
+    ports = sorted(root.glob("*/ports/*")) if root.is_dir() else []
+    states = {f"{port.parent.parent.name}:{port.name}": (_text(port / "state"), _text(port / "rate")) for port in ports}
+    return {name: f"{state.partition(': ')[2] or state}, {rate}" for name, (state, rate) in states.items()}
+
+
+def interfaces(root: Path = Path("/sys/class/net")) -> tuple[str, ...]:
+    """Those that are not down; a loopback or a tunnel says `unknown`."""
+    if root.is_dir():
+        return tuple(sorted(one.name for one in root.iterdir() if _text(one / "operstate") in ("up", "unknown")))
+    return tuple(name for _, name in socket.if_nameindex())
+
+
+def resolves(host: str, within_s: float = 2.0) -> str:
+    """Empty when the name has an address; a name server that does not answer is not waited for."""
+    problem = [f"{host} was not resolved in {within_s:.0f} s"]
+
+    def look() -> None:
+        try:
+            socket.getaddrinfo(host, None)
+            problem[0] = ""
+        except (OSError, UnicodeError) as error:
+            problem[0] = f"{host} has no address ({getattr(error, 'strerror', None) or error})"
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(within_s)
+    return problem[0]
+
+
+def try_loopback() -> str:
+    """A free port, a connection to it, and a byte through it: what processes of one machine need to meet."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.settimeout(2.0)
+            with socket.create_connection(server.getsockname(), timeout=2.0) as client, server.accept()[0] as other:
+                client.sendall(b"1")
+                other.settimeout(2.0)
+                return "" if other.recv(1) == b"1" else "a byte sent over 127.0.0.1 did not arrive"
+    except OSError as error:
+        return f"127.0.0.1 takes no connection ({error.strerror or error})"
+
+
+def try_disk(place: Path) -> Disk:
+    """Writes at most 64 MiB for at most a second beside where runs go, and takes it away."""
+    folder = Path(os.path.abspath(place))
+    while not os.path.isdir(folder) and folder != folder.parent:
+        folder = folder.parent
+    free = float(shutil.disk_usage(folder).free)
+    most = min(MOST_WRITTEN, int(free / 4))
+    block = os.urandom(BLOCK)  # a disk that compresses is not flattered
+    written, start = 0, time.perf_counter()
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            while written + BLOCK <= most and time.perf_counter() - start < LONGEST_S:
+                file.write(block)
+                file.flush()
+                os.fsync(file.fileno())
+                written += BLOCK
+            gone = time.perf_counter() - start
+            os.utime(file.fileno())
+            ahead = os.fstat(file.fileno()).st_mtime - time.time()
+    except OSError as error:
+        return Disk(str(folder), free, f"{folder} cannot be written ({(error.strerror or str(error)).lower()})")
+    return Disk(str(folder), free, write_bytes_s=written / gone if written else None, clock_ahead_s=ahead)

@@ -1,0 +1,237 @@
+"""`doctor`: what would stop a run on this machine, each finding from facts alone, so that every one can be tested."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from ultrascale.measure.doctor.facts import Facts
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.units import GIB
+from ultrascale.train.machine import kind_of_gpu
+from ultrascale.train.world import Seat, seat
+
+Level = Literal["ok", "warn", "bad"]
+
+OLDEST_TORCH = (2, 11)
+FEW_FILES, SMALL_SHM, SLOW_DISK = 1024, 1 * GIB, 50e6
+LITTLE_DISK = 1 * GIB
+SKEW_S, A_DAY_S = 5.0, 86_400.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    name: str
+    level: Level
+    text: str
+    advice: str = ""
+    """what would help; empty where nothing has to be done"""
+
+
+def machine_findings(facts: Facts) -> list[Finding]:
+    return [check(facts) for check in CHECKS]
+
+
+def python(facts: Facts) -> Finding:
+    names = ", ".join(f"{name} {version}" for name, version in facts.packages.items() if version and name != "torch")
+    missing = [name for name, version in facts.packages.items() if version is None and name != "torch"]
+    text = f"Python {facts.python}; {names or 'no packages'}"
+    if "safetensors" in missing:
+        return Finding("python", "warn", f"{text}; no safetensors, which convert needs", "pip install 'ultrascale[train]'")
+    return Finding("python", "ok", text)
+
+
+def torch(facts: Facts) -> Finding:
+    version = facts.packages.get("torch")
+    if version is None:
+        return Finding("torch", "bad", "torch is not installed: plans can be made, not run", "pip install 'ultrascale[train]'")
+    numbers = tuple(int(word) for word in re.findall(r"\d+", version)[:2])
+    if numbers < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        return Finding("torch", "bad", f"torch {version} is older than {oldest}", f"pip install 'torch>={oldest}'")
+    if facts.gpus and facts.torch_cuda is None:
+        text = f"torch {version} was built without CUDA: the {len(facts.gpus)} GPUs here would stand idle"
+        return Finding("torch", "bad", text, "install torch from https://pytorch.org with the CUDA of the driver")
+    return Finding("torch", "ok", f"torch {version}, {f'CUDA {facts.torch_cuda}' if facts.torch_cuda else 'for CPUs'}")
+
+
+def memory(facts: Facts) -> Finding:
+    free, whole = facts.free_memory_bytes, facts.memory_bytes
+    text = f"{facts.cores} cores, {free / GIB:,.1f} of {whole / GIB:,.1f} GiB of memory free"
+    if free < 1 * GIB:
+        return Finding("cpu and memory", "warn", text, "end what holds the memory, or raise the control group's limit")
+    return Finding("cpu and memory", "ok", text)
+
+
+def gpus(facts: Facts) -> Finding:
+    if facts.gpu_problem:
+        return Finding(
+            "GPUs", "warn", facts.gpu_problem, "see that the driver is loaded and fits nvidia-smi (reboot after updates)"
+        )
+    if not facts.gpus:
+        hidden = facts.environment.get("CUDA_VISIBLE_DEVICES")
+        text = f"none, with CUDA_VISIBLE_DEVICES='{hidden}'" if hidden is not None else "none"
+        return Finding("GPUs", "ok", f"{text}: runs use the CPU")
+    kinds = Counter(gpu.name for gpu in facts.gpus)
+    least = min(facts.gpus, key=lambda gpu: gpu.free_bytes)
+    named = " and ".join(f"{count} × {name}" for name, count in kinds.items())
+    text = f"{named}, driver {facts.gpus[0].driver}, at least {least.free_bytes / GIB:,.1f} GiB free each"
+    if len(kinds) > 1:
+        return Finding("GPUs", "warn", f"{text}: the slowest sets the pace", "choose one kind with CUDA_VISIBLE_DEVICES")
+    if least.free_bytes < 0.9 * least.memory_bytes:
+        text = f"{text}; GPU {least.index} has {least.free_bytes / GIB:,.1f} of {least.memory_bytes / GIB:,.1f} GiB"
+        return Finding("GPUs", "warn", text, "nvidia-smi shows which processes hold the rest")
+    try:
+        kind_of_gpu(least.name)
+    except SpecError:
+        return Finding("GPUs", "warn", f"{text}; no peak of this kind is known", "give --cluster a file with its numbers")
+    return Finding("GPUs", "ok", text)
+
+
+def links(facts: Facts) -> Finding:
+    if len(facts.gpus) < 2:
+        return Finding("GPU links", "ok", "nothing to link")
+    if not facts.links:
+        return Finding("GPU links", "warn", "nvidia-smi topo -m tells nothing of them", "run it to see why")
+    slow = {pair: word for pair, word in facts.links.items() if not word.startswith("NV")}
+    if not slow:
+        words = ", ".join(sorted(set(facts.links.values())))
+        return Finding("GPU links", "ok", f"NVLink between all pairs ({words})")
+    (one, other), word = next(iter(slow.items()))
+    text = f"{len(slow)} of {len(facts.links)} pairs without NVLink, such as {one} and {other} ({word})"
+    return Finding("GPU links", "warn", text, "keep tensor parallelism inside pairs with NVLink")
+
+
+def network(facts: Facts) -> Finding:
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        wanted = facts.environment.get(name, "")
+        exact = wanted.startswith("=") or name.startswith("GLOO")
+        words = [word for word in wanted.lstrip("=").split(",") if word]
+        if not words or wanted.startswith("^"):
+            continue
+        if not any(one == word or (not exact and one.startswith(word)) for one in facts.interfaces for word in words):
+            text = f"{name} is '{wanted}' but the interfaces that are up are {', '.join(facts.interfaces)}"
+            return Finding("network", "bad", text, f"unset {name}, or name one of these")
+    outside = [name for name in facts.interfaces if name != "lo" and not name.startswith(("docker", "veth", "br-"))]
+    active = [f"{name} ({state})" for name, state in facts.infiniband.items() if state.startswith("ACTIVE")]
+    text = f"{', '.join(outside) or 'only loopback'}; InfiniBand: {', '.join(active) or 'none active'}"
+    if facts.infiniband and len(active) < len(facts.infiniband):
+        idle = next(f"{name} is {state}" for name, state in facts.infiniband.items() if not state.startswith("ACTIVE"))
+        return Finding("network", "warn", f"{text}; {idle}", "see ibstat: hosts would talk over fewer links, or Ethernet")
+    return Finding("network", "ok", text)
+
+
+def rendezvous(facts: Facts) -> Finding:
+    if facts.loopback_problem:
+        advice = "allow connections over the lo interface: processes of one machine meet there"
+        return Finding("rendezvous", "bad", facts.loopback_problem, advice)
+    if facts.host_problem:
+        advice = "give this host's name an address in /etc/hosts, or set GLOO_SOCKET_IFNAME"
+        return Finding("rendezvous", "warn", f"this host's name {facts.host_problem}", advice)
+    return Finding("rendezvous", "ok", "127.0.0.1 takes connections, and a port is free")
+
+
+def launcher(facts: Facts) -> Finding:
+    given = facts.environment
+    try:
+        mine = launched(given)
+    except SpecError as error:
+        return Finding("launcher", "bad", str(error), "start with torchrun or srun, or unset these variables")
+    if mine is None:
+        if stray := [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in given]:
+            text = f"{', '.join(stray)} set, but not all that torchrun sets: they are passed over"
+            return Finding("launcher", "warn", text, f"unset {' '.join(stray)}, or start with torchrun")
+        return Finding("launcher", "ok", "started by hand: train --nproc N starts processes here")
+    text = f"process {mine.rank} of {mine.world}, {mine.local_world} on this host, meeting at {_address(mine, given)}"
+    problem, advice = _launcher_problem(mine, facts)
+    return Finding("launcher", "bad", f"{text}; {problem}", advice) if problem else Finding("launcher", "ok", text)
+
+
+def launched(environment: Mapping[str, str]) -> Seat | None:
+    """The seat that these variables give; SpecError where they contradict themselves."""
+    try:
+        return seat(environment)
+    except SpecError:
+        raise
+    except ValueError as error:
+        raise SpecError(f"the environment's variables of Slurm cannot be read ({error}): start with srun") from None
+
+
+def _address(mine: Seat, given: Mapping[str, str]) -> str:
+    if mine.address != "env://":
+        return mine.address.removeprefix("tcp://")
+    return f"{given.get('MASTER_ADDR', '(no MASTER_ADDR)')}:{given.get('MASTER_PORT', '(no MASTER_PORT)')}"
+
+
+def _launcher_problem(mine: Seat, facts: Facts) -> tuple[str, str]:
+    given, relaunch = facts.environment, "start with torchrun, which sets all of them"
+    if mine.world > 1 and mine.address == "env://":
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if not given.get(name):
+                return f"{name} is not set, so the processes cannot meet", relaunch
+    port = given.get("MASTER_PORT")
+    if port is not None and not (port.isdigit() and 0 < int(port) < 65_536):
+        return f"MASTER_PORT is '{port:.20}' but must be from 1 to 65535", "try 29500"
+    if facts.master_problem:
+        return facts.master_problem, "set MASTER_ADDR to an address that every host can reach"
+    if mine.local_rank >= mine.local_world:
+        return f"LOCAL_RANK {mine.local_rank} is not below the {mine.local_world} processes of this host", relaunch
+    if mine.world % mine.local_world:
+        return f"{mine.world} processes do not divide into hosts of {mine.local_world}", "start as many on every host"
+    if facts.gpus and mine.local_world > len(facts.gpus):
+        return f"but there are {len(facts.gpus)} GPUs", f"start {len(facts.gpus)} processes on each host"
+    return "", ""
+
+
+def limits(facts: Facts) -> Finding:
+    shm = facts.shared_memory_bytes
+    text = f"{facts.open_files:,} open files; /dev/shm {'is missing' if shm is None else f'has {shm / GIB:,.2f} GiB'}"
+    if 0 <= facts.open_files < FEW_FILES:
+        return Finding("limits", "warn", f"{text}: many processes need many connections", "ulimit -n 65536")
+    if len(facts.gpus) > 1 and (shm or 0) < SMALL_SHM:
+        return Finding(
+            "limits", "warn", f"{text}: NCCL exchanges through it inside a host", "docker run --shm-size=8g, or --ipc=host"
+        )
+    return Finding("limits", "ok", text)
+
+
+def disk(facts: Facts) -> Finding:
+    found = facts.disk
+    if found.problem:
+        return Finding("disk", "bad", found.problem, "give train --out a folder that can be written")
+    speed = "" if found.write_bytes_s is None else f", written at {found.write_bytes_s / 1e6:,.0f} MB/s"
+    text = f"{found.place}: {found.free_bytes / GIB:,.1f} GiB free{speed}"
+    if found.free_bytes < LITTLE_DISK:
+        return Finding("disk", "warn", text, "make room, or give train --out another disk")
+    if found.write_bytes_s is not None and found.write_bytes_s < SLOW_DISK:
+        return Finding("disk", "warn", f"{text}: checkpoints would take long", "give train --out a faster disk")
+    return Finding("disk", "ok", text)
+
+
+def clock(facts: Facts) -> Finding:
+    behind, ahead = facts.newest_file_s - facts.now_s, facts.disk.clock_ahead_s
+    if behind > A_DAY_S:
+        text = f"the clock stands {behind / A_DAY_S:,.0f} days before this program was installed"
+        return Finding("clock", "warn", text, "set the clock: certificates, logs and the ages of checkpoints depend on it")
+    if abs(ahead) > SKEW_S:
+        text = f"the disk's clock is {ahead:+,.0f} s from this machine's"
+        return Finding("clock", "warn", text, "let both keep time by NTP: the ages of checkpoints depend on it")
+    return Finding("clock", "ok", "agrees with the disk's")
+
+
+CHECKS: tuple[Callable[[Facts], Finding], ...] = (
+    python,
+    torch,
+    memory,
+    gpus,
+    links,
+    network,
+    rendezvous,
+    launcher,
+    limits,
+    disk,
+    clock,
+)

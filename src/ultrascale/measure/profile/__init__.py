@@ -1,0 +1,1 @@
+"""A run under the profiler: traces, ranges, memory over a step."""

@@ -1,0 +1,1 @@
+"""One rank of a plan's world, run alone, beside the estimate."""

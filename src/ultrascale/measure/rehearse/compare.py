@@ -1,0 +1,118 @@
+"""A rehearsal beside the Estimate, term by term: bytes by owner, FLOPs, and what each technique sends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ultrascale.cost import flops
+from ultrascale.cost.activations import split_backward
+from ultrascale.cost.estimate import estimate
+from ultrascale.cost.hardware import Machine
+from ultrascale.cost.memory import peak_parts
+from ultrascale.cost.operators import layer_matmuls
+from ultrascale.cost.traffic import of_stage
+from ultrascale.cost.view import View
+from ultrascale.measure.rehearse.asked import engine_of
+from ultrascale.measure.rehearse.rehearsal import Rehearsal
+from ultrascale.parallel.mesh import Place
+from ultrascale.specs.estimate import Estimate
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+
+STATES = ("parameters", "master", "gradients", "optimizer")
+TECHNIQUES = ("tensor", "context", "expert", "pipeline", "data", "zero", "bookkeeping")
+EAGER = "operators run one by one, as on a CPU: on a GPU our kernels keep less (--device cuda)"
+BALANCED = "experts are chosen equally often, in the rehearsal and in the prediction beside it"
+EMULATED = "fp8 is emulated, in fp32: neither its bytes nor its products are a GPU's"
+
+
+@dataclass(frozen=True)
+class Term:
+    label: str
+    predicted: float
+    rehearsed: float
+    unit: str
+    """B: bytes held; sent: bytes sent; FLOP"""
+
+    @property
+    def difference(self) -> float:
+        """The prediction's, relative to the rehearsal."""
+        if not self.rehearsed:
+            return 0.0 if not self.predicted else float("inf")
+        return self.predicted / self.rehearsed - 1
+
+
+def prediction(job: Job, layout: Layout, device: str = "meta") -> Estimate:
+    """Of our engine as it is rehearsed: its own preset, and experts that are chosen equally often."""
+    return estimate(even(job).changed(framework=engine_of(device)), layout)
+
+
+def even(job: Job) -> Job:
+    constants = job.cluster.efficiency.model_copy(update={"expert_imbalance": 1.0})
+    return job.changed(cluster=job.cluster.model_copy(update={"efficiency": constants}))
+
+
+def notes(job: Job, layout: Layout, device: str) -> list[str]:
+    """What is not as it would be in a run."""
+    told = [EAGER] if device == "meta" else []
+    if device == "meta" and job.precision == "fp8":
+        told.append(EMULATED)
+    if job.model.moe is not None and device == "meta":
+        told.append(BALANCED)
+    return told
+
+
+def compared(job: Job, layout: Layout, predicted: Estimate, seen: Rehearsal) -> list[Term]:
+    """Every term that either side has."""
+    law = predicted.memory[seen.place.pp].memory
+    job = even(job).changed(framework=engine_of("meta" if seen.kernels_s is None else "cuda"))
+    # Gradients are counted when all of them are there, which need not be at the peak.
+    held = law.model_copy(update={"gradients": whole_gradients(job, layout, seen.place.pp)})
+    terms = [Term(owner, getattr(held, owner), getattr(seen.memory, owner), "B") for owner in STATES]
+    # What is on its way and what waits for backward look alike from outside: they are compared together.
+    terms.append(
+        Term("activations, buffers", law.activations + law.buffers, seen.memory.activations + seen.memory.buffers, "B")
+    )
+    tensors = sum(getattr(law, owner) for owner in (*STATES, "activations", "buffers"))
+    terms.append(Term("all tensors at the peak", tensors, seen.peak, "B"))
+    terms.append(Term("FLOPs", predicted_flops(job, layout, seen.place), sum(seen.flops.values()), "FLOP"))
+    sent = list(of_stage(job, layout, Machine(job), seen.place.pp))
+    for technique in TECHNIQUES:
+        said = sum(one.bytes for one in sent if one.technique == technique)
+        terms.append(Term(f"sent by {technique}", said, seen.sent(technique), "sent"))
+    return [term for term in terms if term.predicted or term.rehearsed]
+
+
+def whole_gradients(job: Job, layout: Layout, stage: int) -> float:
+    view = View.of(job, layout)
+    return float(peak_parts(job, view.ranks, view.share).state.gradients[stage])
+
+
+def predicted_flops(job: Job, layout: Layout, place: Place) -> float:
+    """Of a step on one rank, by the products that the cost model times and attention's causal half."""
+    view = View.of(job, layout)
+    model, row, share = job.model, view.row, view.share
+    tokens = float(row.tokens(job.seq)[0])
+    stage = place.pp
+    scores = flops.score_flops(model, job.seq, causal=True) * tokens / layout.tp
+    if layout.cp > 1 and layout.context_parallel in ("ring", "allgather"):  # later slices of the sequence see more of it
+        scores *= (2 * place.cp + 1) / layout.cp
+    total = 3 * float(share.head[stage]) * flops.head_flops(model) * tokens / layout.tp
+    for layers, moe in ((share.dense_layers, False), (share.moe_layers, True)):
+        count = float(np.broadcast_to(layers, layout.pp)[stage])
+        if not count:
+            continue
+        products = {product.name: float(np.sum(product.flops)) for product in layer_matmuls(job, row, moe)}
+        # torch.utils.checkpoint stops at the last tensor that backward asks for, which the last product does not make; a
+        # product that puts its weight gradient off saves its input after it has run, and so runs again.
+        split = layout.pp > 1 and bool(split_backward(row)[0])
+        last = 0.0 if moe else products["mlp down"]
+        again = 0.0
+        if layout.recompute == "full":
+            again = sum(products.values()) + scores - (0.0 if split else last)
+        elif layout.recompute == "selective":
+            again = last if split else 0.0
+        total += count * (3 * (sum(products.values()) + scores) + again)
+    return total * layout.gas

@@ -1,0 +1,1 @@
+"""PyTorch's traces, ours and other engines', read and understood."""
