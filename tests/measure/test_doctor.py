@@ -101,7 +101,7 @@ CASES: dict[str, tuple[Facts, str, str, str]] = {
         "GPU 7 has 20.0 of 79.6 GiB",
     ),
     "GPUs mixed": (changed(NODE, gpus=(GPU, replace(GPU, name="NVIDIA H200"))), "GPUs", "warn", "sets the pace"),
-    "GPU unknown": (changed(NODE, gpus=(replace(GPU, name="NVIDIA L4"),)), "GPUs", "warn", "no peak of this kind"),
+    "GPU unknown": (changed(NODE, gpus=(replace(GPU, name="NVIDIA L40"),)), "GPUs", "warn", "no peak of this kind"),
     "no NVLink": (
         changed(NODE, links={**PAIRS, ("GPU0", "GPU3"): "SYS"}),
         "GPU links",
@@ -219,7 +219,7 @@ def test_another_gpu() -> None:
     assert found(findings, "plan: device").advice == "plan anew with --cluster 8xv100"
     assert found(findings, "plan: precision").level == "bad"
     assert "v100 does not compute in bf16" in found(findings, "plan: precision").text
-    unknown = changed(NODE, gpus=tuple(replace(gpu, name="NVIDIA L4") for gpu in NODE.gpus))
+    unknown = changed(NODE, gpus=tuple(replace(gpu, name="NVIDIA L40") for gpu in NODE.gpus))
     assert found(plan_findings(EIGHT, unknown), "plan: device").level == "warn"
 
 

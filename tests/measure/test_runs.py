@@ -382,6 +382,13 @@ OTHER_GPUS = {
     "AMD Instinct MI300X": "mi300x",
     "MI355X": "mi355x",
     "RTX 4090": "rtx4090",
+    "H100-PCIe 80GB": "h100-pcie",
+    "GH200 (Alps)": "gh200",
+    "L40S-48GB": "l40s",
+    "NVIDIA L4": "l4",
+    "MI250X (Frontier)": "mi250x",
+    "NVIDIA RTX A6000": "a6000",
+    "A800-80GB": "a800",
 }
 
 
@@ -463,6 +470,12 @@ def test_a_known_engine_is_its_preset_and_no_assumption(system: str, compiled: s
         ("my trainer", "no", "eager"),
         ("my trainer", "", "eager"),
         ("", "", "eager"),
+        ("MegaScale", "", "megatron-core"),
+        ("GPT-NeoX on Frontier", "", "megatron-core"),
+        ("MaxText (JAX)", "", "torchtitan"),
+        ("OLMo-core", "no", "torchtitan-eager"),
+        ("OLMo-core", "yes", "torchtitan"),
+        ("PyTorch FSDP", "", "fsdp1-eager"),
     ],
 )
 def test_an_unknown_engine_is_taken_by_compile_and_that_is_said(system: str, compiled: str, name: str) -> None:

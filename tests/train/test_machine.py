@@ -51,6 +51,12 @@ def gpus(monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str) -> None:
         ("NVIDIA B300 SXM6 AC", "b300"),
         ("NVIDIA GB200", "gb200"),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", "l40s"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA RTX A6000", "a6000"),
     ],
 )
 def test_names_of_known_parts(name: str, kind: str) -> None:
@@ -58,7 +64,7 @@ def test_names_of_known_parts(name: str, kind: str) -> None:
     assert kind in GPU.presets()
 
 
-@pytest.mark.parametrize("name", ["NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA L4", "NVIDIA GeForce RTX 4090 D"])
+@pytest.mark.parametrize("name", ["NVIDIA H200 NVL", "NVIDIA L40", "NVIDIA GeForce RTX 4090 D"])
 def test_a_part_with_other_numbers_has_no_assumed_peak(name: str) -> None:
     with pytest.raises(SpecError, match=f"this machine's GPU is '{name}', of which no peak is known: give --cluster"):
         kind_of_gpu(name)
@@ -78,10 +84,10 @@ def test_gpus_are_found_and_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def test_the_visible_ones_decide(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    gpus(monkeypatch, tmp_path, "NVIDIA H200", "NVIDIA H200", "NVIDIA L4")
+    gpus(monkeypatch, tmp_path, "NVIDIA H200", "NVIDIA H200", "NVIDIA L40")
     assert detect(2).gpu.name == "h200"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
-    with pytest.raises(SpecError, match="NVIDIA L4"):
+    with pytest.raises(SpecError, match="NVIDIA L40"):
         detect(1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert machine.gpu_names() == []

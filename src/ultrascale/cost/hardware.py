@@ -37,10 +37,13 @@ class AttentionRate:
 RATES: dict[str, dict[str, AttentionRate]] = {
     "flash": {
         "volta": AttentionRate(0.35, 0.28, 450, "assumed: no flash kernel of the authors runs there"),
+        "turing": AttentionRate(0.35, 0.28, 450, "assumed as volta"),
         "ampere": AttentionRate(0.55, 0.48, 450, "FlashAttention-2 (Dao 2023), figures 5 and 6; × 0.87 in training"),
         "ada": AttentionRate(0.53, 0.45, 450, "assumed near ampere, whose kernels it runs"),
+        "blackwell-rtx": AttentionRate(0.53, 0.45, 450, "assumed as ada, whose instructions it has"),
         "hopper": AttentionRate(0.55, 0.43, 900, "FlashAttention-3 (Shah 2024), figures 5 and 6; × 0.83 in training"),
         "blackwell": AttentionRate(0.55, 0.42, 1200, "assumed: hopper's share of a larger peak, longer rows to fill it"),
+        "cdna2": AttentionRate(0.35, 0.28, 450, "assumed: two thirds of ampere's share"),
         "cdna3": AttentionRate(0.42, 0.32, 900, "assumed: two thirds of hopper's share"),
         "cdna4": AttentionRate(0.42, 0.32, 900, "assumed as cdna3"),
         "cpu": AttentionRate(0.30, 0.20, 128, "placeholder until calibrated"),
@@ -72,18 +75,30 @@ SUSTAINED: dict[str, dict[str, float]] = {
     "hopper": {"bf16": 0.88, "fp8": 1.15},
     "blackwell": {"bf16": 0.69, "fp8": 1.08},
 }
-# Power of the parts on which the surfaces were measured, W; a part capped below it computes in proportion.
-MEASURED_POWER_W = {"a100_sxm": 400, "h100_sxm": 700, "h200_sxm": 700, "b200_sxm": 1000, "b300_sxm": 1100, "gb200": 1200}
+# The parts on which the surfaces were measured; one that has less power for its peak computes in proportion.
+MEASURED_ON = {
+    "a100_sxm": "a100-80",
+    "h100_sxm": "h100",
+    "h200_sxm": "h200",
+    "b200_sxm": "b200",
+    "b300_sxm": "b300",
+    "gb200": "gb200",
+}
 
 
 def sustained(gpu: GPU) -> dict[str, float]:
     """What the kind keeps of the measured rate; a chip that was not measured keeps all of what is assumed for it."""
     if gpu.surface is None:
         return {"bf16": 1.0, "fp8": 1.0}
-    capped = min(1.0, gpu.power_w / MEASURED_POWER_W[gpu.surface])
+    capped = min(1.0, _power(gpu) / _power(GPU.load(MEASURED_ON[gpu.surface])))
     share = SUSTAINED.get(gpu.architecture, {"bf16": 0.9, "fp8": 0.9})
     same_family = not gpu.surface_note or gpu.architecture == "hopper"
     return {precision: value * (capped if same_family else 1.0) for precision, value in share.items()}
+
+
+def _power(gpu: GPU) -> float:
+    """W for each TFLOP/s of its widest tensor-core rate."""
+    return gpu.power_w / max(gpu.peak_tflops.get(precision, 0.0) for precision in ("bf16", "fp16", "fp32"))
 
 
 class Machine:

@@ -172,7 +172,8 @@ def _with_larger_gpu(job: Job, wishes: Wishes) -> list[Change]:
     here = job.cluster.gpu
     larger = [g for g in GPU.presets().values() if g.memory_gib > here.memory_gib and g.vendor == here.vendor]
     for kind in sorted(larger, key=lambda g: g.memory_gib):
-        if job.precision not in kind.peak_tflops or job.cluster.gpus % kind.gpus_per_node:
+        slower = kind.peak_tflops.get(job.precision, 0.0) < here.peak_tflops[job.precision]
+        if slower or job.cluster.gpus % kind.gpus_per_node:
             continue
         changed = job.changed(cluster=type(job.cluster).load(f"{job.cluster.gpus}x{kind.name}"))
         found = fastest(changed, wishes)

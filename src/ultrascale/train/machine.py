@@ -28,17 +28,28 @@ from ultrascale.specs.validate import build
 # What nvidia-smi calls the parts whose numbers we have. PCIe cards, and others of a family, have their own peaks: not here.
 KINDS = {
     r"V100-SXM\d-32GB": "v100",
+    r"T4": "t4",
+    r"A10G": "a10g",
+    r"RTX A6000": "a6000",
+    r"GeForce RTX 3090": "rtx3090",
     r"A100-SXM\d-40GB": "a100-40",
     r"A100-SXM\d-80GB": "a100-80",
+    r"A800-SXM\d-80GB": "a800",
     r"H100 80GB HBM3": "h100",
+    r"H100 PCIe": "h100-pcie",
     r"H100 NVL": "h100-94",
     r"H800": "h800",
+    r"GH200 480GB": "gh200",
+    r"H20": "h20",
     r"H200": "h200",
     r"B200": "b200",
     r"B300( SXM6 AC)?": "b300",
     r"GB200": "gb200",
     r"GB300": "gb300",
+    r"L4": "l4",
+    r"L40S": "l40s",
     r"GeForce RTX 4090": "rtx4090",
+    r"GeForce RTX 5090": "rtx5090",
 }
 _ASK = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")

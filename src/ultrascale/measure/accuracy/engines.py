@@ -14,6 +14,13 @@ from ultrascale.specs.validate import build
 
 # torchtune's ladder is cumulative: from its chunked loss on, every rung has it.
 LATER_RUNGS = ("chunked", "checkpointing", "backward", "offload")
+# Engines that no run here names, by the preset that works as they do.
+ALIKE = {
+    r"megascale|primus|neox|internevo": "megatron-core",  # built on Megatron's layers, its exchanges, its optimizer
+    r"maxtext|levanter|\bjax\b|\bxla\b|alpa": "torchtitan",  # one compiled program
+    r"fsdp2|simplefsdp|olmo-core": "torchtitan-eager",
+    r"fsdp": "fsdp1-eager",
+}
 
 
 def gpu_kind(text: str, assumptions: list[str]) -> GPU:
@@ -28,14 +35,10 @@ def gpu_kind(text: str, assumptions: list[str]) -> GPU:
     if "h100" in name:
         if "96g" in name:
             return GPU.load("h100-96")
-        if "pcie" in name:
-            assumptions.append("H100 on PCIe taken as the SXM part")
-        return GPU.load("h100-94" if "94g" in name or "nvl" in name else "h100")
-    if "gh200" in name:
-        assumptions.append("GH200 taken as an H200")
-    for kind in ("gb300", "gb200", "b300", "b200", "h200", "h800", "v100", "mi355x", "mi300x", "4090"):
-        if kind in name:
-            return GPU.load(kind)
+        return GPU.load("h100-94" if "94g" in name or "nvl" in name else "h100-pcie" if "pcie" in name else "h100")
+    known = [kind for kind in GPU.preset_names() if kind != "cpu" and re.search(rf"(?<![a-z\d]){kind}(?![a-z\d])", name)]
+    if known:
+        return GPU.load(max(known, key=len))
     raise Unmodelled(f"gpu is '{text}', which is no known kind: {nearest(name, GPU.presets())}")
 
 
@@ -65,7 +68,8 @@ def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework
     elif "fsdp1" in system or "composer" in system or "foundry" in system:
         name = "torchtitan" if compiled else "fsdp1-eager"
     else:
-        name = "torchtitan" if compiled else "eager"
+        alike = next((like for words, like in ALIKE.items() if re.search(words, system)), "eager")
+        name = "torchtitan" if compiled and alike.endswith("eager") else alike
         assumptions.append(f"framework '{values.get('system', '')}' taken as {name}")
     framework = Framework.load(name)
     changes: dict[str, Any] = {}
@@ -96,11 +100,9 @@ def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework
         if word in notes:
             raise Unmodelled(f"{word} is not modelled")
     if "torchtune" in system:
-        whole_logits = not any(
-            word in values.get("notes", "").lower() for word in ("chunked", "checkpointing", "backward", "offload")
-        )
+        whole_logits = not any(word in notes for word in LATER_RUNGS)
         changes["loss"] = ("in-place" if compiled else "fp32") if whole_logits else "chunked"
-    if "no grad-accum fusion" in values.get("notes", "").lower():
+    if "no grad-accum fusion" in notes:
         changes["fused_accumulation"] = False
     if "all bf16" in values.get("precision", "").lower():
         changes["states"] = "pure"
