@@ -275,6 +275,6 @@ def test_the_documentation_names_every_constant_and_its_default() -> None:
         if field.default is not None:
             number, unit = re.match(r"([\d.]+)(.*)", printed[name]).groups()  # type: ignore[union-attr]
             assert float(number) * units[unit] == pytest.approx(float(field.default)), name
-    rows = re.findall(r"^\| ([a-z0-9, ]+) \| ([\d.]+) \| ([\d.]+) \| (\d+) \|", text, flags=re.MULTILINE)
+    rows = re.findall(r"^\| ([a-z0-9, -]+) \| ([\d.]+) \| ([\d.]+) \| (\d+) \|", text, flags=re.MULTILINE)
     rates = {name: tuple(map(float, row[1:])) for row in rows for name in row[0].split(", ")}
     assert rates == {name: (rate.forward, rate.backward, rate.half_row) for name, rate in RATES["flash"].items()}
