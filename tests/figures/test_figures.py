@@ -162,5 +162,14 @@ def test_themes_change_colours_only(theme: style.Theme, four_stages: Plan) -> No
         style.layout_of("blue")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("theme", style.THEMES)
+def test_a_page_draws_what_a_themed_figure_says(theme: style.Theme, four_stages: Plan) -> None:
+    figure = memory.by_stage(four_stages)
+    before = figure.to_plotly_json()
+    drawn = style.drawn(figure, theme)
+    assert figure.to_plotly_json() == before
+    assert drawn == style.themed(figure, theme).to_plotly_json()
+
+
 def test_owners_have_colours_of_their_own() -> None:
     assert len(set(style.OWNERS.values())) == len(style.OWNERS)

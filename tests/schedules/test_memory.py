@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ultrascale.schedules import Kind, build, peak_held, timeline
+import pytest
+
+from ultrascale.schedules import KINDS, Kind, build, counts, peak_held, timeline
 
 
 def test_level_after_every_action() -> None:
@@ -35,3 +37,27 @@ def test_nothing_is_left_at_the_end() -> None:
 def test_a_rank_without_activations_has_no_peak() -> None:
     held = peak_held(build("1f1b", 2, 2), 0, [0.0, 0.0])
     assert (held.peak_bytes, held.at, held.count) == (0.0, 0, (0,))
+
+
+@pytest.mark.parametrize(
+    ("name", "virtual_stages"),
+    [("afab", 1), ("1f1b", 1), ("interleaved", 3), ("zero-bubble", 2), ("zb-v", 2), ("dualpipe-v", 2)],
+)
+def test_counts_of_all_ranks_follow_their_lists(name: str, virtual_stages: int) -> None:
+    ranks, microbatches = 4, 12
+    schedule, found = build(name, ranks, microbatches, virtual_stages), counts(name, ranks, microbatches, virtual_stages)
+    for rank in range(ranks):
+        waiting, deferred, begun = [0] * virtual_stages, [0] * virtual_stages, False
+        local = {stage: index for index, stage in enumerate(schedule.stages_of(rank))}
+        for at, (kind, stage, _, _) in enumerate(schedule.actions[rank]):
+            own = local[stage]
+            waiting[own] += {Kind.F: 1, Kind.W: 0}.get(kind, -1)
+            deferred[own] += kind is Kind.I
+            assert found.waiting[rank, at].tolist() == waiting
+            assert found.deferred[rank, at].tolist() == deferred
+            assert KINDS[found.kind[rank, at]] is kind
+            assert found.stage[rank, at] == stage
+            assert found.begun[rank, at] == begun
+            deferred[own] -= kind is Kind.W
+            begun = begun or kind in (Kind.B, Kind.W)
+        assert (found.kind[rank, len(schedule.actions[rank]) :] == -1).all()

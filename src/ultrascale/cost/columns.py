@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, get_args
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,7 @@ import numpy.typing as npt
 from ultrascale.specs.layout import ContextParallel, DataParallel, Layout, Offload, Recompute, Schedule
 
 Array = npt.NDArray[Any]
+AnyTable = TypeVar("AnyTable")
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "schedule": get_args(Schedule),
@@ -130,3 +131,17 @@ def decode(name: str, value: int) -> Any:
     if name in ("keep_gathered", "sequence_parallel"):
         return bool(value)
     return (value or None) if name == "zero_shards" else value
+
+
+def rows_of(table: AnyTable, rows: slice) -> AnyTable:
+    """Some rows of a dataclass of arrays, or of such dataclasses; what is the same for all rows stays."""
+
+    def picked(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return value[rows]
+        if is_dataclass(value) and not isinstance(value, type):
+            return type(value)(*(picked(getattr(value, name)) for name in value.__dataclass_fields__))
+        return value
+
+    made: AnyTable = picked(table)
+    return made

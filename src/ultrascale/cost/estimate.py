@@ -2,40 +2,80 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
 
 import numpy as np
 
-from ultrascale.cost import activations, flops, gemm, memory, stages, step, traffic
+from ultrascale.cost import activations, flops, gemm, memory, stages, traffic
 from ultrascale.cost.legality import check
-from ultrascale.cost.mesh import mesh
 from ultrascale.cost.operators import layer_matmuls
 from ultrascale.cost.passes import Passes
 from ultrascale.cost.peaks import Peak, peaks
 from ultrascale.cost.pieces import Piece
 from ultrascale.cost.uncertainty import estimate_range
-from ultrascale.cost.view import View, send_s
-from ultrascale.schedules import makespan, simulate_makespan
+from ultrascale.cost.view import View, send_s, views
+from ultrascale.schedules import makespan
 from ultrascale.specs.estimate import ActivationItem, Estimate, Memory, StageMemory, Time
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.units import GIB
 
-# Micro-batches simulated in full; more repeat the steady state (schedules.simulate_makespan).
-SIMULATED = 64
+
+@dataclass(frozen=True)
+class Draft:
+    """What ranks a layout: its time by cause and its fullest stage; `whole` adds what people want to know besides."""
+
+    view: View
+    at_peak: list[Peak]
+    memory: list[StageMemory]
+    time: Time
+    bubble_fraction: float
+
+    @property
+    def step_time_s(self) -> float:
+        return self.time.total
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.view.layout.batch_tokens(self.view.job.seq) / self.step_time_s
+
+    @cached_property
+    def peak(self) -> StageMemory:
+        return max(self.memory, key=lambda stage: stage.memory.total)
+
+    @property
+    def peak_stage(self) -> int:
+        return self.peak.stage
+
+    @property
+    def peak_gib(self) -> float:
+        return self.peak.memory.total / GIB
+
+    @property
+    def capacity_gib(self) -> float:
+        return self.view.job.cluster.gpu.memory_gib
+
+    @property
+    def fits(self) -> bool:
+        return self.peak.memory.total <= self.capacity_gib * GIB
 
 
 def estimate(job: Job, layout: Layout) -> Estimate:
     """Memory by owner and stage, step time by cause, traffic, utilisation, cost. Raises SpecError for an illegal layout."""
     check(job, layout)
-    view = View.of(job, layout)
-    at_peak = peaks(view)
-    stage_memory = _memory(view, at_peak)
-    peak = max(stage_memory, key=lambda stage: stage.memory.total)
-    time, bubble_fraction = _time(view)
-    step_s = time.total
-    tokens = layout.batch_tokens(job.seq)
-    rate = tokens / step_s
+    return whole(drafts(job, [layout])[0])
+
+
+def drafts(job: Job, layouts: Sequence[Layout]) -> list[Draft]:
+    """Of legal layouts, all at once."""
+    return [Draft(view, at_peak := peaks(view), _memory(view, at_peak), *_time(view)) for view in views(job, layouts)]
+
+
+def whole(draft: Draft) -> Estimate:
+    view, peak, time, step_s, rate = draft.view, draft.peak, draft.time, draft.step_time_s, draft.tokens_per_s
+    job, layout, stage_memory = view.job, view.layout, draft.memory
     world = layout.gpus
     per_gpu = rate / world
     price = job.cluster.price_per_gpu_hour_usd
@@ -61,18 +101,18 @@ def estimate(job: Job, layout: Layout) -> Estimate:
         mfu_causal=utilisation(flops.model_flops(job.model, job.seq, causal=True)),
         hfu_causal=utilisation(hardware(causal=True)),
         model_tflops_per_gpu=per_gpu * flops.model_flops(job.model, job.seq) / 1e12,
-        peak_gib=peak.memory.total / GIB,
-        capacity_gib=job.cluster.gpu.memory_gib,
-        fits=peak.memory.total <= job.cluster.gpu.memory_gib * GIB,
+        peak_gib=draft.peak_gib,
+        capacity_gib=draft.capacity_gib,
+        fits=draft.fits,
         peak_stage=peak.stage,
         peak_moment=peak.moment,
         first_step_peak_gib=first_step / GIB,
-        bubble_fraction=bubble_fraction,
+        bubble_fraction=draft.bubble_fraction,
         memory=tuple(stage_memory),
         time=time,
         traffic=tuple(traffic.by_technique(job, layout, view.machine, time)),
-        activations=tuple(_activation_items(view, at_peak[peak.stage])),
-        range=estimate_range(job, step_s, peak.memory.total / GIB, job.cluster.gpu.memory_gib),
+        activations=tuple(_activation_items(view, draft.at_peak[peak.stage])),
+        range=estimate_range(job, step_s, draft.peak_gib, draft.capacity_gib),
         train_days=days,
         gpu_hours=hours,
         cost_usd=hours * price if hours is not None and price is not None else None,
@@ -84,7 +124,7 @@ def estimate(job: Job, layout: Layout) -> Estimate:
 def _memory(view: View, at_peak: list[Peak]) -> list[StageMemory]:
     job, layout = view.job, view.layout
     layers = stages.chunk_layers(job, layout.pp, layout.virtual_stages)
-    state = memory.peak_parts(job, view.ranks, view.share).state
+    state = view.state()
     result = []
     for rank, peak in enumerate(at_peak):
         in_flight = peak.in_flight(layers)
@@ -111,7 +151,7 @@ def _at_optimizer_step(held: Memory) -> float:
 
 def _time(view: View) -> tuple[Time, float]:
     """Step time by cause on the slowest rank, and the pipeline's idle share."""
-    job, layout, machine = view.job, view.layout, view.machine
+    layout, machine = view.layout, view.machine
     shares = view.share
     by_rank = view.pieces.on(shares)
     totals = by_rank.total.total
@@ -123,16 +163,10 @@ def _time(view: View) -> tuple[Time, float]:
     if layout.pp > 1:
         host = 2 * machine.efficiency.action_overhead_s * layout.virtual_stages * gas
         busy += host
-        pipeline_s = simulate_makespan(
-            layout.schedule, layout.pp, gas, layout.virtual_stages, view.stage_times(send_s(view)), SIMULATED
-        )
-        idle = max(0.0, pipeline_s - busy)
+        idle = max(0.0, view.pipeline_s() - busy)
         send = min(idle, _send_share(view, by_rank.total, slowest))
         bubble = idle - send
-    first = view.pieces.totals().on(stages.share_of(job, view.row, np.zeros(1, dtype=np.int64)))
-    places = mesh(view.row, machine.cluster)
-    share_0 = stages.share_of(job, view.row, np.zeros(1, dtype=np.int64))
-    after = step.end_of_step(job, view.row, machine, places, share_0, first)
+    after = view.after()
     causes = {f"{f.name}_s": gas * float(getattr(piece, f.name).total) for f in fields(Piece)}
     causes["launch_s"] += host
     time = Time(

@@ -87,6 +87,9 @@ class Waiting:
     one: float = 1.0
     """one chunk, as a share of the rank's: what a split backward brings back at a time"""
 
+    def take(self, rows: Array) -> Waiting:
+        return replace(self, in_flight=self.in_flight[rows], deferred=self.deferred[rows], losses=self.losses[rows])
+
 
 @dataclass(frozen=True)
 class PeakParts:

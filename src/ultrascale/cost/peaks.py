@@ -1,4 +1,4 @@
-"""When each pipeline rank is fullest: its list of actions, walked with the bytes of its chunks."""
+"""When each pipeline rank is fullest: the lists of actions, walked with the bytes of their chunks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ultrascale.cost import memory, stages
+from ultrascale.cost import memory
 from ultrascale.cost.columns import Array
 from ultrascale.cost.moments import Moment
 from ultrascale.cost.view import View
-from ultrascale.schedules import counts
+from ultrascale.schedules import KINDS, Counts, Kind, counts
 from ultrascale.specs.layout import Layout
 
 
@@ -38,65 +38,80 @@ class Peak:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A moment that some of the rank's actions have."""
+    """A moment that some actions have, ranks × actions."""
 
     name: str
-    there: Array
-    """which actions have it"""
+    kinds: tuple[Kind, ...]
+    """whose moment it is"""
     live: Array
     """what waits meanwhile"""
     top: Moment
-    """on top of that, for each action"""
-
-    @property
-    def total(self) -> Array:
-        return np.where(self.there, self.live + self.top.total, -np.inf)
+    """on top of that, for each chunk"""
+    top_of_first: Moment
+    """the same until the rank's first backward is over"""
 
 
 def peaks(view: View) -> list[Peak]:
     """Of every rank."""
-    job, layout, share = view.job, view.layout, view.chunk_share()
-    rows = view.row.take(np.zeros(len(share.layers), dtype=np.int64))
-    holders = stages.share_of(job, rows, view.chunk_ranks())
-    later = memory.peak_parts(job, rows, share, holders)
+    layout = view.layout
     # FSDP makes room for gradients in a step's first backward.
-    begins = job.framework.followed and layout.zero and layout.shards > 1 and layout.gas > 1
-    first = memory.peak_parts(job, rows, share, holders, first=True) if begins else later
-    return [_peak(view, first, later, rank) for rank in range(layout.pp)]
+    begins = view.job.framework.followed and layout.zero and layout.shards > 1 and layout.gas > 1
+    later = view.parts()
+    return _walked(view, view.parts(first=True) if begins else later, later)
 
 
-def _peak(view: View, first: memory.PeakParts, later: memory.PeakParts, rank: int) -> Peak:
-    """Walks the rank's action list with the bytes of its own chunks, other ones until its `first` backward is over."""
+def _walked(view: View, first: memory.PeakParts, later: memory.PeakParts) -> list[Peak]:
+    """Walks the ranks' action lists with the bytes of their chunks, other ones until a rank's `first` backward is over."""
     layout = view.layout
     # Beyond four rounds the list only repeats itself, and what it holds no longer grows (AFAB holds everything).
     enough = layout.gas if layout.schedule == "afab" else min(layout.gas, _settled(layout))
-    held = counts(layout.schedule, layout.pp, enough, layout.virtual_stages, rank)
-    local = np.asarray(stages.chunks_of(rank, layout.pp, layout.virtual_stages, view.v_shaped))
-    kept, dropped, waiting_loss = later.kept[local], later.dropped[local], later.kept_loss[local]
-    kinds, at = np.asarray([str(kind) for kind in held.kinds]), local[held.local]
-    live = held.waiting @ (kept + waiting_loss) + held.working @ kept + held.deferred @ (kept + dropped)
+    held = counts(layout.schedule, layout.pp, enough, layout.virtual_stages)
+    chunks, at, of = view.chunks, held.stage, held.of
+    kept, dropped, waiting_loss = later.kept, later.dropped, later.kept_loss
+    live = _summed(held.waiting, (kept + waiting_loss)[chunks]) + _summed(held.deferred, (kept + dropped)[chunks])
+    if Kind.B in of:
+        live += np.where(of[Kind.B], kept[at], 0.0)
     # A split backward has brought nothing back yet at the loss.
-    at_loss = live - np.where(kinds == "I", dropped[held.local], 0.0) if view.job.framework.followed else live
-    ends = np.isin(kinds, ("B", "W"))
-    begun = np.asarray(np.cumsum(ends) - ends > 0)
-
-    def top(before: Moment, after: Moment) -> Moment:
-        return after.at(at).where(begun, before.at(at))
-
-    candidates = (
-        _Candidate("end of a forward", kinds == "F", live, top(first.forward, later.forward)),
-        _Candidate("weight gradients", kinds == "W", live, top(first.between, later.between)),
-        _Candidate("backward of a layer", kinds == "B", live, top(first.layer, later.layer)),
-        _Candidate("backward of a layer", kinds == "I", live, top(first.split_layer, later.split_layer)),
-        _Candidate("loss of a micro-batch", np.isin(kinds, ("B", "I")), at_loss, top(first.loss, later.loss)),
+    apart = view.job.framework.followed and Kind.I in of
+    at_loss = live - np.where(of[Kind.I], dropped[at], 0.0) if apart else live
+    moments = (
+        _Candidate("end of a forward", (Kind.F,), live, later.forward, first.forward),
+        _Candidate("weight gradients", (Kind.W,), live, later.between, first.between),
+        _Candidate("backward of a layer", (Kind.B,), live, later.layer, first.layer),
+        _Candidate("backward of a layer", (Kind.I,), live, later.split_layer, first.split_layer),
+        _Candidate("loss of a micro-batch", (Kind.B, Kind.I), at_loss, later.loss, first.loss),
     )
-    found = max(candidates, key=lambda each: float(each.total.max()))
-    action = int(np.argmax(found.total))
-    waiting = held.waiting[action] + held.working[action] + held.deferred[action]
+    candidates = [each for each in moments if not of.keys().isdisjoint(each.kinds)]
+    totals = np.stack([_totals(each, held, first is later) for each in candidates], axis=1)
+    fullest = totals.reshape(layout.pp, -1).argmax(axis=1)
+    return [
+        _peak(held, rank, int(action), candidates[which], chunks[rank])
+        for rank, (which, action) in enumerate(zip(*np.divmod(fullest, at.shape[1]), strict=True))
+    ]
+
+
+def _summed(count: Array, bytes_: Array) -> Array:
+    """Of ranks × actions × stages of the rank, with the bytes of ranks × stages."""
+    return np.asarray(np.matmul(count, bytes_[:, :, None])[:, :, 0])
+
+
+def _totals(candidate: _Candidate, held: Counts, always_alike: bool) -> Array:
+    top = candidate.top.total[held.stage]
+    if not always_alike:
+        top = np.where(held.begun, top, candidate.top_of_first.total[held.stage])
+    there = np.logical_or.reduce([held.of[kind] for kind in candidate.kinds if kind in held.of])
+    return np.where(there, candidate.live + top, -np.inf)
+
+
+def _peak(held: Counts, rank: int, action: int, found: _Candidate, chunks: Array) -> Peak:
+    chunk = held.stage[rank, action]
+    top = found.top if held.begun[rank, action] else found.top_of_first
+    waiting = held.waiting[rank, action] + held.deferred[rank, action]
+    waiting[chunks == chunk] += held.kind[rank, action] == KINDS.index(Kind.B)
     return Peak(
-        float(found.live[action] + found.top.activations[action]),
-        float(found.top.buffers[action]),
-        float(found.top.gradients[action]),
-        {int(chunk): float(count) for chunk, count in zip(local, waiting, strict=True)},
+        float(found.live[rank, action] + top.activations[chunk]),
+        float(top.buffers[chunk]),
+        float(top.gradients[chunk]),
+        {int(each): float(count) for each, count in zip(chunks, waiting, strict=True)},
         found.name,
     )

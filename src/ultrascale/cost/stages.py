@@ -67,6 +67,12 @@ def chunks_of(rank: int, ranks: int, virtual_stages: int, v_shaped: bool) -> tup
     return tuple(rank + turn * ranks for turn in range(virtual_stages))
 
 
+@lru_cache(maxsize=512)
+def chunk_table(ranks: int, virtual_stages: int, v_shaped: bool) -> Array:
+    """Those of all ranks: ranks × virtual stages."""
+    return np.asarray([chunks_of(rank, ranks, virtual_stages, v_shaped) for rank in range(ranks)])
+
+
 @dataclass(frozen=True)
 class RankShare:
     """What one pipeline rank holds, per row."""

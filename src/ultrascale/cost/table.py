@@ -61,7 +61,8 @@ def _evaluate_block(
     shape = (len(cores), len(variants))
     legal = np.ones(shape, dtype=bool)
     if pp > 1:
-        legal = np.stack([legal_mask(name, pp, cores.gas, loops) for name, loops in variants], axis=1)
+        gas, of = np.unique(cores.gas, return_inverse=True)
+        legal = np.stack([legal_mask(name, pp, gas, loops) for name, loops in variants], axis=1)[of]
     peak = _peaks(job, cores, variants, pp)
     step = np.full(shape, np.inf)
     fits = legal & (peak <= capacity_bytes)
@@ -79,16 +80,29 @@ def _shares(job: Job, pp: int, variant: Variant) -> list[tuple[int, tuple[int, .
     return [(rank, shares[rank]) for rank in stages.representative_ranks(shares)]
 
 
+def _fullest(job: Job, pp: int, variant: Variant) -> list[tuple[int, tuple[int, ...]]]:
+    """Those that can hold the peak: where nothing is put off, what waits only falls with the rank."""
+    name, _ = variant
+    if name not in ("afab", "1f1b", "interleaved"):
+        return _shares(job, pp, variant)
+    first: dict[tuple[int, ...], int] = {}
+    for rank, share in _shares(job, pp, variant):
+        first.setdefault(share, rank)
+    return [(rank, share) for share, rank in first.items()]
+
+
 def _peaks(job: Job, cores: Columns, variants: Sequence[Variant], pp: int) -> Array:
     parts: dict[tuple[int, ...], memory.PeakParts] = {}
+    gas, of = np.unique(cores.gas, return_inverse=True)
     columns = []
     for variant in variants:
         name, loops = variant
         peak = np.zeros(len(cores))
-        for rank, share in _shares(job, pp, variant):
+        for rank, share in _fullest(job, pp, variant):
             if share not in parts:
                 parts[share] = memory.peak_parts(job, cores, stages.constant_share(share, len(cores)))
-            peak = np.maximum(peak, parts[share].total(job, waiting(name, pp, rank, cores.gas, loops)))
+            here = waiting(name, pp, rank, gas, loops)
+            peak = np.maximum(peak, parts[share].total(job, here.take(of)))
         columns.append(peak)
     return np.stack(columns, axis=1)
 

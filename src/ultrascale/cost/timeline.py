@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
-from ultrascale.cost import memory, stages
 from ultrascale.cost.legality import check
 from ultrascale.cost.moments import fullest
 from ultrascale.cost.view import View, send_s
@@ -33,15 +33,11 @@ class Moment:
         return self.static_bytes + self.activation_bytes + self.buffer_bytes
 
 
+@lru_cache(maxsize=4)
 def simulated(job: Job, layout: Layout) -> Timeline:
-    """The whole pipeline of one step, action by action: what explain draws and the figures show."""
+    """The whole pipeline of one step, action by action: what explain draws and the figures show, one after the other."""
     check(job, layout)
     view = View.of(job, layout)
-    return _run(view)
-
-
-def _run(view: View) -> Timeline:
-    layout = view.layout
     schedule = build(layout.schedule, layout.pp, layout.gas, layout.virtual_stages)
     return simulate(schedule, view.stage_times(send_s(view) if layout.pp > 1 else 0.0))
 
@@ -55,15 +51,13 @@ def memory_timeline(job: Job, layout: Layout, stage: int = 0, first_step: bool =
     if not 0 <= stage < layout.pp:
         raise SpecError(f"stage is {stage} but the layout has {layout.pp}: try 0 to {layout.pp - 1}")
     view = View.of(job, layout)
-    row, chunks = view.row, view.chunk_share()
-    state = memory.peak_parts(job, view.ranks, view.share).state
+    state = view.state()
     base = float((state.parameters + state.master)[stage])
     optimizer = float(np.broadcast_to(state.optimizer, layout.pp)[stage])
-    rows = row.take(np.zeros(len(chunks.layers), dtype=np.int64))
-    parts = memory.peak_parts(job, rows, chunks, stages.share_of(job, rows, view.chunk_ranks()))
+    parts = view.parts()
     held: dict[tuple[int, int], float] = {}
     moments = []
-    events = [event for event in _run(view).events if event.rank == stage]
+    events = [event for event in simulated(job, layout).events if event.rank == stage]
     for event in events:
         kind, chunk, microbatch, _ = event.action
         key = (chunk, microbatch)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -169,11 +170,17 @@ def _expert(stage: Stage) -> Calls:
 def hops(layout: Layout, stage: int) -> int:
     """Boundaries over which a rank sends per micro-batch: activations to the next chunk's rank, gradients to the one before."""
     v_shaped = layout.schedule in stages.V_SHAPED
-    ranks = {
-        chunk: rank for rank in range(layout.pp) for chunk in stages.chunks_of(rank, layout.pp, layout.virtual_stages, v_shaped)
-    }
-    own = [chunk for chunk, rank in ranks.items() if rank == stage]
-    return sum(ranks.get(chunk + way, stage) != stage for chunk in own for way in (-1, 1))
+    return _hops(layout.pp, layout.virtual_stages, v_shaped)[stage]
+
+
+@lru_cache(maxsize=512)
+def _hops(pp: int, virtual_stages: int, v_shaped: bool) -> tuple[int, ...]:
+    """Of every rank."""
+    ranks = {chunk: rank for rank in range(pp) for chunk in stages.chunks_of(rank, pp, virtual_stages, v_shaped)}
+    found = [0] * pp
+    for chunk, rank in ranks.items():
+        found[rank] += sum(ranks.get(chunk + way, rank) != rank for way in (-1, 1))
+    return tuple(found)
 
 
 def _pipeline(stage: Stage) -> Calls:

@@ -1,57 +1,95 @@
-"""One layout as the laws want it: a table with a row for each pipeline rank, or for each chunk."""
+"""One layout as the laws want it: a table with a row for each pipeline rank, or for each chunk.
+
+Layouts that are asked about together share their tables: a law costs as much for thirty rows as for one.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from ultrascale.cost import pipeline, stages
-from ultrascale.cost.columns import Array, Columns
+from ultrascale.cost import memory, pipeline, stages, step
+from ultrascale.cost.columns import Array, Columns, rows_of
 from ultrascale.cost.hardware import Machine
-from ultrascale.cost.mesh import mesh
+from ultrascale.cost.mesh import Mesh, mesh
 from ultrascale.cost.pieces import Pieces, pieces
-from ultrascale.schedules import StageTimes
+from ultrascale.schedules import Pipeline, StageTimes, simulate_makespans
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
+
+# Micro-batches simulated in full; more repeat the steady state (schedules.simulate_makespans).
+SIMULATED = 64
 
 
 @dataclass(frozen=True)
 class View:
     """One layout seen as rows: one per pipeline rank, and one per chunk."""
 
-    job: Job
     layout: Layout
-    machine: Machine
-    row: Columns
-    ranks: Columns
-    share: stages.RankShare
-    pieces: Pieces
+    together: _Together
+    """the layouts among which it was asked about"""
+    number: int
+    """its place among them"""
 
     @classmethod
     def of(cls, job: Job, layout: Layout) -> View:
-        machine = Machine(job)
-        row = Columns.of([layout])
-        ranks = row.take(np.zeros(layout.pp, dtype=np.int64))
-        share = stages.share_of(job, ranks, np.arange(layout.pp))
-        return cls(job, layout, machine, row, ranks, share, pieces(job, row, machine))
+        return views(job, [layout])[0]
+
+    @property
+    def job(self) -> Job:
+        return self.together.job
+
+    @property
+    def machine(self) -> Machine:
+        return self.together.machine
+
+    @cached_property
+    def row(self) -> Columns:
+        return self.together.rows.take(self._row)
+
+    @cached_property
+    def ranks(self) -> Columns:
+        return self.together.ranks.take(self._ranks)
+
+    @cached_property
+    def share(self) -> stages.RankShare:
+        return rows_of(self.together.share, self._ranks)
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        return rows_of(self.together.pieces, self._row)
 
     @property
     def v_shaped(self) -> bool:
         return self.layout.schedule in stages.V_SHAPED
 
+    @property
+    def chunks(self) -> Array:
+        """Which chunks each rank holds: ranks × virtual stages."""
+        return stages.chunk_table(self.layout.pp, self.layout.virtual_stages, self.v_shaped)
+
     def chunk_share(self) -> stages.RankShare:
         """Every chunk as if it were a rank of its own."""
-        return stages.chunk_shares(self.job, self.layout.pp, self.layout.virtual_stages)
+        return rows_of(self.together.chunk_share, self._chunks)
 
     def chunk_ranks(self) -> Array:
         """The pipeline rank of every chunk."""
-        ranks = {
-            chunk: rank
-            for rank in range(self.layout.pp)
-            for chunk in stages.chunks_of(rank, self.layout.pp, self.layout.virtual_stages, self.v_shaped)
-        }
-        return np.asarray([ranks[chunk] for chunk in sorted(ranks)])
+        return np.asarray(np.argsort(self.chunks, axis=None) // self.layout.virtual_stages)
+
+    def parts(self, first: bool = False) -> memory.PeakParts:
+        """What every chunk holds, beside the states of its rank; `first`: until a step's first backward is over."""
+        return rows_of(self.together.first_parts if first else self.together.later_parts, self._chunks)
+
+    def state(self) -> memory.StateBytes:
+        """Of every rank."""
+        return rows_of(self.together.state, self._ranks)
+
+    def after(self) -> step.EndOfStep:
+        """What the first rank does after its last backward."""
+        return rows_of(self.together.after, self._row)
 
     def stage_times(self, send_s: float) -> StageTimes:
         times = self.pieces.totals().on(self.chunk_share())
@@ -64,7 +102,111 @@ class View:
             send_s,
         )
 
+    def pipeline_s(self) -> float:
+        """From the first forward to the last backward of a pipeline, simulated."""
+        return self.together.pipelines_s[self.number]
+
+    @property
+    def _row(self) -> slice:
+        return slice(self.number, self.number + 1)
+
+    @property
+    def _ranks(self) -> slice:
+        return slice(self.number * self.layout.pp, (self.number + 1) * self.layout.pp)
+
+    @property
+    def _chunks(self) -> slice:
+        return slice(*self.together.chunk_start[self.number : self.number + 2])
+
+
+def views(job: Job, layouts: Sequence[Layout]) -> list[View]:
+    """Of each layout; those with the same number of pipeline ranks share their tables, as in a search."""
+    machine = Machine(job)
+    found: dict[int, View] = {}
+    for pp in {layout.pp for layout in layouts}:
+        numbers = [number for number, layout in enumerate(layouts) if layout.pp == pp]
+        together = _Together(job, machine, tuple(layouts[number] for number in numbers))
+        found.update({number: View(layouts[number], together, place) for place, number in enumerate(numbers)})
+    return [found[number] for number in range(len(layouts))]
+
 
 def send_s(view: View) -> float:
-    places = mesh(view.row, view.machine.cluster)
-    return float(pipeline.hop(view.job, view.row, places, view.machine).time_s[0])
+    return float(view.together.hop_s[view.number])
+
+
+@dataclass(frozen=True)
+class _Together:
+    """Layouts of one job with one number of pipeline ranks, row after row; each table is made when it is first wanted."""
+
+    job: Job
+    machine: Machine
+    layouts: tuple[Layout, ...]
+
+    @cached_property
+    def rows(self) -> Columns:
+        return Columns.of(self.layouts)
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        return pieces(self.job, self.rows, self.machine)
+
+    @cached_property
+    def places(self) -> Mesh:
+        return mesh(self.rows, self.machine.cluster)
+
+    @cached_property
+    def hop_s(self) -> Array:
+        return pipeline.hop(self.job, self.rows, self.places, self.machine).time_s
+
+    @cached_property
+    def after(self) -> step.EndOfStep:
+        share = stages.share_of(self.job, self.rows, np.zeros(len(self.rows), dtype=np.int64))
+        first = self.pieces.totals().on(share)
+        return step.end_of_step(self.job, self.rows, self.machine, self.places, share, first)
+
+    @cached_property
+    def ranks(self) -> Columns:
+        return self.rows.take(np.repeat(np.arange(len(self.rows)), self.layouts[0].pp))
+
+    @cached_property
+    def share(self) -> stages.RankShare:
+        return stages.share_of(self.job, self.ranks, np.tile(np.arange(self.layouts[0].pp), len(self.rows)))
+
+    @cached_property
+    def state(self) -> memory.StateBytes:
+        return memory.peak_parts(self.job, self.ranks, self.share).state
+
+    @cached_property
+    def chunk_start(self) -> tuple[int, ...]:
+        return (0, *np.cumsum([layout.pp * layout.virtual_stages for layout in self.layouts]).tolist())
+
+    @cached_property
+    def chunks(self) -> Columns:
+        return self.rows.take(np.repeat(np.arange(len(self.rows)), np.diff(self.chunk_start)))
+
+    @cached_property
+    def chunk_share(self) -> stages.RankShare:
+        shares = [stages.chunk_shares(self.job, layout.pp, layout.virtual_stages) for layout in self.layouts]
+        names = stages.RankShare.__dataclass_fields__
+        return stages.RankShare(*(np.concatenate([getattr(share, name) for share in shares]) for name in names))
+
+    @cached_property
+    def holders(self) -> stages.RankShare:
+        """What the rank of each chunk holds."""
+        ranks = [View(layout, self, number).chunk_ranks() for number, layout in enumerate(self.layouts)]
+        return stages.share_of(self.job, self.chunks, np.concatenate(ranks))
+
+    @cached_property
+    def later_parts(self) -> memory.PeakParts:
+        return memory.peak_parts(self.job, self.chunks, self.chunk_share, self.holders)
+
+    @cached_property
+    def first_parts(self) -> memory.PeakParts:
+        return memory.peak_parts(self.job, self.chunks, self.chunk_share, self.holders, first=True)
+
+    @cached_property
+    def pipelines_s(self) -> list[float]:
+        seen = [View(layout, self, number) for number, layout in enumerate(self.layouts)]
+        shapes = [(one.layout.schedule, one.layout.pp, one.layout.gas, one.layout.virtual_stages) for one in seen]
+        asked = [Pipeline(*shape, one.stage_times(send_s(one))) for shape, one in zip(shapes, seen, strict=True)]
+        return simulate_makespans(asked, SIMULATED)

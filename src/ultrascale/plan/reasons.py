@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ultrascale.cost.estimate import estimate
+from ultrascale.cost.estimate import Draft, drafts
 from ultrascale.cost.legality import divisors, problem
 from ultrascale.plan.candidates import Wishes
 from ultrascale.plan.objective import Objective
@@ -98,24 +98,22 @@ def _steps(job: Job, layout: Layout) -> Iterator[dict[str, Any]]:
 
 def neighbours(job: Job, layout: Layout, chosen: Estimate) -> tuple[Neighbour, ...]:
     """Every legal layout one step away, with what it costs; fastest first among those that fit."""
-    found = []
-    seen = {layout}
+    changes: dict[Layout, dict[str, Any]] = {}
     for fields in _steps(job, layout):
         other = with_batch(job, layout, **fields)
-        if other is None or other in seen or problem(job, other) is not None:
-            continue
-        seen.add(other)
-        predicted = estimate(job, other)
-        found.append(
-            Neighbour(
-                change=_change_words(layout, other, fields),
-                layout=other,
-                step_time_s=predicted.step_time_s,
-                peak_gib=predicted.peak_gib,
-                fits=predicted.fits,
-                verdict=_verdict(chosen, predicted),
-            )
+        if other is not None and other != layout and other not in changes and problem(job, other) is None:
+            changes[other] = fields
+    found = [
+        Neighbour(
+            change=_change_words(layout, other, fields),
+            layout=other,
+            step_time_s=predicted.step_time_s,
+            peak_gib=predicted.peak_gib,
+            fits=predicted.fits,
+            verdict=_verdict(chosen, predicted),
         )
+        for (other, fields), predicted in zip(changes.items(), drafts(job, list(changes)), strict=True)
+    ]
     return tuple(sorted(found, key=lambda n: (not n.fits, n.step_time_s)))
 
 
@@ -129,7 +127,7 @@ def _change_words(layout: Layout, other: Layout, fields: dict[str, Any]) -> str:
     return f"{asked} ({', '.join(followed)})" if followed else asked
 
 
-def _verdict(chosen: Estimate, other: Estimate) -> str:
+def _verdict(chosen: Estimate, other: Estimate | Draft) -> str:
     slower = other.step_time_s / chosen.step_time_s - 1
     if not other.fits:
         return (
@@ -144,7 +142,7 @@ def _verdict(chosen: Estimate, other: Estimate) -> str:
     return f"{change} per step (mostly {CAUSE_WORDS[cause]} {difference:+.2f} s), {saved:+,.1f} GiB"
 
 
-def largest_difference(chosen: Estimate, other: Estimate) -> tuple[str, float]:
+def largest_difference(chosen: Estimate, other: Estimate | Draft) -> tuple[str, float]:
     """The cause that moved most in the direction in which the total moved."""
     sign = 1 if other.step_time_s >= chosen.step_time_s else -1
     differences = {cause: getattr(other.time, cause) - getattr(chosen.time, cause) for cause in CAUSES}

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from ultrascale.cost import table
-from ultrascale.cost.columns import Array
-from ultrascale.cost.estimate import estimate
+from ultrascale.cost.columns import NAMES, Array, Columns
+from ultrascale.cost.estimate import Draft, drafts, whole
 from ultrascale.cost.hardware import Machine
 from ultrascale.plan import advice, reasons
 from ultrascale.plan.candidates import Wishes, cores, why_empty
 from ultrascale.plan.objective import OBJECTIVES, Objective
 from ultrascale.specs.errors import SpecError, nearest
-from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.plan import Neighbour, Plan
@@ -26,7 +25,7 @@ from ultrascale.specs.units import GIB
 # than that are kept for those that the exact memory count then puts just over the edge.
 SIMULATED_AT_LEAST = 24
 KEPT_AT_LEAST = 240
-MOST = 1000  # every plan shown is simulated: ten to sixty milliseconds each
+MOST = 1000  # every plan shown is simulated and described: some milliseconds each
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,8 @@ class Result:
 @dataclass(frozen=True)
 class _Ranked:
     job: Job
-    layouts: list[Layout]
+    rows: Columns
+    """the best, best first"""
     score: list[float]
     evaluated: int
     fitting: int
@@ -88,13 +88,12 @@ def plan(
         say("nothing fits: looking for the cheapest change that does")
         found = advice.no_fit(job, wishes, smallest[0], smallest[1])
         return Result(job, (), evaluated, 0, time.perf_counter() - started, tuple(notes), found)
-    best = sorted(((s, r.job, x) for r in ranked for s, x in zip(r.score, r.layouts, strict=True)), key=lambda t: t[0])
+    best = sorted(((score, r, row) for r in ranked for row, score in enumerate(r.score)), key=lambda entry: entry[0])
     wanted = max(top, SIMULATED_AT_LEAST)
     say(f"simulating the best {min(wanted, len(best))} of {evaluated:,}")
     simulated = _simulate(best, wanted)
-    simulated.sort(key=lambda entry: _score(entry[0], entry[2], objective))
-    simulated = simulated[:top]
-    winner, *others = simulated
+    simulated.sort(key=lambda draft: _score(draft, objective))
+    winner, *others = [(draft.view.job, draft.view.layout, whole(draft)) for draft in simulated[:top]]
     rejected: tuple[Neighbour, ...] = ()
     why: tuple[str, ...] = ()
     if explain:
@@ -109,30 +108,39 @@ def plan(
     return Result(job, tuple(plans), evaluated, fitting, time.perf_counter() - started, tuple(notes))
 
 
-def _simulate(best: list[tuple[float, Job, Layout]], wanted: int) -> list[tuple[Job, Layout, Estimate]]:
+def _simulate(best: list[tuple[float, _Ranked, int]], wanted: int) -> list[Draft]:
     """The first `wanted` that fit by the exact count; all of them, if none does."""
-    fitting: list[tuple[Job, Layout, Estimate]] = []
-    over: list[tuple[Job, Layout, Estimate]] = []
-    for _, job, layout in best:
-        predicted = estimate(job, layout)
-        (fitting if predicted.fits else over).append((job, layout, predicted))
-        if len(fitting) == wanted:
-            break
+    fitting: list[Draft] = []
+    over: list[Draft] = []
+    while best and len(fitting) < wanted:
+        count = wanted - len(fitting)
+        for predicted in _drafts([(ranked.job, ranked.rows.layout(row)) for _, ranked, row in best[:count]]):
+            (fitting if predicted.fits else over).append(predicted)
+        best = best[count:]
     return fitting or over
 
 
-def _score(job: Job, predicted: Estimate, objective: Objective) -> tuple[float, ...]:
+def _drafts(asked: list[tuple[Job, Layout]]) -> list[Draft]:
+    """In the order asked; those of one cluster together."""
+    found: dict[int, Draft] = {}
+    for job in {id(job): job for job, _ in asked}.values():
+        numbers = [number for number, (one, _) in enumerate(asked) if one is job]
+        found.update(zip(numbers, drafts(job, [asked[number][1] for number in numbers]), strict=True))
+    return [found[number] for number in range(len(asked))]
+
+
+def _score(predicted: Draft, objective: Objective) -> tuple[float, ...]:
     if objective == "memory":
         return (predicted.peak_gib, predicted.step_time_s)
     if objective == "cost":
-        return (job.cluster.gpus / predicted.tokens_per_s, predicted.peak_gib)
+        return (predicted.view.job.cluster.gpus / predicted.tokens_per_s, predicted.peak_gib)
     return (predicted.step_time_s, predicted.peak_gib)
 
 
 def _rank(job: Job, wishes: Wishes, objective: Objective, keep: int) -> _Ranked:
     machine = Machine(job)
     capacity = job.cluster.gpu.memory_gib * GIB
-    found: list[tuple[float, Layout]] = []
+    scores, rows = [np.zeros(0)], [Columns.of([])]
     evaluated = fitting = 0
     smallest: tuple[float, Layout] | None = None
     for group in cores(job, wishes):
@@ -152,11 +160,12 @@ def _rank(job: Job, wishes: Wishes, objective: Objective, keep: int) -> _Ranked:
         count = min(keep, int(finite.sum()))
         flat = np.argpartition(score, count - 1, axis=None)[:count]
         core, variant = np.unravel_index(flat, score.shape)
-        rows = cells.layouts(np.asarray(core), np.asarray(variant))
-        found += [(float(score[c, v]), rows.layout(i)) for i, (c, v) in enumerate(zip(core, variant, strict=True))]
-    found.sort(key=lambda pair: pair[0])
-    found = found[:keep]
-    return _Ranked(job, [x for _, x in found], [s for s, _ in found], evaluated, fitting, smallest)
+        rows.append(cells.layouts(np.asarray(core), np.asarray(variant)))
+        scores.append(score[core, variant])
+    together = np.concatenate(scores)
+    first = np.argsort(together, kind="stable")[:keep]
+    found = Columns.from_mapping({name: np.concatenate([getattr(part, name) for part in rows])[first] for name in NAMES})
+    return _Ranked(job, found, together[first].tolist(), evaluated, fitting, smallest)
 
 
 def _cell(cells: table.Table, score: Array) -> Layout:

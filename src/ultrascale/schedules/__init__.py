@@ -1,15 +1,17 @@
 """Pipeline schedules as lists of actions: the cost model simulates them, the engine runs them, figures draw them."""
 
-from ultrascale.schedules.actions import Action, Kind, Schedule
+from ultrascale.schedules.actions import KINDS, Action, Kind, Schedule
 from ultrascale.schedules.build import build
 from ultrascale.schedules.closed import deferred, in_flight, makespan
 from ultrascale.schedules.draw import draw
 from ultrascale.schedules.legal import SCHEDULES, legal, legal_mask
 from ultrascale.schedules.lint import lint
+from ultrascale.schedules.makespans import Pipeline, simulate_makespan, simulate_makespans
 from ultrascale.schedules.memory import Counts, Held, counts, peak_held, timeline
-from ultrascale.schedules.simulate import DeadlockError, Event, StageTimes, Timeline, simulate, simulate_makespan
+from ultrascale.schedules.simulate import DeadlockError, Event, StageTimes, Timeline, simulate
 
 __all__ = [
+    "KINDS",
     "SCHEDULES",
     "Action",
     "Counts",
@@ -17,6 +19,7 @@ __all__ = [
     "Event",
     "Held",
     "Kind",
+    "Pipeline",
     "Schedule",
     "StageTimes",
     "Timeline",
@@ -32,5 +35,6 @@ __all__ = [
     "peak_held",
     "simulate",
     "simulate_makespan",
+    "simulate_makespans",
     "timeline",
 ]

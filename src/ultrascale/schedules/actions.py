@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 class Kind(StrEnum):
     """What is computed for one micro-batch on one stage."""
@@ -19,6 +22,9 @@ class Kind(StrEnum):
     B = "B"  # full backward: input and weight gradients in one go
     I = "I"  # noqa: E741 - gradient of the input only; the papers call it B. The stage before waits for it
     W = "W"  # gradient of the weights only; nobody waits for it, so it can fill a bubble
+
+
+KINDS = tuple(Kind)  # an array holds a kind as its place here
 
 
 class Action(NamedTuple):
@@ -63,3 +69,28 @@ class Schedule:
         if self.name in V_SHAPED:
             return (rank, 2 * self.ranks - 1 - rank)
         return tuple(range(rank, self.stages, self.ranks))
+
+
+@dataclass(frozen=True)
+class Lists:
+    """The lists of a schedule as arrays with an entry per action, rank after rank: what is asked of thousands at once."""
+
+    name: str
+    ranks: int
+    virtual_stages: int
+    microbatches: int
+    kind: NDArray[np.int64]
+    stage: NDArray[np.int64]
+    microbatch: NDArray[np.int64]
+    paired: NDArray[np.bool_]
+    start: NDArray[np.int64]
+    """where each rank's list begins, and where the last one ends"""
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * self.virtual_stages
+
+    @property
+    def rank(self) -> NDArray[np.int64]:
+        """Whose action it is."""
+        return np.repeat(np.arange(self.ranks), np.diff(self.start))

@@ -2,188 +2,155 @@
 
 Equality with torch is what lets the engine run exactly what the planner simulated; a test holds it. Where torch has a
 peculiarity (rounds that stretch beyond the number of ranks, micro-batches struck from a longer ZB-V) it is kept.
+A search asks for lists of 10⁵ actions, so they are made as arrays; `build` spells them out.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
 from functools import lru_cache
 
-from ultrascale.schedules.actions import Action, Kind, Schedule
+import numpy as np
+from numpy.typing import NDArray
+
+from ultrascale.schedules.actions import KINDS, Action, Kind, Lists, Schedule
 from ultrascale.schedules.legal import legal, rounds
 from ultrascale.specs.errors import SpecError
 
-F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741 - the papers' letters
+Ints = NDArray[np.int64]
+F, B, I, W = (KINDS.index(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W))  # noqa: E741 - the papers' letters
 
 
 @lru_cache(maxsize=256)
 def build(name: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
     """The schedule `name` (one of `SCHEDULES`) for so many ranks, micro-batches and stages per rank."""
+    made = lists(name, ranks, microbatches, virtual_stages)
+    columns = (made.kind.tolist(), made.stage.tolist(), made.microbatch.tolist(), made.paired.tolist())
+    actions = [Action(KINDS[kind], stage, k, paired) for kind, stage, k, paired in zip(*columns, strict=True)]
+    by_rank = (tuple(actions[start:end]) for start, end in zip(made.start, made.start[1:], strict=False))
+    return Schedule(name, ranks, virtual_stages, microbatches, tuple(by_rank))
+
+
+@lru_cache(maxsize=512)
+def lists(name: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> Lists:
+    """The same as arrays."""
     problem = legal(name, ranks, microbatches, virtual_stages)
     if problem is not None:
         raise SpecError(problem)
-    one_rank = _BUILDERS[name]
-    actions = tuple(tuple(one_rank(ranks, rank, microbatches, virtual_stages)) for rank in range(ranks))
-    return Schedule(name, ranks, virtual_stages, microbatches, actions)
+    if name in _V_SHAPES:
+        return _v_shaped(name, ranks, microbatches)
+    return _looped(name, ranks, microbatches, virtual_stages)
 
 
-def _afab(ranks: int, rank: int, microbatches: int, virtual_stages: int) -> list[Action]:
-    """All forwards, then all backwards (Huang 2019, GPipe)."""
-    return [Action(kind, rank, k) for kind in (F, B) for k in range(microbatches)]
+def _looped(name: str, ranks: int, microbatches: int, virtual_stages: int) -> Lists:
+    """A rank's turns: in each a forward, the backward of `warmup` turns ago, the weight gradient of `late` more turns ago.
 
-
-def _1f1b(ranks: int, rank: int, microbatches: int, virtual_stages: int) -> list[Action]:
-    """Forwards until the first gradient can be back, then one forward, one backward (Narayanan 2019, 2021)."""
-    warmup = min(ranks - 1 - rank, microbatches)
-    actions = [Action(F, rank, k) for k in range(warmup)]
-    for k in range(warmup, microbatches):
-        actions += (Action(F, rank, k), Action(B, rank, k - warmup))
-    actions += (Action(B, rank, k) for k in range(microbatches - warmup, microbatches))
-    return actions
-
-
-def _interleaved(ranks: int, rank: int, microbatches: int, virtual_stages: int) -> list[Action]:
-    """1F1B over several stages per rank (Narayanan 2021): micro-batches pass in rounds, all stages within a round."""
+    Micro-batches pass in rounds, a round on one stage, then on the next.
+    """
     per_round = microbatches // rounds(ranks, microbatches)
     chunks = microbatches * virtual_stages
-    # Two more for every rank further from the loss: a forward and a backward hop. Narayanan 2021, section 2.2.
-    warmup = min((virtual_stages - 1) * per_round + 2 * (ranks - 1 - rank), chunks)
-    actions: list[Action] = []
-    for step in range(chunks + warmup):
-        if step < chunks:
-            actions.append(_looped(F, ranks, rank, per_round, virtual_stages, step))
-        if step >= warmup:
-            actions.append(_looped(B, ranks, rank, per_round, virtual_stages, step - warmup))
-    return actions
+    rank = np.arange(ranks)[:, None]
+    n = np.arange(chunks)
+    turn, place = np.divmod(n, per_round)
+    round_, chunk = np.divmod(turn, virtual_stages)
+    microbatch = round_ * per_round + place
+    warmup = np.minimum(_warmup(name, ranks, rank, per_round, microbatches, virtual_stages), chunks)
+    delayed: list[tuple[int, Ints]] = [(F, 0 * rank), (B, warmup)]
+    if name == "zero-bubble":  # rank r runs r weight gradients late: as many as it must wait for at the end
+        delayed = [(F, 0 * rank), (I, warmup), (W, warmup + rank)]
+    made = np.empty((3, ranks, len(delayed) * chunks), dtype=np.int64)
+    for order, (kind, delay) in enumerate(delayed):
+        # Before the n-th of a kind come n of its own, and of each other kind those of earlier turns, or earlier in this one.
+        others = [(before, other) for before, (_, other) in enumerate(delayed) if before != order]
+        position = n + sum(np.clip(n + delay - other + (before < order), 0, chunks) for before, other in others)
+        on = chunk if kind == F else virtual_stages - 1 - chunk
+        for row, values in zip(made, (kind + 0 * position, on * ranks + rank, microbatch + 0 * rank), strict=True):
+            np.put_along_axis(row, position, values, axis=1)
+    kinds, stages, of = made.reshape(3, -1)
+    start = np.arange(ranks + 1) * made.shape[2]
+    return Lists(name, ranks, virtual_stages, microbatches, kinds, stages, of, np.zeros(len(kinds), dtype=bool), start)
 
 
-def _zero_bubble(ranks: int, rank: int, microbatches: int, virtual_stages: int) -> list[Action]:
-    """ZB-H1 of Qi 2023 (one stage per rank) and its interleaved form: weight gradients fill the bubble at the end."""
-    per_round = microbatches // rounds(ranks, microbatches)
-    chunks = microbatches * virtual_stages
-    # One per hop, not two: the gradient comes back without waiting for weight gradients on its way.
-    warmup = min((virtual_stages - 1) * per_round + (ranks - 1 - rank), chunks)
-    actions: list[Action] = []
-    for step in range(chunks + warmup + rank):
-        if step < chunks:
-            actions.append(_looped(F, ranks, rank, per_round, virtual_stages, step))
-        if warmup <= step < chunks + warmup:
-            actions.append(_looped(I, ranks, rank, per_round, virtual_stages, step - warmup))
-        if step >= warmup + rank:  # rank r runs r weight gradients late: as many as it must wait for at the end
-            actions.append(_looped(W, ranks, rank, per_round, virtual_stages, step - warmup - rank))
-    return actions
+def _warmup(name: str, ranks: int, rank: Ints, per_round: int, microbatches: int, virtual_stages: int) -> Ints:
+    """Forwards before the turn of the first backward."""
+    hops = ranks - 1 - rank
+    match name:
+        case "afab":  # all forwards, then all backwards (Huang 2019, GPipe)
+            return microbatches + 0 * rank
+        case "1f1b":  # forwards until the first gradient can be back (Narayanan 2019, 2021)
+            return hops
+        case "interleaved":  # a forward and a backward hop for every rank further from the loss (Narayanan 2021, section 2.2)
+            return (virtual_stages - 1) * per_round + 2 * hops
+        case _:  # ZB-H1 of Qi 2023: one per hop, as the gradient comes back without waiting for weight gradients on its way
+            return (virtual_stages - 1) * per_round + hops
 
 
-def _looped(kind: Kind, ranks: int, rank: int, per_round: int, virtual_stages: int, n: int) -> Action:
-    """The n-th forward (or backward) of a looped rank: a round of micro-batches on one stage, then on the next."""
-    turn, place = divmod(n, per_round)
-    round_, chunk = divmod(turn, virtual_stages)
-    if kind is not F:
-        chunk = virtual_stages - 1 - chunk
-    return Action(kind, chunk * ranks + rank, round_ * per_round + place)
+# Words of a V-shaped rank's list: kind and way, down to the fold (0) or up from it (1); the forward of a pair has its own.
+_WORDS = ((F, 0), (F, 1), (B, 0), (B, 1), (I, 0), (I, 1), (W, 0), (W, 1), (F, 0), (F, 1))
+FD, FU, BD, BU, ID, IU, WD, WU, PD, PU = range(10)
 
 
-def _zb_v(ranks: int, rank: int, microbatches: int, virtual_stages: int) -> list[Action]:
+def _v_shaped(name: str, ranks: int, microbatches: int) -> Lists:
+    """Rank r holds stages r and 2·ranks − 1 − r; micro-batches are counted per kind and way."""
+    by_rank = [_V_SHAPES[name](ranks, rank, microbatches) for rank in range(ranks)]
+    words = np.asarray([word for each in by_rank for word in each])
+    rank = np.repeat(np.arange(ranks), [len(each) for each in by_rank])
+    kind, way = np.asarray(_WORDS)[words].T
+    counted = np.where(kind == B, I, kind)  # a full backward takes its turn among the input gradients
+    microbatch = _count((rank * 2 + way) * len(KINDS) + counted)
+    if name == "dualpipe-v":  # weight gradients are paid in the order in which they were owed, whatever their way
+        owed, paid = np.flatnonzero(kind == I), np.flatnonzero(kind == W)
+        way[paid], microbatch[paid] = way[owed], microbatch[owed]
+    stage = np.where(way == 0, rank, 2 * ranks - 1 - rank)
+    keep = microbatch < microbatches  # torch builds ZB-V for enough to fill the V and strikes those that do not exist
+    start = np.searchsorted(rank[keep], np.arange(ranks + 1))
+    return Lists(name, ranks, 2, microbatches, kind[keep], stage[keep], microbatch[keep], words[keep] >= PD, start)
+
+
+def _count(key: Ints) -> Ints:
+    """How many entries before each have the same key."""
+    order = np.argsort(key, kind="stable")
+    sizes = np.bincount(key)
+    count = np.empty(len(key), dtype=np.int64)
+    count[order] = np.arange(len(key)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return count
+
+
+def _zb_v(ranks: int, rank: int, microbatches: int) -> list[int]:
     """ZB-V (Qi 2024): stages in a V, so that the rank with the loss is the rank with the embedding; memory of 1F1B."""
-    # Torch builds the list for enough micro-batches to fill the V and strikes those that do not exist.
     full = max(2 * ranks - 1, microbatches)
-    push = _Counter(down=rank, up=2 * ranks - 1 - rank)
-    for _ in range(2 * (ranks - rank) - 1):
-        push(F, "down")
-    for _ in range(rank):
-        push(F, "up")
-        push(F, "down")
-    for _ in range(ranks - rank):
-        push(F, "up")
-        push(I, "up")
-        push(W, "up")
-    while push.count(F, "up") < full:
-        if push.count(F, "down") < full:
-            push(F, "down")
-        push(I, "down")
-        push(W, "down")
-        push(F, "up")
-        push(I, "up")
-        push(W, "up")
-    for _ in range(rank):
-        push(I, "down")
-        push(I, "up")
-    for _ in range(ranks - rank):
-        push(I, "down")
-        push(W, "down")
-    while push.count(W, "up") < full:
-        push(W, "up")
-    while push.count(W, "down") < full:
-        push(W, "down")
-    return [action for action in push.actions if action.microbatch < microbatches]
+    ahead = ranks - rank
+    return [
+        *[FD] * (2 * ahead - 1),
+        *[FU, FD] * rank,
+        *[FU, IU, WU] * ahead,
+        *[FD, ID, WD, FU, IU, WU] * (full - 2 * ranks + rank + 1),
+        *[ID, WD, FU, IU, WU] * (ahead - 1),
+        *[ID, IU] * rank,
+        *[ID, WD] * ahead,
+        *[WU] * rank,
+        *[WD] * rank,
+    ]
 
 
-def _dualpipe_v(ranks: int, rank: int, microbatches: int, virtual_stages: int) -> list[Action]:
+def _dualpipe_v(ranks: int, rank: int, microbatches: int) -> list[int]:
     """DualPipe (DeepSeek-V3, 2024) cut to a V (Sea AI Lab): forwards run paired with backwards to hide traffic."""
-    push = _Counter(down=rank, up=2 * ranks - 1 - rank)
     ahead = ranks - 1 - rank
-    for _ in range(2 * ahead):
-        push(F, "down")
-    for _ in range(rank + 1):
-        push(F, "down")
-        push(F, "up")
-    for _ in range(ahead):
-        push(I, "up")
-        push.pending_w()
-        push(F, "up")
-    for i in range(microbatches - 2 * ranks + rank + 1):
-        # The last rank's first pair is left apart: its backward needs the forward just before it, on the same rank.
-        push(F, "down", paired=not (i == 0 and rank == ranks - 1))
-        push(B, "up")
-        push(F, "up", paired=True)
-        push(B, "down")
-    for _ in range(ahead):
-        push(B, "up")
-        push(F, "up", paired=True)
-        push(B, "down")
+    pairs = [PD, BU, PU, BD] * (microbatches - 2 * ranks + rank + 1)
+    if rank == ranks - 1:
+        pairs[0] = FD  # left apart: its backward needs the forward just before it, on the same rank
     # In the second half of the drain weight gradients are put off, to fill the bubble at the very end.
-    for i in range(2 * (rank + 1)):
-        push(B if i <= rank else I, "down" if i % 2 else "up")
-    for _ in range(ahead):
-        push.pending_w()
-        push(I, "down")
-    while push.waiting:
-        push.pending_w()
-    return push.actions
+    whole, split = [BU, BD] * (rank + 1), [IU, ID] * (rank + 1)
+    return [
+        *[FD] * (2 * ahead),
+        *[FD, FU] * (rank + 1),
+        *[IU, WU, FU] * ahead,
+        *pairs,
+        *[BU, PU, BD] * ahead,
+        *whole[: rank + 1],
+        *split[rank + 1 :],
+        *[WU, ID] * ahead,
+        *[WU] * (rank + 1),
+    ]
 
 
-class _Counter:
-    """Appends actions of a V-shaped rank, counting micro-batches per kind and way (down to or up from the fold)."""
-
-    def __init__(self, down: int, up: int) -> None:
-        self.actions: list[Action] = []
-        self.waiting: deque[tuple[int, int]] = deque()  # (stage, micro-batch) whose weight gradient is owed
-        self._stage = {"down": down, "up": up}
-        self._next: dict[tuple[Kind, str], int] = {}
-
-    def __call__(self, kind: Kind, way: str, paired: bool = False) -> None:
-        counted = I if kind is B else kind  # a full backward takes its turn among the input gradients
-        k = self.count(counted, way)
-        self._next[counted, way] = k + 1
-        self.actions.append(Action(kind, self._stage[way], k, paired))
-        if kind is I:
-            self.waiting.append((self._stage[way], k))
-
-    def count(self, kind: Kind, way: str) -> int:
-        return self._next.get((kind, way), 0)
-
-    def pending_w(self) -> None:
-        """The oldest weight gradient owed, if there is one."""
-        if self.waiting:
-            self.actions.append(Action(W, *self.waiting.popleft()))
-
-
-_BUILDERS: dict[str, Callable[[int, int, int, int], list[Action]]] = {
-    "afab": _afab,
-    "1f1b": _1f1b,
-    "interleaved": _interleaved,
-    "zero-bubble": _zero_bubble,
-    "zb-v": _zb_v,
-    "dualpipe-v": _dualpipe_v,
-}
+_V_SHAPES = {"zb-v": _zb_v, "dualpipe-v": _dualpipe_v}

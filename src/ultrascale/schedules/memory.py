@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ultrascale.schedules.actions import Kind, Schedule
-from ultrascale.schedules.build import build
+from ultrascale.schedules.actions import KINDS, Kind, Schedule
+from ultrascale.schedules.build import lists
 
 
 @dataclass(frozen=True)
@@ -55,33 +55,41 @@ def _levels(schedule: Schedule, rank: int, bytes_per_stage: Sequence[float]) -> 
 
 @dataclass(frozen=True)
 class Counts:
-    """What a rank holds while each of its actions runs: rows are actions, columns its local stages."""
+    """What every rank holds while each of its actions runs: ranks × actions, a shorter list with empty ones at its end."""
 
     waiting: NDArray[np.float64]
-    """micro-batches between their forward and their backward"""
-    working: NDArray[np.float64]
-    """the one in full backward"""
+    """micro-batches between their forward and their backward, of each of the rank's stages"""
     deferred: NDArray[np.float64]
-    """micro-batches from the start of their input gradient to the end of their weight gradient"""
-    local: NDArray[np.int64]
-    """the action's own stage"""
-    kinds: tuple[Kind, ...]
+    """micro-batches from the start of their input gradient to the end of their weight gradient, of each stage"""
+    stage: NDArray[np.int64]
+    """the action's own stage, of the whole pipeline's"""
+    kind: NDArray[np.int64]
+    """its place in KINDS, −1 where there is no action"""
+    begun: NDArray[np.bool_]
+    """the rank has finished a backward before"""
+
+    @cached_property
+    def of(self) -> dict[Kind, NDArray[np.bool_]]:
+        """Which actions are of each kind that there is."""
+        masks = {kind: np.asarray(self.kind == KINDS.index(kind)) for kind in Kind}
+        return {kind: mask for kind, mask in masks.items() if mask.any()}
 
 
-@lru_cache(maxsize=2048)
-def counts(name: str, ranks: int, microbatches: int, virtual_stages: int, rank: int) -> Counts:
+@lru_cache(maxsize=128)
+def counts(name: str, ranks: int, microbatches: int, virtual_stages: int) -> Counts:
     """Kept, because a search asks about few pipelines many times, each time with other bytes."""
-    schedule = build(name, ranks, microbatches, virtual_stages)
-    actions = schedule.actions[rank]
-    position = {stage: index for index, stage in enumerate(schedule.stages_of(rank))}
-    local = np.asarray([position[action.stage] for action in actions], dtype=np.int64)
-    kinds = tuple(action.kind for action in actions)
-    own = np.zeros((len(actions), virtual_stages))
-    own[np.arange(len(actions)), local] = 1.0
-
-    def of(kind: Kind) -> NDArray[np.float64]:
-        return np.asarray(own * np.asarray([[1.0 if each is kind else 0.0] for each in kinds]))
-
-    forward, backward, inputs, weights = (of(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
-    finished = np.cumsum(weights, axis=0) - weights  # a weight gradient lets go when it ends, not when it starts
-    return Counts(np.cumsum(forward - backward - inputs, axis=0), backward, np.cumsum(inputs, axis=0) - finished, local, kinds)
+    made = lists(name, ranks, microbatches, virtual_stages)
+    longest = int(np.diff(made.start).max())
+    position = np.arange(len(made.kind)) - np.repeat(made.start[:-1], np.diff(made.start))
+    kind = np.full((ranks, longest), -1)
+    kind[made.rank, position] = made.kind
+    stage = np.zeros((ranks, longest), dtype=np.int64)
+    stage[made.rank, position] = made.stage
+    # Looped or folded, a rank's stages rise in the order in which a micro-batch passes them, one in every `ranks`.
+    own = (stage // ranks)[..., None] == np.arange(virtual_stages)
+    forward, backward, inputs, weights = (own & (kind == KINDS.index(one))[..., None] for one in Kind)
+    ends = (backward | weights).any(axis=2)
+    waiting = np.cumsum(forward * 1.0 - backward - inputs, axis=1)
+    # A weight gradient lets go when it ends, not when it starts.
+    deferred = np.cumsum(inputs * 1.0 - weights, axis=1) + weights
+    return Counts(waiting, deferred, stage, kind, np.asarray(np.cumsum(ends, axis=1) > ends))

@@ -11,9 +11,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ultrascale.schedules.actions import Action, Kind, Schedule
-from ultrascale.schedules.build import build
-from ultrascale.schedules.legal import least_microbatches, legal
-from ultrascale.specs.errors import SpecError
 
 
 class DeadlockError(RuntimeError):
@@ -156,31 +153,3 @@ def _units(actions: tuple[Action, ...]) -> Iterator[tuple[Action, ...]]:
     rest = iter(actions)
     for action in rest:
         yield (action, next(rest)) if action.paired else (action,)
-
-
-def simulate_makespan(name: str, ranks: int, microbatches: int, virtual_stages: int, times: StageTimes, cap: int = 64) -> float:
-    """Seconds from the first forward to the last backward, simulating at most about `cap` micro-batches.
-
-    Beyond `cap` the makespan is extrapolated linearly from two smaller simulations that differ by whole rounds: once
-    the pipeline is full every further round costs the same. In the long run no micro-batch costs less than the slowest
-    rank's work on it; while the two simulations still show less, and that could matter by 0.1 %, `cap` is doubled.
-    """
-    problem = legal(name, ranks, microbatches, virtual_stages)
-    if problem is not None:
-        raise SpecError(problem)
-    rank_of = Schedule(name, ranks, virtual_stages, microbatches, ()).rank_of
-    work_s = [0.0] * ranks
-    for stage, parts in enumerate(zip(times.forward_s, times.input_grad_s, times.weight_grad_s, strict=True)):
-        work_s[rank_of(stage)] += sum(parts)
-    large = max(cap, 4 * ranks, 2 * least_microbatches(name, ranks))
-    while True:
-        large -= (large - microbatches) % ranks  # a whole number of rounds away from what is asked
-        small = large - max(1, large // (2 * ranks)) * ranks
-        if microbatches <= large or any(legal(name, ranks, n, virtual_stages) for n in (small, large)):
-            return simulate(build(name, ranks, microbatches, virtual_stages), times).makespan_s
-        small_s, large_s = (simulate(build(name, ranks, n, virtual_stages), times).makespan_s for n in (small, large))
-        pace_s = (large_s - small_s) / (large - small)
-        makespan_s = large_s + pace_s * (microbatches - large)
-        if (max(work_s) - pace_s) * (microbatches - large) <= 1e-3 * makespan_s:
-            return makespan_s
-        large *= 2

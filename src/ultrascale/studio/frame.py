@@ -112,8 +112,7 @@ class Chart:
 
 
 def _drawn(figure: go.Figure, theme: style.Theme) -> dict[str, Any]:
-    data: dict[str, Any] = style.themed(figure, theme).to_plotly_json()
-    return {**data, "config": {"responsive": True, "displaylogo": False}}
+    return {**style.drawn(figure, theme), "config": {"responsive": True, "displaylogo": False}}
 
 
 def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], marker: str) -> ui.table:

@@ -7,9 +7,9 @@ import io
 import zipfile
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
-from nicegui import events, run, ui
+from nicegui import background_tasks, events, run, ui
 
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.legality import problem
@@ -34,8 +34,12 @@ from ultrascale.studio.by_hand import ByHand
 from ultrascale.studio.frame import Chart, Frame
 from ultrascale.studio.sheet import Sheet
 
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
 SHOWN = 10  # layouts in the table
 REST_S = 0.15  # a control that still moves is not yet a question
+SENT_S = 0.03  # what was written on the page has left for the browser
 
 
 class Planner:
@@ -242,16 +246,30 @@ class Planner:
                     ui.label(value).classes("text-lg font-bold").mark(f"tile {name.split(' of ')[0]}")
                     ui.label(name).classes("text-xs")
         self.verdict.text = f"{plan.layout}: {verdict(plan)}"
-        self.by_stage.show(memory.by_stage(plan))
-        self.over_step.show(memory.over_step(plan))
-        self.by_cause.show(time.by_cause(plan))
-        self.schedule.show(pipeline.schedule(plan) if plan.layout.pp > 1 else None)
-        self.sensitivity.show(choice.sensitivity(plan) if plan.rejected else None)
-        self.sheet.show(plan)
         self.reasons.clear()
         with self.reasons:
             for line in (*plan.reasons, *plan.estimate.notes):
                 ui.label(f"• {line}")
+        if self.by_stage.element is None:  # Plotly's script comes with the first figures, and with it all that moves
+            self.draw(plan, _figures(plan))
+        else:
+            background_tasks.create(self.draw_soon(plan))
+
+    async def draw_soon(self, plan: Plan) -> None:
+        """The numbers are on the page before the figures are begun; of a control that moves only the last place is drawn."""
+        await asyncio.sleep(SENT_S)
+        if plan is not self.plan:
+            return
+        with self.frame.telling():
+            figures = await run.io_bound(_figures, plan)
+            if figures is not None and plan is self.plan and not self.frame.closed:
+                self.draw(plan, figures)
+
+    def draw(self, plan: Plan, figures: tuple[go.Figure | None, ...]) -> None:
+        charts = (self.by_stage, self.over_step, self.by_cause, self.schedule, self.sensitivity)
+        for chart, figure in zip(charts, figures, strict=True):
+            chart.show(figure)
+        self.sheet.show(plan)
 
     # What is taken away.
 
@@ -273,6 +291,16 @@ class Planner:
         if self.plan is not None:
             page = await run.io_bound(plan_page, self.plan, "plan.yaml")
             ui.download.content(page or "", "report.html")
+
+
+def _figures(plan: Plan) -> tuple[go.Figure | None, ...]:
+    return (
+        memory.by_stage(plan),
+        memory.over_step(plan),
+        time.by_cause(plan),
+        pipeline.schedule(plan) if plan.layout.pp > 1 else None,
+        choice.sensitivity(plan) if plan.rejected else None,
+    )
 
 
 def _zipped(files: Sequence[File]) -> bytes:

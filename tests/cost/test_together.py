@@ -1,0 +1,39 @@
+"""Layouts asked about together: each gets the numbers that it gets alone."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from random_layouts import JOBS, from_choices, job_of
+
+from ultrascale.cost.estimate import drafts, estimate, whole
+from ultrascale.specs.layout import Layout
+
+
+def some(index: int, count: int) -> list[Layout]:
+    """Legal layouts of one job, of several pipeline degrees and schedules."""
+    job, chance = job_of(index), Random(index)
+    found: list[Layout] = []
+    while len(found) < count:
+        layout = from_choices(job, chance.choice)
+        if layout is not None:
+            found.append(layout)
+    return found
+
+
+@pytest.mark.parametrize("index", range(len(JOBS)))
+def test_together_as_alone(index: int) -> None:
+    job, layouts = job_of(index), some(index, 8)
+    assert len({layout.pp for layout in layouts}) > 1
+    for layout, draft in zip(layouts, drafts(job, layouts), strict=True):
+        alone = estimate(job, layout)
+        assert draft.step_time_s == pytest.approx(alone.step_time_s, rel=1e-12)
+        assert draft.peak_gib == pytest.approx(alone.peak_gib, rel=1e-12)
+        assert (draft.fits, draft.peak_stage) == (alone.fits, alone.peak_stage)
+        found = whole(draft)
+        assert found.time.model_dump() == pytest.approx(alone.time.model_dump(), rel=1e-9, abs=1e-12)
+        for here, there in zip(found.memory, alone.memory, strict=True):
+            assert here.memory.model_dump() == pytest.approx(there.memory.model_dump(), rel=1e-12)
+            assert here.moment == there.moment
+        assert found.traffic == alone.traffic
