@@ -1,16 +1,21 @@
-"""How well six runs predict twenty others: `python benchmarks/calibration.py [data/calibration/h200.jsonl]`.
+"""How well six runs predict twenty others: `python benchmarks/calibration.py [data/calibration/h200.jsonl] [--draws 24]`.
 
 Reads runs as benchmarks/gpu/calibration_runs.py gathers them, calibrates on those it marked for that, and prints every run
-beside what was predicted before, with what `ultrascale bench hardware` measures in ten seconds, and after. No GPU is needed.
+beside what was predicted before, with what `ultrascale bench hardware` measures in ten seconds, and after. `--draws` asks how
+much is owed to which six they are: so many others are drawn, two from each third of the runs in the order of how long a layer
+was predicted to take the GPU, so that none is drawn by how its prediction turned out. No GPU is needed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import random
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 
 from rich.console import Console
 from rich.table import Table
@@ -19,10 +24,12 @@ from ultrascale.cost.estimate import estimate
 from ultrascale.measure.calibrate import memory
 from ultrascale.measure.calibrate.calibration import Calibration, calibrate
 from ultrascale.measure.calibrate.constants import Base
+from ultrascale.measure.calibrate.fit import Model, fit
 from ultrascale.measure.calibrate.runs import Seen, load
 from ultrascale.show.calibrate import summary
 
 DATA = Path(__file__).resolve().parent.parent / "data" / "calibration" / "h200.jsonl"
+SEED = 20  # as of the runs themselves
 UNSTEADY = 0.05  # half of what the middle half of a run's own steps differ by: no constant predicts such a run closer
 
 
@@ -48,9 +55,9 @@ def report(path: Path) -> tuple[Calibration, list[Predicted]]:
     """The calibration on the runs to fit, and every run with it."""
     uses = {line["run"]: line["use"] for line in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
     runs = load([path])
-    fit = [run for run in runs if uses[run.name] == "fit"]
-    found = calibrate(fit)
-    base = Base.of(max(fit, key=lambda run: run.layout.gpus).job)
+    six = [run for run in runs if uses[run.name] == "fit"]
+    found = calibrate(six)
+    base = Base.of(max(six, key=lambda run: run.layout.gpus).job)
     return found, [_predicted(base, found, run, uses[run.name] == "fit") for run in runs]
 
 
@@ -65,7 +72,55 @@ def _predicted(base: Base, found: Calibration, run: Seen, fitted: bool) -> Predi
     return Predicted(run, fitted, times[0], times[1], peaks[0], peaks[1], waits)
 
 
-def show(path: Path) -> None:
+@dataclass(frozen=True)
+class Draw:
+    """One choice of six, and the runs that it left to judge by."""
+
+    fitted: tuple[str, ...]
+    off: dict[str, float]
+    """predicted over measured, less one"""
+
+    @property
+    def within(self) -> int:
+        return sum(abs(one) <= 0.05 for one in self.off.values())
+
+
+def drawn(path: Path, draws: int) -> list[Draw]:
+    runs, rng = load([path]), random.Random(SEED)
+    base = Base.of(max(runs, key=lambda run: run.layout.gpus).job)
+    model = Model(base, runs)
+    order = sorted(range(len(runs)), key=lambda index: _layer_s(base, runs[index]))
+    ends = [round(third * len(runs) / 3) for third in range(4)]
+    found = []
+    for _ in range(draws):
+        six = [index for start, end in pairwise(ends) for index in rng.sample(order[start:end], 2)]
+        predicted = model.logs(fit(model, six).moves, range(len(runs)))
+        others = (index for index in range(len(runs)) if index not in six)
+        off = {runs[index].name: math.exp(predicted[index]) / runs[index].step_s - 1 for index in others}
+        found.append(Draw(tuple(runs[index].name for index in six), off))
+    return found
+
+
+def _layer_s(base: Base, run: Seen) -> float:
+    """What the GPU was predicted to need for one layer of a micro-batch: the less, the more it waits for the host."""
+    expected = estimate(base.job(run.job, base.cluster.efficiency), run.layout)
+    return (expected.step_time_s - expected.time.launch_s) / (run.job.model.layers * run.layout.gas)
+
+
+def about_draws(draws: list[Draw]) -> list[str]:
+    errors = [mean(map(abs, draw.off.values())) for draw in draws]
+    names = {name for draw in draws for name in draw.off}
+    of_run = {name: [draw.off[name] for draw in draws if name in draw.off] for name in names}
+    farthest = sorted(names, key=lambda name: -abs(median(of_run[name])))[:4]
+    return [
+        f"{len(draws)} draws of six: the others off by {median(errors):.1%} in the middle draw ({min(errors):.1%} to "
+        f"{max(errors):.1%}), {median(draw.within for draw in draws):.0f} of them within 5 % "
+        f"({min(draw.within for draw in draws)} to {max(draw.within for draw in draws)})",
+        "farthest off, whichever six were drawn: " + ", ".join(f"{name} {median(of_run[name]):+.1%}" for name in farthest),
+    ]
+
+
+def show(path: Path, draws: int) -> None:
     console = Console(width=150)
     found, rows = report(path)
     table = Table(title=f"{found.base.label}: predicted over measured, less one", title_justify="left")
@@ -78,7 +133,7 @@ def show(path: Path) -> None:
     console.print(table)
     for line in summary(found):
         console.print(f"of the {len(found.runs)} fitted: {line}")
-    for line in verdict(rows):
+    for line in verdict(rows) + (about_draws(drawn(path, draws)) if draws else []):
         console.print(line)
 
 
@@ -108,7 +163,9 @@ def verdict(rows: list[Predicted]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="?", default=DATA)
-    show(parser.parse_args().runs)
+    parser.add_argument("--draws", type=int, default=0, help="so many other choices of six, some seconds each")
+    options = parser.parse_args()
+    show(options.runs, options.draws)
 
 
 if __name__ == "__main__":

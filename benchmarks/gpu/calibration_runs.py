@@ -244,7 +244,7 @@ def main() -> None:
         out.mkdir(parents=True, exist_ok=True)
         fit, rest = on_cpu(nproc)
         measure([*fit, *rest][: options.only], out, machine(out, nproc, gpu=False), gpu=False, until=until)
-        report.show(out / "runs.jsonl")
+        report.show(out / "runs.jsonl", draws=0)
 
 
 if __name__ == "__main__":

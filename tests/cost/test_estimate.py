@@ -117,11 +117,12 @@ def test_context_traffic(exchange: str, collective: str, bytes_each: float) -> N
 def test_attention_time() -> None:
     """Half of 2·s·a·(d + d) FLOPs forward and 2.5 times that backward, at the rates that were set, on rows of 8192.
 
-    32 layers · 8192 tokens · 8192·32·256 = 1.759e13 FLOPs forward, at 989.4e12 · 0.5 · 8192/(8192 + half_row).
+    32 layers · 8192 tokens · 8192·32·256 = 1.759e13 FLOPs forward, at 989.4e12 · 0.5 · 8192/(8192 + half_row); 32 heads of 64
+    blocks are 2048, beside which 132 multiprocessors stand idle for 1.4 each.
     """
     layout = Layout(dp=8, zero=3)
     of = job("llama-3-8b", with_constants(8, attention_forward=0.5, attention_backward=0.4), 8192, layout)
-    reach = 8192 / (8192 + Machine(of).attention.half_row)
+    reach = 8192 / (8192 + Machine(of).attention.half_row) * 2048 / (2048 + 1.4 * 132)
     work = 32 * 8192 * 8192 * 32 * 256
     by_hand = work / (989.4e12 * 0.5 * reach) + 2.5 * work / (989.4e12 * 0.4 * reach)
     assert estimate(of, layout).time.attention_s == pytest.approx(by_hand, rel=1e-3)

@@ -1,4 +1,4 @@
-"""Attention's time: a fraction of peak by architecture, head size and how long the rows are."""
+"""Attention's time: a fraction of peak by architecture, head size, how long the rows are and how many blocks they make."""
 
 from __future__ import annotations
 
@@ -12,11 +12,20 @@ from ultrascale.specs.job import Job
 
 # Flash attention computes five products in backward where forward has two (Dao 2023, section 3.2).
 BACKWARD_FLOPS = 2.5
+BLOCK = 128  # queries that one multiprocessor takes at a time
+# Blocks' time that each multiprocessor stands idle, at the start and in a last wave that the causal mask leaves uneven: 1.42 in
+# 15 timings of cuDNN's attention alone on an H200, which it brings from 5.0 to 1.0 % (flash: 1.64, 5.8 to 1.5 %; docs/lab.md).
+LOST = 1.4
 
 
 def head_size_factor(head_dim: int, small_heads: float) -> float:
     """Small heads leave the matrix units waiting for softmax: what 64 gets of 128, and in between a straight line."""
     return min(1.0, max(0.3, small_heads + (1 - small_heads) * (head_dim - 64) / 64))
+
+
+def filled(machine: Machine, blocks: Array | float) -> Array | float:
+    """Share of the multiprocessors' time that so many blocks of queries fill; all of it where no number of them is known."""
+    return blocks / (blocks + LOST * (machine.gpu.multiprocessors or 0))
 
 
 def imbalance(columns: Columns) -> Array:
@@ -38,7 +47,8 @@ def passes(job: Job, columns: Columns, machine: Machine) -> Passes:
     if job.model.sliding_window:
         row = np.minimum(row, job.model.sliding_window)
     rate = machine.attention
-    reach = row / (row + rate.half_row) * head_size_factor(job.model.qk_head_dim, rate.small_heads)
+    blocks = tokens * job.model.heads / columns.tp / BLOCK
+    reach = row / (row + rate.half_row) * head_size_factor(job.model.qk_head_dim, rate.small_heads) * filled(machine, blocks)
     peak = machine.attention_peak_flops
     return Passes(work / (peak * rate.forward * reach), BACKWARD_FLOPS * work / (peak * rate.backward * reach), zero)
 

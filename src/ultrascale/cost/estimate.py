@@ -168,7 +168,7 @@ def _time(view: View) -> tuple[Time, float]:
         bubble = idle - send
     after = view.after()
     causes = {f"{f.name}_s": gas * float(getattr(piece, f.name).total) for f in fields(Piece)}
-    causes["launch_s"] += host
+    causes["launch_s"] += host + float(after.launch_s[0])
     time = Time(
         **causes,
         send_s=send,
@@ -176,7 +176,7 @@ def _time(view: View) -> tuple[Time, float]:
         data_s=float(after.data_s[0]),
         optimizer_s=float(after.optimizer_s[0]),
         offload_s=float(after.offload_s[0]),
-        overhead_s=machine.efficiency.step_overhead_s,
+        overhead_s=after.overhead_s,
     )
     mean_busy = float(np.mean(totals)) * gas + host
     in_pipeline = busy + bubble + send

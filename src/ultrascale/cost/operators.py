@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ultrascale.cost import attention
+from ultrascale.cost import attention, launch
 from ultrascale.cost.activations import compute_bytes, gradient_bytes
 from ultrascale.cost.columns import Array, Columns
 from ultrascale.cost.hardware import Machine
@@ -196,11 +196,14 @@ def layer(job: Job, columns: Columns, machine: Machine, moe: bool) -> LayerTime:
     busy = matmul + scores + memory_bound
     host = machine.launch_s * kernels * job.framework.kernels * job.framework.launch
     host = host + (job.framework.routing_s if moe else 0.0)
-    launch = Passes(host, 2 * host, zero) if machine.efficiency.synchronous else _launch(busy, host)
-    return LayerTime(matmul, scores, memory_bound, launch, products, moved + biases.forward)
+    if launch.queued(job, columns, machine):
+        waits = Passes(zero, zero, zero)  # the step's, not the layer's (cost/launch.py)
+    else:
+        waits = Passes(host, 2 * host, zero) if machine.efficiency.synchronous else _waits(busy, host)
+    return LayerTime(matmul, scores, memory_bound, waits, products, moved + biases.forward)
 
 
-def _launch(busy: Passes, host: Array) -> Passes:
+def _waits(busy: Passes, host: Array) -> Passes:
     """The GPU idles where the host needs longer to launch the kernels than the GPU to run them."""
     return Passes(
         np.maximum(0.0, host - busy.forward),

@@ -20,6 +20,9 @@ class Passes:
     def __add__(self, other: Passes) -> Passes:
         return Passes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Passes)))
 
+    def __sub__(self, other: Passes) -> Passes:
+        return self + other.scaled(-1.0)
+
     def scaled(self, factor: Array | float) -> Passes:
         return Passes(*(getattr(self, f.name) * factor for f in fields(Passes)))
 

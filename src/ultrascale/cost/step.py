@@ -6,17 +6,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ultrascale.cost import data, params, zero
+from ultrascale.cost import data, launch, params, zero
 from ultrascale.cost.activations import compute_bytes, gradient_bytes
 from ultrascale.cost.columns import Array, Columns
 from ultrascale.cost.hardware import Machine
 from ultrascale.cost.memory import alone, has_master
 from ultrascale.cost.mesh import Mesh
 from ultrascale.cost.overlap import exposed, transfer
-from ultrascale.cost.passes import Passes
+from ultrascale.cost.pieces import PieceTotals
 from ultrascale.cost.stages import RankShare
 from ultrascale.specs.job import OPTIMIZER_STATE_BYTES, Job
-from ultrascale.specs.model import Model
 
 
 @dataclass(frozen=True)
@@ -25,15 +24,18 @@ class EndOfStep:
     """exposed reduction of gradients (ZeRO-0), or scatter, gather and HSDP's reduction (ZeRO-1 to 3)"""
     optimizer_s: Array
     offload_s: Array
+    launch_s: Array
+    """idle for want of launches in the whole step, where one queue runs through it"""
+    overhead_s: float
+    """the host's own work where nothing hides it; a queue's idle time has what is seen of it"""
 
     @property
     def total(self) -> Array:
-        return np.asarray(self.data_s + self.optimizer_s + self.offload_s)
+        return np.asarray(self.data_s + self.optimizer_s + self.offload_s + self.launch_s + self.overhead_s)
 
 
-def end_of_step(
-    job: Job, columns: Columns, machine: Machine, places: Mesh, share: RankShare, one_microbatch: Passes
-) -> EndOfStep:
+def end_of_step(job: Job, columns: Columns, machine: Machine, places: Mesh, share: RankShare, totals: PieceTotals) -> EndOfStep:
+    one_microbatch = totals.on(share)
     held = params.on_rank(job.model, columns, share)
     backward, forward = one_microbatch.input_grad + one_microbatch.weight_grad, one_microbatch.forward
     reduced = data.traffic(job, columns, places, machine, held.trunk, held.experts)
@@ -50,17 +52,14 @@ def end_of_step(
     gathered = np.where((level == 1) | (level == 2), sharded.gather_s, 0.0)
     wait = wait + exposed(gathered, job.framework.gather_overlap * forward, machine.efficiency)
     optimizer, offload = _optimizer(job, columns, machine, held, forward, backward)
+    if launch.queued(job, columns, machine):
+        head = totals.head.scaled(share.head)
+        late = wait * (1 - 1 / np.maximum(share.layers, 1))  # of all layers but the last
+        idle = launch.idle_s(job, columns, machine, share, one_microbatch - head, head, optimizer, late)
+        return EndOfStep(np.asarray(wait), optimizer, offload, idle, 0.0)
     if job.framework.halves:
-        # Our AdamW launches a kernel for each weight once the norm is known; the norm's own go out behind backward. On the host
-        # of an H200 one took half as long as a layer's, around which autograd works: 33 and 70 µs.
-        optimizer = np.maximum(optimizer, 0.5 * machine.launch_s * _weights(job.model) * share.layers)
-    return EndOfStep(np.asarray(wait), optimizer, offload)
-
-
-def _weights(model: Model) -> int:
-    """Tensors of one layer: its products, norms and biases; experts of a layer are stacked."""
-    biases = 3 * model.qkv_bias + model.attention_output_bias + 2 * model.mlp_bias + 2 * model.qk_norm
-    return 4 + (3 if model.gated else 2) + 2 + biases
+        optimizer = np.maximum(optimizer, launch.of_weights(job.model, machine, share.layers))
+    return EndOfStep(np.asarray(wait), optimizer, offload, np.zeros(len(columns)), machine.efficiency.step_overhead_s)
 
 
 def _optimizer(

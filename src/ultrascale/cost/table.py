@@ -136,10 +136,10 @@ def _steps(job: Job, cores: Columns, variants: Sequence[Variant], machine: Machi
         first = shares[0]
         if first not in after:
             share_of_first = stages.constant_share(first, rows)
-            after[first] = end_of_step(job, cores, machine, places, share_of_first, by_share[first]).total
+            after[first] = end_of_step(job, cores, machine, places, share_of_first, totals).total
         slowest = _slowest([by_share[share] for share in shares])
         columns.append(_makespan(variant, pp, cores, whole, slowest, send, machine.efficiency.action_overhead_s) + after[first])
-    return np.stack(columns, axis=1) + machine.efficiency.step_overhead_s
+    return np.stack(columns, axis=1)
 
 
 def _slowest(ranks: list[Passes]) -> Passes:

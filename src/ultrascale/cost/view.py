@@ -95,6 +95,8 @@ class View:
         times = self.pieces.totals().on(self.chunk_share())
         if self.layout.pp > 1:
             times = times.delayed(self.machine.efficiency.action_overhead_s)
+        else:  # where one queue runs through the step, its idle time is all passes' alike
+            times = times.scaled(1 + self.after().launch_s / (self.layout.gas * times.total))
         return StageTimes(
             tuple(map(float, times.forward)),
             tuple(map(float, times.input_grad)),
@@ -161,8 +163,7 @@ class _Together:
     @cached_property
     def after(self) -> step.EndOfStep:
         share = stages.share_of(self.job, self.rows, np.zeros(len(self.rows), dtype=np.int64))
-        first = self.pieces.totals().on(share)
-        return step.end_of_step(self.job, self.rows, self.machine, self.places, share, first)
+        return step.end_of_step(self.job, self.rows, self.machine, self.places, share, self.pieces.totals())
 
     @cached_property
     def ranks(self) -> Columns:

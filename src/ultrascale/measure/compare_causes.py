@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from ultrascale.cost import launch
+from ultrascale.cost.attention import BLOCK
 from ultrascale.cost.operators import KERNELS_FORWARD
 from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.measurement import Measurement
 from ultrascale.specs.plan import Plan
 
 HEAD, SHORT_ROW = 128, 2048  # of the attention that the tables were read from; shorter rows fill a GPU less
-BLOCK = 128  # queries that one multiprocessor takes at a time
 SLOW_LAUNCH_S = 2e-5  # more than this for each kernel, and the host is what a GPU waits for
 
 _EXCHANGES = {
@@ -58,7 +59,8 @@ def _computing(plan: Plan, planned: Estimate, measured: Measurement, slower: boo
     job, layout = plan.job, plan.layout
     if job.cluster.efficiency.synchronous:
         return "the machine was busy otherwise, or its rates were measured while it was" if slower else None
-    kernels = 3 * KERNELS_FORWARD * job.framework.kernels * job.model.layers / layout.pp * layout.gas
+    of_layer = launch.FORWARD + launch.BACKWARD if job.framework.counted else 3 * KERNELS_FORWARD
+    kernels = of_layer * job.framework.kernels * job.model.layers / layout.pp * layout.gas
     each_s = (measured.step_time_s - planned.time.optimizer_s) / kernels
     if slower and measured.step_time_s > 1.3 * planned.step_time_s and each_s < 10 * SLOW_LAUNCH_S:
         return (

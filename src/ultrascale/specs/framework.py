@@ -25,6 +25,9 @@ class Framework(BaseModel):
         1.0, gt=0, le=20, description="bytes that memory-bound operators move, relative to a compiled block"
     )
     kernels: float = Field(1.0, gt=0, le=50, description="kernels launched per layer, relative to a compiled block")
+    counted: bool = Field(
+        False, description="launches of its layers were counted, and nothing waits for the GPU until a step's end: one queue"
+    )
     launch: float = Field(1.0, gt=0, le=50, description="host time per kernel, relative to the cluster's kernel_launch_s")
     attention: Literal["flash", "flash-1", "flash-2", "plain", "plain-fused"] = Field(
         "flash",

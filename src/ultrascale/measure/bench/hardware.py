@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from ultrascale.cost.attention import BACKWARD_FLOPS
+from ultrascale.cost.attention import BACKWARD_FLOPS, BLOCK, filled
 from ultrascale.cost.hardware import Machine
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.efficiency import Efficiency
@@ -64,7 +64,8 @@ def efficiency(cluster: Cluster, seen: Seen) -> Efficiency:
     m, n, k = np.array([(one.m, one.n, one.k) for one, _ in seen.products], dtype=float).T
     alone = machine.matmul_s(m, n, k)
     scores = 2 * TOKENS * SEQ * HEADS * HEAD  # two products of which the causal mask leaves half
-    full = machine.attention_peak_flops * SEQ / (SEQ + machine.attention.half_row)
+    reach = SEQ / (SEQ + machine.attention.half_row) * filled(machine, TOKENS * HEADS / BLOCK)
+    full = machine.attention_peak_flops * reach
     given = {
         "matmul": float(alone.sum()) / sum(seconds for _, seconds in seen.products),
         "attention_forward": scores / seen.attention_forward_s / full,

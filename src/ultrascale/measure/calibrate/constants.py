@@ -35,7 +35,7 @@ CONSTANTS = (
     Constant(("attention_forward", "attention_backward"), 0.2, "two runs of one model, one with longer sequences"),
     Constant(("memory_bandwidth",), 0.1, "a run with few tokens a step: the optimizer is then much of it"),
     Constant(("kernel_launch_s",), 2.0, "a run of a small model with layout.mbs=1"),
-    Constant(("step_overhead_s",), 1.0, "a run whose steps take some ten milliseconds"),
+    Constant(("step_overhead_s",), 0.5, "a run whose steps take some ten milliseconds"),
     Constant(("link_bandwidth",), 0.3, "a run with layout.tp=2"),
     Constant(("link_latency_s",), 1.5, "a run with layout.tp=2 and few tokens in a micro-batch"),
     Constant(("network_bandwidth",), 0.3, "a run on two nodes with layout.zero=3"),

@@ -1,0 +1,122 @@
+"""Where the GPU waits for the host, by hand: one queue through a step of our engine, launches as they were counted on it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ultrascale import Cluster, Job, Layout, Model, estimate
+from ultrascale.cost import launch
+from ultrascale.cost.columns import Columns
+from ultrascale.cost.hardware import Machine
+from ultrascale.cost.passes import Passes
+from ultrascale.cost.stages import constant_share
+from ultrascale.cost.table import evaluate
+from ultrascale.cost.timeline import simulated
+from ultrascale.specs.efficiency import Efficiency
+from ultrascale.specs.framework import Framework
+
+EACH_S = 5e-4  # slow enough that a host sets any step of one micro-batch here
+OVERHEAD_S = Efficiency().step_overhead_s
+
+
+def job_of(name: str = "llama-3.2-1b", gas: int = 1, framework: str = "ultrascale-gpu", **constants: float) -> Job:
+    given = Efficiency(**{"kernel_launch_s": EACH_S, **constants})
+    cluster = Cluster.of(Cluster.load("1xh200").gpu, nodes=1, gpus_per_node=1, efficiency=given)
+    engine = Framework.load(framework)
+    return Job(model=Model.load(name), cluster=cluster, seq=4096, batch_tokens=gas * 4096, framework=engine)
+
+
+def launches(job: Job, layout: Layout) -> float:
+    """So many launches' worth of host time is the step."""
+    return (estimate(job, layout).step_time_s - OVERHEAD_S) / EACH_S
+
+
+def test_a_step_that_the_host_sets_takes_its_time() -> None:
+    """16 layers of 14 + 29 launches, 40 for both ends, and for each of nine weights a layer half a launch for step and norm."""
+    assert launches(job_of(), Layout()) == pytest.approx(16 * 43 + 40 + 16 * 9 * 0.5 * 2)
+    assert launches(job_of(), Layout(recompute="full")) == pytest.approx(16 * (43 + 11) + 40 + 16 * 9)
+
+
+def test_accumulated_gradients_are_launches_too() -> None:
+    """Two micro-batches, each with half a launch for every weight that it is added to."""
+    assert launches(job_of(gas=2), Layout(gas=2)) == pytest.approx(2 * (16 * 43 + 40 + 16 * 9 * 0.5) + 16 * 9)
+
+
+def test_biases_are_weights_with_two_sums_in_backward() -> None:
+    """Qwen2.5-0.5B: 24 layers, each with biases of query, key and value."""
+    assert launches(job_of("qwen2.5-0.5b"), Layout()) == pytest.approx(24 * (43 + 2 * 3) + 40 + 24 * (9 + 3))
+
+
+def test_a_step_that_the_gpu_sets_hides_the_hosts_work() -> None:
+    fast, slower = (job_of(kernel_launch_s=1e-6, step_overhead_s=overhead) for overhead in (0.0, 0.005))
+    layout = Layout(mbs=4)
+    found = estimate(slower.changed(batch_tokens=4 * 4096), layout)
+    assert found.time.launch_s == found.time.overhead_s == 0  # AdamW's 8 ms hide it
+    assert found.step_time_s == estimate(fast.changed(batch_tokens=4 * 4096), layout).step_time_s
+
+
+def test_nobody_is_ahead_at_the_optimizer() -> None:
+    """The norm was read: a launch for each weight and the host's own work come before anything else can run."""
+    job = job_of(kernel_launch_s=1e-4).changed(batch_tokens=8 * 4096)
+    time = estimate(job, Layout(mbs=8)).time
+    assert time.launch_s == pytest.approx(1e-4 * 0.5 * 16 * 9 + OVERHEAD_S - time.optimizer_s)
+
+
+def idle(forward_s: float, backward_s: float, head_s: float, gas: int = 1) -> float:
+    """Of a GPU that needs so long for layers which take the host 16 · (14 + 29) ms, with 40 ms for both ends."""
+    job, zero = job_of(kernel_launch_s=1e-3, step_overhead_s=0.0), np.zeros(1)
+    columns, share = Columns.of([Layout(gas=gas)]), constant_share((16, 0, 1, 1), 1)
+    layers = Passes(np.asarray([forward_s]), np.asarray([backward_s]), zero)
+    head = Passes(np.asarray([head_s]), zero, zero)
+    weights = launch.of_weights(job.model, Machine(job), share.layers)  # 72 ms
+    return float(launch.idle_s(job, columns, Machine(job), share, layers, head, weights, zero)[0])
+
+
+def test_a_long_head_pays_for_short_backward_kernels_but_not_for_forward() -> None:
+    assert idle(0.2, 0.4, 0.0) == pytest.approx(0.688 + 0.04 + 0.072 - 0.6)
+    assert idle(0.2, 0.4, 0.1) == pytest.approx(0.1)
+    assert idle(0.2, 0.4, 0.5) == pytest.approx(0.02 + 0.224 - 0.2)  # forward comes first: nothing has been gained yet
+
+
+def test_micro_batches_share_the_queue() -> None:
+    """Forward waits once where the host is faster on the whole, and every time where it is slower."""
+    assert idle(0.2, 0.4, 0.5, gas=4) == pytest.approx(0.044)
+    assert idle(0.2, 0.4, 0.0, gas=4) == pytest.approx(4 * (0.688 + 0.04 + 0.072 - 0.6) + 0.072)
+
+
+@pytest.mark.parametrize("each_s", [1e-6, 4e-5, 5e-4])
+def test_the_search_and_the_estimate_have_one_law(each_s: float) -> None:
+    job = job_of(gas=2, kernel_launch_s=each_s)
+    layouts = [Layout(gas=2), Layout(gas=2, recompute="full")]
+    cells = evaluate(job, Columns.of(layouts), [("1f1b", 1)], Machine(job), 2.0**40)
+    for layout, step_s in zip(layouts, cells.step_s[:, 0], strict=True):
+        assert step_s == pytest.approx(estimate(job, layout).step_time_s, rel=1e-9)
+
+
+def test_the_simulated_step_waits_as_long() -> None:
+    job = job_of(gas=2)
+    time = estimate(job, Layout(gas=2)).time
+    assert simulated(job, Layout(gas=2)).makespan_s == pytest.approx(time.total - time.optimizer_s)
+
+
+@pytest.mark.parametrize(
+    ("job", "layout"),
+    [
+        (job_of("qwen3-30b-a3b"), Layout()),  # routing reads counts back
+        (job_of().changed(cluster=Cluster.load("8xh100"), batch_tokens=8 * 4096), Layout(dp=4, pp=2, gas=2)),
+        (job_of(framework="torchtitan"), Layout()),
+    ],
+    ids=["experts", "pipeline", "another engine"],
+)
+def test_layers_wait_by_themselves_where_something_synchronises(job: Job, layout: Layout) -> None:
+    assert not launch.queued(job, Columns.of([layout]), Machine(job))
+    assert estimate(job, layout).time.overhead_s == OVERHEAD_S
+
+
+def test_where_layers_wait_by_themselves_the_optimizer_does_too() -> None:
+    """AdamW launches a kernel for each of nine weights in 48 layers of experts: half a launch each."""
+    job = job_of("qwen3-30b-a3b", kernel_launch_s=1e-3)
+    weights = float(launch.of_weights(job.model, Machine(job), np.asarray([48]))[0])
+    assert weights == pytest.approx(1e-3 * 0.5 * 48 * (9 + 2))  # and two norms of queries and keys
+    assert estimate(job, Layout()).time.optimizer_s == pytest.approx(weights)
