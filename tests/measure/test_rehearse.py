@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ultrascale.cost.estimate import estimate
 from ultrascale.measure.rehearse.asked import check, engine_of, ranks_of
-from ultrascale.measure.rehearse.compare import whole_gradients
+from ultrascale.measure.rehearse.compare import compared, prediction, whole_gradients
 from ultrascale.measure.rehearse.fake import QuickFakeTensorMode
 from ultrascale.measure.rehearse.rehearsal import Rehearsal, rehearse, rehearse_rank
 from ultrascale.measure.rehearse.repeat import Short, cut, shorten
@@ -238,3 +238,18 @@ def test_the_command_shows_and_writes_both_sides(plan_file: Path, run: Any) -> N
     terms = {term["label"]: term for term in first["compared"]}
     assert terms["parameters"]["predicted"] == terms["parameters"]["rehearsed"] == first["memory"]["parameters"]
     assert {"technique", "kind", "group", "where", "calls", "bytes"} == set(first["collectives"][0])
+
+
+@pytest.mark.parametrize(
+    "fields", [{"dp": 2, "gas": 4}, {"dp": 4, "zero_shards": 2, "keep_gathered": True}, {"dp": 2, "pp": 2, "gas": 4}]
+)
+def test_weights_that_are_gathered_in_fp8(fields: dict[str, Any]) -> None:
+    """All that ZeRO sends and what it keeps gathered, to the byte; activations are those of an emulation."""
+    job, layout = asked({"zero": 3, **fields}, precision="fp8")
+    one = rehearse_rank(job, layout, rank=layout.gpus - 1)
+    terms = {term.label: term for term in compared(job, layout, prediction(job, layout), one)}
+    assert terms["sent by zero"].predicted == terms["sent by zero"].rehearsed
+    for owner in ("parameters", "master", "gradients", "optimizer"):
+        assert owner not in terms or terms[owner].predicted == terms[owner].rehearsed, owner
+    wide = rehearse_rank(*asked({"zero": 3, **fields}), rank=layout.gpus - 1)
+    assert one.sent("zero", "all_gather") < 0.8 * wide.sent("zero", "all_gather")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ultrascale.model.grouped import grouped_product, has_kernel, why_not
 from ultrascale.model.init import initialize
@@ -235,13 +235,9 @@ class Watched(Visit):
         self.heard = heard
         heard.append("leave")
 
-    def arrive(self) -> tuple[Tensor, Tensor]:
-        self.heard.append("arrive")
-        return super().arrive()
-
-    def turn_back(self, rows: Tensor) -> None:
-        self.heard.append("turn back")
-        super().turn_back(rows)
+    def meet(self, experts: nn.Module) -> None:
+        self.heard.append("meet")
+        super().meet(experts)
 
     def return_(self) -> Tensor:
         self.heard.append("return")
@@ -256,4 +252,4 @@ def test_shared_experts_compute_while_tokens_travel() -> None:
     mlp.shared.inputs.register_forward_hook(lambda *_: heard.append("first products"))
     mlp.shared.down.register_forward_hook(lambda *_: heard.append("last product"))
     mlp(tokens())
-    assert heard == ["leave", "first products", "arrive", "turn back", "last product", "return"]
+    assert heard == ["leave", "first products", "meet", "last product", "return"]

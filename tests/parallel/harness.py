@@ -201,10 +201,13 @@ def _as_cut(job: Job, layout: Layout) -> Job:
     return job.changed(cluster=cluster, batch_tokens=layout.batch_tokens(job.seq))
 
 
+_BETWEEN_RANKS = ("bucket_mb", "compress", "reduce_every_microbatch", "expert_overlap")
+
+
 def plain(training: Training) -> dict[str, Any]:
     """The training of one process: nothing that only concerns how ranks exchange."""
     given = training.model_dump()
-    return {name: value for name, value in given.items() if name not in ("bucket_mb", "compress", "reduce_every_microbatch")}
+    return {name: value for name, value in given.items() if name not in _BETWEEN_RANKS}
 
 
 def assert_same(ranks: list[Seen], reference: Seen, job: Job, close: float = CLOSE) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import groupby
 from typing import Any
 from unittest import mock
 
@@ -10,14 +11,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel.harness import check, in_ranks, job_of, one_process, training_of
+from parallel.harness import check, in_ranks, job_of, one_process, train, training_of
+from ultrascale.measure.rehearse.watch import Watch
+from ultrascale.model import grouped
 from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.transformer import MLP
-from ultrascale.parallel import expert, local
+from ultrascale.parallel import local, travel
 from ultrascale.parallel.comm import Axis
-from ultrascale.parallel.expert import Travel, _Journey
+from ultrascale.parallel.expert import TRAVELS
+from ultrascale.parallel.parted import Parted
+from ultrascale.parallel.travel import Journey, Travel
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.training import Training
+from ultrascale.specs.model import Model
+from ultrascale.specs.training import ExpertOverlap, Training
+from ultrascale.train import kernels, supported
 from ultrascale.train.engine import Engine
 
 slow = pytest.mark.slow
@@ -111,6 +120,62 @@ def test_the_same_as_one_process(family: str, fields: dict[str, Any]) -> None:
     check(family, BALANCED, **fields)
 
 
+BEHIND: list[Any] = [
+    ("experts", {"dp": 2, "ep": 2, "gas": 2}),
+    ("qwen2-moe", {"dp": 4, "ep": 2, "gas": 2, "zero": 3, "recompute": "selective"}),
+    ("deepseek", {"dp": 2, "ep": 2, "pp": 2, "gas": 4, "schedule": "zero-bubble"}),
+    *(
+        pytest.param(family, fields, marks=slow)
+        for family, fields in (
+            ("qwen2-moe", {"dp": 2, "ep": 2, "tp": 2, "gas": 2, "data_parallel": "hooks"}),
+            ("deepseek", {"cp": 2, "ep": 2, "gas": 2, "recompute": "full"}),
+            ("experts", {"dp": 4, "ep": 4, "gas": 1, "zero": 1}),
+            ("qwen2-moe", {"dp": 4, "ep": 2, "gas": 2, "zero": 3, "zero_shards": 2}),
+            ("deepseek", {"dp": 4, "ep": 2, "gas": 2, "zero": 2}),
+            ("deepseek", {"dp": 2, "ep": 2, "pp": 2, "gas": 4, "zero": 3, "schedule": "zb-v", "virtual_stages": 2}),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("overlap", ["gradients", "rows"])
+@pytest.mark.parametrize(("family", "fields"), BEHIND, ids=str)
+def test_what_experts_compute_while_rows_travel_changes_nothing(family: str, fields: dict[str, Any], overlap: str) -> None:
+    check(family, BALANCED.changed(expert_overlap=overlap), **fields)
+
+
+@pytest.mark.parametrize("overlap", ["gradients", "rows"])
+def test_nor_where_tokens_are_dropped(overlap: str) -> None:
+    check("experts", training_of(capacity_factor=1.0, expert_overlap=overlap), dp=4, ep=4, gas=1)
+
+
+def test_late_gradients_are_the_same_numbers() -> None:
+    """Made later, of the same rows in the same order."""
+    layout = Layout(dp=2, ep=2, gas=2)
+    none, late = (in_ranks(train, job_of("deepseek"), layout, training_of(expert_overlap=way)) for way in ("none", "gradients"))
+    for one, other in zip(none, late, strict=True):
+        assert one.losses == other.losses
+        assert all(torch.equal(a.gradient, b.gradient) for a, b in zip(one.pieces, other.pieces, strict=True))
+
+
+def exchanged(engine: Engine) -> dict[Any, Any]:
+    mesh = engine.mesh
+    axes = {name: getattr(mesh, name).group for name in ("world", "shard", "expert_shard", "ep")}
+    engine.step(0)
+    watch = Watch(engine, {str(group.group_name): name for name, group in axes.items()})
+    with watch:
+        engine.step(1)
+    return dict(watch.seen.calls)
+
+
+def test_as_much_is_exchanged_whatever_is_computed_meanwhile() -> None:
+    """Rows that stay go along, and matrices are gathered for both parts at once."""
+    layout = Layout(dp=4, ep=2, zero=3, gas=2)
+    ways = [in_ranks(exchanged, job_of("qwen2-moe"), layout, training_of(expert_overlap=way)) for way in TRAVELS]
+    assert ways[0][0]
+    assert ways[0] == ways[1] == ways[2]
+
+
 def loads(engine: Engine) -> list[Any]:
     """Of three steps: tokens of every expert, balance loss and dropped tokens; and the biases at the end."""
     seen = []
@@ -198,38 +263,51 @@ def test_the_loss_is_that_of_the_tokens_alone() -> None:
     assert plain.losses[1] != pulled.losses[1]
 
 
-def rows_of(rank: int, nproc: int, store: str) -> tuple[list[float], list[float]]:
-    """Rank r sends r + i rows of the number 10 r + i to rank i, but none to itself; and lets gradients go home."""
+def rows_of(rank: int, nproc: int, store: str, own: int) -> tuple[list[float], list[float]]:
+    """Rank r sends r + i rows of the number 10 r + i to rank i, but `own` to itself; and lets gradients go home."""
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
     axis = Axis("ep", dist.group.WORLD, rank, nproc, tuple(range(nproc)))
-    counts = torch.tensor([0 if there == rank else rank + there for there in range(nproc)])
+    counts = torch.tensor([own if there == rank else rank + there for there in range(nproc)])
     values = torch.tensor([10.0 * rank + there for there in range(nproc)]).repeat_interleave(counts)
     rows = values.unsqueeze(1).requires_grad_()
-    travel = Travel(axis, rows, counts)
-    arrived, _ = travel.arrive()
-    travel.turn_back(arrived * (rank + 1))
-    back = travel.return_()
+    visit = (Parted if own else Travel)(axis, rows, counts)
+    arrived: list[torch.Tensor] = []
+
+    def experts(coming: torch.Tensor, counts: Any = None, arrive: Any = None, staying: Any = None) -> Any:
+        found = [coming] if arrive is None else [staying[0], arrive(coming)[0]]
+        arrived.extend(found)
+        made = [rows * (rank + 1) for rows in found]
+        return made[0] if arrive is None else made
+
+    visit.meet(experts)  # type: ignore[arg-type]
+    back = visit.return_()
     (back * 2).sum().backward()
     assert rows.grad is not None
     dist.destroy_process_group()
     assert torch.equal(back.detach().flatten(), values * (1 + values % 10))
-    return sorted(set(arrived.flatten().tolist())), rows.grad.flatten().tolist()
+    return sorted(set(torch.cat(arrived).flatten().tolist())), rows.grad.flatten().tolist()
 
 
 def test_uneven_rows_travel_there_and_back() -> None:
-    found = local.run(rows_of, 3, timeout_s=60)
+    found = local.run(rows_of, 3, 0, timeout_s=60)
     assert [numbers for numbers, _ in found] == [[10, 20], [1, 21], [2, 12]]
     # The gradient of a row is twice the factor of the rank that it visited.
     assert [gradient for _, gradient in found] == [[4, 6, 6], [2, 6, 6, 6], [2, 2, 4, 4, 4]]
 
 
-def order_of_events(rank: int, nproc: int, store: str) -> tuple[list[str], list[str]]:
+def test_rows_that_stay_take_their_places_among_those_that_come_home() -> None:
+    found = local.run(rows_of, 3, 2, timeout_s=60)
+    assert [numbers for numbers, _ in found] == [[0, 10, 20], [1, 11, 21], [2, 12, 22]]
+    assert [gradient for _, gradient in found] == [[2, 2, 4, 6, 6], [2, 4, 4, 6, 6, 6], [2, 2, 4, 4, 4, 6, 6]]
+
+
+def order_of_events(rank: int, nproc: int, store: str, overlap: ExpertOverlap) -> tuple[list[str], list[str]]:
     """What one layer with a shared expert does, one thing after the other: forward, then backward."""
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
     axis = Axis("ep", dist.group.WORLD, rank, nproc, tuple(range(nproc)))
     heard: list[str] = []
 
-    class Loud(_Journey):
+    class Loud(Journey):
         def start(self, way: Any, rows: torch.Tensor) -> None:
             heard.append("begin")
             super().start(way, rows)
@@ -237,6 +315,13 @@ def order_of_events(rank: int, nproc: int, store: str) -> tuple[list[str], list[
         def wait(self) -> torch.Tensor:
             heard.append("end")
             return super().wait()
+
+    def told(name: str, function: Any) -> Any:
+        def heard_of(*given: Any) -> Any:
+            heard.append(name)
+            return function(*given)
+
+        return mock.patch.object(grouped, function.__name__, heard_of)
 
     model = job_of("deepseek").model
     assert model.moe is not None
@@ -246,21 +331,63 @@ def order_of_events(rank: int, nproc: int, store: str) -> tuple[list[str], list[
     layer.router.weight, layer.router.bias = torch.nn.Parameter(torch.empty(8, model.hidden)), torch.zeros(8)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    layer.visit = partial(Travel, axis)
-    for name, module in (("first products", shared.inputs), ("last product", shared.down), ("experts", layer.experts)):
+    layer.visit = partial(TRAVELS[overlap], axis)
+    for name, module in (("first products", shared.inputs), ("last product", shared.down)):
         module.register_forward_hook(lambda *_, name=name: heard.append(name))
         module.register_full_backward_hook(lambda *_, name=name: heard.append(name))
     x = torch.randn(2, 8, model.hidden, requires_grad=True)
-    with mock.patch.object(expert, "_Journey", Loud):
+    patched = mock.patch.object(travel, "Journey", Loud)
+    with patched, told("experts", grouped._products), told("their weights", grouped._weight_gradient):
         out = layer(x)
-    forward = list(heard)
-    heard.clear()
-    out.sum().backward()
+        forward = list(heard)
+        heard.clear()
+        out.sum().backward()
     dist.destroy_process_group()
-    return forward, heard
+    return [name for name, _ in groupby(forward)], [name for name, _ in groupby(heard)]
+
+
+FORWARD = ["begin", "first products", "end", "experts", "begin", "last product", "end"]
 
 
 def test_shared_experts_compute_while_rows_travel_in_both_passes() -> None:
-    for forward, backward in local.run(order_of_events, 2, timeout_s=60):
-        assert forward == ["begin", "first products", "end", "experts", "begin", "last product", "end"]
-        assert backward == ["begin", "last product", "end", "experts", "begin", "first products", "end"]
+    one = ["experts", "their weights"]  # each product's, one after the other
+    for forward, backward in local.run(order_of_events, 2, "none", timeout_s=60):
+        assert forward == FORWARD
+        assert backward == ["begin", "last product", "end", *one, *one, *one, "begin", "first products", "end"]
+
+
+def test_experts_weights_have_their_gradients_while_those_of_rows_travel() -> None:
+    for forward, backward in local.run(order_of_events, 2, "gradients", timeout_s=60):
+        assert forward == FORWARD
+        assert backward == ["begin", "last product", "end", "experts", "begin", "their weights", "first products", "end"]
+
+
+def test_rows_that_stay_are_multiplied_while_others_travel_in_both_passes() -> None:
+    for forward, backward in local.run(order_of_events, 2, "rows", timeout_s=60):
+        assert forward == ["begin", "first products", "experts", *FORWARD[2:]]
+        meanwhile = ["experts", "their weights", "first products"]
+        assert backward == ["begin", "last product", "end", "experts", "begin", *meanwhile, "end"]
+
+
+@pytest.mark.parametrize(
+    ("overlap", "fields", "says"),
+    [("rows", {"dp": 2}, "ep = 1"), ("gradients", {}, "ep = 1"), ("auto", {"dp": 2}, None), ("rows", {"dp": 2, "ep": 2}, None)],
+)
+def test_where_nothing_travels_it_is_refused(overlap: str, fields: dict[str, Any], says: str | None) -> None:
+    layout = Layout(**fields)
+    job = job_of("experts").changed(cluster=Cluster.load(f"{layout.gpus}xh100"), batch_tokens=layout.batch_tokens(32))
+    said = supported.layout_problem(job, layout, training_of(expert_overlap=overlap))
+    assert said is None if says is None else said is not None and says in said and "try auto" in said
+
+
+def test_the_law_chooses_on_a_gpu_alone() -> None:
+    model = Model.load("mixtral-8x7b")
+    chosen = {}
+    for tokens in (512, 16384):
+        job = Job(model=model, cluster=Cluster.load("8xh100"), seq=tokens, batch_tokens=8 * tokens)
+        layout = Layout(dp=8, ep=8)
+        assert kernels.expert_overlap(job, layout, Training(), "cpu") == "none"
+        assert kernels.expert_overlap(job, layout.changed(ep=1), Training(), "cuda") == "none"
+        assert kernels.expert_overlap(job, layout, Training(expert_overlap="none"), "cuda") == "none"
+        chosen[tokens] = kernels.expert_overlap(job, layout, Training(), "cuda")
+    assert chosen == {512: "gradients", 16384: "rows"}

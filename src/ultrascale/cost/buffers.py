@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from ultrascale.cost import params
+from ultrascale.cost import float8, params
 from ultrascale.cost.activations import compute_bytes, gradient_bytes, split_backward
 from ultrascale.cost.columns import Array, Columns
 from ultrascale.specs.job import Job
 
 
-def at_once(job: Job, columns: Columns, held: params.RankParameters) -> Array:
-    """All that can be on its way during a backward."""
+def at_once(
+    job: Job, columns: Columns, held: params.RankParameters, narrow: Array | float = 0.0, narrow_fetched: Array | float = 0.0
+) -> Array:
+    """All that can be on its way during a backward; of the rank's elements and of two layers' so many are gathered in fp8."""
     model, b = job.model, compute_bytes(job)
     tokens = columns.tokens(job.seq)
     wide = b * tokens * model.hidden
@@ -25,7 +27,10 @@ def at_once(job: Job, columns: Columns, held: params.RankParameters) -> Array:
     # than the parameters that live elsewhere.
     gathered = np.where(
         (columns.zero == 3) & (columns.keep_gathered == 0),
-        b * np.minimum(2 * held.layer + held.ends, beyond_own_shard),
+        np.minimum(
+            b * (2 * held.layer + held.ends) - float8.less(job, np.asarray(narrow_fetched)),
+            b * beyond_own_shard - float8.less(job, np.asarray(narrow * (1 - 1 / columns.shards))),
+        ),
         0.0,
     )
     gathered = np.where(columns.is_("offload", "parameters"), b * (2 * held.layer + held.ends), gathered)

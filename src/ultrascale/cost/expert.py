@@ -1,20 +1,28 @@
-"""Expert parallelism: two all-to-alls per MoE layer and direction, hidden only by a shared expert's work."""
+"""Expert parallelism: two all-to-alls per MoE layer and direction, and what experts and shared experts compute meanwhile.
+
+A shared expert's products hide both ways. In an engine with `experts_behind`, gradients of the experts' matrices hide the way
+home of the rows' gradients, unless a schedule puts them off. And of a rank's routed rows one in ep has its expert on the rank
+itself: multiplied first, these hide a part of the others' way there. But two grouped products take longer than one (tiles that
+are not full, kernels, gradients of the same matrices that are added), so that is done only where it is faster in all.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ultrascale.cost.activations import compute_bytes
+from ultrascale.cost.activations import compute_bytes, split_backward
 from ultrascale.cost.columns import Array, Columns
 from ultrascale.cost.hardware import Machine
 from ultrascale.cost.mesh import Mesh
-from ultrascale.cost.operators import matmul_passes, mlp_matmuls
+from ultrascale.cost.operators import layer_matmuls, matmul_passes, mlp_matmuls
 from ultrascale.cost.overlap import Ratio, Transfer, exposed, transfer
+from ultrascale.cost.passes import Passes
 from ultrascale.specs.job import Job
 
 EXCHANGES = 2  # dispatch and combine
+KERNELS_PARTED = 9  # forward, beyond those of one grouped product: three products and a gate; copies, a sum and indices of rows
 
 
 @dataclass(frozen=True)
@@ -23,6 +31,9 @@ class ExpertTraffic:
     forward_s: Array
     """exposed, per MoE layer and micro-batch"""
     backward_s: Array
+    behind_forward_s: Array | float = 0.0
+    """of the experts' own products, what hides it: a window that hides nothing else"""
+    behind_backward_s: Array | float = 0.0
 
 
 def traffic(job: Job, columns: Columns, mesh: Mesh, machine: Machine) -> ExpertTraffic:
@@ -44,11 +55,56 @@ def traffic(job: Job, columns: Columns, mesh: Mesh, machine: Machine) -> ExpertT
         width = (moe.shared_expert_ffn or 0) / columns.tp
         shared = matmul_passes(machine, mlp_matmuls(model, "shared expert", columns.tokens(job.seq), width))
         window_forward, window_backward = shared.forward, shared.input_grad + shared.weight_grad
+    if job.framework.experts_behind and not job.framework.expert_overlap:
+        return _behind(job, columns, machine, exchange, both, (window_forward, window_backward))
     seen = 1 - job.framework.expert_overlap
     return ExpertTraffic(
         exchange,
         seen * exposed(both, window_forward, machine.efficiency),
         seen * exposed(both, window_backward, machine.efficiency),
+    )
+
+
+def rows_first(job: Job, columns: Columns, mesh: Mesh, machine: Machine) -> Array:
+    """Where an engine with `experts_behind` multiplies rows that stay by themselves."""
+    return np.asarray(traffic(job, columns, mesh, machine).behind_forward_s > np.zeros(len(columns)))
+
+
+def _behind(
+    job: Job, columns: Columns, machine: Machine, exchange: Transfer, both: Array, windows: tuple[Array, Array]
+) -> ExpertTraffic:
+    """With gradients of the experts' matrices behind one of backward's exchanges, and rows that stay behind one of each pass
+    where that is faster, its price included.
+    """
+    products = [product for product in layer_matmuls(job, columns, moe=True) if product.name.startswith("expert ")]
+    staying = 1 / columns.ep
+    whole, own, others = (
+        matmul_passes(machine, [replace(product, m=share * product.m) for product in products])
+        for share in (np.ones(len(columns)), staying, 1 - staying)
+    )
+    one = both / EXCHANGES / machine.efficiency.overlap  # a window beyond it hides nothing more
+    split = split_backward(columns) & (columns.pp > 1)
+    late = np.where(split, 0.0, whole.weight_grad)
+
+    def traffic_with(forward: Array, backward: Array) -> ExpertTraffic:
+        behind = np.minimum(forward, one), np.minimum(backward, one)
+        forward_s, backward_s = (exposed(both, w + more, machine.efficiency) for w, more in zip(windows, behind, strict=True))
+        return ExpertTraffic(exchange, forward_s, backward_s, *behind)
+
+    together, parted = traffic_with(np.zeros(len(columns)), late), traffic_with(own.forward, late + own.input_grad)
+    host = np.full(len(columns), KERNELS_PARTED * machine.launch_s * job.framework.kernels * job.framework.launch)
+    # The second gradient of the experts' matrices is read with the first, and their sum written.
+    added_s = machine.stream_s(np.asarray(3 * compute_bytes(job) * sum(p.count * p.n * p.k for p in products)))
+    price = own + others + Passes(host, 2 * host, added_s)
+    forward_s = parted.forward_s + price.forward - whole.forward
+    backward_s = parted.backward_s + price.input_grad + price.weight_grad - whole.input_grad - whole.weight_grad
+    pays = forward_s + backward_s < together.forward_s + together.backward_s
+    return ExpertTraffic(
+        exchange,
+        np.where(pays, forward_s, together.forward_s),
+        np.where(pays, backward_s, together.backward_s),
+        np.where(pays, parted.behind_forward_s, together.behind_forward_s),
+        np.where(pays, parted.behind_backward_s, together.behind_backward_s),
     )
 
 

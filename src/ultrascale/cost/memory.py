@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ultrascale.cost import activations, moments, params
+from ultrascale.cost import activations, float8, moments, params
 from ultrascale.cost.columns import Array, Columns
 from ultrascale.cost.moments import Moment
 from ultrascale.cost.scene import Scene
@@ -35,8 +35,11 @@ def has_master(job: Job) -> bool:
     return job.precision != "fp32" and job.framework.states != "pure"
 
 
-def states(job: Job, columns: Columns, held: params.RankParameters) -> StateBytes:
-    """The playbook's four persistent owners; experts are sharded over the data ranks that ep left them."""
+def states(job: Job, columns: Columns, held: params.RankParameters, narrow: Array) -> StateBytes:
+    """The playbook's four persistent owners; experts are sharded over the data ranks that ep left them.
+
+    `narrow` of the elements are gathered in fp8.
+    """
     shards = columns.shards
     expert_shards = np.maximum(1, shards * columns.tp / columns.expert_cut / columns.ep)
     zero = columns.zero
@@ -51,6 +54,7 @@ def states(job: Job, columns: Columns, held: params.RankParameters) -> StateByte
     # ZeRO-3 keeping its layers gathered holds the whole copy through the step, as ZeRO-2 does.
     stage_of_parameters = np.where(columns.keep_gathered == 1, 4, 3)
     parameters = np.where(zero >= stage_of_parameters, sharded(compute, 3), sharded(compute, 4))
+    parameters = np.where((zero == 3) & (columns.keep_gathered == 1), parameters - float8.less(job, narrow), parameters)
     master = sharded(activations.FP32 if has_master(job) else 0, 1)
     if job.framework.halves and job.optimizer == "adamw" and job.precision in ("bf16", "fp8"):
         master = np.where(shards == 1, sharded(activations.FP32 - compute, 1), master)
@@ -152,7 +156,7 @@ def peak_parts(job: Job, columns: Columns, share: RankShare, holder: RankShare |
     """
     scene = Scene(job, columns, share, holder or share, first)
     held = scene.held
-    state = states(job, columns, held)
+    state = states(job, columns, held, float8.on_rank(job, columns, scene.holder).elements)
     if first:
         state = replace(state, gradients=0.0 * state.gradients)
     layer, loss = moments.in_layer(scene, state.gradients, split=False), moments.at_loss(scene, state.gradients)

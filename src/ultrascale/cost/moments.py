@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ultrascale.cost import activations, params
+from ultrascale.cost import activations, float8, params
 from ultrascale.cost.activations import LayerActivations, compute_bytes, gradient_bytes, split_backward
 from ultrascale.cost.columns import Array
 from ultrascale.cost.scene import Scene
@@ -58,7 +58,7 @@ def at_loss(scene: Scene, gradients: Array) -> Moment:
     if not scene.job.framework.followed:
         return Moment(peak, scene.at_once, gradients)
     # One layer is there: fetched for backward, or where the loss is fullest in forward (a cut vocabulary) not yet let go.
-    moving = _gathered(scene, 1) + _scattered_last(scene) + _sent_gradient(scene)
+    moving = _gathered(scene) + _scattered_last(scene) + _sent_gradient(scene)
     return Moment(peak, np.asarray(scene.share.head * moving), np.where(scene.one_backward, 0.0, gradients))
 
 
@@ -81,7 +81,7 @@ def between(scene: Scene, gradients: Array) -> Moment:
     nothing = np.zeros(len(scene.columns))
     if not scene.job.framework.followed:
         return Moment(nothing, scene.at_once, gradients)
-    moving = _gathered(scene, 1) + _scattered_last(scene)
+    moving = _gathered(scene) + _scattered_last(scene)
     return Moment(nothing, moving, np.where(scene.one_backward, 0.0, gradients))
 
 
@@ -125,7 +125,11 @@ def _on_top(scene: Scene, one: Moment, back: Array, gradients: Array, done: Arra
     fetched = np.minimum(2, layers - done) * held.block + (held.layer - held.block)
     # FSDP's root, embedding and head, has its gradients whole until all layers are through.
     head = np.where(scene.sharded, scene.share.head * params.head(job.model).on_rank(columns.tp, job.model.kv_heads), 0.0)
-    moving = _gathered_elements(scene, held.ends + fetched) + _sent_gradient(scene) + compute_bytes(job) * head
+    moving = (
+        _gathered_elements(scene, held.ends + fetched, scene.narrow_after(done))
+        + _sent_gradient(scene)
+        + compute_bytes(job) * head
+    )
     # What was scattered last goes when the next scatter begins.
     moving = moving + others + np.where(one.scatters, 0.0, np.where(done > 0, scattered, _scattered_by_own(scene)))
     moving = moving - np.where(scene.lets_go, compute_bytes(job) * held.block * (done > 0), 0.0)
@@ -198,15 +202,18 @@ def _matrix(scene: Scene, moe: bool) -> Array:
     return np.asarray(b * each * model.moe.experts / scene.columns.ep)
 
 
-def _gathered(scene: Scene, layers: int) -> Array:
-    """ZeRO-3's whole copies: embedding and head through the micro-batch, and so many layers."""
-    return _gathered_elements(scene, scene.held.ends + layers * scene.held.block)
+def _gathered(scene: Scene) -> Array:
+    """ZeRO-3's whole copies: embedding and head through the micro-batch, and the chunk's last layer."""
+    share = scene.share
+    last = np.where((share.head == 1) | ((share.embedding == 1) & (share.layers == 1)), 0.0, scene.narrow_block)
+    return _gathered_elements(scene, scene.held.ends + scene.held.block, last)
 
 
-def _gathered_elements(scene: Scene, elements: Array) -> Array:
+def _gathered_elements(scene: Scene, elements: Array, narrow: Array) -> Array:
+    """`narrow` of them in fp8."""
     columns = scene.columns
     gathers = (columns.zero == 3) & (columns.keep_gathered == 0) & (columns.shards > 1)
-    return np.where(gathers, compute_bytes(scene.job) * elements, 0.0)
+    return np.where(gathers, compute_bytes(scene.job) * elements - float8.less(scene.job, narrow), 0.0)
 
 
 def _scattered_last(scene: Scene) -> Array:

@@ -11,7 +11,7 @@ from functools import reduce
 
 import numpy as np
 
-from ultrascale.cost import activations, context, expert, operators, params, tensor, zero
+from ultrascale.cost import activations, context, expert, float8, operators, params, tensor, zero
 from ultrascale.cost.columns import Array, Columns
 from ultrascale.cost.hardware import Machine
 from ultrascale.cost.mesh import Mesh, mesh
@@ -140,9 +140,10 @@ def _layer(job: Job, columns: Columns, machine: Machine, places: Mesh, moe: bool
         nothing,
     )
     context_passes = Passes(around.forward_s, around.backward_s, nothing)
-    expert_passes = Passes(nothing, nothing, nothing)
+    expert_passes = behind_rows = Passes(nothing, nothing, nothing)
     if moe:
         exchange = expert.traffic(job, columns, places, machine)
+        behind_rows = Passes(nothing + exchange.behind_forward_s, nothing + exchange.behind_backward_s, nothing)
         expert_passes = Passes(exchange.forward_s, exchange.backward_s, nothing)
     forward = compute.total.forward + tensor_passes.forward + context_passes.forward + expert_passes.forward
     last = nothing
@@ -163,10 +164,10 @@ def _layer(job: Job, columns: Columns, machine: Machine, places: Mesh, moe: bool
     repeated = np.where(columns.is_("recompute", "selective") & ~activations.lean(job, columns), cheap, repeated)
     layer = params.per_layer(job.model, columns)
     elements, experts = (layer.moe, layer.experts) if moe else (layer.dense, nothing)
-    behind_forward = around.behind_forward_s + np.minimum(pieced, compute.matmul.forward)
-    behind_backward = around.behind_backward_s + behind_again + np.minimum(pieced, rest)
+    behind_forward = around.behind_forward_s + np.minimum(pieced, compute.matmul.forward) + behind_rows.forward
+    behind_backward = around.behind_backward_s + behind_again + np.minimum(pieced, rest) + behind_rows.input_grad
     free = compute.total + Passes(-behind_forward, repeated - behind_backward, nothing)
-    sharded = _zero(job, columns, machine, places, elements, experts, free)
+    sharded = _zero(job, columns, machine, places, elements, experts, free, float8.mean(job, columns, moe))
     accumulated = Passes(nothing, nothing, operators.accumulate_s(job, columns, machine, elements + experts))
     return Piece(
         _full(compute.matmul, nothing),
@@ -200,7 +201,7 @@ def _end(job: Job, columns: Columns, machine: Machine, places: Mesh, compute: La
         Passes(one, one, nothing),
         none,
         none,
-        _zero(job, columns, machine, places, elements, nothing, compute.total),
+        _zero(job, columns, machine, places, elements, nothing, compute.total, nothing),
     )
 
 
@@ -209,13 +210,15 @@ def _full(passes: Passes, like: Array) -> Passes:
     return Passes(passes.forward + like, passes.input_grad + like, passes.weight_grad + like)
 
 
-def _zero(job: Job, columns: Columns, machine: Machine, places: Mesh, elements: Array, experts: Array, free: Passes) -> Passes:
+def _zero(
+    job: Job, columns: Columns, machine: Machine, places: Mesh, elements: Array, experts: Array, free: Passes, narrow: Array
+) -> Passes:
     """Exposed gathers and scatters of one piece in one micro-batch.
 
     They hide behind the piece's own work (standing for its neighbour's), as far as no other transfer already hides there:
     counted twice, slower attention would make a faster step.
     """
-    moved = zero.traffic(job, columns, places, machine, elements, experts)
+    moved = zero.traffic(job, columns, places, machine, elements, experts, narrow)
     gathers = columns.zero == 3
     again = gathers & (columns.keep_gathered == 0)
     gathered = np.where(gathers, moved.gather_s, 0.0)

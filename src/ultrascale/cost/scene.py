@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ultrascale.cost import activations, buffers, params
+from ultrascale.cost import activations, buffers, float8, params
 from ultrascale.cost.activations import LayerActivations, compute_bytes, split_backward
 from ultrascale.cost.columns import Array, Columns
 from ultrascale.cost.stages import V_SHAPED, RankShare
@@ -42,7 +42,29 @@ class Scene:
 
     @cached_property
     def at_once(self) -> Array:
-        return np.asarray(buffers.at_once(self.job, self.columns, self.held) + self.beside)
+        return np.asarray(buffers.at_once(self.job, self.columns, self.held, self.narrow, self.narrow_fetched) + self.beside)
+
+    @property
+    def narrow(self) -> Array:
+        """Elements on the rank that ZeRO-3 gathers in fp8."""
+        return float8.on_rank(self.job, self.columns, self.holder).elements
+
+    @cached_property
+    def narrow_block(self) -> Array:
+        """Of a layer, if it is neither the model's first nor its last."""
+        return float8.block(self.job, self.columns, self.share)
+
+    @property
+    def narrow_fetched(self) -> Array:
+        """Of the layer at work and the one fetched behind it, where least are."""
+        return np.minimum(self.narrow_after(0 * self.share.layers), self.narrow_after(np.maximum(0, self.share.layers - 2)))
+
+    def narrow_after(self, done: Array) -> Array:
+        """Of those two when `done` layers are through their backward."""
+        layers, head, embedding = self.share.layers, self.share.head, self.share.embedding
+        there = np.minimum(2, layers - done)
+        wide = head * (done == 0) + embedding * (layers - done <= 2)
+        return np.asarray(np.maximum(0, there - wide) * self.narrow_block)
 
     @property
     def beside(self) -> Array:

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from ultrascale.cost import context, data, expert, operators, params, pipeline, stages, tensor, zero
+from ultrascale.cost import context, data, expert, float8, operators, params, pipeline, stages, tensor, zero
 from ultrascale.cost.activations import FP32, gradient_bytes, split_backward
 from ultrascale.cost.columns import Array, Columns
 from ultrascale.cost.hardware import Machine
@@ -204,21 +204,24 @@ def _data(stage: Stage) -> Calls:
 
 def _zero(stage: Stage) -> Calls:
     job, layout, held = stage.job, stage.layout, stage.held
-    moved = zero.traffic(job, stage.row, stage.places, stage.machine, held.trunk, held.experts)
+    narrow = float8.on_rank(job, stage.row, stage.share)
+    moved = zero.traffic(job, stage.row, stage.places, stage.machine, held.trunk, held.experts, narrow.elements)
     gathers = {1: 1, 2: 1, 3: layout.gas * (1 if layout.keep_gathered else 2)}[layout.zero]
     scatters = 1 if layout.zero == 1 else layout.gas
     if layout.shards > 1:
         if job.framework.states == "fp32" and layout.zero == 3:
             # FSDP keeps the root of its modules, here embedding, head and final norm, gathered from forward to backward.
             layers, ends = (
-                zero.traffic(job, stage.row, stage.places, stage.machine, elements, held.experts).gather
-                for elements in (held.trunk - held.ends, held.ends)
+                zero.traffic(job, stage.row, stage.places, stage.machine, elements, held.experts, in_fp8).gather
+                for elements, in_fp8 in ((held.trunk - held.ends, narrow.elements), (held.ends, 0.0))
             )
             yield layers, gathers
             if stage.embedding or stage.head:
                 yield ends, layout.gas
         else:
             yield moved.gather, gathers
+        if narrow.scales[0]:
+            yield transfer(stage.machine, "zero", "all_reduce", FP32 * narrow.scales, stage.places.shard), 1
         for elements, times in _scattered(stage, scatters):
             yield zero.traffic(job, stage.row, stage.places, stage.machine, elements, held.experts).scatter, times
         if stage.moe_layers and int(moved.expert_gather.group.size[0]) > 1:

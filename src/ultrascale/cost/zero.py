@@ -2,7 +2,8 @@
 
 Playbook: ZeRO-1 reduces gradients as plain data parallelism does and gathers parameters at the step's end; ZeRO-2 turns the
 reduction into a reduce-scatter; ZeRO-3 gathers every layer before its forward and again before its backward. To keep
-gradients sharded while accumulating, ZeRO-2 and 3 scatter them in every micro-batch.
+gradients sharded while accumulating, ZeRO-2 and 3 scatter them in every micro-batch. Weights of products in fp8 may be gathered
+in fp8 (cost/float8.py).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ultrascale.cost import float8
 from ultrascale.cost.activations import compute_bytes, gradient_bytes
 from ultrascale.cost.columns import Array, Columns
 from ultrascale.cost.hardware import Machine
@@ -37,13 +39,22 @@ class ZeroTraffic:
         return np.asarray(self.scatter.time_s + self.expert_scatter.time_s)
 
 
-def traffic(job: Job, columns: Columns, mesh: Mesh, machine: Machine, elements: Array, expert_elements: Array) -> ZeroTraffic:
+def traffic(
+    job: Job,
+    columns: Columns,
+    mesh: Mesh,
+    machine: Machine,
+    elements: Array,
+    expert_elements: Array,
+    narrow: Array | float = 0.0,
+) -> ZeroTraffic:
+    """`narrow` of the elements are gathered in fp8."""
     b, g = compute_bytes(job), gradient_bytes(job)
     whole_experts = columns.tp // columns.expert_cut
     expert_shards = np.maximum(1, columns.shards * whole_experts // columns.ep)
     experts = group(expert_shards, columns.expert_cut * columns.ep, machine.cluster)
     return ZeroTraffic(
-        transfer(machine, "zero", "all_gather", b * elements, mesh.shard),
+        transfer(machine, "zero", "all_gather", b * elements - float8.less(job, np.asarray(narrow)), mesh.shard),
         transfer(machine, "zero", "reduce_scatter", g * elements, mesh.shard),
         transfer(machine, "zero", "all_gather", b * expert_elements, experts),
         transfer(machine, "zero", "reduce_scatter", g * expert_elements, experts),

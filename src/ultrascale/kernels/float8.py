@@ -58,6 +58,23 @@ def apply(model: Transformer, scaling: Fp8Scaling, keep: Fp8Keep, device: torch.
         model.head = _head(model.head, numbers)
 
 
+def weights(model: nn.Module) -> list[list[nn.Parameter]]:
+    """Those that nothing but products in fp8 use; a fused block joins some in one product, which share a scale."""
+    found: list[list[nn.Parameter]] = []
+    for module in model.modules():
+        if isinstance(module, Float8Block):
+            found += [list(fan.parameters()) for fan in module.fans()]
+            assert isinstance(module.mlp, MLP)
+            found += [[linear.get_parameter("weight")] for linear in (module.attention.out, module.mlp.down)]
+        elif isinstance(module, Float8Head):
+            found.append([module.linear.get_parameter("weight")])
+        elif isinstance(module, Float8Linear) or (isinstance(module, ByHand) and isinstance(module.numbers, Float8)):
+            linears = module.children() if isinstance(module, Fan) else (module,)
+            found += [[linear.get_parameter("weight")] for linear in linears]
+    looked_up = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]  # a tied head's is, too
+    return [group for group in found if not any(group[0] is table for table in looked_up)]
+
+
 def check(capability: tuple[int, int], name: str, scaling: Fp8Scaling) -> None:
     """Raises SpecError where a GPU of that capability lacks what the scaling needs."""
     if capability < FIRST:

@@ -17,7 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from ultrascale.kernels import fused
 from ultrascale.kernels.float8_products import NARROW, WIDE, Operand, multiply, quantise, to_fp8
-from ultrascale.kernels.fused import FusedBlock, joined
+from ultrascale.kernels.float8_weight import Float8Weight, stacked
+from ultrascale.kernels.fused import FusedBlock
 
 
 class Float8Block(FusedBlock):
@@ -99,6 +100,12 @@ class _Rest(torch.autograd.Function):
         return to_total.view_as(grad), to_seen, to_out, to_gain, to_gate, to_up, to_down, None
 
 
+def joined(*weights: Tensor) -> Tensor:
+    """As `fused.joined`; those that came in fp8 share a scale (kernels/float8.py)."""
+    narrow = [weight for weight in weights if isinstance(weight, Float8Weight)]
+    return stacked(narrow) if narrow else fused.joined(*weights)
+
+
 def largest(x: Tensor) -> Tensor:
     """The largest entry, whatever its sign, in fp32."""
     found: Tensor = torch.linalg.vector_norm(x, math.inf)
@@ -111,7 +118,9 @@ def of_rows(operand: Operand) -> Tensor:
 
 
 def cast_rows(x: Tensor) -> Operand:
-    """x [n, c] in fp8, with a scale for each row."""
+    """x [n, c] in fp8, with a scale for each row; a weight that came in fp8 has the same for all."""
+    if isinstance(x, Float8Weight):
+        return Operand(x.fp8, x.scale.expand(len(x), 1).contiguous())
     if x.is_cuda:
         from ultrascale.kernels import float8_triton
 
@@ -142,6 +151,8 @@ def gate_cast(both: Tensor) -> tuple[Operand, Tensor]:
 
 def cast_turned(x: Tensor, of_x: Tensor) -> Operand:
     """x [n, c] in fp8 with one scale, transposed."""
+    if isinstance(x, Float8Weight):
+        return _turned(Operand(x.fp8, x.scale))
     if x.is_cuda:
         from ultrascale.kernels import float8_triton
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ultrascale.kernels.float8_weight import Float8Weight
 from ultrascale.specs.training import FP8_BLOCK, FP8_TOKENS, Fp8Scaling
 
 NARROW, WIDE = torch.float8_e4m3fn, torch.float8_e5m2  # three bits of fraction and 2^18 of range, or two bits and 2^32
@@ -109,6 +110,8 @@ class Operand(NamedTuple):
 
 def quantise(x: Tensor, scaling: Fp8Scaling, dtype: torch.dtype, is_weight: bool = False) -> Operand:
     """x [rows, summed] in fp8."""
+    if isinstance(x, Float8Weight):
+        return Operand(x.fp8, x.scale)
     if scaling == "tensor":
         # Rows first: that maximum fuses with the norm or the activation that made them.
         return to_fp8(x, x.abs().amax(-1).amax(), dtype)

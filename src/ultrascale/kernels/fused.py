@@ -40,13 +40,14 @@ class FusedBlock(Block):
 
     def join(self) -> None:
         """Lays the weights that are one product side by side in memory."""
-        for fan in self._fans():
+        for fan in self.fans():
             weights = list(fan.parameters())
             together = torch.cat([weight.data for weight in weights])
             for weight, part in zip(weights, torch.split(together, [len(weight) for weight in weights]), strict=True):
                 weight.data = part
 
-    def _fans(self) -> tuple[Fan, Fan]:
+    def fans(self) -> tuple[Fan, Fan]:
+        """Weights that are one product."""
         assert isinstance(self.mlp, MLP)
         return self.attention.qkv, self.mlp.inputs
 
@@ -61,7 +62,7 @@ class FusedBlock(Block):
     def forward(self, x: Tensor, rope: Rope | None, bias: Tensor | None = None) -> Tensor:
         if bias is not None or rope is None:
             return super().forward(x, rope, bias)
-        attention, (qkv, inputs) = self.attention, self._fans()
+        attention, (qkv, inputs) = self.attention, self.fans()
         first, second = cast(RMSNorm, self.attention_norm), cast(RMSNorm, self.mlp_norm)
         weights = (*qkv.parameters(), *inputs.parameters())  # no biases: one matrix each
         x, q, k, v = self.queries().apply(x, first.weight, *weights[:3], *rope, first.eps, attention.head_dim)  # type: ignore[no-untyped-call]

@@ -11,32 +11,74 @@ from torch import Tensor
 Owe = Callable[[Callable[[], None]], bool]
 """takes a weight gradient that shall be computed later; False: it must be computed now"""
 
+Owed = list[tuple[Tensor, Tensor, Tensor]]
+"""gradients, rows and counts of products whose weight's gradient is still to be made"""
+
 ALIGNED = 16  # bytes: what the grouped kernel asks of every row
 
 
 def grouped_product(x: Tensor, weight: Tensor, counts: Tensor, owe: Owe | None = None) -> Tensor:
     """x [n, in] by weight [experts, out, in]: the first counts[0] rows meet weight[0], the next counts[1] weight[1] …"""
-    out: Tensor = _Grouped.apply(x, weight, counts, owe)  # type: ignore[no-untyped-call]
+    out: Tensor = _Grouped.apply(x, weight, counts, owe, weight, None)  # type: ignore[no-untyped-call]
     return out
+
+
+class Late:
+    """A weight whose gradient is made when backward comes back to where this was made, not with those of the rows.
+
+    Autograd goes back in the order in which nodes were made: whatever was made in between is undone before.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+        self.owed: Owed = []
+        self.seen: Tensor = _Late.apply(weight, self.owed)  # type: ignore[no-untyped-call]
+
+    def product(self, x: Tensor, counts: Tensor, owe: Owe | None = None) -> Tensor:
+        """As `grouped_product`."""
+        out: Tensor = _Grouped.apply(x, self.seen, counts, owe, self.weight, self.owed)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _Late(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, owed: Owed) -> Tensor:
+        ctx.owed = owed
+        ctx.set_materialize_grads(False)  # products give none: they leave what it is made of
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, None]:
+        total: Tensor | None = None
+        while ctx.owed:
+            part = _weight_gradient(*ctx.owed.pop())
+            total = part if total is None else total.add_(part)
+        return total, None
 
 
 class _Grouped(torch.autograd.Function):
     """Autograd would make a gradient as large as all experts for each of them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor, owe: Owe | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, counts: Tensor, owe: Owe | None, parameter: Tensor, owed: Owed | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, counts)
-        ctx.parameter, ctx.owe = weight, owe  # the leaf itself: what checkpointing unpacks is a copy whose .grad is lost
+        # The leaf itself: what checkpointing unpacks is a copy whose .grad is lost.
+        ctx.parameter, ctx.owe, ctx.owed = parameter, owe, owed
         return _products(x, weight.transpose(1, 2), counts)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, counts = ctx.saved_tensors
         grad = grads[0].contiguous()  # the kernel refuses expanded ones
         dx = _products(grad, weight, counts) if ctx.needs_input_grad[0] else None
         if ctx.owe is not None and ctx.owe(_payment(grad, x, counts, ctx.parameter)):
-            return dx, None, None, None
-        return dx, _weight_gradient(grad, x, counts), None, None
+            return dx, None, None, None, None, None
+        if ctx.owed is not None:
+            ctx.owed.append((grad, x, counts))
+            return dx, None, None, None, None, None
+        return dx, _weight_gradient(grad, x, counts), None, None, None, None
 
 
 def _payment(grad: Tensor, x: Tensor, counts: Tensor, parameter: Tensor) -> Callable[[], None]:

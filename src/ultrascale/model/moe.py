@@ -13,11 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ultrascale.model.grouped import Owe, grouped_product, has_kernel
+from ultrascale.model.grouped import Late, Owe, grouped_product, has_kernel
 from ultrascale.model.operators import ACTIVATIONS
 from ultrascale.model.permute import Order
 from ultrascale.model.route import Seen, choose, counts_of, first, logits_of
 from ultrascale.specs.model import Model, MoE
+
+Sorted = tuple[Tensor, Tensor]
+"""rows in the order of their experts, and how many each expert gets"""
 
 
 @dataclass(frozen=True)
@@ -97,13 +100,9 @@ class Visit:
         """Rows sorted by expert, and how many each expert gets, set out."""
         self.rows, self.counts = rows, counts
 
-    def arrive(self) -> tuple[Tensor, Tensor]:
-        """Rows for the experts here, sorted, and their counts."""
-        return self.rows, self.counts
-
-    def turn_back(self, rows: Tensor) -> None:
-        """What the experts made sets out for home."""
-        self.rows = rows
+    def meet(self, experts: nn.Module) -> None:
+        """Rows arrive at the experts here, and what these make of them sets out for home."""
+        self.rows = experts(self.rows, self.counts)
 
     def return_(self) -> Tensor:
         """In the order of the rows that set out."""
@@ -122,9 +121,33 @@ class Experts(nn.Module):
         self.activation = ACTIVATIONS[model.activation]
         self.owe: Owe | None = None
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        inner = [grouped_product(rows, self.get_parameter(name), counts, self.owe) for name in self.inner]
-        return grouped_product(self.activation(*inner), self.down, counts, self.owe)
+    def forward(
+        self,
+        rows: Tensor,
+        counts: Tensor | None = None,
+        arrive: Callable[[Tensor], Sorted] | None = None,
+        staying: Sorted | None = None,
+    ) -> Any:
+        """What becomes of sorted rows; without counts, of rows on their way, for which `arrive` waits.
+
+        Gradients of the matrices are then made while those of the rows travel home. Rows that are `staying` are multiplied
+        before the wait; what becomes of them comes first. All in one call: who gathers the matrices for it does so once.
+        """
+        if arrive is None:
+            assert counts is not None
+            return self._made(rows, counts, {})
+        late = {name: Late(self.get_parameter(name)) for name in (*self.inner, "down")}
+        stayed = None if staying is None else self._made(*staying, late)
+        made = self._made(*arrive(rows), late)
+        return made if stayed is None else (stayed, made)
+
+    def _made(self, rows: Tensor, counts: Tensor, late: dict[str, Late]) -> Tensor:
+        def product(x: Tensor, name: str) -> Tensor:
+            if name in late:
+                return late[name].product(x, counts, self.owe)
+            return grouped_product(x, self.get_parameter(name), counts, self.owe)
+
+        return product(self.activation(*(product(rows, name) for name in self.inner)), "down")
 
 
 class MixtureOfExperts(nn.Module):
@@ -151,7 +174,7 @@ class MixtureOfExperts(nn.Module):
         order = Order.of(routes.experts.flatten(0, 1), _flat(routes.kept), self.router.moe.experts)
         visit = self.visit(order.spread(x.flatten(0, 1)), routes.counts)
         inner = None if self.shared is None else _inner(self.shared, x)
-        visit.turn_back(self.experts(*visit.arrive()))
+        visit.meet(self.experts)
         shared = None if inner is None else self._shared(inner, x)
         out = order.collect(visit.return_(), routes.weights.flatten(0, 1)).view_as(x)
         return out if shared is None else out + shared

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ultrascale.parallel.comm import Clock
 from ultrascale.parallel.data import Gradients
+from ultrascale.parallel.float8_gather import Scales
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.parallel.products import Later
 from ultrascale.parallel.ranges import exchange, named
@@ -185,9 +186,15 @@ class Pipeline:
     """The chunks of one rank and the order in which they work."""
 
     def __init__(
-        self, chunks: Sequence[Chunk], schedule: Schedule, mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype
+        self,
+        chunks: Sequence[Chunk],
+        schedule: Schedule,
+        mesh: Mesh,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        scales: Scales | None = None,
     ) -> None:
-        self.mesh, self.schedule = mesh, schedule
+        self.mesh, self.schedule, self.scales = mesh, schedule, scales
         self.rank = mesh.pp.rank
         self.chunks = {chunk.stage: chunk for chunk in chunks}
         self.route = Route(schedule, schedule.actions)
@@ -207,6 +214,7 @@ class Pipeline:
         owed: dict[tuple[int, int], list[Callable[[], None]]] = {}
         total = torch.zeros((), device=self.mesh.device)
         self.ran = []
+        self._agree()
         for chunk in self.chunks.values():
             chunk.gradients.begin()
         for place, action in enumerate(self.schedule.actions[self.rank]):
@@ -241,12 +249,18 @@ class Pipeline:
         route = forwards_only(self.schedule)
         mail = _Mail(route, self.rank, self.links, self.mesh.clock)
         total = torch.zeros((), device=self.mesh.device)
+        self._agree()
         for action in route.actions[self.rank]:
             y = self._forward(self.chunks[action.stage], action, batch, mail).y
             if action.stage == self.last_stage:
                 total += y
         mail.close()
         return total
+
+    def _agree(self) -> None:
+        """Weights may have changed since the last forwards."""
+        if self.scales is not None:
+            self.scales.agree()
 
     def _forward(self, chunk: Chunk, action: Action, batch: Batch, mail: _Mail) -> _Kept:
         stage, k = action.stage, action.microbatch

@@ -6,7 +6,8 @@
 | 2     | once a step                 | in every micro-batch     |
 | 3     | before each layer's passes  | in every micro-batch     |
 
-The law is cost/zero.py. Shards are the fp32 weights; what is gathered has the format that computes.
+The law is cost/zero.py. Shards are the fp32 weights; what is gathered has the format that computes, or that of the products
+that take it (float8_gather.py).
 """
 
 from __future__ import annotations

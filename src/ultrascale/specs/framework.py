@@ -68,6 +68,7 @@ class Framework(BaseModel):
     fp8_inputs: bool = Field(
         False, description="products in fp8 keep their inputs for backward in fp8 (Transformer Engine), not in bf16"
     )
+    fp8_gather: bool = Field(True, description="ZeRO-3 gathers the weights of fp8 products in fp8, not in bf16")
     expert_outputs: bool = Field(
         True, description="experts' outputs are kept, to weigh them; else routing weighs the activations, which are kept anyway"
     )
@@ -94,6 +95,11 @@ class Framework(BaseModel):
     )
     tensor_overlap: float = Field(0.0, ge=0, le=1, description="share of a dense layer's tp exchange that may hide")
     expert_overlap: float = Field(0.0, ge=0, le=1, description="share of the expert exchange that hides")
+    experts_behind: bool = Field(
+        True,
+        description="gradients of experts' matrices are made while those of rows travel home; and where that is faster, rows "
+        "whose experts are on their own rank are multiplied while others travel",
+    )
     gather_overlap: float = Field(1.0, ge=0, le=1, description="share of ZeRO's gathers that may hide")
     reduce_overlap: float = Field(1.0, ge=0, le=1, description="share of gradient reductions that may hide")
     late_gradients: bool = Field(

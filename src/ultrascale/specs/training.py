@@ -22,8 +22,10 @@ LrSchedule = Literal["cosine", "linear", "wsd", "constant"]
 Compress = Literal["none", "bf16", "int8"]
 Sink = Literal["tensorboard", "wandb"]
 Kernels = Literal["fused", "compile", "eager"]
+ExpertOverlap = Literal["auto", "none", "gradients", "rows"]
 Fp8Scaling = Literal["tensor", "row", "block"]
 Fp8Keep = Literal["ends", "head", "none"]
+Fp8Gather = Literal["auto", "fp8", "bf16"]
 
 FP8_BLOCK = 128  # numbers that share a scale
 # What sizes of a weight, and tokens where a product sums over them, must be multiples of: the kernels' alignment. A row of
@@ -105,6 +107,11 @@ class Training(BaseModel):
         examples=[1.25],
         description="most tokens of a sequence that an expert takes, over the mean; the rest is dropped; null: it takes all",
     )
+    expert_overlap: ExpertOverlap = Field(
+        "auto",
+        description="what experts compute while rows travel between ranks: none, gradients of their weights, or rows that stay "
+        "as well; auto: on a GPU gradients, and rows where the estimate gains by it",
+    )
     loss_scale: float = Field(65536.0, ge=1, le=2.0**40, strict=True, description="fp16: first factor of the loss")
     loss_scale_window: int = Field(
         1000, ge=1, le=2**40, strict=True, description="fp16: steps without overflow before the factor doubles"
@@ -112,6 +119,9 @@ class Training(BaseModel):
     fp8_scaling: Fp8Scaling = Field("tensor", description="fp8: what shares a scale, a tensor, a row, or 128 numbers of a row")
     fp8_keep: Fp8Keep = Field(
         "ends", description="fp8: what stays in bf16, the first and last block and the head, the head alone, or nothing"
+    )
+    fp8_gather: Fp8Gather = Field(
+        "auto", description="fp8: in which numbers ZeRO-3 gathers the weights of fp8 products; auto: in fp8 where it can"
     )
     log: tuple[Sink, ...] = Field((), examples=["tensorboard"], description="where metrics go beside metrics.jsonl")
     log_every: int = Field(1, ge=1, le=2**40, strict=True, description="steps between records of metrics")

@@ -18,6 +18,7 @@ from ultrascale.model.transformer import Transformer
 from ultrascale.parallel import context, expert, tensor, zero
 from ultrascale.parallel.comm import Axis
 from ultrascale.parallel.data import AsMade, Gradients, Reduced, TorchDDP
+from ultrascale.parallel.float8_gather import Scales
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.parallel.pipeline import Chunk, Pipeline
 from ultrascale.parallel.products import Later
@@ -31,6 +32,7 @@ from ultrascale.train import compile, kernels, recompute
 from ultrascale.train.balance import Still, bias_name
 from ultrascale.train.kernels import Kernels
 from ultrascale.train.optimizer import Weight
+from ultrascale.train.supported import why_not_gathered_in_fp8
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -64,7 +66,11 @@ def build(job: Job, mesh: Mesh, training: Training) -> Built:
         weights += held
         routers |= choosing
     dtype = compute_format(job, mesh)
-    return Built(Pipeline(chunks, schedule, mesh, boundary_shape(job, layout), dtype), weights, routers, own)
+    scales = None
+    if why_not_gathered_in_fp8(job, layout, training) is None:
+        groups = [group for chunk in chunks for group in float8.weights(chunk.gradients.module)]
+        scales = Scales(groups, mesh.shard, dtype, mesh.device) if groups else None
+    return Built(Pipeline(chunks, schedule, mesh, boundary_shape(job, layout), dtype, scales), weights, routers, own)
 
 
 def compute_format(job: Job, mesh: Mesh) -> torch.dtype:
@@ -92,7 +98,7 @@ def _chunk(
         with torch.device("meta"):
             module = Transformer(job.model, layers, embed=stage == 0, head=stage == schedule.stages - 1)
         shards = tensor.apply(module, mesh, later)  # first: the others see this rank's sizes
-        expert.apply(module, mesh, shards)
+        expert.apply(module, mesh, shards, kernels.expert_overlap(job, layout, training, mesh.device.type))
         context.apply(module, mesh.cp, layout.context_parallel, job.seq)
         if own.fused:
             fused.apply(module)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ultrascale.cost import fused
+from ultrascale.cost import expert, fused
+from ultrascale.cost.columns import Columns
+from ultrascale.cost.hardware import Machine
+from ultrascale.cost.mesh import mesh
+from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.training import Training
+from ultrascale.specs.training import ExpertOverlap, Training
 from ultrascale.train.supported import SPLIT, left_in_bf16
 
 
@@ -66,6 +70,17 @@ def why_not_fused(job: Job, layout: Layout, training: Training) -> str | None:
     if training.document_mask:
         return "attention stays within documents"
     return fused.why_not(job.model, job.seq)
+
+
+def expert_overlap(job: Job, layout: Layout, training: Training, device: str) -> ExpertOverlap:
+    """What experts compute while rows travel, chosen as the law does where it is not said."""
+    if training.expert_overlap != "auto":
+        return training.expert_overlap
+    if device != "cuda" or layout.ep == 1 or job.model.moe is None:
+        return "none"
+    engine = job.changed(framework=Framework.load("ultrascale-gpu"))
+    row, machine = Columns.of([layout]), Machine(engine)
+    return "rows" if expert.rows_first(engine, row, mesh(row, machine.cluster), machine)[0] else "gradients"
 
 
 def _splits(layout: Layout) -> bool:

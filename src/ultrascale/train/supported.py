@@ -141,6 +141,18 @@ def _experts(job: Job, layout: Layout, _: Training) -> str | None:
     return None
 
 
+def _expert_overlap(job: Job, layout: Layout, training: Training) -> str | None:
+    if training.expert_overlap in ("auto", "none") or layout.ep > 1:
+        return None
+    return f"train.expert_overlap is {training.expert_overlap} but no rows travel between ranks (ep = 1): try auto"
+
+
+def _fp8_gather(job: Job, layout: Layout, training: Training) -> str | None:
+    if training.fp8_gather != "fp8" or (why := why_not_gathered_in_fp8(job, layout, training)) is None:
+        return None
+    return f"train.fp8_gather is fp8 but {why}, or train.fp8_gather=auto"
+
+
 _RULES: tuple[Callable[[Job, Layout, Training], str | None], ...] = (
     _vocabulary,
     _ddp,
@@ -150,7 +162,27 @@ _RULES: tuple[Callable[[Job, Layout, Training], str | None], ...] = (
     _balance,
     _capacity,
     _experts,
+    _expert_overlap,
+    _fp8_gather,
 )
+
+
+def why_not_gathered_in_fp8(job: Job, layout: Layout, training: Training) -> str | None:
+    """Why ZeRO-3 gathers the weights of fp8 products as wide as any, with what to try; None: it gathers them in fp8."""
+    if job.precision != "fp8":
+        return f"products are in {job.precision}: try job.precision=fp8"
+    if training.fp8_gather == "bf16":
+        return "train.fp8_gather is bf16: try auto"
+    if layout.zero < 3 or layout.shards == 1:
+        return f"only ZeRO-3 gathers weights for each pass (zero = {layout.zero}, shards = {layout.shards}): try layout.zero=3"
+    if training.fp8_scaling != "tensor":
+        return (
+            f"train.fp8_scaling is {training.fp8_scaling}, whose scales along rows are no longer those of a weight's columns "
+            "in backward: try train.fp8_scaling=tensor"
+        )
+    if layout.offload == "parameters":
+        return "FSDP2 casts what it brings from the host by itself: try layout.offload=optimizer"
+    return None
 
 
 def left_in_bf16(job: Job, layout: Layout, training: Training) -> str | None:

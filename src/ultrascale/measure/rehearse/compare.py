@@ -25,7 +25,7 @@ STATES = ("parameters", "master", "gradients", "optimizer")
 TECHNIQUES = ("tensor", "context", "expert", "pipeline", "data", "zero", "bookkeeping")
 EAGER = "operators run one by one, as on a CPU: on a GPU our kernels keep less (--device cuda)"
 BALANCED = "experts are chosen equally often, in the rehearsal and in the prediction beside it"
-EMULATED = "fp8 is emulated, in fp32: neither its bytes nor its products are a GPU's"
+EMULATED = "fp8 is emulated: casts and products hold what a GPU's do not, so that activations come out too large"
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from ultrascale.specs.measurement import MeasuredMemory
 from ultrascale.specs.training import Training
 from ultrascale.train import build
 from ultrascale.train.account import account
-from ultrascale.train.build import boundary_shape, compute_format, schedule_of
+from ultrascale.train.build import COMPUTE, boundary_shape, schedule_of
 from ultrascale.train.data import Batches
 from ultrascale.train.engine import Engine
 from ultrascale.train.machine import cores
@@ -118,10 +118,16 @@ def rehearse_rank(job: Job, layout: Layout, rank: int, device: str = "meta") -> 
     # Its own schedule, cut: a layout of so few micro-batches may have another one, or none.
     schedule = cut(schedule_of(layout), short.microbatches)
     nowhere = without_memory(routed_rows(job, layout)) if device == "meta" else nullcontext()
-    with seat(rank, layout.gpus), nowhere, replaced(build, "schedule_of", lambda _: schedule):
+    formats = replaced(build, "compute_format", _as_on_a_gpu) if device == "meta" else nullcontext()
+    with seat(rank, layout.gpus), nowhere, formats, replaced(build, "schedule_of", lambda _: schedule):
         found = _rehearsed(job, layout, rank, device, short)
         gc.collect()
     return dataclasses.replace(found, seconds=time.perf_counter() - start)
+
+
+def _as_on_a_gpu(job: Job, _: Mesh) -> torch.dtype:
+    """A CPU that computes has fp32 around products in fp8; nothing is computed here."""
+    return COMPUTE["bf16" if job.precision == "fp8" else job.precision]
 
 
 def _rehearsed(job: Job, layout: Layout, rank: int, device: str, short: Short) -> Rehearsal:
@@ -177,7 +183,7 @@ def _gather_once(engine: Engine) -> None:
         if not isinstance(chunk.gradients, Sharded):
             continue
         tokens = torch.zeros(mesh.layout.mbs, len(engine.positions), dtype=torch.int64, device=mesh.device)
-        states = torch.zeros(boundary_shape(job, mesh.layout), dtype=compute_format(job, mesh), device=mesh.device)
+        states = torch.zeros(boundary_shape(job, mesh.layout), dtype=build.compute_format(job, mesh), device=mesh.device)
         last = stage == engine.pipeline.last_stage
         chunk.gradients.module(tokens if stage == 0 else states, engine.positions, tokens if last else None)
         for part in chunk.gradients.module.modules():

@@ -1,0 +1,94 @@
+"""What experts compute while rows travel: what it hides, what it costs, and that it is never the slower way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ultrascale.cost import expert
+from ultrascale.cost.columns import Columns
+from ultrascale.cost.estimate import estimate
+from ultrascale.cost.expert import ExpertTraffic
+from ultrascale.cost.hardware import Machine
+from ultrascale.cost.mesh import mesh
+from ultrascale.cost.operators import layer_matmuls, matmul_passes
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.framework import Framework
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.model import Model
+
+
+def job_of(name: str, seq: int, behind: bool = True, gpus: int = 8) -> Job:
+    engine = Framework.load("ultrascale-gpu").model_copy(update={"experts_behind": behind})
+    cluster = Cluster.load(f"{gpus}xh100")
+    return Job(model=Model.load(name), cluster=cluster, seq=seq, batch_tokens=seq * gpus, framework=engine)
+
+
+def of(job: Job, **fields: Any) -> tuple[ExpertTraffic, bool]:
+    row, machine = Columns.of([Layout(**{"dp": job.cluster.gpus, **fields})]), Machine(job)
+    places = mesh(row, machine.cluster)
+    return expert.traffic(job, row, places, machine), bool(expert.rows_first(job, row, places, machine)[0])
+
+
+def one(value: Any) -> float:
+    return float(np.ravel(value)[0])
+
+
+def test_gradients_of_weights_hide_one_of_backwards_exchanges() -> None:
+    """Mixtral's are long: all of that exchange hides, at the price of computing that shares the GPU with it."""
+    (found, rows_first), (plain, _) = of(job_of("mixtral-8x7b", 4096), ep=8), of(job_of("mixtral-8x7b", 4096, False), ep=8)
+    exchange, constants = one(plain.exchange.time_s), job_of("mixtral-8x7b", 4096).cluster.efficiency
+    assert not rows_first
+    assert one(plain.backward_s) == pytest.approx(2 * exchange)
+    assert one(found.backward_s) == pytest.approx(exchange + constants.overlap_slowdown * exchange)
+    assert one(found.forward_s) == one(plain.forward_s)
+    assert one(found.behind_backward_s) == pytest.approx(exchange / constants.overlap)
+
+
+def test_a_schedule_that_puts_them_off_leaves_nothing_to_hide_behind() -> None:
+    layout = {"dp": 4, "pp": 2, "ep": 4, "gas": 4}
+    split, _ = of(job_of("mixtral-8x7b", 4096), schedule="zero-bubble", **layout)
+    whole, _ = of(job_of("mixtral-8x7b", 4096), schedule="1f1b", **layout)
+    assert one(split.backward_s) == pytest.approx(2 * one(split.exchange.time_s))
+    assert one(whole.backward_s) < one(split.backward_s)
+
+
+def test_rows_that_stay_pay_where_tiles_are_full() -> None:
+    """An eighth of 16,384 tokens of two experts each is 4096 rows a rank, of one expert; of 512 tokens it is 128."""
+    few, many = (of(job_of("mixtral-8x7b", seq), ep=8) for seq in (512, 16384))
+    assert (few[1], many[1]) == (False, True)
+    job = job_of("mixtral-8x7b", 16384)
+    row, machine = Columns.of([Layout(dp=8, ep=8)]), Machine(job)
+    products = [product for product in layer_matmuls(job, row, moe=True) if product.name.startswith("expert ")]
+    eighth = [type(product)(product.name, product.m / 8, product.n, product.k, product.count) for product in products]
+    staying = one(matmul_passes(machine, eighth).forward)
+    assert one(many[0].behind_forward_s) == pytest.approx(
+        min(staying, one(many[0].exchange.time_s) / machine.efficiency.overlap)
+    )
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3"])
+@pytest.mark.parametrize("ep", [2, 4, 8])
+@pytest.mark.parametrize("seq", [256, 4096, 32768])
+def test_it_is_never_slower_than_waiting(name: str, ep: int, seq: int) -> None:
+    found, _ = of(job_of(name, seq), ep=ep)
+    plain, _ = of(job_of(name, seq, behind=False), ep=ep)
+    assert one(found.forward_s + found.backward_s) <= one(plain.forward_s + plain.backward_s) * (1 + 1e-9)
+    assert one(found.exchange.wire_bytes) == one(plain.exchange.wire_bytes)
+
+
+def test_without_ep_there_is_nothing_to_hide() -> None:
+    found, rows_first = of(job_of("mixtral-8x7b", 4096), ep=1)
+    assert (one(found.forward_s), one(found.backward_s), rows_first) == (0, 0, False)
+
+
+def test_a_step_is_faster_by_it() -> None:
+    behind, plain = (
+        estimate(job_of("mixtral-8x7b", 4096, flag), Layout(dp=8, ep=8, zero=1, recompute="full")) for flag in (True, False)
+    )
+    assert behind.time.expert_s < plain.time.expert_s
+    assert behind.step_time_s < plain.step_time_s
+    assert behind.peak_gib == plain.peak_gib
