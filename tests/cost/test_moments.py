@@ -107,14 +107,14 @@ def test_gradients_that_outgrow_activations() -> None:
 
 
 def test_a_split_backward_keeps_the_activation_and_gathered_gradients() -> None:
-    """Zero-bubble: four W on top and none in their place. With tp 2 each layer that waits for its weights' turn keeps two
-    gradients of the whole sequence, one at work; residual-wide tensors are R / 2.
+    """Zero-bubble: four W on top and none in their place. With tp 2 a layer that is done and waits for its weights' turn keeps
+    two gradients of the whole sequence, the one at work has one; residual-wide tensors are R / 2.
     """
     held = predict(Layout(pp=2, gas=4, schedule="zero-bubble"))
     assert held.activations == 2 * (2 * LAYER + ANGLES + R) + R + 4 * W
     cut = predict(Layout(pp=2, tp=2, gas=4, schedule="zero-bubble"))
     waiting = 2 * (2 * LAYER / 2 + ANGLES + R / 2)
-    assert cut.activations == waiting + 2 * 2 * (R - R / 2) + R / 2 + R + 4 * W / 2
+    assert cut.activations == waiting + 2 * (R - R / 2) + R / 2 + R + 4 * W / 2
 
 
 def test_experts_gradients_are_stacked_beside_their_parts() -> None:

@@ -1,4 +1,4 @@
-"""The estimate against rehearsals of 132 layouts: states and bytes sent exactly, activations to 3 %, FLOPs to 0.5 %."""
+"""The estimate against rehearsals of 155 layouts: states and bytes sent exactly, activations to 3 %, FLOPs to 0.5 %."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LAYOUTS = FAST + [pytest.param(*one, marks=pytest.mark.slow) for one in SLOW]
 @pytest.mark.parametrize(("model", "fields"), LAYOUTS, ids=[named(*one) for one in FAST + SLOW])
 def test_estimate_is_what_a_rank_holds_and_does(model: str, fields: dict[str, Any]) -> None:
     terms = list(held(model, fields))
-    assert len(terms) >= 7
+    assert len(terms) >= 5
     missed = [
         f"{name}: predicted {one.predicted:,.0f}, rehearsed {one.rehearsed:,.0f}" for name, one in terms if not within(one)
     ]

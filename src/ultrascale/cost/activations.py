@@ -34,6 +34,11 @@ def gradient_bytes(job: Job) -> int:
     return FP32 if (job.gradients == "fp32" and job.framework.states != "pure") or job.precision == "fp32" else 2
 
 
+def sharded_gradient_bytes(job: Job) -> int:
+    """As a rank keeps its shard of them: FSDP casts what was scattered to the format of its shards."""
+    return FP32 if job.framework.states == "fp32" else gradient_bytes(job)
+
+
 def split_backward(columns: Columns) -> Array:
     """Schedules whose weight gradients come apart from input gradients."""
     return columns.is_("schedule", "zero-bubble") | columns.is_("schedule", "zb-v") | columns.is_("schedule", "dualpipe-v")
@@ -108,6 +113,9 @@ def _attention(job: Job, columns: Columns, tokens: Array, b: int) -> dict[str, A
     latents = {} if model.mla is None else {"latents": 2 * b * tokens * latent}
     if np.any(switches):  # the kernel keeps its output by heads, the next product by sequence
         latents["switched output"] = np.where(switches, output, 0.0)
+        if model.mla is None:  # fewer kv heads than ranks to spread them over
+            copied = 2 * b * tokens * model.kv_dim / kv_cut * (columns.key_copies(model.kv_heads) - 1)
+            latents["copies of k, v"] = np.where(switches, copied, 0.0)
     if model.qk_norm and job.framework.heads_before_norm:
         latents["q, k before norm"] = b * tokens * (model.q_dim / tp + model.kv_dim / kv_cut)
     if operand_bytes(job) != b:
@@ -156,6 +164,8 @@ def _moe(job: Job, columns: Columns, tokens: Array, b: int, residual: Array) -> 
     if moe.shared_experts:
         shared = b * tokens * (moe.shared_expert_ffn or 0) / columns.tp
         modules["shared expert"] = (3 if model.gated else 2) * shared
+        if moe.shared_gate and job.framework.followed:  # the gate's gradient asks for what it weighed
+            modules["shared output"] = b * tokens * model.hidden
     return modules
 
 
@@ -173,7 +183,9 @@ def _apply_policy(job: Job, columns: Columns, modules: dict[str, Array], residua
         dropped = ("q, k, v",) if job.framework.selective == "latents" else (*dropped, "q, k, v")
     if job.framework.early_stop and job.attention == "flash":
         # torch.utils.checkpoint sorts tokens by expert again, and sends them if it must; and so with Ulysses' output.
-        dropped = (*dropped, "expert input", "switched output")
+        dropped = (*dropped, "expert input", "switched output", "copies of k, v")
+    if job.framework.followed:  # selective recomputation keeps products, which are not normed yet
+        dropped = (*dropped, "q, k before norm", "shared output")
     drops = selective | (none & lean(job, columns))
     keeps = {name: (none | selective) & ~(drops & (name in dropped)) for name in modules}
     kept = {name: np.where(keeps[name], bytes_, 0.0) for name, bytes_ in modules.items()}
@@ -188,7 +200,7 @@ def _apply_policy(job: Job, columns: Columns, modules: dict[str, Array], residua
         whole = np.where(selective, columns.sequence_cut, 1)
         kept["mlp norm"] = kept["mlp norm"] * whole
         # The last product's result is not asked for again, but is kept where its width does not tell it from the others.
-        alike = selective & (job.model.ffn == columns.tp * job.model.hidden) & (not moe)
+        alike = selective & (job.model.ffn == columns.tp * job.model.hidden) & (not moe) & (not job.framework.followed)
         kept["mlp output"] = np.where(alike, residual * columns.sequence_cut, 0.0)
     kept["attention norm"] = np.where(columns.is_("recompute", "full"), residual, kept["attention norm"])
     return kept

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar, get_args
 
 import numpy as np
@@ -59,6 +59,9 @@ class Columns:
     def take(self, index: Array | slice) -> Columns:
         return Columns(**{name: getattr(self, name)[index] for name in NAMES})
 
+    def changed(self, **columns: Array) -> Columns:
+        return replace(self, **columns)
+
     def layout(self, row: int) -> Layout:
         """The row as a Layout; its values were made from one or checked by the enumeration, so they are not checked again."""
         return Layout.model_construct(**{name: decode(name, int(getattr(self, name)[row])) for name in NAMES})
@@ -106,6 +109,10 @@ class Columns:
         along the sequence in an engine that routes slices (`sliced`), else not at all: each tp rank sends them all.
         """
         return np.where(self.expert_cut == self.tp, self.sequence_cut if sliced else 1, self.tp)
+
+    def key_copies(self, kv_heads: int) -> Array:
+        """Ulysses: ranks of cp that share a kv head, each of which needs its copy."""
+        return np.asarray(np.maximum(1, self.cp // np.maximum(1, kv_heads // self.tp)))
 
     def busiest(self, imbalance: float) -> Array:
         """Tokens of the busiest expert rank over the mean; a rank that has all experts has the mean."""

@@ -50,7 +50,8 @@ def traffic(job: Job, columns: Columns, mesh: Mesh, machine: Machine, attention:
     double = transfer(machine, "context", "send_recv", 2 * keys, group)
     gather = transfer(machine, "context", "all_gather", cp * keys, group)
     scatter = transfer(machine, "context", "reduce_scatter", cp * keys, group)
-    switch = transfer(machine, "context", "all_to_all", query + keys, group)
+    copies = columns.key_copies(model.kv_heads) if model.mla is None else 1
+    switch = transfer(machine, "context", "all_to_all", query + copies * keys, group)
     # A ring step hides behind the attention of the block already there.
     constants = machine.efficiency
     window, window_backward = attention.forward / cp, attention.input_grad / cp

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ultrascale.cost import activations, float8, moments, params
+from ultrascale.cost import activations, float8, moments, moments_zero, params
 from ultrascale.cost.columns import Array, Columns
 from ultrascale.cost.moments import Moment
 from ultrascale.cost.scene import Scene
@@ -44,7 +44,7 @@ def states(job: Job, columns: Columns, held: params.RankParameters, narrow: Arra
     expert_shards = np.maximum(1, shards * columns.tp / columns.expert_cut / columns.ep)
     zero = columns.zero
 
-    def sharded(bytes_each: float, from_stage: int) -> Array:
+    def sharded(bytes_each: Array | float, from_stage: int) -> Array:
         cut = np.where(zero >= from_stage, shards, 1)
         expert_cut = np.where(zero >= from_stage, expert_shards, 1)
         return np.asarray(bytes_each * (held.trunk / cut + held.experts / expert_cut))
@@ -58,22 +58,28 @@ def states(job: Job, columns: Columns, held: params.RankParameters, narrow: Arra
     master = sharded(activations.FP32 if has_master(job) else 0, 1)
     if job.framework.halves and job.optimizer == "adamw" and job.precision in ("bf16", "fp8"):
         master = np.where(shards == 1, sharded(activations.FP32 - compute, 1), master)
-    gradients = sharded(activations.gradient_bytes(job), 2)
+    whole = activations.gradient_bytes(job) * (held.total - held.padding)
+    gradients = np.where(zero >= 2, sharded(_kept_gradient_bytes(job, shards), 2), whole)
     if job.framework.states == "fp32":
         # FSDP's shards are the fp32 weights. A copy in the compute format exists only where it is gathered; in fp32 a copy that
         # stays gathered stands beside them.
-        apart = (zero >= stage_of_parameters) & (job.precision != "fp32")
+        apart = (zero >= stage_of_parameters) & (shards > 1) & (job.precision != "fp32")
         parameters = np.where(apart, 0.0, parameters)
         beside = (zero >= 1) & (zero < stage_of_parameters) & (shards > 1) & (job.precision == "fp32")
         master = np.where(beside, sharded(activations.FP32, 1), master)
         # With one micro-batch each layer's gradients are scattered as soon as they are made, in ZeRO-1 too.
-        gradients = np.where((columns.gas == 1) & (columns.pp == 1), sharded(activations.gradient_bytes(job), 1), gradients)
+        alone = (columns.gas == 1) & (zero >= 1)
+        gradients = np.where(alone, sharded(_kept_gradient_bytes(job, shards), 1), gradients)
     return StateBytes(
         parameters=np.where(columns.is_("offload", "parameters"), 0.0, parameters),
         master=np.where(on_gpu, master, 0.0),
         gradients=gradients,
         optimizer=np.where(on_gpu, sharded(OPTIMIZER_STATE_BYTES[job.optimizer], 1), 0.0),
     )
+
+
+def _kept_gradient_bytes(job: Job, shards: Array) -> Array:
+    return np.where(shards > 1, activations.sharded_gradient_bytes(job), activations.gradient_bytes(job))
 
 
 @dataclass(frozen=True)
@@ -108,11 +114,19 @@ class PeakParts:
     """its end: what is on its way, and rows that come home from experts"""
     between: Moment
     """weight gradients that were put off: nothing but what is on its way"""
+    scattering: Moment
+    """the end of a chunk's backward, where FSDP scatters what is left"""
     layer: Moment
     """the layer in backward: what it dropped, and gradients of its activations"""
     split_layer: Moment
     """the same where what it dropped is counted with the chunks that wait for their weight gradients"""
     loss: Moment
+    fresh_head: Array
+    """the head's gradient, never put off, while it waits for the others'"""
+    fresh_embedding: Array
+    beginning: Moment
+    left_over: Array
+    """of what the chunk scattered last"""
     kept_loss: Array
     slack: float
     """the allocator's, of what comes and goes"""
@@ -175,9 +189,14 @@ def peak_parts(job: Job, columns: Columns, share: RankShare, holder: RankShare |
         scene.dropped + scene.settled,
         moments.in_forward(scene, state.gradients),
         moments.between(scene, state.gradients),
+        moments.scattering(scene, state.gradients),
         layer,
         moments.in_layer(scene, state.gradients, split=True),
         loss,
+        moments.fresh(scene, share.head),
+        moments.fresh(scene, share.embedding) + moments.looked_up(scene),
+        moments.beginning(scene, state.gradients),
+        moments_zero.left_over(scene),
         np.asarray(share.head * scene.head.saved),
         job.cluster.efficiency.allocator_slack,
     )

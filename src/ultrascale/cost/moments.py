@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ultrascale.cost import activations, float8, params
+from ultrascale.cost import activations, moments_attention, moments_zero, padding, params
 from ultrascale.cost.activations import LayerActivations, compute_bytes, gradient_bytes, split_backward
 from ultrascale.cost.columns import Array
 from ultrascale.cost.scene import Scene
@@ -58,8 +58,17 @@ def at_loss(scene: Scene, gradients: Array) -> Moment:
     if not scene.job.framework.followed:
         return Moment(peak, scene.at_once, gradients)
     # One layer is there: fetched for backward, or where the loss is fullest in forward (a cut vocabulary) not yet let go.
-    moving = _gathered(scene) + _scattered_last(scene) + _sent_gradient(scene)
+    moving = moments_zero.gathered(scene) + moments_zero.scattered_last(scene) + _sent_gradient(scene)
     return Moment(peak, np.asarray(scene.share.head * moving), np.where(scene.one_backward, 0.0, gradients))
+
+
+def beginning(scene: Scene, gradients: Array) -> Moment:
+    """Of a backward before which ZeRO-3 must gather embedding and head again: as they arrive, and as they are used."""
+    there = scene.job.framework.followed & (scene.columns.zero == 3) & (scene.columns.keep_gathered == 0)
+    elements, narrow = 2 * scene.held.ends + 2 * scene.held.block, scene.narrow_after(0 * scene.share.layers)
+    moving = moments_zero.gathered_elements(scene, elements, narrow) + moments_zero.scattered_last(scene)
+    nothing = 0.0 * scene.residual
+    return Moment(np.where(there, scene.residual, nothing), np.where(there, moving, nothing), gradients)
 
 
 def in_forward(scene: Scene, gradients: Array) -> Moment:
@@ -81,7 +90,7 @@ def between(scene: Scene, gradients: Array) -> Moment:
     nothing = np.zeros(len(scene.columns))
     if not scene.job.framework.followed:
         return Moment(nothing, scene.at_once, gradients)
-    moving = _gathered(scene) + _scattered_last(scene)
+    moving = moments_zero.gathered(scene) + moments_zero.scattered_last(scene)
     return Moment(nothing, moving, np.where(scene.one_backward, 0.0, gradients))
 
 
@@ -94,13 +103,28 @@ def in_layer(scene: Scene, gradients: Array, split: bool) -> Moment:
             most = np.maximum(most, np.where(count > 0, layer.gradients if split else layer.working, 0.0))
         return Moment(most, scene.at_once, gradients)
     found = none = Moment(nothing, nothing, nothing)
+    apart = split_backward(scene.columns) & split
     for count, moe, layer in scene.layers:
-        back = -scene.settled if split else layer.whole - layer.total
-        apart = split_backward(scene.columns) & split
         stages = _followed(scene, layer, moe, apart)
-        own = [_on_top(scene, one, back, gradients, done) for one in stages for done in _done(scene)]
+        own = [_on_top(scene, one, layer, gradients, done, apart) for one in stages for done in _done(scene)]
         found = fullest(found, *(one.where(count > 0, none) for one in own))
     return found
+
+
+def scattering(scene: Scene, gradients: Array) -> Moment:
+    """The end of a chunk's backward, when its activations are gone: embedding and head, which are FSDP's last group, are on
+    their way. Where backward is split they are the first, after the weights' turn, and all of the chunk's gradients are there.
+    """
+    nothing = np.zeros(len(scene.columns))
+    own = params.on_rank(scene.job.model, scene.columns, scene.share, padding.shards_of(scene.job, scene.columns))
+    split, there = split_backward(scene.columns), scene.scatters & scene.job.framework.followed
+    group = np.where((own.ends > 0) | ~split, own.ends, own.block)
+    made = np.where(split, gradient_bytes(scene.job) * (own.total - own.padding), compute_bytes(scene.job) * own.ends)
+    whole = made + gradient_bytes(scene.job) * group + moments_zero.arriving(scene, group)
+    gone = scene.kept + np.where(split, scene.dropped + scene.settled, 0.0)
+    moving = whole + moments_zero.scattered_last(scene) - moments_zero.left_over(scene)
+    moving = moving - np.where(scene.lets_go, compute_bytes(scene.job) * own.total, 0.0)
+    return Moment(np.where(there, -gone, nothing), np.where(there, moving, nothing), gradients)
 
 
 def _done(scene: Scene) -> list[Array]:
@@ -113,29 +137,32 @@ def _done(scene: Scene) -> list[Array]:
     return [np.maximum(0, np.minimum(done, most)) for done in (0, 1, layers - 2, layers - 1)]
 
 
-def _on_top(scene: Scene, one: Moment, back: Array, gradients: Array, done: Array) -> Moment:
+def _on_top(scene: Scene, one: Moment, layer: LayerActivations, gradients: Array, done: Array, split: Array) -> Moment:
     """With what every moment of a layer's backward has, after `done` others: fewer activations, more gradients, gathered
-    weights, and what was scattered or sent and is not yet let go.
+    weights, and what was scattered or sent and is not yet let go. A split backward frees none, and of what is counted for its
+    weights' turn only the layers that are done have it.
     """
     job, columns, held = scene.job, scene.columns, scene.held
     layers = np.maximum(1, scene.share.layers)
-    scatters = (columns.zero >= 2) | scene.one_backward
-    scattered = np.where(scatters & scene.sharded, gradient_bytes(job) * held.block, 0.0)
-    others = _scattered_last(scene) - _scattered_by_own(scene)
+    ahead = scene.dropped + scene.settled - done / layers * (scene.dropped + scene.settled_layers)
+    back = layer.whole - layer.total - np.where(split, ahead, done / layers * scene.kept)
+    scattered = np.where(scene.scatters, gradient_bytes(job) * held.block, 0.0)
+    others = moments_zero.scattered_last(scene) - moments_zero.left_over(scene)
     fetched = np.minimum(2, layers - done) * held.block + (held.layer - held.block)
+    narrow = scene.narrow_after(done)
+    if one.scatters:  # whose weights go before its gradients do
+        fetched, narrow = fetched - held.block, scene.narrow_behind(done)
     # FSDP's root, embedding and head, has its gradients whole until all layers are through.
     head = np.where(scene.sharded, scene.share.head * params.head(job.model).on_rank(columns.tp, job.model.kv_heads), 0.0)
     moving = (
-        _gathered_elements(scene, held.ends + fetched, scene.narrow_after(done))
-        + _sent_gradient(scene)
-        + compute_bytes(job) * head
+        moments_zero.gathered_elements(scene, held.ends + fetched, narrow) + _sent_gradient(scene) + compute_bytes(job) * head
     )
     # What was scattered last goes when the next scatter begins.
-    moving = moving + others + np.where(one.scatters, 0.0, np.where(done > 0, scattered, _scattered_by_own(scene)))
+    moving = moving + others + np.where(one.scatters, 0.0, np.where(done > 0, scattered, moments_zero.left_over(scene)))
     moving = moving - np.where(scene.lets_go, compute_bytes(job) * held.block * (done > 0), 0.0)
     made = (gradients - gradients * held.ends / held.total) * done / layers
     return Moment(
-        back + one.activations - done / layers * scene.kept,
+        back + one.activations,
         one.buffers + moving,
         np.where(scene.one_backward, made, gradients),
     )
@@ -167,16 +194,19 @@ def _followed(scene: Scene, layer: LayerActivations, moe: bool, split: Array) ->
         ((turns + 1 + model.gated) * wide - used - out + owed, last),
         # the first products
         (turns * rows + beside + (turns - 1 - model.gated) * wide - used - out, last + matrix),
+        moments_attention.backward(scene, layer, moe, split, last),
     ]
+    if moe:  # rows as they came home: their gradients, and those of the weights by which they were added
+        stages.append((2 * out + gathered, nothing))
     if moe and model.gated:
         # the second of them, when the first one's gradients are made; theirs are stacked, too
         stages.append((turns * rows - np.where(split, 0.0, wide) - used - out, last + last + one_by_one * matrix))
     if model.norm == "rmsnorm":
         stages.append((_norm(scene, layer, moe, split), last))
     found = [Moment(scene.residual + act, moving, nothing) for act, moving in stages]
-    b, g, columns = compute_bytes(scene.job), gradient_bytes(scene.job), scene.columns
-    scatters = (columns.zero >= 2) | scene.one_backward
-    whole = scene.held.block * (b + np.where(scatters, g, 0))
+    b, g = compute_bytes(scene.job), gradient_bytes(scene.job)
+    whole = scene.held.block * (b + np.where(scene.scatters, g, 0))
+    whole = whole + np.where(scene.scatters, moments_zero.arriving(scene, scene.held.block), 0.0)
     end = np.where(scene.sharded & ~split, scene.residual - layer.whole, -np.inf)
     return [*found, Moment(end, whole, nothing, scatters=True)]
 
@@ -190,7 +220,7 @@ def _norm(scene: Scene, layer: LayerActivations, moe: bool, split: Array) -> Arr
     gone = sum(
         held for name, held in layer.modules.items() if name.startswith(("mlp input", "mlp products", "mlp act", "expert"))
     )
-    return np.asarray(scene.residual + wide - np.where(split, scene.router_copy * moe, gone))
+    return np.asarray(scene.residual + wide - np.where(split, scene.router_copy * moe - scene.gathered_slices, gone))
 
 
 def _matrix(scene: Scene, moe: bool) -> Array:
@@ -202,45 +232,16 @@ def _matrix(scene: Scene, moe: bool) -> Array:
     return np.asarray(b * each * model.moe.experts / scene.columns.ep)
 
 
-def _gathered(scene: Scene) -> Array:
-    """ZeRO-3's whole copies: embedding and head through the micro-batch, and the chunk's last layer."""
-    share = scene.share
-    last = np.where((share.head == 1) | ((share.embedding == 1) & (share.layers == 1)), 0.0, scene.narrow_block)
-    return _gathered_elements(scene, scene.held.ends + scene.held.block, last)
+def fresh(scene: Scene, there: Array) -> Array:
+    """The gradient of the embedding or of the head as autograd makes it, where backward is split."""
+    each = compute_bytes(scene.job) * params.head(scene.job.model).on_rank(scene.columns.tp, scene.job.model.kv_heads)
+    return np.where(split_backward(scene.columns) & scene.job.framework.followed, there * each, 0.0)
 
 
-def _gathered_elements(scene: Scene, elements: Array, narrow: Array) -> Array:
-    """`narrow` of them in fp8."""
-    columns = scene.columns
-    gathers = (columns.zero == 3) & (columns.keep_gathered == 0) & (columns.shards > 1)
-    return np.where(gathers, compute_bytes(scene.job) * elements - float8.less(scene.job, narrow), 0.0)
-
-
-def _scattered_last(scene: Scene) -> Array:
-    """FSDP keeps what each of a rank's chunks scattered last until that scatters again: through the next forward."""
-    columns, held, holder = scene.columns, scene.held, scene.holder
-    without_ends = np.maximum(0, columns.virtual_stages - holder.embedding - holder.head)
-    whole = held.ends + without_ends * held.block
-    return _left_over(scene, np.where(split_backward(columns), columns.virtual_stages * _last_group(scene), whole))
-
-
-def _scattered_by_own(scene: Scene) -> Array:
-    """Embedding and head, where a chunk has them, or its first layer; where scatters follow the weights' turn, its last."""
-    own = params.on_rank(scene.job.model, scene.columns, scene.share)
-    whole = np.where(own.ends > 0, own.ends, own.block)
-    return _left_over(scene, np.where(split_backward(scene.columns), _last_group(scene), whole))
-
-
-def _last_group(scene: Scene) -> Array:
-    """Of FSDP's groups of parameters the last: of a layer, or of its experts, which are apart where ep cuts them."""
-    experts = params.per_layer(scene.job.model, scene.columns).experts
-    return np.where((scene.columns.ep > 1) & (scene.holder.moe_layers > 0), experts, scene.held.block)
-
-
-def _left_over(scene: Scene, elements: Array) -> Array:
-    columns = scene.columns
-    keeps = (columns.zero >= 2) & (columns.shards > 1) & ((columns.gas > 1) | (columns.pp > 1)) & (not scene.first)
-    return np.where(keeps, gradient_bytes(scene.job) * elements, 0.0)
+def looked_up(scene: Scene) -> Array:
+    """Gradients of all tokens' embeddings on a rank that has a part of the vocabulary."""
+    there = split_backward(scene.columns) & (scene.columns.tp > 1) & scene.job.framework.followed
+    return np.where(there, scene.share.embedding * scene.uncut, 0.0)
 
 
 def _sent_gradient(scene: Scene) -> Array:

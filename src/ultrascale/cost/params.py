@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ultrascale.cost import padding
 from ultrascale.cost.columns import Array, Columns
 from ultrascale.cost.stages import RankShare
 from ultrascale.specs.model import Model
@@ -88,28 +89,37 @@ def router(model: Model) -> float:
     return moe.experts * model.hidden + moe.experts * moe.router_bias + model.hidden * moe.shared_gate
 
 
-def partial_on_tp(model: Model, share: RankShare, sequence_parallel: bool) -> Array:
+def partial_on_tp(model: Model, share: RankShare, sequence_parallel: bool, shards: Array | int = 1) -> Array:
     """Elements on a rank whose gradients are sums over the tp ranks, each of which has all of them and saw a part.
 
     Norms of queries and keys see a rank's own heads, routers what a rank's part of the experts sends back; with sequence
-    parallelism everything that tp does not cut sees a slice of the sequence.
+    parallelism everything that tp does not cut sees a slice of the sequence. All of them are vectors or have experts' rows.
     """
     moe = model.moe
-    chooses = 0.0 if moe is None else router(model) - moe.experts * moe.router_bias
-    head_norms = 2.0 * model.head_dim * model.qk_norm if model.mla is None else 0.0
+    cut = np.asarray(shards)
+    chooses = np.asarray(0.0)
+    if moe is not None:
+        chooses = router(model) - moe.experts * moe.router_bias + padding.added(padding.router(model), cut)
+    head_norms = 2.0 * (model.head_dim + -model.head_dim % cut) * model.qk_norm if model.mla is None else 0.0
     if not sequence_parallel:
         return np.asarray(share.layers * head_norms + share.moe_layers * chooses)
-    trunk = attention(model).whole + norms(model)
-    dense = mlp(model, model.ffn).whole if model.ffn else 0.0
-    ends = share.embedding * embedding(model).whole + share.head * final_norm(model)
+    wider = (model.hidden + -model.hidden % cut) / model.hidden  # biases and norms of the model's width
+    trunk = (attention(model).whole - (0.0 if model.mla else 2.0 * model.head_dim * model.qk_norm)) * wider + head_norms
+    trunk = trunk + norms(model) * wider
+    dense = mlp(model, model.ffn).whole * wider if model.ffn else 0.0
+    ends = share.embedding * embedding(model).whole + share.head * final_norm(model) * wider
     return np.asarray(share.layers * trunk + share.dense_layers * dense + share.moe_layers * chooses + ends)
 
 
-def outside_products(model: Model, columns: Columns, share: RankShare) -> Array:
-    """Elements on a rank whose gradients no schedule puts off: norms, routers, embedding and head."""
-    head_norms = 2.0 * model.head_dim * model.qk_norm if model.mla is None else 0.0
-    layers = share.layers * (norms(model) + head_norms) + share.moe_layers * router(model)
-    return np.asarray(layers + on_rank(model, columns, share).ends)
+def outside_products(model: Model, columns: Columns, share: RankShare, shards: Array | int = 1) -> Array:
+    """Elements on a rank whose gradients no schedule puts off: norms, biases, routers, embedding and head."""
+    cut = np.asarray(shards)
+    head_norms = 2.0 * (model.head_dim + -model.head_dim % cut) * model.qk_norm if model.mla is None else 0.0
+    vectors = norms(model) + padding.added(padding.norms(model, 2), cut) + head_norms
+    vectors = vectors + padding.biases(model, columns, cut)
+    layers = share.layers * vectors + share.moe_layers * (router(model) + padding.added(padding.router(model), cut))
+    layers = layers + share.dense_layers * padding.mlp_biases(model, columns, cut)
+    return np.asarray(layers + on_rank(model, columns, share, shards).ends)
 
 
 @dataclass(frozen=True)
@@ -122,17 +132,27 @@ class LayerParameters:
     """the routed experts of one MoE layer on one rank"""
 
 
-def per_layer(model: Model, columns: Columns) -> LayerParameters:
-    tp = columns.tp
+def per_layer(model: Model, columns: Columns, shards: Array | int = 1) -> LayerParameters:
+    """`shards`: ranks among whom the rows of each tensor are made to divide."""
+    tp, cut = columns.tp, np.asarray(shards)
     trunk = attention(model).on_rank(tp, model.kv_heads) + norms(model)
+    trunk = trunk + padding.added((*padding.attention(model, columns), *padding.norms(model, 2)), cut)
     dense = trunk + mlp(model, model.ffn).on_rank(tp, model.kv_heads)
+    dense = dense + padding.added(padding.mlp(model, columns, model.ffn), cut)
     if model.moe is None:
         zero = np.zeros(len(columns))
         return LayerParameters(dense, zero, zero)
     moe = model.moe
-    shared = mlp(model, moe.shared_expert_ffn or 0) if moe.shared_experts else Shardable()
-    expert = mlp(model, moe.expert_ffn).on_rank(columns.expert_cut, model.kv_heads)
-    return LayerParameters(dense, trunk + router(model) + shared.on_rank(tp, model.kv_heads), expert * moe.experts / columns.ep)
+    width = (moe.shared_expert_ffn or 0) if moe.shared_experts else 0
+    shared = (mlp(model, width) if width else Shardable()).on_rank(tp, model.kv_heads)
+    shared = shared + (padding.added(padding.mlp(model, columns, width), cut) if width else 0.0)
+    expert = mlp(model, moe.expert_ffn).on_rank(columns.expert_cut, model.kv_heads) * moe.experts / columns.ep
+    expert_cut = np.maximum(1, cut * tp // columns.expert_cut // columns.ep)
+    return LayerParameters(
+        dense,
+        trunk + router(model) + shared + padding.added(padding.router(model), cut),
+        expert + padding.added(padding.experts(model, columns), expert_cut),
+    )
 
 
 @dataclass(frozen=True)
@@ -148,26 +168,34 @@ class RankParameters:
     block: Array
     """the same as FSDP groups it: without experts where ep cuts them, which are gathered apart"""
 
+    padding: Array
+    """of these, what only makes rows divide among shards"""
+
     @property
     def total(self) -> Array:
         return np.asarray(self.trunk + self.experts)
 
 
-def on_rank(model: Model, columns: Columns, share: RankShare) -> RankParameters:
-    layer = per_layer(model, columns)
+def on_rank(model: Model, columns: Columns, share: RankShare, shards: Array | int = 1) -> RankParameters:
+    layer, cut = per_layer(model, columns, shards), np.asarray(shards)
     # A tied head is the embedding's own where the model is in one piece: two chunks of a rank have a copy each.
     owns_head = share.head * np.where(model.tied_embeddings & (columns.pp == 1), 0, 1)
-    ends = share.embedding * embedding(model).on_rank(columns.tp, model.kv_heads)
-    ends = ends + owns_head * head(model).on_rank(columns.tp, model.kv_heads) + share.head * final_norm(model)
+    rest = padding.added(padding.vocabulary(model, columns), cut)
+    ends = share.embedding * (embedding(model).on_rank(columns.tp, model.kv_heads) + rest)
+    ends = ends + owns_head * (head(model).on_rank(columns.tp, model.kv_heads) + rest)
+    ends = ends + share.head * (final_norm(model) + padding.added(padding.norms(model, 1), cut))
     dense_layer = np.where(share.dense_layers > 0, layer.dense, 0)
     moe_layer, moe_block = (
         np.where(share.moe_layers > 0, each, 0)
         for each in (layer.moe + layer.experts, layer.moe + np.where(columns.ep > 1, 0, layer.experts))
     )
+    trunk, experts = share.dense_layers * layer.dense + share.moe_layers * layer.moe + ends, share.moe_layers * layer.experts
+    bare = on_rank(model, columns, share).total if np.any(cut > 1) else trunk + experts
     return RankParameters(
-        trunk=share.dense_layers * layer.dense + share.moe_layers * layer.moe + ends,
-        experts=share.moe_layers * layer.experts,
+        trunk=trunk,
+        experts=experts,
         ends=np.asarray(ends),
         layer=np.maximum(dense_layer, moe_layer),
         block=np.maximum(dense_layer, moe_block),
+        padding=trunk + experts - bare,
     )

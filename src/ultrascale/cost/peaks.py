@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from ultrascale.cost import memory
 from ultrascale.cost.columns import Array
 from ultrascale.cost.moments import Moment
+from ultrascale.cost.progress import Others, summed
 from ultrascale.cost.view import View
 from ultrascale.schedules import KINDS, Counts, Kind, counts
 from ultrascale.specs.layout import Layout
@@ -38,80 +40,87 @@ class Peak:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A moment that some actions have, ranks × actions."""
+    """A moment that some actions of the ranks have: ranks × actions."""
 
     name: str
-    kinds: tuple[Kind, ...]
-    """whose moment it is"""
+    there: Array
+    """which actions have it"""
     live: Array
     """what waits meanwhile"""
-    top: Moment
+    later: Moment
     """on top of that, for each chunk"""
-    top_of_first: Moment
-    """the same until the rank's first backward is over"""
+    first: Moment
+    """the same until the chunk's first backward of a step is over"""
 
 
 def peaks(view: View) -> list[Peak]:
     """Of every rank."""
-    layout = view.layout
-    # FSDP makes room for gradients in a step's first backward.
-    begins = view.job.framework.followed and layout.zero and layout.shards > 1 and layout.gas > 1
     later = view.parts()
+    # FSDP makes room for gradients in a step's first backward.
+    begins = view.job.framework.followed and _sharded(view.layout) and view.layout.gas > 1
     return _walked(view, view.parts(first=True) if begins else later, later)
 
 
+def _sharded(layout: Layout) -> bool:
+    return layout.zero > 0 and layout.shards > 1
+
+
 def _walked(view: View, first: memory.PeakParts, later: memory.PeakParts) -> list[Peak]:
-    """Walks the ranks' action lists with the bytes of their chunks, other ones until a rank's `first` backward is over."""
+    """Walks the ranks' action lists with the bytes of their chunks, other ones until a chunk's `first` backward is over."""
     layout = view.layout
     # Beyond four rounds the list only repeats itself, and what it holds no longer grows (AFAB holds everything).
     enough = layout.gas if layout.schedule == "afab" else min(layout.gas, _settled(layout))
     held = counts(layout.schedule, layout.pp, enough, layout.virtual_stages)
-    chunks, at, of = view.chunks, held.stage, held.of
-    kept, dropped, waiting_loss = later.kept, later.dropped, later.kept_loss
-    live = _summed(held.waiting, (kept + waiting_loss)[chunks]) + _summed(held.deferred, (kept + dropped)[chunks])
-    if Kind.B in of:
-        live += np.where(of[Kind.B], kept[at], 0.0)
-    # A split backward has brought nothing back yet at the loss.
-    apart = view.job.framework.followed and Kind.I in of
-    at_loss = live - np.where(of[Kind.I], dropped[at], 0.0) if apart else live
-    moments = (
-        _Candidate("end of a forward", (Kind.F,), live, later.forward, first.forward),
-        _Candidate("weight gradients", (Kind.W,), live, later.between, first.between),
-        _Candidate("backward of a layer", (Kind.B,), live, later.layer, first.layer),
-        _Candidate("backward of a layer", (Kind.I,), live, later.split_layer, first.split_layer),
-        _Candidate("loss of a micro-batch", (Kind.B, Kind.I), at_loss, later.loss, first.loss),
-    )
-    candidates = [each for each in moments if not of.keys().isdisjoint(each.kinds)]
-    totals = np.stack([_totals(each, held, first is later) for each in candidates], axis=1)
+    candidates = [each for each in _candidates(view, first, later, held) if each.there.any()]
+    others = Others.of(view, later, held) if first is not later else None
+    totals = np.stack([_totals(each, held, others) for each in candidates], axis=1)
     fullest = totals.reshape(layout.pp, -1).argmax(axis=1)
     return [
-        _peak(held, rank, int(action), candidates[which], chunks[rank])
-        for rank, (which, action) in enumerate(zip(*np.divmod(fullest, at.shape[1]), strict=True))
+        _peak(held, rank, int(action), candidates[which], others, view.chunks[rank])
+        for rank, (which, action) in enumerate(zip(*np.divmod(fullest, held.stage.shape[1]), strict=True))
     ]
 
 
-def _summed(count: Array, bytes_: Array) -> Array:
-    """Of ranks × actions × stages of the rank, with the bytes of ranks × stages."""
-    return np.asarray(np.matmul(count, bytes_[:, :, None])[:, :, 0])
+def _candidates(view: View, first: memory.PeakParts, later: memory.PeakParts, held: Counts) -> Iterator[_Candidate]:
+    chunks, at = view.chunks, held.stage
+    kept, dropped, waiting_loss = later.kept, later.dropped, later.kept_loss
+    forward, whole, inputs, weights = (held.any_of(kind) for kind in Kind)
+    live = summed(held.waiting, (kept + waiting_loss)[chunks]) + summed(held.deferred, (kept + dropped)[chunks])
+    live = live + np.where(whole, kept[at], 0.0)
+    at_loss = live
+    if view.job.framework.followed and inputs.any():  # a split backward has brought nothing back yet at the loss
+        at_loss = live - np.where(inputs, dropped[at], 0.0)
+    yield _Candidate("end of a forward", forward, live, later.forward, first.forward)
+    yield _Candidate("weight gradients", weights, live, later.between, first.between)
+    yield _Candidate("end of a backward", whole | weights, live, later.scattering, first.scattering)
+    if inputs.any():
+        # Gradients of the ends are never put off: FSDP holds them until it scatters others', and the next ones beside them.
+        owed = held.inputs_again & _sharded(view.layout)
+        at_loss = at_loss + np.where(owed, later.fresh_head[at], 0.0)
+        at_embedding = live + later.fresh_embedding[at] * (1 + owed)
+        yield _Candidate("backward of the embedding", inputs, at_embedding, later.between, first.between)
+    yield _Candidate("backward of a layer", whole, live, later.layer, first.layer)
+    yield _Candidate("backward of a layer", held.backward_again, live, later.beginning, first.beginning)
+    yield _Candidate("backward of a layer", inputs, live, later.split_layer, first.split_layer)
+    yield _Candidate("loss of a micro-batch", whole | inputs, at_loss, later.loss, first.loss)
 
 
-def _totals(candidate: _Candidate, held: Counts, always_alike: bool) -> Array:
-    top = candidate.top.total[held.stage]
-    if not always_alike:
-        top = np.where(held.begun, top, candidate.top_of_first.total[held.stage])
-    there = np.logical_or.reduce([held.of[kind] for kind in candidate.kinds if kind in held.of])
-    return np.where(there, candidate.live + top, -np.inf)
+def _totals(candidate: _Candidate, held: Counts, others: Others | None) -> Array:
+    top = candidate.later.total[held.stage]
+    if others is not None:
+        top = np.where(held.begun, top, candidate.first.total[held.stage]) + others.gradients + others.buffers
+    return np.where(candidate.there, candidate.live + top, -np.inf)
 
 
-def _peak(held: Counts, rank: int, action: int, found: _Candidate, chunks: Array) -> Peak:
-    chunk = held.stage[rank, action]
-    top = found.top if held.begun[rank, action] else found.top_of_first
-    waiting = held.waiting[rank, action] + held.deferred[rank, action]
-    waiting[chunks == chunk] += held.kind[rank, action] == KINDS.index(Kind.B)
+def _peak(held: Counts, rank: int, action: int, found: _Candidate, others: Others | None, chunks: Array) -> Peak:
+    chunk, own = held.stage[rank, action], (rank, action)
+    top = found.later if others is None or held.begun[own] else found.first
+    waiting = held.waiting[own] + held.deferred[own]
+    waiting[chunks == chunk] += held.kind[own] == KINDS.index(Kind.B)
     return Peak(
-        float(found.live[rank, action] + top.activations[chunk]),
-        float(top.buffers[chunk]),
-        float(top.gradients[chunk]),
+        float(found.live[own] + top.activations[chunk]),
+        float(top.buffers[chunk] + (others.buffers[own] if others else 0.0)),
+        float(top.gradients[chunk] + (others.gradients[own] if others else 0.0)),
         {int(each): float(count) for each, count in zip(chunks, waiting, strict=True)},
         found.name,
     )

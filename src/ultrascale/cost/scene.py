@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ultrascale.cost import activations, buffers, float8, params
+from ultrascale.cost import activations, buffers, float8, padding, params
 from ultrascale.cost.activations import LayerActivations, compute_bytes, split_backward
 from ultrascale.cost.columns import Array, Columns
 from ultrascale.cost.stages import V_SHAPED, RankShare
@@ -28,7 +28,7 @@ class Scene:
 
     @cached_property
     def held(self) -> params.RankParameters:
-        return params.on_rank(self.job.model, self.columns, self.holder)
+        return params.on_rank(self.job.model, self.columns, self.holder, padding.shards_of(self.job, self.columns))
 
     @cached_property
     def layers(self) -> list[tuple[Array, bool, LayerActivations]]:
@@ -66,6 +66,11 @@ class Scene:
         wide = head * (done == 0) + embedding * (layers - done <= 2)
         return np.asarray(np.maximum(0, there - wide) * self.narrow_block)
 
+    def narrow_behind(self, done: Array) -> Array:
+        """Of the one fetched behind alone."""
+        left = self.share.layers - done
+        return np.asarray((left >= 2) * (1 - self.share.embedding * (left == 2)) * self.narrow_block)
+
     @property
     def beside(self) -> Array:
         """Where the experts' exchange hides behind another micro-batch: one layer of that one's forward."""
@@ -99,12 +104,17 @@ class Scene:
     @property
     def one_backward(self) -> Array:
         """One micro-batch a step under ZeRO: gradients exist only as far as backward has come."""
-        return np.asarray(self.sharded & (self.columns.gas == 1) & (self.columns.pp == 1))
+        return np.asarray(self.sharded & (self.columns.gas == 1))
+
+    @property
+    def scatters(self) -> Array:
+        """Each backward scatters its gradients."""
+        return np.asarray(self.sharded & ((self.columns.zero >= 2) | self.one_backward))
 
     @property
     def lets_go(self) -> Array:
-        """Weights that ZeRO-1 and 2 keep gathered go as that backward comes to them: the step's last."""
-        return np.asarray(self.one_backward & ((self.columns.zero < 3) | (self.columns.keep_gathered == 1)))
+        """Weights that ZeRO-1 and 2 keep gathered go as the step's last backward comes to them, those of ZeRO-3 as any does."""
+        return np.asarray((self.one_backward & (self.columns.zero < 3)) | (self.sharded & (self.columns.keep_gathered == 1)))
 
     @cached_property
     def kept(self) -> Array:
@@ -144,11 +154,20 @@ class Scene:
         theirs; the router's fp32 copy goes, and so does the layer's input, but for a shared expert, whose output's gradient
         takes its place. What a chunk received stays, what it sent goes.
         """
-        columns, moe = self.columns, self.job.model.moe
-        nothing = np.zeros(len(columns))
         if not self.job.framework.followed:
-            return nothing
-        alone = moe is not None and not moe.shared_experts
-        routed = self.router_copy + alone * self.residual
+            return np.zeros(len(self.columns))
         ends = np.where(self.share.embedding == 0, self.residual, 0.0) - np.where(self.sends_output, self.residual, 0.0)
-        return np.where(split_backward(columns), ends - self.share.moe_layers * routed, nothing)
+        return np.where(split_backward(self.columns), ends, 0.0) + self.settled_layers
+
+    @cached_property
+    def settled_layers(self) -> Array:
+        """Of these, what its layers have less; of attention, what only norms and the kernel itself asked for."""
+        moe, gone = self.job.model.moe, np.zeros(len(self.columns))
+        if not self.job.framework.followed:
+            return gone
+        for count, _, layer in self.layers:
+            own = (layer.modules.get(name, 0.0) for name in ("q, k before norm", "switched output", "copies of k, v"))
+            gone = gone + count * sum(own, gone * 0)
+        if moe is not None:
+            gone = gone + self.share.moe_layers * (self.router_copy + (not moe.shared_experts) * self.residual)
+        return np.where(split_backward(self.columns), -gone, 0.0)

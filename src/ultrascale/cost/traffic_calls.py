@@ -7,13 +7,13 @@ of what every tp rank repeats, counts of tokens by expert. They take no time wor
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
-from ultrascale.cost import context, data, expert, float8, operators, params, pipeline, stages, tensor, zero
-from ultrascale.cost.activations import FP32, gradient_bytes, split_backward
+from ultrascale.cost import context, data, expert, float8, operators, padding, params, pipeline, stages, tensor, zero
+from ultrascale.cost.activations import FP32, gradient_bytes, sharded_gradient_bytes, split_backward
 from ultrascale.cost.columns import Array, Columns
 from ultrascale.cost.hardware import Machine
 from ultrascale.cost.mesh import Mesh, group, mesh
@@ -62,12 +62,18 @@ class Stage:
 
     @property
     def held(self) -> params.RankParameters:
-        return params.on_rank(self.job.model, self.row, self.share)
+        return params.on_rank(self.job.model, self.row, self.share, self.shards)
 
     @property
-    def gradient_parts(self) -> int:
-        """Into how many parts ZeRO cuts the gradients that meet at the end."""
-        return self.layout.shards if self.layout.zero else 1
+    def shards(self) -> Array:
+        return padding.shards_of(self.job, self.row)
+
+    @property
+    def last_gradient(self) -> float:
+        """Bytes of an element's gradient where those meet at the end: ZeRO has cut it in parts, FSDP's are in fp32."""
+        if self.layout.zero and self.layout.shards > 1:
+            return sharded_gradient_bytes(self.job) / self.layout.shards
+        return gradient_bytes(self.job)
 
 
 def calls_of(stage: Stage) -> Calls:
@@ -120,16 +126,15 @@ def _tensor(stage: Stage) -> Calls:
 
 def _repeated_weights(stage: Stage) -> Calls:
     """Gradients of weights that several tp ranks hold and each of which saw a part, summed once a step."""
-    job, layout, model = stage.job, stage.layout, stage.job.model
-    g = gradient_bytes(job) / stage.gradient_parts
-    partial = params.partial_on_tp(model, stage.share, layout.sequence_parallel)
+    layout, model, g = stage.layout, stage.job.model, stage.last_gradient
+    partial = params.partial_on_tp(model, stage.share, layout.sequence_parallel, stage.shards)
     if float(partial[0]):
         yield transfer(stage.machine, "tensor", "all_reduce", g * partial, stage.places.tensor), 1
     copies = layout.tp // min(layout.tp, model.kv_heads)
     if copies > 1 and model.mla is None:
-        each = stage.layers * params.attention(model).kv / model.kv_heads
+        each = stage.layers * (params.attention(model).kv / model.kv_heads + padding.keys(model, stage.row, stage.shards))
         alike = group(np.asarray([copies]), np.asarray([1]), stage.machine.cluster)
-        yield transfer(stage.machine, "tensor", "all_reduce", g * np.asarray([each]), alike), 1
+        yield transfer(stage.machine, "tensor", "all_reduce", g * each, alike), 1
 
 
 def _forwards(stage: Stage) -> int:
@@ -186,11 +191,12 @@ def _hops(pp: int, virtual_stages: int, v_shaped: bool) -> tuple[int, ...]:
 def _pipeline(stage: Stage) -> Calls:
     job, row, model = stage.job, stage.row, stage.job.model
     hop = pipeline.hop(job, row, stage.places, stage.machine)
-    yield hop, float(hops(stage.layout, stage.index) * stage.layout.gas)
+    both = group(np.asarray([2]), row.tp * row.data_ranks, stage.machine.cluster)
+    yield replace(hop, group=both), float(hops(stage.layout, stage.index) * stage.layout.gas)
     if model.tied_embeddings and stage.embedding != stage.head:
         # Two stages hold a copy each, whose gradients meet.
-        whole = gradient_bytes(job) * params.head(model).on_rank(row.tp, model.kv_heads) / stage.gradient_parts
-        both = group(np.asarray([2]), row.tp * row.data_ranks, stage.machine.cluster)
+        rows = params.head(model).on_rank(row.tp, model.kv_heads) + padding.added(padding.vocabulary(model, row), stage.shards)
+        whole = stage.last_gradient * rows
         yield transfer(stage.machine, "pipeline", "all_reduce", whole, both), 1
 
 
@@ -229,8 +235,10 @@ def _zero(stage: Stage) -> Calls:
             yield moved.expert_scatter, scatters
     if layout.data_ranks > layout.shards:
         # Replicas meet once a step; after a split backward with every scatter, since not every one has all weights.
-        split = job.framework.states == "fp32" and layout.zero >= 2 and bool(split_backward(stage.row)[0])
-        met = [*_scattered(stage, scatters), (held.experts, scatters)] if split else [(held.total, 1)]
+        split = job.framework.states == "fp32" and layout.zero >= 2 and layout.shards > 1 and bool(split_backward(stage.row)[0])
+        # Of experts fewer ranks of a replica have parts.
+        experts = held.experts * layout.shards / moved.expert_gather.group.size
+        met = [*_scattered(stage, scatters), (experts, scatters)] if split else [(held.trunk + experts, 1)]
         for elements, times in met:
             own = gradient_bytes(job) * elements / layout.shards
             yield transfer(stage.machine, "zero", "all_reduce", own, stage.places.replica), times
@@ -247,7 +255,8 @@ def _scattered(stage: Stage, scatters: int) -> Iterator[tuple[Array, int]]:
         yield trunk, scatters
         return
     chunks = stages.chunk_shares(job, layout.pp, layout.virtual_stages)
-    at_once = params.outside_products(job.model, stage.row.take(np.zeros(len(chunks.layers), dtype=np.int64)), chunks)
+    rows = stage.row.take(np.zeros(len(chunks.layers), dtype=np.int64))
+    at_once = params.outside_products(job.model, rows, chunks, padding.shards_of(job, rows))
     actions = build(layout.schedule, layout.pp, layout.gas, layout.virtual_stages).actions[stage.index]
     own = sorted({action.stage for action in actions})
     yield trunk - at_once[own].sum(), scatters

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ultrascale.cost import memory, pipeline, stages, step
+from ultrascale.cost import memory, padding, params, pipeline, stages, step
 from ultrascale.cost.columns import Array, Columns, rows_of
 from ultrascale.cost.hardware import Machine
 from ultrascale.cost.mesh import Mesh, mesh
@@ -22,6 +22,16 @@ from ultrascale.specs.layout import Layout
 
 # Micro-batches simulated in full; more repeat the steady state (schedules.simulate_makespans).
 SIMULATED = 64
+
+
+@dataclass(frozen=True)
+class ChunkGradients:
+    """Bytes of each chunk's gradients."""
+
+    begun: Array
+    """from its first backward on"""
+    over: Array
+    """after its last"""
 
 
 @dataclass(frozen=True)
@@ -82,6 +92,9 @@ class View:
     def parts(self, first: bool = False) -> memory.PeakParts:
         """What every chunk holds, beside the states of its rank; `first`: until a step's first backward is over."""
         return rows_of(self.together.first_parts if first else self.together.later_parts, self._chunks)
+
+    def chunk_gradients(self) -> ChunkGradients:
+        return rows_of(self.together.chunk_gradients, self._chunks)
 
     def state(self) -> memory.StateBytes:
         """Of every rank."""
@@ -204,6 +217,13 @@ class _Together:
     @cached_property
     def first_parts(self) -> memory.PeakParts:
         return memory.peak_parts(self.job, self.chunks, self.chunk_share, self.holders, first=True)
+
+    @cached_property
+    def chunk_gradients(self) -> ChunkGradients:
+        job, rows, nothing = self.job, self.chunks, np.zeros(len(self.chunks))
+        held = params.on_rank(job.model, rows, self.chunk_share, padding.shards_of(job, rows))
+        cut = rows.changed(zero=np.maximum(rows.zero, 2))
+        return ChunkGradients(*(memory.states(job, each, held, nothing).gradients for each in (rows, cut)))
 
     @cached_property
     def pipelines_s(self) -> list[float]:

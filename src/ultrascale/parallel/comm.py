@@ -82,8 +82,8 @@ class Handle(Generic[Result]):
     def wait(self) -> Result:
         if self._result is None:
             self._wait_for_works()
-            self._result = self._finish()
-            self._kept = []
+            self._result = result = self._finish()
+            self._kept, self._finish = [], lambda: result  # what arrived in pieces goes with them
         return self._result
 
     def then(self, change: Callable[[Result], Result]) -> Handle[Result]:

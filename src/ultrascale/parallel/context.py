@@ -186,6 +186,7 @@ def _gathered_backward(saved: _Saved, axis: Axis) -> Gradients:
         dq = (_wide(dq) + more).to(dq.dtype)
         for whole, part in zip(grads, before, strict=True):
             whole[:, earlier] = part
+    del coming, keys, values  # as large as all that is scattered now
     dk, dv = (x.wait() for x in [comm.reduce_scatter_start(x, axis, dim=1) for x in grads])
     return dq, dk, dv
 

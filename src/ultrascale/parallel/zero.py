@@ -81,9 +81,16 @@ class Sharded(Gradients):
     def begin(self) -> None:
         for parameter in self.module.parameters():
             parameter.grad = None
+        # FSDP2 gathers ahead of backward by the forwards it remembers: those of an evaluation, too.
+        self._forwards.clear()
+        for group in self._groups():
+            group._post_forward_indices.clear()
 
     def before_backward(self, last: bool, split: bool) -> None:
         in_one = not split
+        # Nor does anything come before a forward's first layer: of several forwards FSDP2 would gather the last one's for it.
+        for first in self._forwards[:1]:
+            first._post_forward_indices = [0] * len(first._post_forward_indices)
         self._set(
             sync=in_one and (last or self.every_microbatch),
             last=last and in_one,
@@ -133,6 +140,11 @@ class Sharded(Gradients):
     def unsharded(self) -> list[nn.Parameter]:
         """The gathered parameters, whose gradients backward makes before they are scattered."""
         return [parameter.unsharded_param for parameter in self._parameters() if hasattr(parameter, "_unsharded_param")]
+
+    @property
+    def _forwards(self) -> list[Any]:
+        """FSDP2's groups as forwards came by, by which it gathers ahead in backward; before the first there are none."""
+        return getattr(fully_shard.state(self.module)._comm_ctx, "post_forward_order", [])  # type: ignore[attr-defined]
 
     def _parameters(self) -> Iterator[Any]:
         for group in self._groups():

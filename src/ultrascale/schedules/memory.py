@@ -65,14 +65,60 @@ class Counts:
     """the action's own stage, of the whole pipeline's"""
     kind: NDArray[np.int64]
     """its place in KINDS, −1 where there is no action"""
-    begun: NDArray[np.bool_]
-    """the rank has finished a backward before"""
+
+    @cached_property
+    def own(self) -> NDArray[np.bool_]:
+        """Which of the rank's stages the action is of."""
+        # Looped or folded, a rank's stages rise in the order in which a micro-batch passes them, one in every `ranks`.
+        return np.asarray((self.stage // len(self.stage))[..., None] == np.arange(self.waiting.shape[2]))
 
     @cached_property
     def of(self) -> dict[Kind, NDArray[np.bool_]]:
         """Which actions are of each kind that there is."""
         masks = {kind: np.asarray(self.kind == KINDS.index(kind)) for kind in Kind}
         return {kind: mask for kind, mask in masks.items() if mask.any()}
+
+    def any_of(self, *kinds: Kind) -> NDArray[np.bool_]:
+        return np.isin(self.kind, [KINDS.index(kind) for kind in kinds])
+
+    @cached_property
+    def ends(self) -> NDArray[np.bool_]:
+        """Ends a backward, of each of the rank's stages."""
+        return self.own & self.any_of(Kind.B, Kind.W)[..., None]
+
+    @cached_property
+    def ended(self) -> NDArray[np.int64]:
+        """Backwards that ended before, of each of the rank's stages."""
+        return np.asarray(np.cumsum(self.ends, axis=1) - self.ends)
+
+    @cached_property
+    def begun(self) -> NDArray[np.bool_]:
+        """The action's own stage has finished a backward before."""
+        return np.asarray((self.own & (self.ended > 0)).any(axis=2))
+
+    @cached_property
+    def over(self) -> NDArray[np.bool_]:
+        """Each of the rank's stages has finished its last backward before."""
+        return np.asarray(self.ended >= self.ends.sum(axis=1, keepdims=True))
+
+    @cached_property
+    def backward_again(self) -> NDArray[np.bool_]:
+        """Backwards that follow on another one of the same stage, its weights' turns left aside."""
+        return self._follows(Kind.W) & self.any_of(Kind.B, Kind.I)
+
+    @cached_property
+    def inputs_again(self) -> NDArray[np.bool_]:
+        """Input gradients after which no weights' turn came yet before the stage's next."""
+        return self._follows(Kind.F) & self.any_of(Kind.I)
+
+    def _follows(self, left_aside: Kind) -> NDArray[np.bool_]:
+        """Actions that follow on one of their own kind and stage, those of one kind left aside."""
+        counted = ((self.kind >= 0) & (self.kind != KINDS.index(left_aside)))[..., None] & self.own
+        places = np.where(counted, np.arange(self.kind.shape[1])[:, None], -1)
+        last = np.maximum.accumulate(places, axis=1)
+        before = np.concatenate((np.full_like(last[:, :1], -1), last[:, :-1]), axis=1)
+        kinds = np.take_along_axis(self.kind[..., None], np.maximum(before, 0), axis=1)
+        return np.asarray((counted & (before >= 0) & (kinds == self.kind[..., None])).any(axis=2))
 
 
 @lru_cache(maxsize=128)
@@ -85,11 +131,10 @@ def counts(name: str, ranks: int, microbatches: int, virtual_stages: int) -> Cou
     kind[made.rank, position] = made.kind
     stage = np.zeros((ranks, longest), dtype=np.int64)
     stage[made.rank, position] = made.stage
-    # Looped or folded, a rank's stages rise in the order in which a micro-batch passes them, one in every `ranks`.
-    own = (stage // ranks)[..., None] == np.arange(virtual_stages)
+    nothing = np.zeros((ranks, longest, virtual_stages))
+    own = Counts(nothing, nothing, stage, kind).own
     forward, backward, inputs, weights = (own & (kind == KINDS.index(one))[..., None] for one in Kind)
-    ends = (backward | weights).any(axis=2)
     waiting = np.cumsum(forward * 1.0 - backward - inputs, axis=1)
     # A weight gradient lets go when it ends, not when it starts.
     deferred = np.cumsum(inputs * 1.0 - weights, axis=1) + weights
-    return Counts(waiting, deferred, stage, kind, np.asarray(np.cumsum(ends, axis=1) > ends))
+    return Counts(waiting, deferred, stage, kind)

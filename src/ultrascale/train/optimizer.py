@@ -106,16 +106,33 @@ class Optimizer:
             self.scale_gradients(factor)
         for group in self.inner.param_groups:
             group["lr"] = learning_rate
-        for weight in self.weights:
-            weight.master.grad = weight.gradient.to(weight.master)  # itself, unless a host steps or it is in half precision
-        self.inner.step()
+        for portion in self._portions():
+            for weight in portion:
+                weight.master.grad = weight.gradient.to(weight.master)
+            self.inner.step()  # of those that have a gradient
+            for weight in portion:
+                weight.master.grad = None
         self.updates += 1
         apart = [weight for weight in self.weights if weight.master is not weight.local]
         if apart:
             with torch.no_grad():
                 torch._foreach_copy_([weight.local for weight in apart], [weight.master for weight in apart])
+
+    def _portions(self) -> list[list[Weight]]:
+        """All weights, or where gradients are not in their masters' format as many at a time as the largest has elements:
+        copies of all would be as large as the masters.
+        """
+        if all(weight.gradient.dtype == weight.master.dtype for weight in self.weights):
+            return [self.weights]
+        most = max(weight.master.numel() for weight in self.weights)
+        portions, size = [list[Weight]()], 0
         for weight in self.weights:
-            weight.master.grad = None
+            size += weight.master.numel()
+            if portions[-1] and size > most:
+                portions.append([])
+                size = weight.master.numel()
+            portions[-1].append(weight)
+        return portions
 
     def _step_in_one_pass(self, learning_rate: float, factor: float) -> None:
         from ultrascale.kernels import adamw_triton

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     _CachedTorchDispatchMode,
@@ -61,9 +61,8 @@ def apply(model: Transformer, policy: Recompute) -> None:
         # No dropout anywhere: there is no random state to restore.
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         if policy == "selective":
-            # Where other products contract as much, none is told from them: the last one's result is kept, too.
-            widths = _last_widths(block.mlp) - {block.attention.out.weight.shape[0]}
-            options["context_fn"] = partial(_contexts, widths, isinstance(block.mlp, MixtureOfExperts))
+            alike = block.attention.out.weight.shape[0]
+            options["context_fn"] = partial(_contexts, _last(block.mlp), alike, isinstance(block.mlp, MixtureOfExperts))
         block.forward = _again(block.forward, options)  # type: ignore[method-assign]
 
 
@@ -76,28 +75,37 @@ def _again(forward: Forward, options: dict[str, Any]) -> Forward:
     return recomputed
 
 
-def _last_widths(mlp: MLP | MixtureOfExperts) -> frozenset[int]:
-    """What the last product of a block contracts: the dense MLP's width, or that of shared experts.
+def _last(mlp: MLP | MixtureOfExperts) -> nn.Linear | None:
+    """The last product of a block, which is only the next block's input: backward of this one never asks for it.
 
-    Not of routed ones: the gradient of a routing weight asks for what the expert made.
+    With experts that of shared ones: the gradient of a routing weight asks for what the routed ones made.
     """
     if isinstance(mlp, MLP):
-        return frozenset({mlp.down.weight.shape[1]})
-    return _last_widths(mlp.shared) if isinstance(mlp.shared, MLP) else frozenset()
+        return mlp.down
+    return mlp.shared.down if isinstance(mlp.shared, MLP) else None
 
 
-def _contexts(widths: frozenset[int], experts: bool) -> Any:
-    first, again = create_selective_checkpoint_contexts(partial(_policy, widths))  # type: ignore[no-untyped-call]
+def _contexts(last: nn.Linear | None, alike: int, experts: bool) -> Any:
+    first, again = create_selective_checkpoint_contexts(partial(_policy, last, alike))  # type: ignore[no-untyped-call]
     if experts:
         again.__class__ = _SavedOnly
     return first, again
 
 
-def _policy(widths: frozenset[int], _: Any, operator: Any, *arguments: Any, **__: Any) -> CheckpointPolicy:
+def _policy(last: nn.Linear | None, alike: int, _: Any, operator: Any, *arguments: Any, **__: Any) -> CheckpointPolicy:
     if operator in _ATTENTION or operator is torch.ops.aten._grouped_mm.default:
         return CheckpointPolicy.MUST_SAVE
     if operator in _PRODUCTS:
-        # The last product of a block is only the next block's input: backward of this one never asks for it.
-        contracted = arguments[2 if operator is torch.ops.aten.addmm.default else 1].shape[-2]
-        return CheckpointPolicy.PREFER_RECOMPUTE if contracted in widths else CheckpointPolicy.MUST_SAVE
+        factor = arguments[2 if operator is torch.ops.aten.addmm.default else 1]
+        again = last is not None and _is(factor, last.weight, alike)
+        return CheckpointPolicy.PREFER_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is(factor: Tensor, weight: Tensor, alike: int) -> bool:
+    """Is a product's second factor this weight? A compiler shows neither tensors nor memory of the model's: it is known there
+    by what it contracts, unless that is as much as other products do (`alike`).
+    """
+    if type(factor) is not type(weight.data):
+        return factor.shape[-2] == weight.shape[1] != alike
+    return bool(factor.untyped_storage()._cdata == weight.untyped_storage()._cdata)

@@ -12,6 +12,7 @@ from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import Machine
 from ultrascale.cost.memory import peak_parts
 from ultrascale.cost.operators import layer_matmuls
+from ultrascale.cost.progress import most_gradients
 from ultrascale.cost.traffic import of_stage
 from ultrascale.cost.view import View
 from ultrascale.measure.rehearse.asked import engine_of
@@ -87,6 +88,8 @@ def compared(job: Job, layout: Layout, predicted: Estimate, seen: Rehearsal) -> 
 
 def whole_gradients(job: Job, layout: Layout, stage: int) -> float:
     view = View.of(job, layout)
+    if layout.zero and layout.shards > 1:
+        return most_gradients(view, stage)
     return float(peak_parts(job, view.ranks, view.share).state.gradients[stage])
 
 
@@ -108,11 +111,12 @@ def predicted_flops(job: Job, layout: Layout, place: Place) -> float:
         # torch.utils.checkpoint stops at the last tensor that backward asks for, which the last product does not make; a
         # product that puts its weight gradient off saves its input after it has run, and so runs again.
         split = layout.pp > 1 and bool(split_backward(row)[0])
-        last = 0.0 if moe else products["mlp down"]
+        # With experts more follows on a shared one's last product.
+        last, stops = products.get("shared expert down" if moe else "mlp down", 0.0), not (split or moe)
         again = 0.0
         if layout.recompute == "full":
-            again = sum(products.values()) + scores - (0.0 if split else last)
+            again = sum(products.values()) + scores - (last if stops else 0.0)
         elif layout.recompute == "selective":
-            again = last if split else 0.0
+            again = 0.0 if stops else last
         total += count * (3 * (sum(products.values()) + scores) + again)
     return total * layout.gas

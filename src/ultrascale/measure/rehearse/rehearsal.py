@@ -65,7 +65,7 @@ class Rehearsal:
     """ranks of its stage, which hold and do the same"""
     layers: int
     memory: MeasuredMemory
-    """by owner at the peak, but of gradients the most there were"""
+    """by owner at the peak, but of parameters and gradients the most there were"""
     peak: float
     """bytes of all tensors then"""
     moment: str
@@ -167,7 +167,8 @@ def _accounted(engine: Engine, techniques: Mapping[str, str]) -> tuple[MeasuredM
     if engine.mesh.device.type == "cpu":
         watched(engine, watch)
         memory, _ = account(engine, lambda: engine.step(0), watch)
-        return memory.model_copy(update={"gradients": max(memory.gradients, watch.gradients)}), watch
+        come_and_go = {owner: max(getattr(memory, owner), watch.most[owner]) for owner in ("parameters", "gradients")}
+        return memory.model_copy(update=come_and_go), watch
     memory, _ = account(engine, lambda: engine.step(0))
     watched(engine, watch)
     with watch:
@@ -204,13 +205,13 @@ def _collectives(watch: Watch, short: Short) -> tuple[Collective, ...]:
     for (place, where), found in watch.seen.calls.items():
         for call, count in found.items():
             calls[call, where] += count * short.weight(place)
-    together: dict[tuple[str, str, int, str], tuple[int, int]] = {}
+    together: dict[tuple[str, str, int, str], tuple[int, float]] = {}
     for (call, where), count in calls.items():
         key = call.technique, call.kind, call.group, where
-        number, sent = together.get(key, (0, 0))
+        number, sent = together.get(key, (0, 0.0))
         together[key] = number + count, sent + count * call.sent
     return tuple(
-        Collective(*key, number, sent)
+        Collective(*key, number, round(sent))
         for key, (number, sent) in sorted(together.items(), key=lambda one: (one[0][0], -one[1][1]))
     )
 

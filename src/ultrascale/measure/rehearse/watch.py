@@ -60,8 +60,8 @@ class Call(NamedTuple):
     technique: str
     kind: Op
     group: int
-    sent: int
-    """bytes that this rank sends over its links"""
+    sent: float
+    """bytes that this rank sends over its links; no whole number where ranks do not divide the buffer"""
 
 
 @dataclass
@@ -83,13 +83,13 @@ class Watch(LiveBytes):  # type: ignore[no-untyped-call]
         """by the name of a process group"""
         self.phase, self.layer = "reading", ""
         self.peak_moment = Moment("", None, "")
-        self.gradients = 0
-        """the most that they came to, at the peak or not"""
+        self.most: Counter[str] = Counter()
+        """that each owner came to, at the peak or not"""
         self.seen = Seen()
 
     def track(self, tensors: Iterable[Tensor], owner: str) -> None:
         super().track(tensors, owner)
-        self.gradients = max(self.gradients, self.by_owner.get("gradients", 0))
+        self.most |= Counter(self.by_owner)
 
     @property
     def moment(self) -> Moment:
@@ -98,8 +98,11 @@ class Watch(LiveBytes):  # type: ignore[no-untyped-call]
         return Moment(self.phase, place, self.layer)
 
     def reset_peak(self) -> None:
+        if self.phase == "optimizer" and self.engine.mesh.layout.offload != "none":
+            return  # its copies of gradients are the host's, which here is the same device
         super().reset_peak()
         self.peak_moment = self.moment
+        self.most |= Counter(self.peak_by_owner)
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -125,7 +128,7 @@ class Watch(LiveBytes):  # type: ignore[no-untyped-call]
         group = next(group for group in map(_group, args) if group is not None)
         place = self.moment.place
         size = sum(tensor.nbytes for tensor in _listed(args[buffer]))
-        sent = round(float(wire_bytes(kind, size, group.size())))
+        sent = float(wire_bytes(kind, size, group.size()))
         self.seen.calls[place, self._where(place)][Call(self.techniques[group.group_name], kind, group.size(), sent)] += 1
 
     def _where(self, place: int | None) -> str:

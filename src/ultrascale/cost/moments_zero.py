@@ -1,0 +1,59 @@
+"""What FSDP2 holds of a rank's weights and gradients for a while: gathered layers, and buffers that it has not let go."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ultrascale.cost import float8, padding, params
+from ultrascale.cost.activations import compute_bytes, gradient_bytes, sharded_gradient_bytes, split_backward
+from ultrascale.cost.columns import Array
+from ultrascale.cost.scene import Scene
+
+
+def gathered(scene: Scene) -> Array:
+    """ZeRO-3's whole copies: embedding and head through the micro-batch, and the chunk's last layer."""
+    share = scene.share
+    last = np.where((share.head == 1) | ((share.embedding == 1) & (share.layers == 1)), 0.0, scene.narrow_block)
+    return gathered_elements(scene, scene.held.ends + scene.held.block, last)
+
+
+def gathered_elements(scene: Scene, elements: Array, narrow: Array) -> Array:
+    """`narrow` of them in fp8."""
+    columns = scene.columns
+    gathers = (columns.zero == 3) & (columns.keep_gathered == 0) & (columns.shards > 1)
+    return np.where(gathers, compute_bytes(scene.job) * elements - float8.less(scene.job, narrow), 0.0)
+
+
+def scattered_last(scene: Scene) -> Array:
+    """FSDP keeps what each of a rank's chunks scattered last until that scatters again: through the next forward."""
+    columns, held, holder = scene.columns, scene.held, scene.holder
+    without_ends = np.maximum(0, columns.virtual_stages - holder.embedding - holder.head)
+    whole = held.ends + without_ends * held.block
+    return _left_over(scene, np.where(split_backward(columns), columns.virtual_stages * _last_group(scene), whole))
+
+
+def arriving(scene: Scene, elements: Array) -> Array:
+    """A rank's share of what is scattered, as it comes and in the format in which it is kept."""
+    g, kept = gradient_bytes(scene.job), sharded_gradient_bytes(scene.job)
+    return np.asarray((g + np.where(kept > g, kept, 0)) * elements / scene.columns.shards)
+
+
+def left_over(scene: Scene) -> Array:
+    """Of what this chunk scattered last: embedding and head, where it has them, or its first layer; where scatters follow the
+    weights' turn, its last.
+    """
+    own = params.on_rank(scene.job.model, scene.columns, scene.share, padding.shards_of(scene.job, scene.columns))
+    whole = np.where(own.ends > 0, own.ends, own.block)
+    return _left_over(scene, np.where(split_backward(scene.columns), _last_group(scene), whole))
+
+
+def _last_group(scene: Scene) -> Array:
+    """Of FSDP's groups of parameters the last: of a layer, or of its experts, which are apart where ep cuts them."""
+    experts = params.per_layer(scene.job.model, scene.columns, padding.shards_of(scene.job, scene.columns)).experts
+    return np.where((scene.columns.ep > 1) & (scene.holder.moe_layers > 0), experts, scene.held.block)
+
+
+def _left_over(scene: Scene, elements: Array) -> Array:
+    columns = scene.columns
+    keeps = (columns.zero >= 2) & (columns.shards > 1) & (columns.gas > 1) & (not scene.first)
+    return np.where(keeps, gradient_bytes(scene.job) * elements, 0.0)
