@@ -110,23 +110,11 @@ class PeakParts:
     """activations of one micro-batch in flight"""
     dropped: Array
     """what recomputation left out of them and a deferred weight gradient brings back"""
-    forward: Moment
-    """its end: what is on its way, and rows that come home from experts"""
-    between: Moment
-    """weight gradients that were put off: nothing but what is on its way"""
-    scattering: Moment
-    """the end of a chunk's backward, where FSDP scatters what is left"""
     layer: Moment
     """the layer in backward: what it dropped, and gradients of its activations"""
     split_layer: Moment
     """the same where what it dropped is counted with the chunks that wait for their weight gradients"""
     loss: Moment
-    fresh_head: Array
-    """the head's gradient, never put off, while it waits for the others'"""
-    fresh_embedding: Array
-    beginning: Moment
-    left_over: Array
-    """of what the chunk scattered last"""
     kept_loss: Array
     slack: float
     """the allocator's, of what comes and goes"""
@@ -157,21 +145,60 @@ class PeakParts:
         return np.asarray(lasting + (1 + self.slack) * self.live(waiting) + passing)
 
 
+@dataclass(frozen=True)
+class WalkedParts(PeakParts):
+    """With what else a walk along a rank's list of actions meets, action by action."""
+
+    forward: Moment
+    """its end: what is on its way, and rows that come home from experts"""
+    between: Moment
+    """weight gradients that were put off: nothing but what is on its way"""
+    scattering: Moment
+    """the end of a chunk's backward, where FSDP scatters what is left"""
+    beginning: Moment
+    """of a backward before which ZeRO-3 gathers the ends again"""
+    fresh_head: Array
+    """the head's gradient, never put off, while it waits for the others'"""
+    fresh_embedding: Array
+    left_over: Array
+    """of what the chunk scattered last"""
+
+
 def runtime(job: Job, moving: Array) -> Array:
     """The context, and the allocator's rounding and holes in what comes and goes."""
     constants = job.cluster.efficiency
     return np.asarray(constants.context_gib * GIB + constants.allocator_slack * moving)
 
 
-def peak_parts(job: Job, columns: Columns, share: RankShare, holder: RankShare | None = None, first: bool = False) -> PeakParts:
-    """Of a rank that computes `share`; one chunk of several computes its own, but its rank (`holder`) has the states of all.
+def peak_parts(job: Job, columns: Columns, share: RankShare) -> PeakParts:
+    """Of a rank that computes `share`."""
+    return _parts(Scene(job, columns, share, share))
+
+
+def walked_parts(job: Job, columns: Columns, share: RankShare, holder: RankShare, first: bool = False) -> WalkedParts:
+    """One chunk of several computes its own share, but its rank (`holder`) has the states of all.
 
     `first`: until a step's first backward is over, where gradients exist only as far as they were made.
     """
-    scene = Scene(job, columns, share, holder or share, first)
-    held = scene.held
+    scene = Scene(job, columns, share, holder, first)
+    parts = _parts(scene)
+    gradients = parts.state.gradients
+    return WalkedParts(
+        **{name: getattr(parts, name) for name in PeakParts.__dataclass_fields__},
+        forward=moments.in_forward(scene, gradients),
+        between=moments.between(scene, gradients),
+        scattering=moments.scattering(scene, gradients),
+        beginning=moments.beginning(scene, gradients),
+        fresh_head=moments.fresh(scene, share.head),
+        fresh_embedding=moments.fresh(scene, share.embedding) + moments.looked_up(scene),
+        left_over=moments_zero.left_over(scene),
+    )
+
+
+def _parts(scene: Scene) -> PeakParts:
+    job, columns, share, held = scene.job, scene.columns, scene.share, scene.held
     state = states(job, columns, held, float8.on_rank(job, columns, scene.holder).elements)
-    if first:
+    if scene.first:
         state = replace(state, gradients=0.0 * state.gradients)
     layer, loss = moments.in_layer(scene, state.gradients, split=False), moments.at_loss(scene, state.gradients)
     if job.framework.gradients_as_made:
@@ -187,16 +214,9 @@ def peak_parts(job: Job, columns: Columns, share: RankShare, holder: RankShare |
         state,
         scene.kept,
         scene.dropped + scene.settled,
-        moments.in_forward(scene, state.gradients),
-        moments.between(scene, state.gradients),
-        moments.scattering(scene, state.gradients),
         layer,
         moments.in_layer(scene, state.gradients, split=True),
         loss,
-        moments.fresh(scene, share.head),
-        moments.fresh(scene, share.embedding) + moments.looked_up(scene),
-        moments.beginning(scene, state.gradients),
-        moments_zero.left_over(scene),
         np.asarray(share.head * scene.head.saved),
         job.cluster.efficiency.allocator_slack,
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ultrascale.cost import activations, moments_attention, moments_zero, padding, params
+from ultrascale.cost import activations, moments_attention, moments_zero, params
 from ultrascale.cost.activations import LayerActivations, compute_bytes, gradient_bytes, split_backward
 from ultrascale.cost.columns import Array
 from ultrascale.cost.scene import Scene
@@ -115,8 +115,7 @@ def scattering(scene: Scene, gradients: Array) -> Moment:
     """The end of a chunk's backward, when its activations are gone: embedding and head, which are FSDP's last group, are on
     their way. Where backward is split they are the first, after the weights' turn, and all of the chunk's gradients are there.
     """
-    nothing = np.zeros(len(scene.columns))
-    own = params.on_rank(scene.job.model, scene.columns, scene.share, padding.shards_of(scene.job, scene.columns))
+    nothing, own = np.zeros(len(scene.columns)), scene.own
     split, there = split_backward(scene.columns), scene.scatters & scene.job.framework.followed
     group = np.where((own.ends > 0) | ~split, own.ends, own.block)
     made = np.where(split, gradient_bytes(scene.job) * (own.total - own.padding), compute_bytes(scene.job) * own.ends)

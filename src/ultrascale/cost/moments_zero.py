@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ultrascale.cost import float8, padding, params
+from ultrascale.cost import float8
 from ultrascale.cost.activations import compute_bytes, gradient_bytes, sharded_gradient_bytes, split_backward
 from ultrascale.cost.columns import Array
 from ultrascale.cost.scene import Scene
@@ -29,7 +29,7 @@ def scattered_last(scene: Scene) -> Array:
     columns, held, holder = scene.columns, scene.held, scene.holder
     without_ends = np.maximum(0, columns.virtual_stages - holder.embedding - holder.head)
     whole = held.ends + without_ends * held.block
-    return _left_over(scene, np.where(split_backward(columns), columns.virtual_stages * _last_group(scene), whole))
+    return _left_over(scene, np.where(split_backward(columns), columns.virtual_stages * scene.last_group, whole))
 
 
 def arriving(scene: Scene, elements: Array) -> Array:
@@ -42,15 +42,9 @@ def left_over(scene: Scene) -> Array:
     """Of what this chunk scattered last: embedding and head, where it has them, or its first layer; where scatters follow the
     weights' turn, its last.
     """
-    own = params.on_rank(scene.job.model, scene.columns, scene.share, padding.shards_of(scene.job, scene.columns))
+    own = scene.own
     whole = np.where(own.ends > 0, own.ends, own.block)
-    return _left_over(scene, np.where(split_backward(scene.columns), _last_group(scene), whole))
-
-
-def _last_group(scene: Scene) -> Array:
-    """Of FSDP's groups of parameters the last: of a layer, or of its experts, which are apart where ep cuts them."""
-    experts = params.per_layer(scene.job.model, scene.columns, padding.shards_of(scene.job, scene.columns)).experts
-    return np.where((scene.columns.ep > 1) & (scene.holder.moe_layers > 0), experts, scene.held.block)
+    return _left_over(scene, np.where(split_backward(scene.columns), scene.last_group, whole))
 
 
 def _left_over(scene: Scene, elements: Array) -> Array:

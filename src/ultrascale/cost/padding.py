@@ -21,6 +21,8 @@ def shards_of(job: Job, columns: Columns) -> Array:
 
 
 def added(shapes: Shapes, shards: Array) -> Array:
+    if not np.any(shards > 1):
+        return np.asarray(0.0 * shards)
     return np.asarray(sum(((-rows) % shards * each for rows, each in shapes), 0.0 * shards))
 
 

@@ -65,7 +65,7 @@ def _sharded(layout: Layout) -> bool:
     return layout.zero > 0 and layout.shards > 1
 
 
-def _walked(view: View, first: memory.PeakParts, later: memory.PeakParts) -> list[Peak]:
+def _walked(view: View, first: memory.WalkedParts, later: memory.WalkedParts) -> list[Peak]:
     """Walks the ranks' action lists with the bytes of their chunks, other ones until a chunk's `first` backward is over."""
     layout = view.layout
     # Beyond four rounds the list only repeats itself, and what it holds no longer grows (AFAB holds everything).
@@ -81,10 +81,10 @@ def _walked(view: View, first: memory.PeakParts, later: memory.PeakParts) -> lis
     ]
 
 
-def _candidates(view: View, first: memory.PeakParts, later: memory.PeakParts, held: Counts) -> Iterator[_Candidate]:
+def _candidates(view: View, first: memory.WalkedParts, later: memory.WalkedParts, held: Counts) -> Iterator[_Candidate]:
     chunks, at = view.chunks, held.stage
     kept, dropped, waiting_loss = later.kept, later.dropped, later.kept_loss
-    forward, whole, inputs, weights = (held.any_of(kind) for kind in Kind)
+    forward, whole, inputs, weights = (held.of[kind] for kind in Kind)
     live = summed(held.waiting, (kept + waiting_loss)[chunks]) + summed(held.deferred, (kept + dropped)[chunks])
     live = live + np.where(whole, kept[at], 0.0)
     at_loss = live

@@ -22,7 +22,7 @@ class Others:
     buffers: Array
 
     @classmethod
-    def of(cls, view: View, later: memory.PeakParts, held: Counts) -> Others:
+    def of(cls, view: View, later: memory.WalkedParts, held: Counts) -> Others:
         chunks, at, left = view.chunks, held.stage, later.left_over
         each, begun = view.chunk_gradients(), held.ended > 0
         there = summed(held.over, each.over[chunks]) + summed(begun & ~held.over, each.begun[chunks])

@@ -27,8 +27,28 @@ class Scene:
     """before the end of a step's first backward: FSDP has neither made room for gradients nor scattered any"""
 
     @cached_property
+    def shards(self) -> Array:
+        """Parts into which FSDP cuts the rows of each tensor."""
+        return padding.shards_of(self.job, self.columns)
+
+    @cached_property
     def held(self) -> params.RankParameters:
-        return params.on_rank(self.job.model, self.columns, self.holder, padding.shards_of(self.job, self.columns))
+        return params.on_rank(self.job.model, self.columns, self.holder, self.shards)
+
+    @cached_property
+    def own(self) -> params.RankParameters:
+        """Of what it computes itself."""
+        if self.holder is self.share:
+            return self.held
+        return params.on_rank(self.job.model, self.columns, self.share, self.shards)
+
+    @cached_property
+    def last_group(self) -> Array:
+        """Of FSDP's groups of parameters the last: of a layer, or of its experts, which are apart where ep cuts them."""
+        if self.job.model.moe is None:
+            return self.held.block
+        experts = params.per_layer(self.job.model, self.columns, self.shards).experts
+        return np.where((self.columns.ep > 1) & (self.holder.moe_layers > 0), experts, self.held.block)
 
     @cached_property
     def layers(self) -> list[tuple[Array, bool, LayerActivations]]:

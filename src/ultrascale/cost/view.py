@@ -89,7 +89,7 @@ class View:
         """The pipeline rank of every chunk."""
         return np.asarray(np.argsort(self.chunks, axis=None) // self.layout.virtual_stages)
 
-    def parts(self, first: bool = False) -> memory.PeakParts:
+    def parts(self, first: bool = False) -> memory.WalkedParts:
         """What every chunk holds, beside the states of its rank; `first`: until a step's first backward is over."""
         return rows_of(self.together.first_parts if first else self.together.later_parts, self._chunks)
 
@@ -211,12 +211,12 @@ class _Together:
         return stages.share_of(self.job, self.chunks, np.concatenate(ranks))
 
     @cached_property
-    def later_parts(self) -> memory.PeakParts:
-        return memory.peak_parts(self.job, self.chunks, self.chunk_share, self.holders)
+    def later_parts(self) -> memory.WalkedParts:
+        return memory.walked_parts(self.job, self.chunks, self.chunk_share, self.holders)
 
     @cached_property
-    def first_parts(self) -> memory.PeakParts:
-        return memory.peak_parts(self.job, self.chunks, self.chunk_share, self.holders, first=True)
+    def first_parts(self) -> memory.WalkedParts:
+        return memory.walked_parts(self.job, self.chunks, self.chunk_share, self.holders, first=True)
 
     @cached_property
     def chunk_gradients(self) -> ChunkGradients:

@@ -74,17 +74,13 @@ class Counts:
 
     @cached_property
     def of(self) -> dict[Kind, NDArray[np.bool_]]:
-        """Which actions are of each kind that there is."""
-        masks = {kind: np.asarray(self.kind == KINDS.index(kind)) for kind in Kind}
-        return {kind: mask for kind, mask in masks.items() if mask.any()}
-
-    def any_of(self, *kinds: Kind) -> NDArray[np.bool_]:
-        return np.isin(self.kind, [KINDS.index(kind) for kind in kinds])
+        """Which actions are of each kind."""
+        return {kind: np.asarray(self.kind == KINDS.index(kind)) for kind in Kind}
 
     @cached_property
     def ends(self) -> NDArray[np.bool_]:
         """Ends a backward, of each of the rank's stages."""
-        return self.own & self.any_of(Kind.B, Kind.W)[..., None]
+        return self.own & (self.of[Kind.B] | self.of[Kind.W])[..., None]
 
     @cached_property
     def ended(self) -> NDArray[np.int64]:
@@ -104,12 +100,12 @@ class Counts:
     @cached_property
     def backward_again(self) -> NDArray[np.bool_]:
         """Backwards that follow on another one of the same stage, its weights' turns left aside."""
-        return self._follows(Kind.W) & self.any_of(Kind.B, Kind.I)
+        return self._follows(Kind.W) & (self.of[Kind.B] | self.of[Kind.I])
 
     @cached_property
     def inputs_again(self) -> NDArray[np.bool_]:
         """Input gradients after which no weights' turn came yet before the stage's next."""
-        return self._follows(Kind.F) & self.any_of(Kind.I)
+        return self._follows(Kind.F) & self.of[Kind.I]
 
     def _follows(self, left_aside: Kind) -> NDArray[np.bool_]:
         """Actions that follow on one of their own kind and stage, those of one kind left aside."""
