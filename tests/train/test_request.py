@@ -98,6 +98,7 @@ def test_a_plan_in_bf16_runs_in_fp32_where_there_is_no_gpu():
         (["layout.data_parallel=ddp", "job.precision=bf16"], 2, "data_parallel=bucketed"),
         (["layout.data_parallel=ddp", "layout.pp=2", "layout.schedule=zero-bubble"], 4, "data_parallel=bucketed"),
         (["layout.zero=2", "train.compress=bf16"], 2, "train.compress=none"),
+        (["layout.zero=3", "layout.offload=parameters"], 1, "offload=optimizer"),
         (["layout.ep=2"], 2, "no experts"),
     ],
 )

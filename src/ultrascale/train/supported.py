@@ -76,6 +76,12 @@ def _compress(job: Job, layout: Layout, training: Training) -> str | None:
     return f"train.compress is {training.compress} but ZeRO-{layout.zero} scatters in full: try zero=0 or train.compress=none"
 
 
+def _offload(job: Job, layout: Layout, _: Training) -> str | None:
+    if layout.offload != "parameters" or layout.shards > 1:
+        return None
+    return "layout.offload = parameters keeps shards on the host, and one rank has none: try offload=optimizer"
+
+
 def _window(job: Job, layout: Layout, _: Training) -> str | None:
     window = job.model.sliding_window
     if window is None or window >= job.seq or layout.cp == 1 or layout.context_parallel == "ulysses":
@@ -157,6 +163,7 @@ _RULES: tuple[Callable[[Job, Layout, Training], str | None], ...] = (
     _vocabulary,
     _ddp,
     _compress,
+    _offload,
     _window,
     _documents,
     _balance,
