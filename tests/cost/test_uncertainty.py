@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ultrascale.cost import uncertainty
 from ultrascale.cost.estimate import estimate
-from ultrascale.cost.uncertainty import ENOUGH, estimate_range, quantile, similar, time_range
+from ultrascale.cost.uncertainty import ENOUGH, Error, estimate_range, quantile, similar, time_range
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
@@ -45,12 +45,26 @@ def job(model: str = "llama-3-8b", cluster: str = "8xh100", framework: str = "ul
     ],
 )
 def test_quantiles_by_hand(values: list[float], share: float, expected: float) -> None:
-    assert quantile(values, share) == pytest.approx(expected)
+    assert quantile(each_its_own(values), share) == pytest.approx(expected)
+
+
+def each_its_own(values: list[float]) -> list[Error]:
+    return [Error(value, str(number)) for number, value in enumerate(values)]
+
+
+def test_a_source_has_one_vote_however_many_runs_it_has() -> None:
+    many = [Error(0.0, "many") for _ in range(100)]
+    others = [Error(log, f"one of {log}") for log in (-0.3, -0.2, 0.2, 0.3)]
+    assert quantile([*many, *others], 0.90) == pytest.approx(0.3)
+    assert quantile([*many, *others], 0.10) == pytest.approx(-0.3)
+    assert quantile([*many, *others], 0.50) == pytest.approx(0.0)
+    # 0.25 of six votes are 1.5: one of them lies below −0.2's middle, and the half of the new source that is below all.
+    assert quantile([*many, *others], 0.25) == pytest.approx(-0.25)
 
 
 @given(st.lists(st.floats(-3, 3), min_size=1, max_size=50), st.floats(0, 1))
 def test_a_quantile_lies_within_the_values(values: list[float], share: float) -> None:
-    assert min(values) - 1e-9 <= quantile(values, share) <= max(values) + 1e-9
+    assert min(values) - 1e-9 <= quantile(each_its_own(values), share) <= max(values) + 1e-9
 
 
 @pytest.mark.parametrize(
@@ -166,15 +180,16 @@ def test_models_with_experts_look_at_models_with_experts(runs: Any) -> None:
 
 def test_a_source_left_out_gives_none_of_its_runs(runs: Any) -> None:
     runs(rows(ENOUGH), [row(9.0, source="odd/one"), row(-9.0, source="odd/one")])
-    assert {9.0, -9.0} <= set(similar(job())[0])
-    assert not {9.0, -9.0} & set(similar(job(), "odd/one")[0])
+    odd = {Error(9.0, "odd/one"), Error(-9.0, "odd/one")}
+    assert odd <= set(similar(job())[0])
+    assert not odd & set(similar(job(), "odd/one")[0])
     low, high, _ = time_range(job(), 1.0, "odd/one")
     assert math.exp(0.0) <= low < high <= math.exp(ENOUGH / 100)
 
 
 def test_runs_predicted_too_fast_put_the_truth_above(runs: Any) -> None:
     """All ratios between 1.10 and 1.22: the truth is 10 to 22 % slower than predicted."""
-    runs([row(math.log(1.10 + number / 100), source=f"s/{number % 2}") for number in range(ENOUGH + 1)])
+    runs([row(math.log(1.10 + number / 100), source=f"s/{number}") for number in range(ENOUGH + 1)])
     low, high, _ = time_range(job(), 1.0)
     assert low == pytest.approx(1.10 * (1.11 / 1.10) ** 0.4, rel=1e-6)  # place 0.1 · 14 of 13
     assert high == pytest.approx(1.21 * (1.22 / 1.21) ** 0.6, rel=1e-6)

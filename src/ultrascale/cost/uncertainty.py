@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ultrascale.specs.estimate import Range
 from ultrascale.specs.job import Job
 
 ENOUGH = 12  # runs from which quantiles are read; fewer, and the circle is drawn wider
 LOW, HIGH = 0.10, 0.90
+
+
+class Error(NamedTuple):
+    """Of one run: the log of predicted over measured speed, or of measured over predicted memory."""
+
+    log: float
+    source: str
 
 
 @cache
@@ -23,8 +33,8 @@ def _table() -> dict[str, Any]:
     return data
 
 
-def similar(job: Job, without_source: str | None = None) -> tuple[list[float], str]:
-    """Log of predicted over measured speed of the nearest kind of runs, and which kind that is in words."""
+def similar(job: Job, without_source: str | None = None) -> tuple[list[Error], str]:
+    """Errors of the nearest kind of runs, and which kind that is in words."""
     rows = [row for row in _table()["time"] if row["source"] != without_source]
     experts = job.model.moe is not None
     framework, architecture = job.framework.name, job.cluster.gpu.architecture
@@ -39,23 +49,30 @@ def similar(job: Job, without_source: str | None = None) -> tuple[list[float], s
     for words, found in circles:
         sources = len({row["source"] for row in found})
         if len(found) >= ENOUGH and sources >= 2:
-            return [row["log"] for row in found], f"{len(found)} runs of {sources} sources: {words}"
-    return [row["log"] for row in rows], f"{len(rows)} runs: all models"
+            return _errors(found), f"{len(found)} runs of {sources} sources: {words}"
+    return _errors(rows), f"{len(rows)} runs: all models"
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """Where a new value falls below with that probability: below the k-th of n with k / (n + 1), as in conformal prediction."""
-    ordered = sorted(values)
-    position = min(max(share * (len(ordered) + 1) - 1, 0.0), len(ordered) - 1.0)
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+def _errors(rows: Iterable[dict[str, Any]]) -> list[Error]:
+    return [Error(row["log"], row["source"]) for row in rows]
+
+
+def quantile(errors: Sequence[Error], share: float) -> float:
+    """Where the error of a run of a new source falls below with that probability.
+
+    Runs of one source resemble each other: each source has one vote, and the new one may be anywhere. Where every run has its
+    own source that is conformal prediction's: below the k-th of n with k / (n + 1).
+    """
+    ordered, runs = sorted(errors), Counter(error.source for error in errors)
+    votes = np.asarray([1 / runs[error.source] for error in ordered])
+    below = (np.cumsum(votes) - votes / 2 + 0.5) / (len(runs) + 1)
+    return float(np.interp(share, below, [error.log for error in ordered]))
 
 
 def time_range(job: Job, step_time_s: float, without_source: str | None = None) -> tuple[float, float, str]:
     """The 80 % interval of the step time: predicted too fast by x means the truth is x slower."""
-    logs, words = similar(job, without_source)
-    return step_time_s * math.exp(quantile(logs, LOW)), step_time_s * math.exp(quantile(logs, HIGH)), words
+    errors, words = similar(job, without_source)
+    return step_time_s * math.exp(quantile(errors, LOW)), step_time_s * math.exp(quantile(errors, HIGH)), words
 
 
 def estimate_range(job: Job, step_time_s: float, peak_gib: float, capacity_gib: float) -> Range | None:
@@ -63,9 +80,9 @@ def estimate_range(job: Job, step_time_s: float, peak_gib: float, capacity_gib: 
     if job.cluster.efficiency.synchronous:
         return None
     low, high, words = time_range(job, step_time_s)
-    memory = [row["log"] for row in _table()["memory"]]
+    memory = _errors(_table()["memory"])
     # One run more that fits and one that does not: no finite number of runs makes a certainty.
-    fitting = sum(peak_gib * math.exp(log) <= capacity_gib for log in memory)
+    fitting = sum(peak_gib * math.exp(error.log) <= capacity_gib for error in memory)
     return Range(
         step_time_low_s=min(low, step_time_s),
         step_time_high_s=max(high, step_time_s),
