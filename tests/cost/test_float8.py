@@ -89,12 +89,16 @@ def test_bytes_sent_and_held() -> None:
     assert held[0] - held[1] == elements
 
 
-@pytest.mark.parametrize("engine", ["ultrascale", "ultrascale-gpu", "ultrascale-eager"])
-def test_a_step_is_no_longer_and_no_fuller(engine: str) -> None:
+@pytest.mark.parametrize(
+    ("engine", "narrow_layers"),
+    # Eager operators are fullest when the gradients of embedding and head are scattered: no layer is gathered then.
+    [("ultrascale", 1), ("ultrascale-gpu", 1), ("ultrascale-eager", 0)],
+)
+def test_a_step_is_no_longer_and_no_fuller(engine: str, narrow_layers: int) -> None:
     job, layout = job_of(Model.load("llama-3-8b"), engine, gpus=8), Layout(dp=8, zero=3)
     wide = job.changed(framework=job.framework.model_copy(update={"fp8_gather": False}))
     one, other = estimate(job, layout), estimate(wide, layout)
     assert one.time.zero_s < other.time.zero_s
     layer = 4096 * (4096 * 2 + 2 * 1024) + 3 * 4096 * 14336
     # The fullest moment has one layer that stays wide, at an end, and one that does not.
-    assert other.memory[0].memory.total - one.memory[0].memory.total == pytest.approx(layer, rel=0.05)
+    assert other.memory[0].memory.total - one.memory[0].memory.total == pytest.approx(narrow_layers * layer, rel=0.05)

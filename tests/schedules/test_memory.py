@@ -47,7 +47,7 @@ def test_counts_of_all_ranks_follow_their_lists(name: str, virtual_stages: int) 
     ranks, microbatches = 4, 12
     schedule, found = build(name, ranks, microbatches, virtual_stages), counts(name, ranks, microbatches, virtual_stages)
     for rank in range(ranks):
-        waiting, deferred, begun = [0] * virtual_stages, [0] * virtual_stages, False
+        waiting, deferred, ended = [0] * virtual_stages, [0] * virtual_stages, [0] * virtual_stages
         local = {stage: index for index, stage in enumerate(schedule.stages_of(rank))}
         for at, (kind, stage, _, _) in enumerate(schedule.actions[rank]):
             own = local[stage]
@@ -57,7 +57,9 @@ def test_counts_of_all_ranks_follow_their_lists(name: str, virtual_stages: int) 
             assert found.deferred[rank, at].tolist() == deferred
             assert KINDS[found.kind[rank, at]] is kind
             assert found.stage[rank, at] == stage
-            assert found.begun[rank, at] == begun
+            assert found.ended[rank, at].tolist() == ended
+            assert found.begun[rank, at] == (ended[own] > 0)
+            assert found.over[rank, at].tolist() == [count == microbatches for count in ended]
             deferred[own] -= kind is Kind.W
-            begun = begun or kind in (Kind.B, Kind.W)
+            ended[own] += kind in (Kind.B, Kind.W)
         assert (found.kind[rank, len(schedule.actions[rank]) :] == -1).all()

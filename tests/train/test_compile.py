@@ -64,7 +64,7 @@ def test_one_graph_for_all_blocks_and_one_for_the_head(policy: Recompute, graphs
     plain, compiled = Transformer(TINY), Transformer(TINY)
     for model in (plain, compiled):
         initialize(model, 0, TINY)
-    recompute.apply(compiled, policy)
+    recompute.apply(compiled, policy, compiled=True)
     compile.apply(compiled)
     found, gradients = loss_and_gradients(compiled)
     assert len(graphs) == 2
@@ -112,7 +112,7 @@ def trained(model: Transformer) -> tuple[torch.Tensor, list[torch.Tensor], list[
 @pytest.mark.parametrize("policy", ["none", "selective", "full"])
 def test_blocks_with_experts_are_one_graph_too(policy: Recompute, graphs: Graphs) -> None:
     plain, compiled = counting(), counting()
-    recompute.apply(compiled, policy)
+    recompute.apply(compiled, policy, compiled=True)
     compile.apply(compiled)
     loss, gradients, seen = trained(compiled)
     assert len(graphs) == 2
@@ -131,7 +131,7 @@ def test_experts_whose_rows_are_counted_on_the_host_stay_out(policy: Recompute, 
     ))  # fmt: skip
     torch._dynamo.reset()
     plain, compiled = counting(1.0), counting(1.0)
-    recompute.apply(compiled, policy)
+    recompute.apply(compiled, policy, compiled=True)
     compile.apply(compiled)
     loss, _, seen = trained(compiled)
     expected_loss, _, expected_seen = trained(plain)

@@ -64,12 +64,13 @@ class Draft:
 
 def estimate(job: Job, layout: Layout) -> Estimate:
     """Memory by owner and stage, step time by cause, traffic, utilisation, cost. Raises SpecError for an illegal layout."""
-    check(job, layout)
     return whole(drafts(job, [layout])[0])
 
 
 def drafts(job: Job, layouts: Sequence[Layout]) -> list[Draft]:
-    """Of legal layouts, all at once."""
+    """Of each layout, all at once. Raises SpecError for an illegal one."""
+    for layout in layouts:
+        check(job, layout)
     return [Draft(view, at_peak := peaks(view), _memory(view, at_peak), *_time(view)) for view in views(job, layouts)]
 
 

@@ -19,7 +19,7 @@ ALIGNED = 16  # bytes: what the grouped kernel asks of every row
 
 def grouped_product(x: Tensor, weight: Tensor, counts: Tensor, owe: Owe | None = None) -> Tensor:
     """x [n, in] by weight [experts, out, in]: the first counts[0] rows meet weight[0], the next counts[1] weight[1] …"""
-    out: Tensor = _Grouped.apply(x, weight, counts, owe, weight, None)  # type: ignore[no-untyped-call]
+    out: Tensor = _Grouped.apply(x, weight, counts, owe, None, None)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -61,11 +61,11 @@ class _Grouped(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, counts: Tensor, owe: Owe | None, parameter: Tensor, owed: Owed | None
+        ctx: Any, x: Tensor, weight: Tensor, counts: Tensor, owe: Owe | None, parameter: Tensor | None, owed: Owed | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight, counts)
         # The leaf itself: what checkpointing unpacks is a copy whose .grad is lost.
-        ctx.parameter, ctx.owe, ctx.owed = parameter, owe, owed
+        ctx.parameter, ctx.owe, ctx.owed = weight if parameter is None else parameter, owe, owed
         return _products(x, weight.transpose(1, 2), counts)
 
     @staticmethod

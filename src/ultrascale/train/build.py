@@ -103,7 +103,8 @@ def _chunk(
         if own.fused:
             fused.apply(module)
         else:
-            recompute.apply(module, layout.recompute)  # inside what ZeRO gathers, so that recomputing finds it gathered
+            # Inside what ZeRO gathers, so that recomputing finds it gathered.
+            recompute.apply(module, layout.recompute, own.compiled)
         if own.loss:
             loss.apply(module)
         if job.precision == "fp8":

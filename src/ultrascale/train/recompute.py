@@ -21,10 +21,12 @@ from torch.utils.checkpoint import (
 
 from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.rotary import Rope
-from ultrascale.model.transformer import MLP, Transformer
+from ultrascale.model.transformer import MLP, Block, Transformer
 from ultrascale.specs.layout import Recompute
 
 Forward = Callable[..., Tensor]
+Tells = Callable[[Tensor], bool]
+"""is a product's second factor the weight of the block's last?"""
 
 _PRODUCTS = {
     torch.ops.aten.mm.default,
@@ -53,16 +55,15 @@ class _SavedOnly(_CachedTorchDispatchMode):  # type: ignore[no-untyped-call]
         return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
 
-def apply(model: Transformer, policy: Recompute) -> None:
-    """Wraps the forward of every block; names and modules stay."""
+def apply(model: Transformer, policy: Recompute, compiled: bool = False) -> None:
+    """Wraps the forward of every block; names and modules stay. One that will be compiled must not differ from the others."""
     if policy == "none":
         return
     for block in model.each_block():
         # No dropout anywhere: there is no random state to restore.
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         if policy == "selective":
-            alike = block.attention.out.weight.shape[0]
-            options["context_fn"] = partial(_contexts, _last(block.mlp), alike, isinstance(block.mlp, MixtureOfExperts))
+            options["context_fn"] = partial(_contexts, _tells(block, compiled), isinstance(block.mlp, MixtureOfExperts))
         block.forward = _again(block.forward, options)  # type: ignore[method-assign]
 
 
@@ -85,27 +86,39 @@ def _last(mlp: MLP | MixtureOfExperts) -> nn.Linear | None:
     return mlp.shared.down if isinstance(mlp.shared, MLP) else None
 
 
-def _contexts(last: nn.Linear | None, alike: int, experts: bool) -> Any:
-    first, again = create_selective_checkpoint_contexts(partial(_policy, last, alike))  # type: ignore[no-untyped-call]
+def _contexts(tells: Tells | None, experts: bool) -> Any:
+    first, again = create_selective_checkpoint_contexts(partial(_policy, tells))  # type: ignore[no-untyped-call]
     if experts:
         again.__class__ = _SavedOnly
     return first, again
 
 
-def _policy(last: nn.Linear | None, alike: int, _: Any, operator: Any, *arguments: Any, **__: Any) -> CheckpointPolicy:
+def _policy(tells: Tells | None, _: Any, operator: Any, *arguments: Any, **__: Any) -> CheckpointPolicy:
     if operator in _ATTENTION or operator is torch.ops.aten._grouped_mm.default:
         return CheckpointPolicy.MUST_SAVE
     if operator in _PRODUCTS:
         factor = arguments[2 if operator is torch.ops.aten.addmm.default else 1]
-        again = last is not None and _is(factor, last.weight, alike)
+        again = tells is not None and tells(factor)
         return CheckpointPolicy.PREFER_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _is(factor: Tensor, weight: Tensor, alike: int) -> bool:
-    """Is a product's second factor this weight? A compiler shows neither tensors nor memory of the model's: it is known there
-    by what it contracts, unless that is as much as other products do (`alike`).
+def _tells(block: Block, compiled: bool) -> Tells | None:
+    """By the weight itself; to a compiler, which shows neither tensors nor memory of the model's, by what it contracts, unless
+    other products contract as much.
     """
-    if type(factor) is not type(weight.data):
-        return factor.shape[-2] == weight.shape[1] != alike
-    return bool(factor.untyped_storage()._cdata == weight.untyped_storage()._cdata)
+    last = _last(block.mlp)
+    if last is None:
+        return None
+    if not compiled:
+        return partial(_is, last)
+    width = last.weight.shape[1]
+    return None if width == block.attention.out.weight.shape[0] else partial(_contracts, width)
+
+
+def _is(last: nn.Linear, factor: Tensor) -> bool:
+    return bool(factor.untyped_storage()._cdata == last.weight.untyped_storage()._cdata)
+
+
+def _contracts(width: int, factor: Tensor) -> bool:
+    return factor.shape[-2] == width
