@@ -20,7 +20,7 @@ KINDS = (
     (Kind.I, "backward, gradient of the input", style.ORANGE),
     (Kind.W, "backward, gradient of the weights", style.GREEN),
 )
-MOST = 4000  # bars: beyond, a browser stutters; the first part of the step is drawn, and the title says so
+MOST = 1500  # bars: beyond, a browser stutters; the first part of the step is drawn, and the title says so
 LABELLED = 500  # bars with the micro-batch's number on them
 
 

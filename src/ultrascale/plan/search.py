@@ -18,7 +18,7 @@ from ultrascale.plan.objective import OBJECTIVES, Objective
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.plan import Neighbour, Plan
+from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import GIB
 
 # Closed forms and simulator differ by some percent (schedules/closed.py), so more than asked for are simulated, and more
@@ -93,19 +93,25 @@ def plan(
     say(f"simulating the best {min(wanted, len(best))} of {evaluated:,}")
     simulated = _simulate(best, wanted)
     simulated.sort(key=lambda draft: _score(draft, objective))
-    winner, *others = [(draft.view.job, draft.view.layout, whole(draft)) for draft in simulated[:top]]
-    rejected: tuple[Neighbour, ...] = ()
-    why: tuple[str, ...] = ()
+    plans = [Plan(job=draft.view.job, layout=draft.view.layout, estimate=whole(draft)) for draft in simulated[:top]]
+    notes += advice.batch_notes(job, plans[0].layout)
     if explain:
         say("explaining the winner")
-        rejected = reasons.neighbours(*winner)
-        why = reasons.of_winner(*winner, rejected, objective, wishes)
-    plans = [Plan(job=winner[0], layout=winner[1], estimate=winner[2], reasons=why, rejected=rejected)]
-    for other in others:
-        why = reasons.against_winner(winner, other, objective) if explain else ()
-        plans.append(Plan(job=other[0], layout=other[1], estimate=other[2], reasons=why))
-    notes += advice.batch_notes(job, plans[0].layout)
+        plans = explained(plans, objective=objective, fix=fix, forbid=forbid)
     return Result(job, tuple(plans), evaluated, fitting, time.perf_counter() - started, tuple(notes))
+
+
+def explained(
+    plans: Sequence[Plan], *, objective: Objective = "throughput", fix: Sequence[str] = (), forbid: Sequence[str] = ()
+) -> list[Plan]:
+    """The same plans, best first, with reasons: the winner's three steps and neighbours, what each other costs against it."""
+    winner, *others = [(plan.job, plan.layout, plan.estimate) for plan in plans]
+    rejected = reasons.neighbours(*winner)
+    why = reasons.of_winner(*winner, rejected, objective, Wishes.parse(fix, forbid))
+    found = [plans[0].model_copy(update={"reasons": why, "rejected": rejected})]
+    for plan, other in zip(plans[1:], others, strict=True):
+        found.append(plan.model_copy(update={"reasons": reasons.against_winner(winner, other, objective)}))
+    return found
 
 
 def _simulate(best: list[tuple[float, _Ranked, int]], wanted: int) -> list[Draft]:

@@ -6,6 +6,7 @@ import asyncio
 import io
 import zipfile
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast, get_args
 
@@ -17,7 +18,7 @@ from ultrascale.export import targets
 from ultrascale.export.common import File
 from ultrascale.figures import choice, memory, pipeline, time
 from ultrascale.plan.objective import OBJECTIVES, Objective
-from ultrascale.plan.search import Result
+from ultrascale.plan.search import Result, explained
 from ultrascale.plan.search import plan as search
 from ultrascale.report.of_plan import headline, plan_page, verdict
 from ultrascale.specs.errors import SpecError, nearest
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 SHOWN = 10  # layouts in the table
-REST_S = 0.15  # a control that still moves is not yet a question
+REST_S = 0.1  # a control that still moves is not yet a question
 SENT_S = 0.03  # what was written on the page has left for the browser
 
 
@@ -172,12 +173,21 @@ class Planner:
             if ask.objective not in OBJECTIVES:
                 raise SpecError(f"objective is '{ask.objective:.40}': {nearest(ask.objective, OBJECTIVES)}")
             wish = cast("Objective", ask.objective)
-            found = await run.io_bound(search, job, top=SHOWN, objective=wish, fix=_words(ask.fix), forbid=_words(ask.forbid))
+            wishes: dict[str, Any] = {"objective": wish, "fix": _words(ask.fix), "forbid": _words(ask.forbid)}
+            found = await run.io_bound(search, job, top=SHOWN, explain=False, **wishes)
             if mine != self.asked or found is None or self.frame.closed:
                 return
             self.frame.say("")
             self.result = found
             self.show_result(found)
+            if not found.plans:
+                return
+            plans = await run.io_bound(explained, found.plans, **wishes)
+            if mine != self.asked or plans is None or self.frame.closed:
+                return
+            self.result = replace(found, plans=tuple(plans))
+            if self.plan is found.plans[0]:  # else the user went on to another
+                self.show_plan(plans[0])
 
     def show_result(self, found: Result) -> None:
         self.summary.text = " · ".join(
@@ -204,7 +214,10 @@ class Planner:
         best = found.plans[0]
         own = self.frame.ask.own_layout(best.job, best.layout) if self.frame.ask.layout else best.layout
         self.by_hand.begin(best)
-        self.show_plan(best if own is None or own == best.layout else self.planned(best, own))
+        if own is None or own == best.layout:
+            self.show_plan(best, reasons_follow=True)
+        else:
+            self.show_plan(self.planned(best, own))
 
     def picked(self, event: events.TableSelectionEventArguments) -> None:
         if self.result is not None and event.selection:
@@ -237,7 +250,8 @@ class Planner:
             job=best.job, layout=layout, estimate=found, reasons=(f"Cut by hand: a step takes {faster:+.1%} of the best's",)
         )
 
-    def show_plan(self, plan: Plan) -> None:
+    def show_plan(self, plan: Plan, reasons_follow: bool = False) -> None:
+        """The numbers at once, the figures after them; where its reasons follow, so do they."""
         self.plan = plan
         self.tiles.clear()
         with self.tiles:
@@ -246,11 +260,14 @@ class Planner:
                     ui.label(value).classes("text-lg font-bold").mark(f"tile {name.split(' of ')[0]}")
                     ui.label(name).classes("text-xs")
         self.verdict.text = f"{plan.layout}: {verdict(plan)}"
+        first = self.by_stage.element is None  # Plotly's script comes with the first figures, and with it all that moves
+        if reasons_follow and not first:
+            return
         self.reasons.clear()
         with self.reasons:
             for line in (*plan.reasons, *plan.estimate.notes):
                 ui.label(f"• {line}")
-        if self.by_stage.element is None:  # Plotly's script comes with the first figures, and with it all that moves
+        if first:
             self.draw(plan, _figures(plan))
         else:
             background_tasks.create(self.draw_soon(plan))
