@@ -8,7 +8,7 @@ import pytest
 
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.legality import divisors, problem
-from ultrascale.plan.search import plan
+from ultrascale.plan.search import Previewed, plan
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.estimate import Estimate
@@ -190,3 +190,17 @@ def test_progress_is_told() -> None:
     assert said[0] == "searching 4xa100-40gb" or said[0].startswith("searching 4x")
     assert any(line.startswith("simulating the best") for line in said)
     assert said[-1] == "explaining the winner"
+
+
+def test_a_preview_comes_before_the_answer_and_is_near_it() -> None:
+    job = Job(model=Model.load("llama-3-8b"), cluster=Cluster.load("16xh100"), seq=4096, batch_tokens=2**19)
+    seen: list[list[Previewed]] = []
+    found = plan(job, top=5, explain=False, fix=["pp=2"], preview=seen.append)
+    ((first, *others),) = seen
+    assert len(others) == 4
+    assert [one.step_time_s for one in (first, *others)] == sorted(one.step_time_s for one in (first, *others))
+    assert first.step_time_s == pytest.approx(found.plans[0].estimate.step_time_s, rel=0.1)
+    plan(job, top=5, objective="memory", preview=seen.append)
+    with pytest.raises(SpecError, match="ddp"):
+        plan(job, fix=["data_parallel=ddp", "zero=3"], preview=seen.append)
+    assert len(seen) == 1

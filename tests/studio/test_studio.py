@@ -159,7 +159,8 @@ def page(browser: Any) -> Iterator[Any]:
 
 
 def first_layout(page: Any) -> str:
-    page.wait_for_selector("table tbody tr:has-text('mbs')")
+    """Simulated: its numbers have no ≈ before them, and its peak is known."""
+    page.wait_for_selector("table tbody tr:has-text('mbs'):not(:has-text('≈'))")
     return str(page.locator("table tbody tr").first.inner_text())
 
 

@@ -18,14 +18,14 @@ from ultrascale.export import targets
 from ultrascale.export.common import File
 from ultrascale.figures import choice, memory, pipeline, time
 from ultrascale.plan.objective import OBJECTIVES, Objective
-from ultrascale.plan.search import Result, explained
+from ultrascale.plan.search import Previewed, Result, explained
 from ultrascale.plan.search import plan as search
 from ultrascale.report.of_plan import headline, plan_page, verdict
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.files import to_yaml
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.gpu import GPU
-from ultrascale.specs.job import Precision
+from ultrascale.specs.job import Job, Precision
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 from ultrascale.specs.plan import HEADER, Plan
@@ -174,7 +174,12 @@ class Planner:
                 raise SpecError(f"objective is '{ask.objective:.40}': {nearest(ask.objective, OBJECTIVES)}")
             wish = cast("Objective", ask.objective)
             wishes: dict[str, Any] = {"objective": wish, "fix": _words(ask.fix), "forbid": _words(ask.forbid)}
-            found = await run.io_bound(search, job, top=SHOWN, explain=False, **wishes)
+            page = asyncio.get_running_loop()
+
+            def preview(ranked: list[Previewed]) -> None:  # called in the search's thread
+                page.call_soon_threadsafe(self.show_preview, mine, job, ranked)
+
+            found = await run.io_bound(search, job, top=SHOWN, explain=False, preview=preview, **wishes)
             if mine != self.asked or found is None or self.frame.closed:
                 return
             self.frame.say("")
@@ -188,6 +193,24 @@ class Planner:
             self.result = replace(found, plans=tuple(plans))
             if self.plan is found.plans[0]:  # else the user went on to another
                 self.show_plan(plans[0])
+
+    def show_preview(self, mine: int, job: Job, ranked: list[Previewed]) -> None:
+        """What closed forms say, until the best are simulated."""
+        if mine != self.asked or self.frame.closed:
+            return
+        self.summary.text = "ranked by closed forms; the best are being simulated"
+        self.layouts.selected = []
+        self.layouts.rows = [
+            {
+                "number": -number,
+                "layout": str(one.layout),
+                "step": f"≈ {seconds(one.step_time_s)}",
+                "rate": f"≈ {one.layout.batch_tokens(job.seq) / one.step_time_s / one.layout.gpus:,.0f}",
+                "mfu": "…",
+                "peak": "…",
+            }
+            for number, one in enumerate(ranked, 1)
+        ]
 
     def show_result(self, found: Result) -> None:
         self.summary.text = " · ".join(
@@ -220,7 +243,7 @@ class Planner:
             self.show_plan(self.planned(best, own))
 
     def picked(self, event: events.TableSelectionEventArguments) -> None:
-        if self.result is not None and event.selection:
+        if self.result is not None and event.selection and event.selection[0]["number"] >= 0:
             chosen = self.result.plans[event.selection[0]["number"]]
             first = self.result.plans[0].layout
             changes = {
