@@ -196,7 +196,6 @@ SLOW: list[tuple[str, dict[str, Any]]] = [
     ("gqa", {"pp": 2, "dp": 2, "gas": 3, "zero": 1, "schedule": "interleaved", **TWO}),
     ("gqa", {"pp": 2, "dp": 2, "gas": 3, "zero": 2, "schedule": "interleaved", "precision": "fp32", **TWO}),
     ("gqa", {"pp": 2, "dp": 2, "gas": 6, "zero": 2, "schedule": "zero-bubble", "precision": "fp32"}),
-    ("gqa", {"pp": 3, "tp": 4, "gas": 4, "schedule": "zero-bubble"}),
     ("narrow", {"dp": 2, "zero": 2, "gas": 2, "recompute": "full"}),
     ("narrow", {"tp": 2, "gas": 2, "recompute": "full"}),
     ("alike", {"tp": 2, "gas": 2}),
