@@ -39,8 +39,8 @@ def test_one_weight(copied: bool, kernel: ModuleType) -> None:
     state = {"step": torch.tensor(3.0), "exp_avg": mean.clone(), "exp_avg_sq": square.clone()}
     adamw.state[wanted] = state
     adamw.step()
-    fields = {"factor": 0.5, "rate": 0.1, "decay": 0.2, "betas": (0.9, 0.95), "eps": 1e-8, "updates": 4}
-    kernel.step(weight, gradient, mean, square, copy, **fields)
+    now = kernel.changing(0.5, 0.1, (0.9, 0.95), updates=4).to(DEVICE)
+    kernel.step(weight, gradient, mean, square, copy, now, decay=0.2, betas=(0.9, 0.95), eps=1e-8)
     torch.testing.assert_close(weight, wanted.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(mean, state["exp_avg"], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(square, state["exp_avg_sq"], rtol=1e-5, atol=1e-6)
@@ -59,11 +59,12 @@ def test_a_master_in_halves_steps_as_a_whole_one(kernel: ModuleType) -> None:
     weight, gradient, mean, square = torch.randn(4, 3000, generator=generator).to(DEVICE)
     square = square.square()
     upper, rest = halves.parted(weight)
-    fields = {"factor": 0.5, "rate": 1e-4, "decay": 0.2, "betas": (0.9, 0.95), "eps": 1e-8}
+    fields = {"decay": 0.2, "betas": (0.9, 0.95), "eps": 1e-8}
     others = mean.clone(), square.clone()
     for updates in (4, 5, 6):
-        kernel.step(weight, gradient, mean, square, None, updates=updates, **fields)
-        kernel.step(rest, gradient, *others, upper, updates=updates, **fields)
+        now = kernel.changing(0.5, 1e-4, (0.9, 0.95), updates).to(DEVICE)
+        kernel.step(weight, gradient, mean, square, None, now, **fields)
+        kernel.step(rest, gradient, *others, upper, now, **fields)
     assert torch.equal(halves.whole(upper, rest), weight)
     assert (upper.float() - weight).abs().max() > 0
     torch.testing.assert_close(upper.float(), weight, rtol=2**-8, atol=0)
@@ -78,15 +79,17 @@ def test_an_engine_steps_as_with_torchs_adamw(precision: str, kernel: ModuleType
     plain = engine()
     monkeypatch.setattr(kernels, "choose", lambda *_: Kernels(adamw=True))
     ours = engine()
+    # Weights that differ in their last digit are rounded to another bf16 now and then, and the next losses show it.
+    close = 1e-6 if precision == "fp32" else 3e-4
     for step in range(3):
         wanted = plain.step(step)
         found = ours.step(step)
         assert wanted.grad_norm > 0.1
-        assert found.loss == pytest.approx(wanted.loss, rel=1e-6)
-        assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-6)
+        assert found.loss == pytest.approx(wanted.loss, rel=close)
+        assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=10 * close)
     for mine, other in zip(ours.weights, plain.weights, strict=True):
         assert mine.parted == (precision == "bf16")
-        # Steps are of 0.01; weights that differ in their last digit are rounded to another bf16 now and then.
+        # Steps are of 0.01.
         torch.testing.assert_close(mine.exact(), other.exact(), rtol=1e-5, atol=1e-6 if precision == "fp32" else 5e-5)
         for name in ("exp_avg", "exp_avg_sq"):
             found_moment, wanted_moment = ours.optimizer.moment(mine, name), plain.optimizer.moment(other, name)

@@ -53,6 +53,12 @@ def passes(job: Job, columns: Columns, machine: Machine) -> Passes:
     return Passes(work / (peak * rate.forward * reach), BACKWARD_FLOPS * work / (peak * rate.backward * reach), zero)
 
 
+def done_flops(job: Job, columns: Columns) -> Array:
+    """Of one layer's attention on one rank, forward and backward, with what its kernel computes again."""
+    work = flops.score_flops(job.model, job.seq, causal=True) * columns.tokens(job.seq) / columns.tp
+    return np.asarray((1 + BACKWARD_FLOPS) * work)
+
+
 def _plain(job: Job, columns: Columns, machine: Machine, work: Array, zero: Array) -> Passes:
     """Whole score matrices: batched products at half the peak, and passes of scale, mask, softmax (and dropout) over them."""
     scores = columns.tokens(job.seq) * job.seq * job.model.heads / columns.tp

@@ -101,6 +101,11 @@ def _power(gpu: GPU) -> float:
     return gpu.power_w / max(gpu.peak_tflops.get(precision, 0.0) for precision in ("bf16", "fp16", "fp32"))
 
 
+# Of peak, by products and attention of a layer over its time, where power leaves no more than the clock of products in a row:
+# steps of eight models on an H200 part from what that clock gives below it (docs/time.md).
+FULL_WORK = 0.56
+
+
 class Machine:
     """Rates of one job's cluster in the job's precision."""
 
@@ -134,6 +139,14 @@ class Machine:
         rate = attention_rate(self.framework.attention, self.gpu.architecture) or RATES["flash"]["ampere"]
         forward, backward = self.efficiency.attention_forward, self.efficiency.attention_backward
         return replace(rate, forward=forward or rate.forward, backward=backward or rate.backward)
+
+    def clock(self, flops: Array, seconds: Array) -> Array:
+        """Over the clock of products in a row: a GPU at its power limit is the faster the less its matrix units do.
+
+        Power grows as their work and the cube of the clock, so that the clock goes with the cube root of the work.
+        """
+        work = flops / np.maximum(seconds, 1e-12) / self.attention_peak_flops
+        return np.clip(np.cbrt(FULL_WORK / np.maximum(work, 1e-6)), 1.0, self.efficiency.boost)
 
     def matmul_s(self, m: Array, n: Array, k: Array, in_fp8: bool = True) -> Array:
         """Seconds of [m, k] × [k, n] in the job's precision, or in bf16 where fp8 is not used."""

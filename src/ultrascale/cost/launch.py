@@ -4,6 +4,9 @@ A stretch of a step is so much host time, to launch it, and so much device time,
 works: what it gains at long kernels (head and loss, long rows of attention) pays for short ones later. Nobody is ahead after a
 synchronisation: our engine reads loss and gradient norm once a step, before the optimizer; routing reads counts back in every
 layer; a pipeline's stages wait for each other.
+
+On one GPU our engine records a step and launches it as one, if launching took longer than the GPU was then waited for: what
+is left is the time between two steps.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from functools import reduce
 import numpy as np
 
 from ultrascale.cost.columns import Array, Columns
+from ultrascale.cost.fused import why_not
 from ultrascale.cost.hardware import Machine
 from ultrascale.cost.memory import alone
 from ultrascale.cost.passes import Passes
@@ -28,6 +32,13 @@ FORWARD, BACKWARD, AGAIN, OF_BIAS = 14, 29, 11, 2
 OF_WEIGHT = 0.5
 # Embedding, rotary tables, loss, and their backward.
 OF_ENDS = 40
+# Kernels of a layer that stream: forward, backward, forward once more; fused, and compiled.
+STREAMS_FUSED, STREAMS_COMPILED, STREAMS_AGAIN = (4, 11), (6, 12), 4
+# Seconds that such a kernel takes beyond its bytes, for its start and its last wave: steps of AdamW 1.9 and 2.0 µs, norms of
+# gradients 3.3 and 3.5, sums of micro-batches 3.2, in recorded steps of models of 135 and 360 million parameters on an H200.
+START_S = 2.7e-6
+# Between two recorded steps, from reading the loss to the next launch: 0.1 to 0.5 ms in five such models.
+BETWEEN_S = 0.3e-3
 
 
 def queued(job: Job, columns: Columns, machine: Machine) -> bool:
@@ -42,8 +53,13 @@ def _each_s(machine: Machine) -> float:
 
 def of_weights(model: Model, machine: Machine, layers: Array) -> Array:
     """Host time of one launch for every weight of so many layers: products, norms, biases; experts of a layer are stacked."""
+    return np.asarray(OF_WEIGHT * _each_s(machine) * weights_of(model) * layers)
+
+
+def weights_of(model: Model) -> int:
+    """Parameters of a layer, a matrix or a vector each."""
     biases = 3 * model.qkv_bias + model.attention_output_bias + 2 * model.mlp_bias + 2 * model.qk_norm
-    return np.asarray(OF_WEIGHT * _each_s(machine) * (4 + (3 if model.gated else 2) + 2 + biases) * layers)
+    return 4 + (3 if model.gated else 2) + 2 + biases
 
 
 def of_layer(job: Job, columns: Columns, machine: Machine) -> tuple[float, Array]:
@@ -71,12 +87,13 @@ def idle_s(
     gradients' reduction go on while the host launches the rest of backward.
     """
     gas = columns.gas
+    overhead = machine.efficiency.step_overhead_s
     forward, backward = (each * share.layers for each in of_layer(job, columns, machine))
     ends = OF_ENDS * _each_s(machine)
     weights = of_weights(job.model, machine, share.layers)
     backward = backward + np.where(alone(job, columns), 0.0, weights)
     optimizer = weights - optimizer_s
-    begun = optimizer + machine.efficiency.step_overhead_s
+    begun = optimizer + overhead
     first = 0.5 * ends + forward - layers.forward
     whole = ends + forward + backward - layers.total - head.total
     waits = (
@@ -87,4 +104,24 @@ def idle_s(
         begun + (gas - 1) * whole + first,
         begun + gas * whole + weights - late_s,
     )
-    return np.asarray(reduce(np.maximum, waits))
+    one_by_one = np.asarray(reduce(np.maximum, waits))
+    recorded = recordable(job, columns) & (gas * whole > -gas * (ends + forward + backward))
+    return np.where(recorded, np.minimum(one_by_one, BETWEEN_S), one_by_one)
+
+
+def starts_s(job: Job, columns: Columns, share: RankShare) -> tuple[Array, Array, Array]:
+    """What kernels that stream take beyond their bytes: in forward and backward of a micro-batch, and in the optimizer."""
+    full = columns.is_("recompute", "full")
+    fused = np.asarray(why_not(job.model, job.seq) is None) & ~full & job.framework.lean
+    forward, backward = (np.where(fused, *counts) for counts in zip(STREAMS_FUSED, STREAMS_COMPILED, strict=True))
+    backward = backward + np.where(full, STREAMS_AGAIN, 0)
+    weights = weights_of(job.model) * share.layers
+    sums = np.where(alone(job, columns), 0, weights)
+    return START_S * forward * share.layers, START_S * (backward * share.layers + sums), START_S * 2 * weights
+
+
+def recordable(job: Job, columns: Columns) -> Array:
+    """Where our engine can record a step's launches and make them as one (train/graphs.py says why not elsewhere)."""
+    same = job.framework.recorded and job.optimizer == "adamw" and job.precision != "fp16"
+    ranks = columns.data_ranks * columns.tp * columns.pp * columns.ep
+    return np.asarray((ranks == 1) & columns.is_("offload", "none") & same)

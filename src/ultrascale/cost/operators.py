@@ -193,6 +193,10 @@ def layer(job: Job, columns: Columns, machine: Machine, moe: bool) -> LayerTime:
     if moe and job.model.moe is not None and not job.framework.grouped:
         per_expert = KERNELS_PER_EXPERT * (2 if job.precision == "fp8" else 1)
         kernels = kernels + per_expert * job.model.moe.experts / columns.ep
+    if machine.efficiency.boost > 1 and job.attention == "flash":
+        work = 3 * sum(product.flops for product in products) + attention.done_flops(job, columns)
+        clock = machine.clock(np.asarray(work), (matmul + scores + memory_bound).total)
+        matmul, scores = matmul.scaled(1 / clock), scores.scaled(1 / clock)
     busy = matmul + scores + memory_bound
     host = machine.launch_s * kernels * job.framework.kernels * job.framework.launch
     host = host + (job.framework.routing_s if moe else 0.0)

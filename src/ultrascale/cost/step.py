@@ -13,6 +13,7 @@ from ultrascale.cost.hardware import Machine
 from ultrascale.cost.memory import alone, has_master
 from ultrascale.cost.mesh import Mesh
 from ultrascale.cost.overlap import exposed, transfer
+from ultrascale.cost.passes import Passes
 from ultrascale.cost.pieces import PieceTotals
 from ultrascale.cost.stages import RankShare
 from ultrascale.specs.job import OPTIMIZER_STATE_BYTES, Job
@@ -55,8 +56,11 @@ def end_of_step(job: Job, columns: Columns, machine: Machine, places: Mesh, shar
     if launch.queued(job, columns, machine):
         head = totals.head.scaled(share.head)
         late = wait * (1 - 1 / np.maximum(share.layers, 1))  # of all layers but the last
-        idle = launch.idle_s(job, columns, machine, share, one_microbatch - head, head, optimizer, late)
-        return EndOfStep(np.asarray(wait), optimizer, offload, idle, 0.0)
+        starts = launch.starts_s(job, columns, share)
+        optimizer = optimizer + starts[2]
+        layers = one_microbatch - head + Passes(starts[0], starts[1], np.zeros(len(columns)))
+        idle = launch.idle_s(job, columns, machine, share, layers, head, optimizer, late)
+        return EndOfStep(np.asarray(wait), optimizer, offload, idle + columns.gas * (starts[0] + starts[1]), 0.0)
     if job.framework.halves:
         optimizer = np.maximum(optimizer, launch.of_weights(job.model, machine, share.layers))
     return EndOfStep(np.asarray(wait), optimizer, offload, np.zeros(len(columns)), machine.efficiency.step_overhead_s)

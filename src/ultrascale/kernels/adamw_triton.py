@@ -18,11 +18,12 @@ SUMMED = 16  # blocks that one program of the norm adds up
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _step(  # type: ignore[no-untyped-def]
-    master, gradient, mean, square, copy, size, factor, rate, decay, beta1, rest1, beta2, rest2, eps, whole1, whole2,
+    master, gradient, mean, square, copy, now, size, decay, beta1, rest1, beta2, rest2, eps,
     COPIED: tl.constexpr, PARTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
+    factor, rate, whole1, whole2 = tl.load(now), tl.load(now + 1), tl.load(now + 2), tl.load(now + 3)
     g = tl.load(gradient + at, mask=inside).to(tl.float32) * factor
     m = tl.load(mean + at, mask=inside)
     v = tl.load(square + at, mask=inside)
@@ -45,21 +46,26 @@ def _step(  # type: ignore[no-untyped-def]
             tl.store(copy + at, w.to(copy.dtype.element_ty), mask=inside)
 
 
+def changing(factor: float, rate: float, betas: tuple[float, float], updates: int) -> torch.Tensor:
+    """What differs from one update to the next, `updates` with this one counted in: the kernel reads it from memory, so that
+    a recorded launch finds it changed.
+    """
+    return torch.tensor((factor, rate, *(1 - beta**updates for beta in betas)), dtype=torch.float32)
+
+
 def step(
     master: torch.Tensor,
     gradient: torch.Tensor,
     mean: torch.Tensor,
     square: torch.Tensor,
     copy: torch.Tensor | None,
+    now: torch.Tensor,
     *,
-    factor: float,
-    rate: float,
     decay: float,
     betas: tuple[float, float],
     eps: float,
-    updates: int,
 ) -> None:
-    """One update of a weight, its moments and its copy, all contiguous; `updates`: this one counted in.
+    """One update of a weight, its moments and its copy, all contiguous; `now`: what `changing` gives, beside them.
 
     A master of int16 is the lower half of numbers whose upper half is the copy.
     """
@@ -71,8 +77,8 @@ def step(
         assert copy is not None
         copy = copy.view(torch.int16)
     _step[(triton.cdiv(size, BLOCK),)](
-        master, gradient, mean, square, master if copy is None else copy, size, factor, rate, decay,
-        beta1, 1 - beta1, beta2, 1 - beta2, eps, 1 - beta1**updates, 1 - beta2**updates,
+        master, gradient, mean, square, master if copy is None else copy, now, size, decay,
+        beta1, 1 - beta1, beta2, 1 - beta2, eps,
         COPIED=copy is not None, PARTED=parted, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
 

@@ -33,6 +33,9 @@ class Efficiency(BaseModel):
     attention_backward: float | None = Field(
         None, ge=1e-3, le=1, examples=[0.6], description="of peak; None: the architecture's own figure"
     )
+    boost: float = Field(
+        1.0, ge=1, le=4, description="highest clock over the one that products in a row keep: what light work may gain"
+    )
     memory_bandwidth: float = Field(0.87, ge=1e-3, le=1, description="of the data sheet, in memory-bound operators")
     kernel_launch_s: float = Field(5.0e-6, ge=0, le=1e-2, description="host time to launch one kernel")
     synchronous: bool = Field(

@@ -108,6 +108,9 @@ class Framework(BaseModel):
     gradients_as_made: bool = Field(
         False, description="one micro-batch on one GPU: gradients stay in the format that computes and come as activations go"
     )
+    recorded: bool = Field(
+        False, description="one GPU's steps are recorded and launched as one where the host would set their pace"
+    )
     zero1_all_reduce: bool = Field(
         False, description="ZeRO-1 all-reduces whole gradients after the last backward, which hides nothing"
     )

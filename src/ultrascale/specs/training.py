@@ -22,6 +22,7 @@ LrSchedule = Literal["cosine", "linear", "wsd", "constant"]
 Compress = Literal["none", "bf16", "int8"]
 Sink = Literal["tensorboard", "wandb"]
 Kernels = Literal["fused", "compile", "eager"]
+Graphs = Literal["auto", "always", "never"]
 ExpertOverlap = Literal["auto", "none", "gradients", "rows"]
 Fp8Scaling = Literal["tensor", "row", "block"]
 Fp8Keep = Literal["ends", "head", "none"]
@@ -88,6 +89,11 @@ class Training(BaseModel):
     )
     kernels: Kernels = Field(
         "fused", description="on a GPU: our own kernels and torch.compile, torch.compile alone, or operator by operator"
+    )
+    graphs: Graphs = Field(
+        "auto",
+        description="on one GPU: whether a step's kernels are recorded and launched as one, where they are the same in every "
+        "step; auto: where the host takes longer to launch a step than it then waits for it",
     )
     balance_loss: float = Field(
         0.0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,7 @@ from ultrascale.train.ahead import Ahead
 from ultrascale.train.balance import Balance, Loads
 from ultrascale.train.build import build
 from ultrascale.train.data import Batches, rows_of
+from ultrascale.train.graphs import Tape, recorded
 from ultrascale.train.lr import learning_rate
 from ultrascale.train.optimizer import LossScale, Optimizer, Weight
 
@@ -53,7 +55,9 @@ class Engine:
         self.pipeline, self.weights = built.pipeline, built.weights
         if self.attention is not None:
             self.attention.apply(chunk.gradients.module for chunk in self.pipeline.chunks.values())
-        self.optimizer = Optimizer(self.weights, job, training, mesh, built.kernels.adamw)
+        self.tape = Tape(mesh.device, training.graphs) if built.kernels.recorded else None
+        """of a GPU's launches, where a step's are the same as the last one's"""
+        self.optimizer = Optimizer(self.weights, job, training, mesh, built.kernels.adamw, self.tape)
         self.balance = Balance(built.routers, self.weights, job, mesh, training) if job.model.moe is not None else None
         self._loads: Loads | None = None
         self.scale = LossScale(training, used=job.precision == "fp16")
@@ -64,6 +68,8 @@ class Engine:
         self.asked_to_stop = False
         """set by whoever hears of it on this rank; the next step's result says so on every rank"""
         self._stop = torch.zeros(())
+        self._batch: Batch | None = None
+        self._passes = recorded(self._forward_and_backward, self.tape, before=self._forget)
         self._ties = [weight for weight in self.weights if job.model.tied_embeddings and _is_end(weight)]
 
     def step(self, number: int) -> StepResult:
@@ -73,23 +79,41 @@ class Engine:
 
     def backward(self, batch: Batch) -> torch.Tensor:
         """Forward and backward of a step's batch; leaves the (scaled) gradients in place. Returns the mean loss."""
+        self._batch = batch
+        began = time.perf_counter()
+        loss = self._passes()
+        if self.tape is not None:
+            self.tape.launched(time.perf_counter() - began)
+        self._batch = None
+        if self.balance is not None:
+            self._loads = self.balance.take()
+        return self._mean_loss(loss)
+
+    def _forward_and_backward(self) -> torch.Tensor:
+        assert self._batch is not None
         # Data ranks take the mean of their gradients: weighed so, it is the gradient of the mean over all tokens.
         weight = self.scale.value * self.mesh.data.size / self.tokens
         if self.balance is not None:
             self.balance.aim(weight)
         with named("forward and backward"):
-            loss = self.pipeline.step(batch, weight)
+            loss = self.pipeline.step(self._batch, weight)
         with named("gradients"):
             self._complete_gradients()
-        if self.balance is not None:
-            self._loads = self.balance.take()
-        return self._mean_loss(loss)
+        return loss
+
+    def _forget(self) -> None:
+        """Lets go of the last step's gradients."""
+        for chunk in self.pipeline.chunks.values():
+            chunk.gradients.begin()
 
     def update(self, number: int, loss: torch.Tensor) -> StepResult:
         """Norm, clipping and the optimizer's step, from the gradients that `backward` left."""
         norm = self.optimizer.norm() / self.scale.value
         rate = learning_rate(self.training, number)
+        began = time.perf_counter()
         mean, length, stop = torch.stack((loss, norm, self._stop)).tolist()  # together: a GPU is waited for once
+        if self.tape is not None:
+            self.tape.waited(time.perf_counter() - began)
         result = StepResult(mean, length, rate, skipped=False, loads=self._loads, stop=bool(stop))
         if not (_finite(result.loss) and _finite(result.grad_norm)):
             if self.scale.value <= 1.0:  # not fp16, or no smaller scale would help
@@ -115,7 +139,10 @@ class Engine:
     def read(self, number: int, held_out: bool = False) -> Batch:
         """This rank's part of the batch of step `number`, or of that batch of the held-out text."""
         found = self._host_rows(number, held_out=True) if held_out else self._ahead.take(number)
-        cut = [tuple(part.to(self.mesh.device, non_blocking=True) for part in parts) for parts in found]
+        if self.tape is not None and not held_out:
+            cut = self.tape.hold(found)
+        else:
+            cut = [tuple(part.to(self.mesh.device, non_blocking=True) for part in parts) for parts in found]
         documents = (lambda k: cut[k][2]) if self.training.document_mask else None
         return Batch(lambda k: cut[k][0], lambda k: cut[k][1], self.positions, documents)
 

@@ -12,6 +12,7 @@ from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import ExpertOverlap, Training
+from ultrascale.train import graphs
 from ultrascale.train.supported import SPLIT, left_in_bf16
 
 
@@ -29,6 +30,8 @@ class Kernels:
     """AdamW in one pass, masters in halves (kernels/adamw_triton.py, kernels/halves.py)"""
     as_made: bool = False
     """gradients stay as backward makes them (parallel/data.py)"""
+    recorded: bool = False
+    """a step's launches as one (train/graphs.py)"""
 
 
 def choose(job: Job, layout: Layout, training: Training, device: str) -> Kernels:
@@ -47,6 +50,7 @@ def choose(job: Job, layout: Layout, training: Training, device: str) -> Kernels
         adamw=adamw,
         # One micro-batch on one GPU: a gradient is added to nothing, and our AdamW reads it in any format.
         as_made=adamw and layout.gpus == layout.gas == 1,
+        recorded=graphs.why_not(job, layout, training) is None,
     )
 
 

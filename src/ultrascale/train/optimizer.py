@@ -21,6 +21,7 @@ from ultrascale.parallel.shards import Shard
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
 from ultrascale.specs.training import Training
+from ultrascale.train.graphs import Tape, recorded
 
 
 @dataclass
@@ -74,15 +75,27 @@ SUPPORTED = tuple(MOMENTS)
 
 
 class Optimizer:
-    def __init__(self, weights: Sequence[Weight], job: Job, training: Training, mesh: Mesh, in_one_pass: bool = False) -> None:
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        job: Job,
+        training: Training,
+        mesh: Mesh,
+        in_one_pass: bool = False,
+        tape: Tape | None = None,
+    ) -> None:
         self.weights, self.training, self.mesh = list(weights), training, mesh
         self.inner = None if in_one_pass else _inner(self.weights, job, training)
         """torch's optimizer; None: our own kernel steps"""
         self.moments = MOMENTS[job.optimizer]
         self.state: MutableMapping[torch.Tensor, dict[str, Any]] = defaultdict(dict) if self.inner is None else self.inner.state
         self.updates = 0
+        self.norm = recorded(self._norm, tape)
+        self._now = torch.zeros(4, device=mesh.device)
+        """what our own kernel reads anew in each step"""
+        self._pass = recorded(self._one_pass, tape)
 
-    def norm(self) -> torch.Tensor:
+    def _norm(self) -> torch.Tensor:
         """The norm of the whole gradient, the same number on every rank of every layout."""
         counted = [weight.gradient for weight in self.weights if weight.counted and weight.gradient.numel()]
         squares = torch.zeros((), device=self.mesh.device)
@@ -138,6 +151,13 @@ class Optimizer:
         from ultrascale.kernels import adamw_triton
 
         self.updates += 1
+        now = adamw_triton.changing(factor, learning_rate, (self.training.beta1, self.training.beta2), self.updates)
+        self._now.copy_(now.pin_memory() if self._now.is_cuda else now, non_blocking=True)
+        self._pass()
+
+    def _one_pass(self) -> None:
+        from ultrascale.kernels import adamw_triton
+
         training = self.training
         for weight in self.weights:
             moments = self.state[weight.master]
@@ -149,12 +169,10 @@ class Optimizer:
                 moments["exp_avg"],
                 moments["exp_avg_sq"],
                 weight.local if weight.master is not weight.local else None,
-                factor=factor,
-                rate=learning_rate,
+                self._now,
                 decay=training.weight_decay if weight.shard.decays else 0.0,
                 betas=(training.beta1, training.beta2),
                 eps=training.eps,
-                updates=self.updates,
             )
 
     def _nothing(self, weight: Weight) -> dict[str, torch.Tensor]:

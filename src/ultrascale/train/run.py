@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ from ultrascale.train.watchdog import Watchdog, lost_a_peer
 from ultrascale.train.world import Seat
 
 UNSEEN = "what data ranks exchange is torch's own here (FSDP2 or DDP) and was not timed apart: it is part of computing"
+RECORDED = "a step's kernels were recorded and launched as one"
 
 
 def run_rank(
@@ -218,8 +219,17 @@ def _measurement(engine: Engine, watch: Watch, peak_flops: float | None) -> Meas
         steps=len(settled),
         processes=layout.gpus,
         device=torch.cuda.get_device_name() if mesh.device.type == "cuda" else "cpu",
-        notes=((UNSEEN,) if on_cpu and unseen else ()) + (() if engine.attention is None else (str(engine.attention),)),
+        notes=tuple(_seen_besides(engine, on_cpu and unseen)),
     )
+
+
+def _seen_besides(engine: Engine, unseen: bool) -> Iterator[str]:
+    if unseen:
+        yield UNSEEN
+    if engine.attention is not None:
+        yield str(engine.attention)
+    if engine.tape is not None and engine.tape.used:
+        yield RECORDED
 
 
 def _layers(engine: Engine) -> int:

@@ -94,13 +94,11 @@ def adamw(shape: Shape, device: torch.device, dtype: torch.dtype) -> Contest:
 
         pairs = [halves.parted(one) for one in before]
         means, squares = ([torch.zeros_like(one) for one in before] for _ in range(2))
+        now = adamw_triton.changing(FACTOR, RATE, BETAS, updates=1).to(device)
 
         def run() -> tuple[Tensor, ...]:
             for (copy, rest), gradient, mean, square in zip(pairs, made, means, squares, strict=True):
-                adamw_triton.step(
-                    rest, gradient, mean, square, copy,
-                    factor=FACTOR, rate=RATE, decay=DECAY, betas=BETAS, eps=NEAR_ZERO, updates=1,
-                )  # fmt: skip
+                adamw_triton.step(rest, gradient, mean, square, copy, now, decay=DECAY, betas=BETAS, eps=NEAR_ZERO)
             return ()
 
         return Contestant(run, result=lambda: _updates([halves.whole(copy, rest) for copy, rest in pairs]))

@@ -61,6 +61,8 @@ class Profiler(Observer):
         self.out, self.first, self.done = out, WAIT + WARM_UP, 0
         self.memory: Seen | None = None
         self.problems: list[str] = []
+        if engine.tape is not None:
+            engine.tape.leave()  # launched as one, kernels are no longer told by the range that launched them
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (engine.mesh.device.type == "cuda")
         turns = schedule(wait=WAIT, warmup=WARM_UP, active=steps, repeat=1)
         self._profile = profile(activities=activities, schedule=turns, acc_events=True)  # else it warns of a second turn
