@@ -20,16 +20,25 @@ EACH_S = 5e-4  # slow enough that a host sets any step of one micro-batch here
 OVERHEAD_S = Efficiency().step_overhead_s
 
 
-def job_of(name: str = "llama-3.2-1b", gas: int = 1, framework: str = "ultrascale-gpu", **constants: float) -> Job:
+def job_of(
+    name: str = "llama-3.2-1b", gas: int = 1, framework: str = "ultrascale-gpu", recorded: bool = False, **constants: float
+) -> Job:
     given = Efficiency(**{"kernel_launch_s": EACH_S, **constants})
     cluster = Cluster.of(Cluster.load("1xh200").gpu, nodes=1, gpus_per_node=1, efficiency=given)
-    engine = Framework.load(framework)
+    engine = Framework.load(framework).model_copy(update={"recorded": recorded, "launch": 1.0})
     return Job(model=Model.load(name), cluster=cluster, seq=4096, batch_tokens=gas * 4096, framework=engine)
 
 
 def launches(job: Job, layout: Layout) -> float:
     """So many launches' worth of host time is the step."""
     return (estimate(job, layout).step_time_s - OVERHEAD_S) / EACH_S
+
+
+def starts(job: Job, layout: Layout) -> tuple[float, float]:
+    """Of kernels that stream, in the passes of a step and in its optimizer."""
+    share = constant_share((job.model.layers, 0, 1, 1), 1)
+    forward, backward, optimizer = launch.starts_s(job, Columns.of([layout]), share)
+    return float(layout.gas * (forward + backward)[0]), float(optimizer[0])
 
 
 def test_a_step_that_the_host_sets_takes_its_time() -> None:
@@ -52,7 +61,8 @@ def test_a_step_that_the_gpu_sets_hides_the_hosts_work() -> None:
     fast, slower = (job_of(kernel_launch_s=1e-6, step_overhead_s=overhead) for overhead in (0.0, 0.005))
     layout = Layout(mbs=4)
     found = estimate(slower.changed(batch_tokens=4 * 4096), layout)
-    assert found.time.launch_s == found.time.overhead_s == 0  # AdamW's 8 ms hide it
+    assert found.time.launch_s == starts(slower, layout)[0]  # AdamW's 9 ms hide the host
+    assert found.time.overhead_s == 0
     assert found.step_time_s == estimate(fast.changed(batch_tokens=4 * 4096), layout).step_time_s
 
 
@@ -60,7 +70,39 @@ def test_nobody_is_ahead_at_the_optimizer() -> None:
     """The norm was read: a launch for each weight and the host's own work come before anything else can run."""
     job = job_of(kernel_launch_s=1e-4).changed(batch_tokens=8 * 4096)
     time = estimate(job, Layout(mbs=8)).time
-    assert time.launch_s == pytest.approx(1e-4 * 0.5 * 16 * 9 + OVERHEAD_S - time.optimizer_s)
+    waits = time.launch_s - starts(job, Layout(mbs=8))[0]
+    assert waits == pytest.approx(1e-4 * 0.5 * 16 * 9 + OVERHEAD_S - time.optimizer_s)
+
+
+def test_kernels_that_stream_take_time_to_start() -> None:
+    """Fused layers have 4 + 11 of them, compiled ones 6 + 12 and 4 in a forward once more; two for each of nine weights."""
+    each = launch.START_S * 16
+    assert starts(job_of(), Layout()) == pytest.approx((each * 15, each * 2 * 9))
+    assert starts(job_of(), Layout(recompute="full")) == pytest.approx((each * 22, each * 2 * 9))
+    assert starts(job_of(), Layout(gas=3)) == pytest.approx((each * 3 * (15 + 9), each * 2 * 9))  # sums of micro-batches
+
+
+def test_a_recorded_step_waits_for_its_launch_alone() -> None:
+    job, layout = job_of(recorded=True), Layout()
+    time = estimate(job, layout).time
+    assert time.launch_s == pytest.approx(launch.BETWEEN_S + starts(job, layout)[0])
+    free = estimate(job_of(kernel_launch_s=0.0, step_overhead_s=0.0), layout).time
+    assert time.total == pytest.approx(free.total + launch.BETWEEN_S)
+
+
+@pytest.mark.parametrize(
+    ("job", "layout"),
+    [
+        (job_of(recorded=True, gas=4, kernel_launch_s=2e-5), Layout(mbs=4)),  # the GPU is waited for longer than it is launched
+        (job_of(recorded=True).changed(precision="fp16"), Layout()),
+        (job_of(recorded=True), Layout(offload="optimizer")),
+        (job_of(recorded=True).changed(cluster=Cluster.load("8xh100"), batch_tokens=8 * 4096), Layout(dp=8)),
+    ],
+    ids=["the GPU sets it", "fp16", "offload", "eight GPUs"],
+)
+def test_what_is_not_recorded_waits_as_before(job: Job, layout: Layout) -> None:
+    plain = job.changed(framework=job.framework.model_copy(update={"recorded": False}))
+    assert estimate(job, layout).time == estimate(plain, layout).time
 
 
 def idle(forward_s: float, backward_s: float, head_s: float, gas: int = 1) -> float:

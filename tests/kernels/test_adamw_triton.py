@@ -90,7 +90,7 @@ def test_an_engine_steps_as_with_torchs_adamw(precision: str, kernel: ModuleType
     for mine, other in zip(ours.weights, plain.weights, strict=True):
         assert mine.parted == (precision == "bf16")
         # Steps are of 0.01.
-        torch.testing.assert_close(mine.exact(), other.exact(), rtol=1e-5, atol=1e-6 if precision == "fp32" else 5e-5)
+        torch.testing.assert_close(mine.exact(), other.exact(), rtol=1e-5, atol=1e-6 if precision == "fp32" else 3e-4)
         for name in ("exp_avg", "exp_avg_sq"):
             found_moment, wanted_moment = ours.optimizer.moment(mine, name), plain.optimizer.moment(other, name)
-            torch.testing.assert_close(found_moment, wanted_moment, rtol=1e-4, atol=1e-9 if precision == "fp32" else 1e-6)
+            torch.testing.assert_close(found_moment, wanted_moment, rtol=1e-4, atol=1e-9 if precision == "fp32" else 1e-5)

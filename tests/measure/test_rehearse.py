@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ultrascale.cost.estimate import estimate
+from ultrascale.measure.rehearse import watch
 from ultrascale.measure.rehearse.asked import check, engine_of, ranks_of
 from ultrascale.measure.rehearse.compare import compared, prediction, whole_gradients
 from ultrascale.measure.rehearse.fake import QuickFakeTensorMode
@@ -253,3 +254,13 @@ def test_weights_that_are_gathered_in_fp8(fields: dict[str, Any]) -> None:
         assert owner not in terms or terms[owner].predicted == terms[owner].rehearsed, owner
     wide = rehearse_rank(*asked({"zero": 3, **fields}), rank=layout.gpus - 1)
     assert one.sent("zero", "all_gather") < 0.8 * wide.sent("zero", "all_gather")
+
+
+@pytest.mark.parametrize("overload", ["default", "dtype", "dtype_out"])
+def test_products_that_are_told_their_format_are_counted_by_their_operands(overload: str) -> None:
+    """torch's own formula of them has no argument for it and fails."""
+    formula = watch._formula(getattr(torch.ops.aten.addmm, overload))
+    assert formula is not None
+    total, left, right = torch.empty(3, 5), torch.empty(3, 7), torch.empty(7, 5)
+    told = () if overload == "default" else (torch.float32,)
+    assert formula((total, left, right, *told), {"beta": 1.0, "out": total}, total) == 2 * 3 * 7 * 5

@@ -10,7 +10,7 @@ from parallel.harness import job_of, training_of
 from ultrascale.specs.layout import Layout
 from ultrascale.train.kernels import Kernels, choose, why_not_fused
 
-ALL = Kernels(fused=True, compiled=True, loss=True, adamw=True, as_made=True)
+ALL = Kernels(fused=True, compiled=True, loss=True, adamw=True, as_made=True, recorded=True)
 
 
 def test_one_gpu_runs_all_of_them_and_a_cpu_none() -> None:
@@ -25,14 +25,14 @@ def test_one_gpu_runs_all_of_them_and_a_cpu_none() -> None:
     ("fields", "off"),
     [
         ({"gas": 2}, "as_made"),
-        ({"dp": 2}, "as_made"),
-        ({"tp": 2}, "fused compiled loss as_made"),
-        ({"cp": 2}, "fused compiled as_made"),
-        ({"pp": 2, "gas": 2}, "as_made"),
-        ({"pp": 2, "gas": 2, "schedule": "zero-bubble"}, "fused compiled loss as_made"),
+        ({"dp": 2}, "as_made recorded"),
+        ({"tp": 2}, "fused compiled loss as_made recorded"),
+        ({"cp": 2}, "fused compiled as_made recorded"),
+        ({"pp": 2, "gas": 2}, "as_made recorded"),
+        ({"pp": 2, "gas": 2, "schedule": "zero-bubble"}, "fused compiled loss as_made recorded"),
         ({"recompute": "full"}, "fused"),
         ({"recompute": "selective"}, ""),
-        ({"offload": "optimizer"}, "adamw as_made"),
+        ({"offload": "optimizer"}, "adamw as_made recorded"),
     ],
     ids=str,
 )

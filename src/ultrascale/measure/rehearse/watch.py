@@ -6,6 +6,7 @@ formulas, but nothing inside a kernel of ours.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from ultrascale.train.engine import Engine
 from ultrascale.train.live import LiveBytes
 
 aten = torch.ops.aten
+_PRODUCTS = {aten.mm: 0, aten.addmm: 1}
+"""at which argument their two operands begin"""
 _ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu: (0, 4),
     aten._scaled_dot_product_flash_attention: (0, 4),
@@ -222,6 +225,10 @@ def _formula(func: Any) -> Callable[[Any, Any, Any], float] | None:
             return whole * times * (1 if masked else 2)
 
         return attention
+    if packet in _PRODUCTS:
+        # Of the operands: torch's own formulas do not know products that are told their format.
+        first = _PRODUCTS[packet]
+        return lambda args, kwargs, out: 2.0 * math.prod(args[first].shape) * args[first + 1].shape[-1]
     if packet in flop_registry:
         return lambda args, kwargs, out: float(flop_registry[packet](*args, **kwargs, out_val=out))
     return None
