@@ -24,7 +24,7 @@ def job_of(name: str, seq: int, mbs: int, boost: float) -> Job:
 )
 def test_the_clock_goes_with_the_cube_root_of_the_work(work: float, clock: float) -> None:
     machine = Machine(job_of("llama-3.2-1b", 4096, 4, boost=1.25))
-    flops = np.asarray([work * machine.attention_peak_flops])
+    flops = np.asarray([work * machine.attention_peak_flops * machine.sustained["bf16"]])
     assert machine.clock(flops, np.ones(1))[0] == pytest.approx(clock)
 
 

@@ -101,9 +101,9 @@ def _power(gpu: GPU) -> float:
     return gpu.power_w / max(gpu.peak_tflops.get(precision, 0.0) for precision in ("bf16", "fp16", "fp32"))
 
 
-# Of peak, by products and attention of a layer over its time, where power leaves no more than the clock of products in a row:
-# steps of eight models on an H200 part from what that clock gives below it (docs/time.md).
-FULL_WORK = 0.56
+# FLOPs of a layer over its time and over what products in a row are said to keep, above which power leaves no more than the
+# clock of these: below it, steps of eight models on an H200 are faster than that clock would have them (docs/time.md).
+FULL_WORK = 0.55
 
 
 class Machine:
@@ -145,7 +145,8 @@ class Machine:
 
         Power grows as their work and the cube of the clock, so that the clock goes with the cube root of the work.
         """
-        work = flops / np.maximum(seconds, 1e-12) / self.attention_peak_flops
+        sustained = self.attention_peak_flops * (self.efficiency.matmul or self.sustained["bf16"])
+        work = flops / np.maximum(seconds, 1e-12) / sustained
         return np.clip(np.cbrt(FULL_WORK / np.maximum(work, 1e-6)), 1.0, self.efficiency.boost)
 
     def matmul_s(self, m: Array, n: Array, k: Array, in_fp8: bool = True) -> Array:
