@@ -53,16 +53,16 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     return made
 
 
-def test_work_is_recorded_the_fourth_time_and_replayed_from_then_on(
+def test_work_is_recorded_the_fifth_time_and_replayed_from_then_on(
     stand_in: list[Graph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls, replayed = list[int](), list[str]()
     monkeypatch.setattr(Graph, "again", lambda _: replayed.append("again"))
     tape = Tape(torch.device("cpu"), "always")
     work = Recorded(lambda: calls.append(1), tape, before=lambda: calls.append(0))
-    for _ in range(AS_IT_IS + 2):
+    for _ in range(AS_IT_IS + 3):
         work()
-    assert calls == [1, 1, 1, 0, 1]  # as it is three times; what goes before a recording; the recording
+    assert calls == [1, 1, 1, 1, 0, 1]  # as it is, and once on the stream; what goes before a recording; the recording
     assert replayed == ["again", "again"]
     assert len(stand_in) == 1
     assert tape.used
@@ -100,6 +100,7 @@ def test_a_recording_that_fails_leaves_the_work_as_it_was(stand_in: list[Graph],
     first, second = Recorded(lambda: 7, tape), Recorded(lambda: 8, tape)
     for _ in range(AS_IT_IS):
         assert (first(), second()) == (7, 8)
+    assert first() == 7
     with pytest.warns(UserWarning, match="launched kernel by kernel: operation not permitted when stream is capturing$"):
         assert first() == 7
     assert second() == 8  # and nothing else is tried

@@ -74,6 +74,7 @@ def timed(shape: Shape, device: torch.device) -> Timed | None:
                 times[backend] = _time_ms(backend, shape, device)
             except RuntimeError:  # it does not take this shape or format, or not on this GPU; or memory does not suffice
                 continue
+    torch.cuda.empty_cache()  # of shapes that the model may not have
     return Timed(dict(sorted(times.items(), key=lambda item: item[1]))) if times else None
 
 

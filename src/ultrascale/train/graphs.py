@@ -17,7 +17,7 @@ from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import Graphs, Training
 
-AS_IT_IS = 3  # calls before one is recorded; the second is the one whose memory a run accounts for
+AS_IT_IS = 3  # calls before it is decided whether to record; the second is the one whose memory a run accounts for
 T = TypeVar("T")
 Rows = list[tuple[torch.Tensor, ...]]
 
@@ -77,25 +77,31 @@ class Tape:
 
 
 class Recorded(Generic[T]):
-    """Work that is recorded the fourth time it is called. What it returns stays where it is and is filled again."""
+    """Work that is recorded the fifth time it is called. What it returns stays where it is and is filled again."""
 
     def __init__(self, work: Callable[[], T], tape: Tape, before: Callable[[], None] | None = None) -> None:
         self.work, self.tape, self.before = work, tape, before
-        self.calls = 0
+        self.calls, self.wanted = 0, False
         self.graph: torch.cuda.CUDAGraph | None = None
         self.made: T | None = None
 
     def __call__(self) -> T:
-        if self.calls == AS_IT_IS and self.tape.worth:
-            self._record()
+        if self.calls == AS_IT_IS:
+            self.wanted = self.tape.worth
         self.calls += 1
+        if not self.wanted:
+            return self.work()
+        if self.calls == AS_IT_IS + 1:
+            return self._once_there()
+        if self.calls == AS_IT_IS + 2:
+            self._record()
         if self.graph is None:
-            return self._as_it_is()
+            return self.work()
         self.graph.replay()
         return cast(T, self.made)
 
-    def _as_it_is(self) -> T:
-        """On the stream that is recorded later: autograd remembers on which one a gradient is added up."""
+    def _once_there(self) -> T:
+        """On the stream that is recorded next, so that what libraries keep by stream is there."""
         here, stream = torch.cuda.current_stream(), self.tape.stream
         stream.wait_stream(here)
         with torch.cuda.stream(stream):
@@ -114,8 +120,7 @@ class Recorded(Generic[T]):
         except RuntimeError as error:  # a kernel that cannot be recorded, or no memory for what a graph sets aside
             warnings.warn(f"steps are launched kernel by kernel: {str(error).splitlines()[0]}", stacklevel=2)
             self.tape.leave()
-            self.tape.stream = torch.cuda.Stream(self.tape.stream.device)  # type: ignore[no-untyped-call]
-            self.made = None
+            self.made, self.wanted = None, False
             return
         self.graph = graph
         self.tape.used = True
