@@ -136,3 +136,38 @@ def test_blocks_do_not_show() -> None:
     few = table.evaluate(job, group.columns.take(rows[-50:]), group.variants, Machine(job), np.inf)
     assert np.array_equal(whole.step_s[-50:], few.step_s)
     assert np.array_equal(whole.peak_bytes[-50:], few.peak_bytes)
+
+
+def test_a_capacity_changes_nothing_of_what_fits() -> None:
+    """Cores are dropped share by share: what fits has the peak and the time it has where nothing is dropped."""
+    job = Job(model=Model.load("llama-3-8b"), cluster=Cluster.load("64xh100"), seq=8192, batch_tokens=2**20)
+    capacity, some = 30 * GIB, 0
+    for group in cores(job, Wishes()):
+        all_of_them = table.evaluate(job, group.columns, group.variants, Machine(job), np.inf)
+        cells = table.evaluate(job, group.columns, group.variants, Machine(job), capacity)
+        fits = cells.legal & (all_of_them.peak_bytes <= capacity)
+        assert np.array_equal(cells.legal, all_of_them.legal)
+        assert np.array_equal(cells.fits, fits)
+        assert np.array_equal(cells.peak_bytes[fits], all_of_them.peak_bytes[fits])
+        assert np.array_equal(cells.step_s, np.where(fits, all_of_them.step_s, np.inf))
+        over = cells.legal & ~fits
+        assert np.all(cells.peak_bytes[over] > capacity)
+        assert np.all(cells.peak_bytes[over] <= all_of_them.peak_bytes[over])
+        some += int(fits.any() and over.any())
+    assert some > 3
+
+
+@pytest.mark.parametrize(("model", "cluster"), [("llama-3-8b", "64xh100"), ("mixtral-8x7b", "32xh100")])
+def test_a_longest_step_drops_only_longer_ones(model: str, cluster: str) -> None:
+    job = Job(model=Model.load(model), cluster=Cluster.load(cluster), seq=8192, batch_tokens=2**20)
+    capacity, dropped = job.cluster.gpu.memory_gib * GIB, 0
+    for group in cores(job, Wishes.parse(["ep=8"] if job.model.moe else [])):
+        all_of_them = table.evaluate(job, group.columns, group.variants, Machine(job), capacity)
+        longest_s = float(np.quantile(all_of_them.step_s[all_of_them.fits], 0.2)) if all_of_them.fits.any() else 1.0
+        cells = table.evaluate(job, group.columns, group.variants, Machine(job), capacity, longest_s)
+        assert np.array_equal(cells.fits, all_of_them.fits)
+        timed = np.isfinite(cells.step_s)
+        assert np.array_equal(cells.step_s[timed], all_of_them.step_s[timed])
+        assert np.all(all_of_them.step_s[~timed] > longest_s)
+        dropped += int((np.isfinite(all_of_them.step_s) & ~timed).sum())
+    assert dropped > 1000

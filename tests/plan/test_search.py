@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from itertools import product
 
+import numpy as np
 import pytest
 
+from ultrascale.cost import table
 from ultrascale.cost.estimate import estimate
+from ultrascale.cost.hardware import Machine
 from ultrascale.cost.legality import divisors, problem
-from ultrascale.plan.search import Previewed, plan
+from ultrascale.plan.candidates import Wishes, cores
+from ultrascale.plan.search import Previewed, _rank, plan
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
+from ultrascale.specs.units import GIB
 
 
 def job(model: str, cluster: str, seq: int, sequences: int) -> Job:
@@ -91,6 +96,17 @@ def test_plans_are_ranked_fit_and_distinct() -> None:
         assert problem(result.job, one.layout) is None
         assert one.estimate == estimate(result.job, one.layout)
     assert result.fitting <= result.evaluated
+
+
+def test_dropping_slow_layouts_early_loses_none_of_the_fastest() -> None:
+    of, kept = job("llama-3-70b", "32xh100", 8192, 128), 1000
+    ranked = _rank(of, Wishes(), "throughput", kept)
+    capacity = of.cluster.gpu.memory_gib * GIB
+    tables = [table.evaluate(of, one.columns, one.variants, Machine(of), capacity) for one in cores(of, Wishes())]
+    assert ranked.evaluated == sum(cells.legal.sum() for cells in tables)
+    assert ranked.fitting == sum(np.isfinite(cells.step_s).sum() for cells in tables)
+    fastest = np.sort(np.concatenate([cells.step_s.ravel() for cells in tables]))[:kept]
+    assert ranked.score == fastest.tolist()
 
 
 @pytest.mark.parametrize("fix", ["tp=4", "pp=2,schedule=interleaved", "zero=3", "recompute=full", "mbs=2", "dp=4"])

@@ -120,3 +120,17 @@ def test_unknown_names_are_refused() -> None:
         in_flight("1f2b", 4, 0, 8)
     with pytest.raises(SpecError, match="1f1b"):
         makespan("1f2b", 4, 8, 1, 4, 4, 4, 1, 1, 1)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_step_is_shorter_than_the_work_of_its_slowest_rank(name: str) -> None:
+    """By which a search drops layouts before it asks for their makespan."""
+    chance = np.random.default_rng(5)
+    for ranks in (2, 3, 8, 32):
+        for virtual_stages in VIRTUAL.get(name, (2,)):
+            m = np.arange(2 * ranks, 40 * ranks, ranks)
+            slowest = chance.exponential(size=(3, len(m)))
+            total = slowest + chance.uniform(size=len(m)) * (ranks - 1) * slowest
+            send_s = chance.exponential(0.1, size=len(m))
+            took = makespan(name, ranks, m, virtual_stages, *total, *slowest, send_s)
+            assert np.all(took >= m * slowest.sum(axis=0) * (1 - 1e-12))

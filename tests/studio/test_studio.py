@@ -177,6 +177,19 @@ def test_controls_change_the_answer_and_the_address(address: str, page: Any) -> 
     assert "tp2" in first_layout(page)
 
 
+def test_of_questions_in_a_row_the_last_is_answered(address: str, page: Any) -> None:
+    page.goto(f"{address}/?model=llama-3-8b&nodes=8")
+    first_layout(page)
+    wish = page.get_by_label("Fix, such as tp=8,zero=1")
+    for words in ("tp=2", "tp=8", "pp=2", "tp=4"):
+        wish.fill(words)
+        page.wait_for_timeout(120)  # long enough for the search to begin, too short for its answer
+    page.wait_for_function("document.querySelector('table tbody tr').innerText.includes('tp4')")
+    assert "tp4" in first_layout(page)
+    page.wait_for_selector("text=/tp4.*: It fits/")
+    page.wait_for_selector("text=/^tp 4$/")  # the controls of the layout follow
+
+
 def test_bad_input_is_a_sentence_and_the_page_lives_on(address: str, page: Any) -> None:
     page.goto(f"{address}/?model=llama-3.2-1b&nodes=1")
     first_layout(page)

@@ -74,10 +74,14 @@ class Columns:
 
         A search has 10⁶ rows but some hundred combinations of tp, cp, mbs and ep: a layer's time is computed for those only.
         """
-        key = np.zeros(len(self), dtype=np.int64)
+        key, most = np.zeros(len(self), dtype=np.int64), 1
         for name in names:
-            values, code = np.unique(getattr(self, name), return_inverse=True)
-            key = key * len(values) + code
+            code = getattr(self, name)
+            size = int(code.max(initial=0)) + 1
+            if most * size > np.iinfo(np.int64).max:
+                _, key = np.unique(key, return_inverse=True)
+                most = len(self)
+            key, most = key * size + code, most * size
         _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
         return self.take(first), inverse
 

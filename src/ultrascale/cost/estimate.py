@@ -3,33 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from ultrascale.cost import activations, flops, gemm, memory, stages, traffic
-from ultrascale.cost.legality import check
+from ultrascale.cost.columns import Columns
+from ultrascale.cost.legality import check, legal_rows
 from ultrascale.cost.operators import layer_matmuls
 from ultrascale.cost.passes import Passes
 from ultrascale.cost.peaks import Peak, peaks
-from ultrascale.cost.pieces import Piece
 from ultrascale.cost.uncertainty import estimate_range
-from ultrascale.cost.view import View, send_s, views
+from ultrascale.cost.view import View, pipelines_s, send_s, views
 from ultrascale.schedules import makespan
-from ultrascale.specs.estimate import ActivationItem, Estimate, Memory, StageMemory, Time
+from ultrascale.specs.estimate import OWNERS, ActivationItem, Estimate, Memory, StageMemory, Time
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.units import GIB
 
 
 @dataclass(frozen=True)
-class Draft:
-    """What ranks a layout: its time by cause and its fullest stage; `whole` adds what people want to know besides."""
+class Held:
+    """How full the stages of a layout are, which decides whether it is worth simulating."""
 
     view: View
     at_peak: list[Peak]
-    memory: list[StageMemory]
+
+    @cached_property
+    def owned(self) -> list[dict[str, float]]:
+        """Bytes of every stage, by owner."""
+        return _owned(self.view, self.at_peak)
+
+    @cached_property
+    def _totals(self) -> list[float]:
+        return [sum(each[owner] for owner in OWNERS) for each in self.owned]
+
+    @property
+    def peak_stage(self) -> int:
+        return self._totals.index(max(self._totals))
+
+    @property
+    def peak_gib(self) -> float:
+        return max(self._totals) / GIB
+
+    @property
+    def capacity_gib(self) -> float:
+        return self.view.job.cluster.gpu.memory_gib
+
+    @property
+    def fits(self) -> bool:
+        return max(self._totals) <= self.capacity_gib * GIB
+
+
+@dataclass(frozen=True)
+class Draft(Held):
+    """What ranks a layout: its time by cause and its fullest stage; `whole` adds what people want to know besides."""
+
     time: Time
     bubble_fraction: float
 
@@ -41,26 +71,6 @@ class Draft:
     def tokens_per_s(self) -> float:
         return self.view.layout.batch_tokens(self.view.job.seq) / self.step_time_s
 
-    @cached_property
-    def peak(self) -> StageMemory:
-        return max(self.memory, key=lambda stage: stage.memory.total)
-
-    @property
-    def peak_stage(self) -> int:
-        return self.peak.stage
-
-    @property
-    def peak_gib(self) -> float:
-        return self.peak.memory.total / GIB
-
-    @property
-    def capacity_gib(self) -> float:
-        return self.view.job.cluster.gpu.memory_gib
-
-    @property
-    def fits(self) -> bool:
-        return self.peak.memory.total <= self.capacity_gib * GIB
-
 
 def estimate(job: Job, layout: Layout) -> Estimate:
     """Memory by owner and stage, step time by cause, traffic, utilisation, cost. Raises SpecError for an illegal layout."""
@@ -69,14 +79,28 @@ def estimate(job: Job, layout: Layout) -> Estimate:
 
 def drafts(job: Job, layouts: Sequence[Layout]) -> list[Draft]:
     """Of each layout, all at once. Raises SpecError for an illegal one."""
-    for layout in layouts:
-        check(job, layout)
-    return [Draft(view, at_peak := peaks(view), _memory(view, at_peak), *_time(view)) for view in views(job, layouts)]
+    return timed(held(job, layouts))
+
+
+def held(job: Job, layouts: Sequence[Layout]) -> list[Held]:
+    """The memory of each alone."""
+    if not legal_rows(job, Columns.of(layouts)).all():
+        for layout in layouts:
+            check(job, layout)
+    return [Held(view, peaks(view)) for view in views(job, layouts)]
+
+
+def timed(found: Sequence[Held]) -> list[Draft]:
+    """The same with their time, all pipelines simulated together, be they of one job or of several."""
+    pipelines = [one.view for one in found if one.view.layout.pp > 1]
+    took = iter(pipelines_s(pipelines))
+    return [Draft(one.view, one.at_peak, *_time(one.view, next(took) if one.view.layout.pp > 1 else 0.0)) for one in found]
 
 
 def whole(draft: Draft) -> Estimate:
-    view, peak, time, step_s, rate = draft.view, draft.peak, draft.time, draft.step_time_s, draft.tokens_per_s
-    job, layout, stage_memory = view.job, view.layout, draft.memory
+    view, time, step_s, rate = draft.view, draft.time, draft.step_time_s, draft.tokens_per_s
+    job, layout, stage_memory = view.job, view.layout, _memory(draft)
+    peak = stage_memory[draft.peak_stage]
     world = layout.gpus
     per_gpu = rate / world
     price = job.cluster.price_per_gpu_hour_usd
@@ -122,26 +146,33 @@ def whole(draft: Draft) -> Estimate:
     )
 
 
-def _memory(view: View, at_peak: list[Peak]) -> list[StageMemory]:
-    job, layout = view.job, view.layout
-    layers = stages.chunk_layers(job, layout.pp, layout.virtual_stages)
+def _owned(view: View, at_peak: list[Peak]) -> list[dict[str, float]]:
     state = view.state()
+    lasting = zip(state.parameters.tolist(), state.master.tolist(), state.optimizer.tolist(), strict=True)
+    runtime = memory.runtime(view.job, np.asarray([peak.activations + peak.buffers for peak in at_peak])).tolist()
+    return [
+        {
+            "parameters": parameters,
+            "master": master,
+            "gradients": peak.gradients,
+            "optimizer": optimizer,
+            "activations": peak.activations,
+            "buffers": peak.buffers,
+            "runtime": beside,
+        }
+        for (parameters, master, optimizer), peak, beside in zip(lasting, at_peak, runtime, strict=True)
+    ]
+
+
+def _memory(draft: Draft) -> list[StageMemory]:
+    view = draft.view
+    layers = stages.chunk_layers(view.job, view.layout.pp, view.layout.virtual_stages)
     result = []
-    for rank, peak in enumerate(at_peak):
+    for rank, (peak, owned) in enumerate(zip(draft.at_peak, draft.owned, strict=True)):
         in_flight = peak.in_flight(layers)
-        bytes_ = Memory(
-            parameters=float(state.parameters[rank]),
-            master=float(state.master[rank]),
-            gradients=peak.gradients,
-            optimizer=float(state.optimizer[rank]),
-            activations=peak.activations,
-            buffers=peak.buffers,
-            runtime=float(memory.runtime(job, np.asarray(peak.activations + peak.buffers))),
-        )
-        moment = peak.moment + (f", {in_flight:.3g} micro-batches in flight" if layout.pp > 1 else "")
-        result.append(
-            StageMemory(stage=rank, layers=int(view.share.layers[rank]), in_flight=in_flight, memory=bytes_, moment=moment)
-        )
+        moment = peak.moment + (f", {in_flight:.3g} micro-batches in flight" if view.layout.pp > 1 else "")
+        own = int(view.share.layers[rank])
+        result.append(StageMemory(stage=rank, layers=own, in_flight=in_flight, memory=Memory(**owned), moment=moment))
     return result
 
 
@@ -150,25 +181,23 @@ def _at_optimizer_step(held: Memory) -> float:
     return held.parameters + held.master + held.gradients + held.optimizer
 
 
-def _time(view: View) -> tuple[Time, float]:
+def _time(view: View, pipeline_s: float) -> tuple[Time, float]:
     """Step time by cause on the slowest rank, and the pipeline's idle share."""
     layout, machine = view.layout, view.machine
-    shares = view.share
-    by_rank = view.pieces.on(shares)
-    totals = by_rank.total.total
+    by_rank = view.rank_passes
+    totals = by_rank.total
     slowest = int(np.argmax(totals))
-    piece = _row(by_rank, slowest)
     gas = layout.gas
     busy = float(totals[slowest]) * gas
     send = bubble = host = 0.0
     if layout.pp > 1:
         host = 2 * machine.efficiency.action_overhead_s * layout.virtual_stages * gas
         busy += host
-        idle = max(0.0, view.pipeline_s() - busy)
-        send = min(idle, _send_share(view, by_rank.total, slowest))
+        idle = max(0.0, pipeline_s - busy)
+        send = min(idle, _send_share(view, by_rank, slowest))
         bubble = idle - send
     after = view.after()
-    causes = {f"{f.name}_s": gas * float(getattr(piece, f.name).total) for f in fields(Piece)}
+    causes = {f"{name}_s": gas * each for name, each in view.causes(slowest).items()}
     causes["launch_s"] += host + float(after.launch_s[0])
     time = Time(
         **causes,
@@ -196,13 +225,6 @@ def _send_share(view: View, by_rank: Passes, slowest: int) -> float:
         return float(makespan(*shape, total_f, total_i, total_w, slow_f, slow_i, slow_w, hop_s))
 
     return max(0.0, closed_form(send_s(view)) - closed_form(0.0))
-
-
-def _row(piece: Piece, index: int) -> Piece:
-    def pick(passes: Passes) -> Passes:
-        return Passes(passes.forward[index], passes.input_grad[index], passes.weight_grad[index])
-
-    return Piece(*(pick(getattr(piece, f.name)) for f in fields(Piece)))
 
 
 def _activation_items(view: View, peak: Peak) -> list[ActivationItem]:

@@ -19,6 +19,7 @@ from ultrascale.cost.operators import LayerTime
 from ultrascale.cost.overlap import exposed
 from ultrascale.cost.passes import Passes
 from ultrascale.cost.stages import RankShare
+from ultrascale.cost.tensor import TensorTraffic
 from ultrascale.specs.job import Job
 
 # Everything a piece's time depends on; schedule, virtual stages, pp and accumulation only repeat and order the pieces.
@@ -67,6 +68,9 @@ class Piece:
     def scaled(self, factor: Array) -> Piece:
         return Piece(*(getattr(self, f.name).scaled(factor) for f in fields(Piece)))
 
+    def take(self, rows: Array) -> Piece:
+        return Piece(*(getattr(self, f.name).take(rows) for f in fields(Piece)))
+
     def __add__(self, other: Piece) -> Piece:
         return self.combined(other, Passes.__add__)
 
@@ -84,6 +88,10 @@ class Pieces:
         total = total + self.head.scaled(share.head)
         return total if self.moe is None else total + self.moe.scaled(share.moe_layers)
 
+    def take(self, rows: Array) -> Pieces:
+        moe = None if self.moe is None else self.moe.take(rows)
+        return Pieces(self.dense.take(rows), moe, self.embedding.take(rows), self.head.take(rows))
+
     def totals(self) -> PieceTotals:
         moe = self.moe.total if self.moe is not None else None
         return PieceTotals(self.dense.total, moe, self.embedding.total, self.head.total)
@@ -98,14 +106,9 @@ class PieceTotals:
     embedding: Passes
     head: Passes
 
-    def take(self, index: Array) -> PieceTotals:
-        def pick(passes: Passes | None) -> Passes | None:
-            if passes is None:
-                return None
-            return Passes(passes.forward[index], passes.input_grad[index], passes.weight_grad[index])
-
-        picked = [pick(getattr(self, f.name)) for f in fields(PieceTotals)]
-        return PieceTotals(*picked)  # type: ignore[arg-type]  # only `moe` may be None, and stays so
+    def take(self, rows: Array) -> PieceTotals:
+        moe = None if self.moe is None else self.moe.take(rows)
+        return PieceTotals(self.dense.take(rows), moe, self.embedding.take(rows), self.head.take(rows))
 
     def on(self, share: RankShare) -> Passes:
         total = self.dense.scaled(share.dense_layers) + self.embedding.scaled(share.embedding)
@@ -115,19 +118,19 @@ class PieceTotals:
 
 def pieces(job: Job, columns: Columns, machine: Machine) -> Pieces:
     places = mesh(columns, machine.cluster)
-    moe = _layer(job, columns, machine, places, moe=True) if job.model.moe_layers else None
+    inside = tensor.traffic(job, columns, places, machine)
+    moe = _layer(job, columns, machine, places, inside, moe=True) if job.model.moe_layers else None
     return Pieces(
-        _layer(job, columns, machine, places, moe=False),
+        _layer(job, columns, machine, places, inside, moe=False),
         moe,
-        _end(job, columns, machine, places, operators.embedding(job, columns, machine), is_head=False),
-        _end(job, columns, machine, places, operators.head(job, columns, machine), is_head=True),
+        _end(job, columns, machine, places, inside, operators.embedding(job, columns, machine), is_head=False),
+        _end(job, columns, machine, places, inside, operators.head(job, columns, machine), is_head=True),
     )
 
 
-def _layer(job: Job, columns: Columns, machine: Machine, places: Mesh, moe: bool) -> Piece:
+def _layer(job: Job, columns: Columns, machine: Machine, places: Mesh, inside: TensorTraffic, moe: bool) -> Piece:
     compute = operators.layer(job, columns, machine, moe)
     nothing = np.zeros(len(columns))
-    inside = tensor.traffic(job, columns, places, machine)
     around = context.traffic(job, columns, places, machine, compute.attention)
     again = exposed(inside.gather_again_s, compute.matmul.input_grad, machine.efficiency)
     # Cut into tp pieces, an exchange hides behind products; backward's share the window with the second gather.
@@ -182,10 +185,11 @@ def _layer(job: Job, columns: Columns, machine: Machine, places: Mesh, moe: bool
     )
 
 
-def _end(job: Job, columns: Columns, machine: Machine, places: Mesh, compute: LayerTime, is_head: bool) -> Piece:
+def _end(
+    job: Job, columns: Columns, machine: Machine, places: Mesh, inside: TensorTraffic, compute: LayerTime, is_head: bool
+) -> Piece:
     """Embedding or head: one exchange of the residual stream each way when tp cuts the vocabulary."""
     nothing = np.zeros(len(columns))
-    inside = tensor.traffic(job, columns, places, machine)
     one = np.where(inside.with_sequence, inside.gather.time_s, 0.5 * inside.reduce.time_s)
     shardable = params.head(job.model) if is_head else params.embedding(job.model)
     elements = shardable.on_rank(columns.tp, job.model.kv_heads)

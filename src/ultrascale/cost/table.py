@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -28,13 +29,17 @@ BLOCK = 16_384  # cores at a time: the working arrays of a block stay in the cac
 
 @dataclass(frozen=True)
 class Table:
-    """Cores of one pipeline degree under every variant; step time is infinite where a layout is illegal or does not fit."""
+    """Cores of one pipeline degree under every variant, as arrays of cores × variants."""
 
     cores: Columns
     variants: tuple[Variant, ...]
     legal: Array
     peak_bytes: Array
+    """exact where it fits; where it does not, of the first ranks that were found to hold too much"""
+    fits: Array
+    """legal and within capacity"""
     step_s: Array
+    """infinite where it does not fit, or takes longer than was asked about"""
 
     def layouts(self, core: Array, variant: Array) -> Columns:
         """The chosen cells as rows."""
@@ -44,33 +49,53 @@ class Table:
         return Columns.from_mapping(rows)
 
 
-def evaluate(job: Job, cores: Columns, variants: Sequence[Variant], machine: Machine, capacity_bytes: float) -> Table:
-    """All cores must share one pp. Time is computed only where memory fits."""
+def evaluate(
+    job: Job,
+    cores: Columns,
+    variants: Sequence[Variant],
+    machine: Machine,
+    capacity_bytes: float,
+    longest_s: float = np.inf,
+) -> Table:
+    """All cores must share one pp. Time is computed only where memory fits and a step might take `longest_s` or less."""
     blocks = [
-        _evaluate_block(job, cores.take(slice(start, start + BLOCK)), variants, machine, capacity_bytes)
-        for start in range(0, len(cores), BLOCK)
+        _evaluate_block(job, block, variants, machine, capacity_bytes, longest_s)
+        for block in (cores.take(rows) for rows in _blocks(len(cores)))
     ]
-    legal, peak, step = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
-    return Table(cores, tuple(variants), legal, peak, step)
+    # Arrays are filled variant by variant, so that is how they lie in memory.
+    legal, peak, fits, step = (np.concatenate(parts, axis=1).T for parts in zip(*blocks, strict=True))
+    return Table(cores, tuple(variants), legal, peak, fits, step)
+
+
+def _blocks(rows: int) -> list[slice]:
+    """Of about the same size each."""
+    count = -(-rows // BLOCK)
+    ends = [rows * number // count for number in range(count + 1)]
+    return [slice(*pair) for pair in pairwise(ends)]
 
 
 def _evaluate_block(
-    job: Job, cores: Columns, variants: Sequence[Variant], machine: Machine, capacity_bytes: float
-) -> tuple[Array, Array, Array]:
-    pp = int(cores.pp[0])
-    shape = (len(cores), len(variants))
-    legal = np.ones(shape, dtype=bool)
-    if pp > 1:
-        gas, of = np.unique(cores.gas, return_inverse=True)
-        legal = np.stack([legal_mask(name, pp, gas, loops) for name, loops in variants], axis=1)[of]
-    peak = _peaks(job, cores, variants, pp)
-    step = np.full(shape, np.inf)
+    job: Job, cores: Columns, variants: Sequence[Variant], machine: Machine, capacity_bytes: float, longest_s: float
+) -> tuple[Array, Array, Array, Array]:
+    legal = _legal(cores, variants)
+    peak = _peaks(job, cores, variants, legal, capacity_bytes)
     fits = legal & (peak <= capacity_bytes)
-    rows = np.flatnonzero(fits.any(axis=1))
-    if len(rows):
-        times = _steps(job, cores.take(rows), variants, machine, pp)
-        step[rows] = np.where(fits[rows], times, np.inf)
-    return legal, peak, step
+    step = np.full(legal.shape, np.inf)
+    rows = np.flatnonzero(fits.any(axis=0))
+    if len(rows) and longest_s > 0:
+        chosen, times = _steps(job, cores.take(rows), variants, machine, longest_s)
+        rows = rows[chosen]
+        step[:, rows] = np.where(fits[:, rows], times, np.inf)
+    return legal, peak, fits, step
+
+
+def _legal(cores: Columns, variants: Sequence[Variant]) -> Array:
+    """Variants × cores."""
+    pp = int(cores.pp[0])
+    if pp == 1:
+        return np.ones((len(variants), len(cores)), dtype=bool)
+    gas, of = np.unique(cores.gas, return_inverse=True)
+    return np.stack([legal_mask(name, pp, gas, loops) for name, loops in variants]).take(of, axis=1)
 
 
 def _shares(job: Job, pp: int, variant: Variant) -> list[tuple[int, tuple[int, ...]]]:
@@ -91,20 +116,44 @@ def _fullest(job: Job, pp: int, variant: Variant) -> list[tuple[int, tuple[int, 
     return [(rank, share) for share, rank in first.items()]
 
 
-def _peaks(job: Job, cores: Columns, variants: Sequence[Variant], pp: int) -> Array:
-    parts: dict[tuple[int, ...], memory.PeakParts] = {}
+def _peaks(job: Job, cores: Columns, variants: Sequence[Variant], legal: Array, capacity_bytes: float) -> Array:
+    """Variants × cores. Share after share; cores that no variant makes fit any more are not asked about the rest."""
+    pp = int(cores.pp[0])
     gas, of = np.unique(cores.gas, return_inverse=True)
-    columns = []
-    for variant in variants:
-        name, loops = variant
-        peak = np.zeros(len(cores))
+    peak = found = np.zeros(legal.shape)
+    rows: Array | None = None  # all, so far
+    for share, holders in _by_share(job, pp, variants):
+        parts = memory.peak_parts(job, cores, stages.constant_share(share, len(cores)))
+        for number, rank in holders:
+            name, loops = variants[number]
+            here = waiting(name, pp, rank, gas, loops).take(of)
+            np.maximum(found[number], parts.total(job, here), out=found[number])
+        if rows is not None:
+            peak[:, rows] = found
+        still = np.flatnonzero((legal & (found <= capacity_bytes)).any(axis=0))
+        if not len(still):
+            break
+        if len(still) < len(cores):
+            rows = still if rows is None else rows[still]
+            cores, of = cores.take(still), of[still]
+            legal, found = legal.take(still, axis=1), found.take(still, axis=1)
+    return peak
+
+
+def _by_share(job: Job, pp: int, variants: Sequence[Variant]) -> list[tuple[tuple[int, ...], list[tuple[int, int]]]]:
+    """The shares that can hold a peak, with the variants (by number) and ranks that have them; first those that together are
+    in every variant, since no core is out before each of its variants was asked about once.
+    """
+    found: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    for number, variant in enumerate(variants):
         for rank, share in _fullest(job, pp, variant):
-            if share not in parts:
-                parts[share] = memory.peak_parts(job, cores, stages.constant_share(share, len(cores)))
-            here = waiting(name, pp, rank, gas, loops)
-            peak = np.maximum(peak, parts[share].total(job, here.take(of)))
-        columns.append(peak)
-    return np.stack(columns, axis=1)
+            found.setdefault(share, []).append((number, rank))
+    ordered, unasked = [], set(range(len(variants)))
+    while found:
+        share = max(found, key=lambda one: (len(unasked.intersection(number for number, _ in found[one])), len(found[one])))
+        unasked.difference_update(number for number, _ in found[share])
+        ordered.append((share, found.pop(share)))
+    return ordered
 
 
 def waiting(name: str, pp: int, rank: int, gas: Array, loops: int) -> memory.Waiting:
@@ -118,17 +167,26 @@ def waiting(name: str, pp: int, rank: int, gas: Array, loops: int) -> memory.Wai
     return memory.Waiting(held, np.asarray(put_off), losses, together=name not in stages.V_SHAPED, one=1 / loops)
 
 
-def _steps(job: Job, cores: Columns, variants: Sequence[Variant], machine: Machine, pp: int) -> Array:
+def _steps(job: Job, cores: Columns, variants: Sequence[Variant], machine: Machine, longest_s: float) -> tuple[Array, Array]:
+    """Which cores might take no longer, and their times: variants × those."""
+    pp = int(cores.pp[0])
     distinct, inverse = cores.distinct(depends_on(job))
     totals = pieces(job, distinct, machine).totals().take(inverse)
+    model = job.model
+    whole = totals.on(stages.constant_share((model.dense_layers, model.moe_layers, 1, 1), len(cores)))
+    # No step is shorter than the slowest rank's work, which is no less than the mean rank's; the rest is for rounding.
+    chosen = np.flatnonzero(cores.gas * whole.total / pp <= longest_s * (1 + 1e-9))
+    if len(chosen) < len(cores):
+        cores, totals, whole = cores.take(chosen), totals.take(chosen), whole.take(chosen)
+    rows = len(cores)
+    if not rows:
+        return chosen, np.zeros((len(variants), 0))
     places = mesh(cores, machine.cluster)
     send = pipeline.hop(job, cores, places, machine).time_s
-    model, rows = job.model, len(cores)
-    whole = totals.on(stages.constant_share((model.dense_layers, model.moe_layers, 1, 1), rows))
     by_share: dict[tuple[int, ...], Passes] = {}
     after: dict[tuple[int, ...], Array] = {}
-    columns = []
-    for variant in variants:
+    times = np.empty((len(variants), rows))
+    for number, variant in enumerate(variants):
         shares = list(dict.fromkeys(share for _, share in _shares(job, pp, variant)))
         for share in shares:
             if share not in by_share:
@@ -138,8 +196,9 @@ def _steps(job: Job, cores: Columns, variants: Sequence[Variant], machine: Machi
             share_of_first = stages.constant_share(first, rows)
             after[first] = end_of_step(job, cores, machine, places, share_of_first, totals).total
         slowest = _slowest([by_share[share] for share in shares])
-        columns.append(_makespan(variant, pp, cores, whole, slowest, send, machine.efficiency.action_overhead_s) + after[first])
-    return np.stack(columns, axis=1)
+        overhead_s = machine.efficiency.action_overhead_s
+        times[number] = _makespan(variant, pp, cores, whole, slowest, send, overhead_s) + after[first]
+    return chosen, times
 
 
 def _slowest(ranks: list[Passes]) -> Passes:

@@ -6,7 +6,7 @@ Layouts that are asked about together share their tables: a law costs as much fo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
@@ -15,7 +15,8 @@ from ultrascale.cost import memory, padding, params, pipeline, stages, step
 from ultrascale.cost.columns import Array, Columns, rows_of
 from ultrascale.cost.hardware import Machine
 from ultrascale.cost.mesh import Mesh, mesh
-from ultrascale.cost.pieces import Pieces, pieces
+from ultrascale.cost.passes import Passes
+from ultrascale.cost.pieces import Piece, Pieces, PieceTotals, pieces
 from ultrascale.schedules import Pipeline, StageTimes, simulate_makespans
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -69,8 +70,13 @@ class View:
         return rows_of(self.together.share, self._ranks)
 
     @cached_property
-    def pieces(self) -> Pieces:
-        return rows_of(self.together.pieces, self._row)
+    def rank_passes(self) -> Passes:
+        """Of one micro-batch, on every rank."""
+        return rows_of(self.together.rank_passes, self._ranks)
+
+    def causes(self, rank: int) -> dict[str, float]:
+        """Seconds of one micro-batch on a rank, by cause."""
+        return {name: float(passes[self._ranks][rank]) for name, passes in self.together.rank_causes.items()}
 
     @property
     def v_shaped(self) -> bool:
@@ -105,7 +111,7 @@ class View:
         return rows_of(self.together.after, self._row)
 
     def stage_times(self, send_s: float) -> StageTimes:
-        times = self.pieces.totals().on(self.chunk_share())
+        times = rows_of(self.together.chunk_passes, self._chunks)
         if self.layout.pp > 1:
             times = times.delayed(self.machine.efficiency.action_overhead_s)
         else:  # where one queue runs through the step, its idle time is all passes' alike
@@ -116,10 +122,6 @@ class View:
             tuple(map(float, times.weight_grad)),
             send_s,
         )
-
-    def pipeline_s(self) -> float:
-        """From the first forward to the last backward of a pipeline, simulated."""
-        return self.together.pipelines_s[self.number]
 
     @property
     def _row(self) -> slice:
@@ -149,6 +151,14 @@ def send_s(view: View) -> float:
     return float(view.together.hop_s[view.number])
 
 
+def pipelines_s(seen: Sequence[View]) -> list[float]:
+    """From the first forward to the last backward of each pipeline, simulated, all of them together."""
+    layouts = [view.layout for view in seen]
+    shapes = [(one.schedule, one.pp, one.gas, one.virtual_stages) for one in layouts]
+    asked = [Pipeline(*shape, view.stage_times(send_s(view))) for shape, view in zip(shapes, seen, strict=True)]
+    return simulate_makespans(asked, SIMULATED)
+
+
 @dataclass(frozen=True)
 class _Together:
     """Layouts of one job with one number of pipeline ranks, row after row; each table is made when it is first wanted."""
@@ -166,6 +176,27 @@ class _Together:
         return pieces(self.job, self.rows, self.machine)
 
     @cached_property
+    def totals(self) -> PieceTotals:
+        return self.pieces.totals()
+
+    @cached_property
+    def on_ranks(self) -> Piece:
+        """Of one micro-batch, on every rank of every layout."""
+        return self.pieces.take(self._row_of_rank).on(self.share)
+
+    @cached_property
+    def rank_passes(self) -> Passes:
+        return self.on_ranks.total
+
+    @cached_property
+    def rank_causes(self) -> dict[str, Array]:
+        return {field.name: getattr(self.on_ranks, field.name).total for field in fields(Piece)}
+
+    @cached_property
+    def chunk_passes(self) -> Passes:
+        return self.totals.take(self._row_of_chunk).on(self.chunk_share)
+
+    @cached_property
     def places(self) -> Mesh:
         return mesh(self.rows, self.machine.cluster)
 
@@ -176,11 +207,11 @@ class _Together:
     @cached_property
     def after(self) -> step.EndOfStep:
         share = stages.share_of(self.job, self.rows, np.zeros(len(self.rows), dtype=np.int64))
-        return step.end_of_step(self.job, self.rows, self.machine, self.places, share, self.pieces.totals())
+        return step.end_of_step(self.job, self.rows, self.machine, self.places, share, self.totals)
 
     @cached_property
     def ranks(self) -> Columns:
-        return self.rows.take(np.repeat(np.arange(len(self.rows)), self.layouts[0].pp))
+        return self.rows.take(self._row_of_rank)
 
     @cached_property
     def share(self) -> stages.RankShare:
@@ -196,7 +227,7 @@ class _Together:
 
     @cached_property
     def chunks(self) -> Columns:
-        return self.rows.take(np.repeat(np.arange(len(self.rows)), np.diff(self.chunk_start)))
+        return self.rows.take(self._row_of_chunk)
 
     @cached_property
     def chunk_share(self) -> stages.RankShare:
@@ -225,9 +256,10 @@ class _Together:
         cut = rows.changed(zero=np.maximum(rows.zero, 2))
         return ChunkGradients(*(memory.states(job, each, held, nothing).gradients for each in (rows, cut)))
 
-    @cached_property
-    def pipelines_s(self) -> list[float]:
-        seen = [View(layout, self, number) for number, layout in enumerate(self.layouts)]
-        shapes = [(one.layout.schedule, one.layout.pp, one.layout.gas, one.layout.virtual_stages) for one in seen]
-        asked = [Pipeline(*shape, one.stage_times(send_s(one))) for shape, one in zip(shapes, seen, strict=True)]
-        return simulate_makespans(asked, SIMULATED)
+    @property
+    def _row_of_rank(self) -> Array:
+        return np.repeat(np.arange(len(self.rows)), self.layouts[0].pp)
+
+    @property
+    def _row_of_chunk(self) -> Array:
+        return np.repeat(np.arange(len(self.rows)), np.diff(self.chunk_start))

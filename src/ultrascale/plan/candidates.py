@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -150,29 +151,49 @@ def _slices(job: Job, ranks: int) -> list[int]:
 
 
 def _variants(job: Job, wishes: Wishes, base: dict[str, int]) -> dict[str, Array] | None:
-    """One set of degrees with every micro-batch, sharding, policy and exchange; the schedule is filled in by its variants."""
+    """One set of degrees with every micro-batch, sharding, policy and exchange."""
     passes = job.sequences // base["dp"]
     batches = [(mbs, passes // mbs) for mbs in wishes.among("mbs", divisors(passes)) if passes % mbs == 0]
     batches = [pair for pair in batches if wishes.allows("gas", pair[1])]
-    axes: list[tuple[tuple[str, ...], list[tuple[Any, ...]]]] = [
-        (("mbs", "gas"), batches),
-        (("zero", "zero_shards", "keep_gathered"), _shardings(job, wishes, base)),
-        (("recompute",), [(word,) for word in wishes.among("recompute", CHOICES["recompute"])]),
-        (("context_parallel",), [(word,) for word in _exchanges(job, wishes, base)]),
-        (("schedule", "virtual_stages"), [("1f1b", 1)]),
-        (("sequence_parallel",), [(word,) for word in wishes.among("sequence_parallel", _sequence(job, base))]),
-        (("data_parallel",), [(word,) for word in wishes.among("data_parallel", ["bucketed"])]),
-        (("offload",), [(word,) for word in wishes.among("offload", ["none"])]),
-    ]
-    if not all(values for _, values in axes):
+    axes = (
+        tuple(batches),
+        tuple(_shardings(job, wishes, base)),
+        *(
+            tuple((word,) for word in words)
+            for words in (
+                wishes.among("recompute", CHOICES["recompute"]),
+                _exchanges(job, wishes, base),
+                wishes.among("sequence_parallel", _sequence(job, base)),
+                wishes.among("data_parallel", ["bucketed"]),
+                wishes.among("offload", ["none"]),
+            )
+        ),
+    )
+    if not all(axes):
         return None
-    sizes = [len(values) for _, values in axes]
-    index = np.indices(sizes).reshape(len(sizes), -1)
-    columns = {name: np.full(index.shape[1], value) for name, value in base.items()}
-    for position, (names, values) in enumerate(axes):
-        for column, name in enumerate(names):
-            codes = np.asarray([encode(name, value[column]) for value in values])
-            columns[name] = codes[index[position]]
+    columns = _product(axes)
+    return {**columns, **{name: np.full(len(columns["mbs"]), value) for name, value in base.items()}}
+
+
+_AXES = (
+    ("mbs", "gas"),
+    ("zero", "zero_shards", "keep_gathered"),
+    ("recompute",),
+    ("context_parallel",),
+    ("sequence_parallel",),
+    ("data_parallel",),
+    ("offload",),
+)
+
+
+@lru_cache(maxsize=256)
+def _product(axes: tuple[tuple[tuple[Any, ...], ...], ...]) -> dict[str, Array]:
+    """Every combination of the axes' values, which many degrees have in common; the schedule is filled in by its variants."""
+    index = np.indices([len(values) for values in axes]).reshape(len(axes), -1)
+    columns = {"schedule": np.full(index.shape[1], encode("schedule", "1f1b")), "virtual_stages": np.ones_like(index[0])}
+    for names, values, position in zip(_AXES, axes, index, strict=True):
+        for name, of_name in zip(names, zip(*values, strict=True), strict=True):
+            columns[name] = np.asarray([encode(name, value) for value in of_name])[position]
     return columns
 
 

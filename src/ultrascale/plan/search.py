@@ -11,7 +11,7 @@ import numpy as np
 
 from ultrascale.cost import table
 from ultrascale.cost.columns import NAMES, Array, Columns
-from ultrascale.cost.estimate import Draft, drafts, whole
+from ultrascale.cost.estimate import Draft, Held, held, timed, whole
 from ultrascale.cost.hardware import Machine
 from ultrascale.cost.legality import check
 from ultrascale.plan import advice, reasons
@@ -58,8 +58,6 @@ class _Ranked:
     score: list[float]
     evaluated: int
     fitting: int
-    smallest: tuple[float, Layout] | None
-    """the least peak in bytes, and whose it is: what is said when nothing fits"""
 
 
 def plan(
@@ -95,10 +93,10 @@ def plan(
     if not evaluated:
         raise SpecError(why_empty(job, wishes))
     if not fitting:
-        smallest = min((r.smallest for r in ranked if r.smallest), key=lambda pair: pair[0])
         say("nothing fits: looking for the cheapest change that does")
-        found = advice.no_fit(job, wishes, smallest[0], smallest[1])
-        return Result(job, (), evaluated, 0, time.perf_counter() - started, tuple(notes), found)
+        smallest = [found for found in (_smallest(one, wishes) for one in jobs) if found]
+        no_fit = advice.no_fit(job, wishes, *min(smallest, key=lambda pair: pair[0]))
+        return Result(job, (), evaluated, 0, time.perf_counter() - started, tuple(notes), no_fit)
     best = sorted(((score, r, row) for r in ranked for row, score in enumerate(r.score)), key=lambda entry: entry[0])
     if preview is not None and objective == "throughput":
         shown = [Previewed(ranked.rows.layout(row), score) for score, ranked, row in best[:top]]
@@ -130,23 +128,23 @@ def explained(
 
 
 def _simulate(best: list[tuple[float, _Ranked, int]], wanted: int) -> list[Draft]:
-    """The first `wanted` that fit by the exact count; all of them, if none does."""
-    fitting: list[Draft] = []
-    over: list[Draft] = []
+    """The first `wanted` that fit by the exact count, all in one simulation; every one of them, if none does."""
+    fitting: list[Held] = []
+    over: list[Held] = []
     while best and len(fitting) < wanted:
         count = wanted - len(fitting)
-        for predicted in _drafts([(ranked.job, ranked.rows.layout(row)) for _, ranked, row in best[:count]]):
-            (fitting if predicted.fits else over).append(predicted)
+        for found in _held([(ranked.job, ranked.rows.layout(row)) for _, ranked, row in best[:count]]):
+            (fitting if found.fits else over).append(found)
         best = best[count:]
-    return fitting or over
+    return timed(fitting or over)
 
 
-def _drafts(asked: list[tuple[Job, Layout]]) -> list[Draft]:
+def _held(asked: list[tuple[Job, Layout]]) -> list[Held]:
     """In the order asked; those of one cluster together."""
-    found: dict[int, Draft] = {}
+    found: dict[int, Held] = {}
     for job in {id(job): job for job, _ in asked}.values():
         numbers = [number for number, (one, _) in enumerate(asked) if one is job]
-        found.update(zip(numbers, drafts(job, [asked[number][1] for number in numbers]), strict=True))
+        found.update(zip(numbers, held(job, [asked[number][1] for number in numbers]), strict=True))
     return [found[number] for number in range(len(asked))]
 
 
@@ -161,34 +159,43 @@ def _score(predicted: Draft, objective: Objective) -> tuple[float, ...]:
 def _rank(job: Job, wishes: Wishes, objective: Objective, keep: int) -> _Ranked:
     machine = Machine(job)
     capacity = job.cluster.gpu.memory_gib * GIB
-    scores, rows = [np.zeros(0)], [Columns.of([])]
+    scores, rows = np.zeros(0), [Columns.of([])]
     evaluated = fitting = 0
-    smallest: tuple[float, Layout] | None = None
     for group in cores(job, wishes):
-        cells = table.evaluate(job, group.columns, group.variants, machine, capacity)
+        # Who is slower than as many as are kept is out; the least memory may be at any speed.
+        enough = len(scores) >= keep and objective != "memory"
+        longest_s = float(np.partition(scores, keep - 1)[keep - 1]) if enough else np.inf
+        cells = table.evaluate(job, group.columns, group.variants, machine, capacity, longest_s)
         evaluated += int(cells.legal.sum())
-        finite = np.isfinite(cells.step_s)
-        fitting += int(finite.sum())
-        least = np.where(cells.legal, cells.peak_bytes, np.inf)
-        if cells.legal.any() and (smallest is None or least.min() < smallest[0]):
-            smallest = (float(least.min()), _cell(cells, least))
-        if not finite.any():
-            continue
-        if objective == "memory":
-            score = np.where(finite, cells.peak_bytes, np.inf)
-        else:
-            score = cells.step_s * (job.cluster.gpus if objective == "cost" else 1.0)
-        count = min(keep, int(finite.sum()))
-        flat = np.argpartition(score, count - 1, axis=None)[:count]
-        core, variant = np.unravel_index(flat, score.shape)
-        rows.append(cells.layouts(np.asarray(core), np.asarray(variant)))
-        scores.append(score[core, variant])
-    together = np.concatenate(scores)
-    first = np.argsort(together, kind="stable")[:keep]
+        fitting += int(cells.fits.sum())
+        score = np.where(cells.fits, cells.peak_bytes, np.inf) if objective == "memory" else cells.step_s
+        core, variant = _least(score, keep)
+        rows.append(cells.layouts(core, variant))
+        scores = np.concatenate([scores, score[core, variant]])
+    first = np.argsort(scores, kind="stable")[:keep]
     found = Columns.from_mapping({name: np.concatenate([getattr(part, name) for part in rows])[first] for name in NAMES})
-    return _Ranked(job, found, together[first].tolist(), evaluated, fitting, smallest)
+    weight = job.cluster.gpus if objective == "cost" else 1.0
+    return _Ranked(job, found, (weight * scores[first]).tolist(), evaluated, fitting)
 
 
-def _cell(cells: table.Table, score: Array) -> Layout:
-    core, variant = np.unravel_index(int(np.argmin(score)), score.shape)
-    return cells.layouts(np.asarray([core]), np.asarray([variant])).layout(0)
+def _least(score: Array, most: int) -> tuple[Array, Array]:
+    """Cores and variants with the least finite scores, in the order of the table; more than `most` where the last are equal."""
+    variant, core = np.nonzero(np.isfinite(score.T))
+    found = score[core, variant]
+    if len(found) > most:
+        among = found <= np.partition(found, most - 1)[most - 1]
+        core, variant = core[among], variant[among]
+    order = np.lexsort((variant, core))
+    return core[order], variant[order]
+
+
+def _smallest(job: Job, wishes: Wishes) -> tuple[float, Layout] | None:
+    """The least peak in bytes, and whose it is: what is said when nothing fits."""
+    machine = Machine(job)
+    best: tuple[float, Layout] | None = None
+    for group in cores(job, wishes):
+        cells = table.evaluate(job, group.columns, group.variants, machine, np.inf, longest_s=0.0)
+        core, variant = _least(np.where(cells.legal, cells.peak_bytes, np.inf), 1)
+        if len(core) and (best is None or cells.peak_bytes[core[0], variant[0]] < best[0]):
+            best = (float(cells.peak_bytes[core[0], variant[0]]), cells.layouts(core[:1], variant[:1]).layout(0))
+    return best

@@ -39,8 +39,12 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 SHOWN = 10  # layouts in the table
-REST_S = 0.1  # a control that still moves is not yet a question
+REST_S = 0.05  # a control that still moves is not yet a question
 SENT_S = 0.03  # what was written on the page has left for the browser
+
+
+class Overtaken(Exception):
+    """A newer question came while an older one was being answered."""
 
 
 class Planner:
@@ -160,7 +164,10 @@ class Planner:
             self.sheet = Sheet()
 
     async def answer(self) -> None:
-        """Search anew, once the controls have come to rest; an answer that was overtaken is thrown away."""
+        """Search anew, once the controls have come to rest; what was overtaken is given up, at the latest when it is found.
+
+        The numbers leave for the browser first; controls of the layout, reasons and figures follow.
+        """
         self.asked += 1
         mine = self.asked
         await asyncio.sleep(REST_S)
@@ -179,7 +186,14 @@ class Planner:
             def preview(ranked: list[Previewed]) -> None:  # called in the search's thread
                 page.call_soon_threadsafe(self.show_preview, mine, job, ranked)
 
-            found = await run.io_bound(search, job, top=SHOWN, explain=False, preview=preview, **wishes)
+            def go_on(_: str) -> None:
+                if mine != self.asked:
+                    raise Overtaken
+
+            try:
+                found = await run.io_bound(search, job, top=SHOWN, explain=False, progress=go_on, preview=preview, **wishes)
+            except Overtaken:
+                return
             if mine != self.asked or found is None or self.frame.closed:
                 return
             self.frame.say("")
@@ -187,11 +201,17 @@ class Planner:
             self.show_result(found)
             if not found.plans:
                 return
+            shown = self.plan
+            await asyncio.sleep(SENT_S)
+            if mine != self.asked or self.frame.closed:
+                return
+            if self.plan is shown:  # else the user went on to another
+                self.by_hand.begin(found.plans[0])
             plans = await run.io_bound(explained, found.plans, **wishes)
             if mine != self.asked or plans is None or self.frame.closed:
                 return
             self.result = replace(found, plans=tuple(plans))
-            if self.plan is found.plans[0]:  # else the user went on to another
+            if self.plan is found.plans[0]:
                 self.show_plan(plans[0])
 
     def show_preview(self, mine: int, job: Job, ranked: list[Previewed]) -> None:
@@ -236,7 +256,6 @@ class Planner:
             return
         best = found.plans[0]
         own = self.frame.ask.own_layout(best.job, best.layout) if self.frame.ask.layout else best.layout
-        self.by_hand.begin(best)
         if own is None or own == best.layout:
             self.show_plan(best, reasons_follow=True)
         else:
