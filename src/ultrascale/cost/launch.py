@@ -37,6 +37,8 @@ STREAMS_FUSED, STREAMS_COMPILED, STREAMS_AGAIN = (4, 11), (6, 12), 4
 # Seconds that such a kernel takes beyond its bytes, for its start and its last wave: steps of AdamW 1.9 and 2.0 µs, norms of
 # gradients 3.3 and 3.5, sums of micro-batches 3.2, in recorded steps of models of 135 and 360 million parameters on an H200.
 START_S = 2.7e-6
+# A launch with Python and autograd around it, on a host whose bare ones took 6.4 µs: what an engine sees that decides by it.
+AROUND_S = 49e-6
 # Between two recorded steps, from reading the loss to the next launch: 0.1 to 0.5 ms in five such models.
 BETWEEN_S = 0.3e-3
 
@@ -105,7 +107,9 @@ def idle_s(
         begun + gas * whole + weights - late_s,
     )
     one_by_one = np.asarray(reduce(np.maximum, waits))
-    recorded = recordable(job, columns) & (gas * whole > -gas * (ends + forward + backward))
+    each = _each_s(machine)
+    host = (ends + forward + backward) * (max(1.0, AROUND_S / each) if each else 1.0)
+    recorded = recordable(job, columns) & (layers.total + head.total < 2 * host)
     return np.where(recorded, np.minimum(one_by_one, BETWEEN_S), one_by_one)
 
 
