@@ -54,4 +54,6 @@ $(VENV)/.train: $(VENV)/.base
 $(VENV)/.dev: $(VENV)/.train
 	@echo "Adding the tools of development"
 	$(PIP) --editable '.[dev,docs,train]'
+	@# torchtitan 0.2 beside the 0.3 of the dev extra: its TOML is exported too, and read by it in a test.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/torchtitan-0.2 torchtitan==0.2.2
 	@touch $@

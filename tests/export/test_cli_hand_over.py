@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import samples
-from plans_made import plan_of
+from plans_made import exported, plan_of
 
 from ultrascale.specs.plan import Plan
 
@@ -99,7 +99,7 @@ def test_an_export_that_cannot_be(run, plan: Path, words: list[str], says: list[
 def test_folders_and_plans_that_cannot_be_used(run, plan: Path) -> None:
     refused(run("export", "none.yaml", "--to", "slurm", "-o", "out"), "plan file none.yaml does not exist")
     refused(run("export", plan, "--to", "slurm", "-o", "plan.yaml"), "is a file: name a folder")
-    refused(run("export", plan, "--to", "slurm", "-o", "plan.yaml/x"), "plan.yaml/x")
+    refused(run("export", plan, "--to", "slurm", "-o", "plan.yaml/x"), "-o is plan.yaml/x, which cannot be made", "such as out")
     edited = plan.read_text().replace("  tp: 8\n", "  tp: 3\n")
     Path("edited.yaml").write_text(edited)
     refused(run("export", "edited.yaml", "--to", "megatron", "-o", "out"), "layout.dp·tp·pp·cp")
@@ -154,6 +154,35 @@ def test_places_that_are_no_files(run, plan: Path) -> None:
     refused(run("import", "run.sh", "--model", "lama-3-8b"), "did you mean")
     refused(run("import", "run.sh", "--seq", "long"), "--seq is 'long'")
     refused(run("import", "run.sh", "--framework", "megatron"), "framework 'megatron' is not known")
+
+
+SLIPS = [
+    ("megatron", "run.sh", "--num-layers", "--num-layres", ["--num-layers is missing (there is '--num-layres')"]),
+    (
+        "deepspeed",
+        "ds_config.json",
+        '"stage"',
+        '"stge"',
+        ["zero_shards", "ds_config.json has zero_optimization.stge: did you mean"],
+    ),
+    ("accelerate", "config.yaml", "num_processes", "num_proceses", ["but there are 1 data ranks (there is 'num_proceses')"]),
+]
+
+
+@pytest.mark.parametrize(("to", "name", "right", "wrong", "says"), SLIPS, ids=[slip[0] for slip in SLIPS])
+def test_a_slip_is_named_where_its_value_is_missed(
+    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str, name: str, right: str, wrong: str, says: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = exported(plan_of("sharded"), to, Path("out")) / name
+    file.write_text(file.read_text().replace(right, wrong))
+    refused(run("import", file), *says)
+
+
+def test_a_report_is_a_file(run, plan: Path) -> None:
+    pytest.importorskip("plotly")
+    os.mkdir("folder")
+    refused(run("report", plan, "-o", "folder"), "folder is a folder: name a file in it, such as folder/report.html")
 
 
 def test_help_names_every_target(run) -> None:

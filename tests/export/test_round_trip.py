@@ -119,14 +119,14 @@ UNSAID = {
         "tied": "data_parallel",
     },
     "DeepSpeed": {
-        "one GPU": "job.seq model",
+        "one GPU": "job.seq job.gradients model",
         "dense": "pp sequence_parallel schedule virtual_stages job.seq model",
         "sharded": "zero_shards job.seq model",
         "long": "sequence_parallel context_parallel recompute job.seq model",
         "experts": "pp ep sequence_parallel job.seq model",
         "qwen": "ep job.seq job.precision model",
         "latent": "pp ep sequence_parallel job.seq model",
-        "no bubble": "pp schedule virtual_stages job.seq job.optimizer model",
+        "no bubble": "pp schedule virtual_stages job.seq job.gradients job.optimizer model",
         "tied": "data_parallel job.seq model",
     },
     "Accelerate": {

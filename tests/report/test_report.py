@@ -112,3 +112,10 @@ def test_broken_folders(run: Path, tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_text("[1]\n{}\n")
     with pytest.raises(SpecError, match="line 1 has no step"):
         run_page(run)
+    (run / "metrics.jsonl").write_bytes(b"\x87\xff")
+    with pytest.raises(SpecError, match=r"metrics\.jsonl is not text: expected the metrics"):
+        run_page(run)
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").mkdir()
+    with pytest.raises(SpecError, match=r"metrics\.jsonl cannot be read \(is a directory\): expected"):
+        run_page(run)

@@ -37,7 +37,7 @@ def report(
     with progress() as say:
         say("drawing")
         page = run_page(source, say) if source.is_dir() else plan_page(Plan.load(source), str(source), say)
-        write_text(target, page)
+        write_text(target, page, example="report.html")
     terminal().print(f"Wrote {target} ({len(page.encode()) / 2**20:.1f} MiB); open it in any browser")
 
 

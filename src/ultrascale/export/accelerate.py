@@ -96,7 +96,8 @@ def read(data: Any, where: str, world: World) -> Found:
     total = keys.whole("num_processes", 1)
     tp, cp = keys.whole(f"{_MESH}parallelism_config_tp_size", 1), keys.whole(f"{_MESH}parallelism_config_cp_size", 1)
     if total % (tp * cp):
-        raise SpecError(f"{where}: num_processes is {total} but tp {tp} times cp {cp} does not divide it: try {tp * cp}")
+        given = f"num_processes is {total}{keys.slip('num_processes')}"
+        raise SpecError(f"{where}: {given} but tp {tp} times cp {cp} does not divide it: try {tp * cp}")
     dp = total // (tp * cp)
     found.fields = {
         "layout.dp": dp,
@@ -123,7 +124,7 @@ def _read_fsdp(keys: Keys, dp: int, cp: int, where: str) -> dict[str, Any]:
     if replicate * shard != dp:
         raise SpecError(
             f"{where}: dp_replicate_size {replicate} times dp_shard_size {shard} is {replicate * shard} but there are "
-            f"{dp} data ranks: try dp_shard_size {max(1, dp // replicate)}"
+            f"{dp} data ranks{keys.slip('num_processes')}: try dp_shard_size {max(1, dp // replicate)}"
         )
     strategies = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "true": True, "false": False}
     again = keys.value("fsdp_config.fsdp_reshard_after_forward", keys.value("fsdp_config.fsdp_sharding_strategy", True))

@@ -37,16 +37,20 @@ def native(job: Job, layout: Layout) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": layout.mbs,
         "gradient_accumulation_steps": layout.gas,
         "gradient_clipping": training.clip,
-        "zero_optimization": _zero(layout),
+        "zero_optimization": _zero(job, layout),
         "bf16": {"enabled": job.precision in ("bf16", "fp8")},
         "fp16": {"enabled": job.precision == "fp16"},
-        "data_types": {"grad_accum_dtype": job.gradients},
+        "data_types": {"grad_accum_dtype": _gradients(job, layout)},
         "optimizer": _optimizer(job, training),
         "steps_per_print": 10,
         "wall_clock_breakdown": False,
     }
+    if layout.zero and job.optimizer.startswith("sgd"):
+        settings["zero_allow_untested_optimizer"] = True  # else it asserts
     if layout.tp > 1:
         settings["tensor_parallel"] = {"autotp_size": layout.tp}
+        if layout.pp == 1:
+            del settings["train_batch_size"]  # AutoTP alone: it would be compared with every rank, the tensor ranks too
     if layout.cp > 1:
         settings["sequence_parallel_size"] = layout.cp
     if layout.recompute == "full":
@@ -54,8 +58,17 @@ def native(job: Job, layout: Layout) -> dict[str, Any]:
     return settings
 
 
-def _zero(layout: Layout) -> dict[str, Any]:
+def _gradients(job: Job, layout: Layout) -> str:
+    """Without ZeRO, DeepSpeed accumulates in the format of the parameters and refuses any other."""
+    if layout.zero:
+        return job.gradients
+    return "bf16" if job.precision == "fp8" else job.precision
+
+
+def _zero(job: Job, layout: Layout) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": layout.zero, "overlap_comm": layout.zero > 0, "contiguous_gradients": True}
+    if layout.zero == 3 and job.optimizer == "muon":
+        zero["reduce_scatter"] = False  # Muon needs whole matrices
     if layout.offload != "none":
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if layout.offload == "parameters":
@@ -109,6 +122,7 @@ def read(data: Any, where: str, world: World) -> Found:
         found.notes.append("activation_checkpointing is read as recomputation of whole layers")
     keys.passed("activation_checkpointing.partition_activations", "activation_checkpointing.contiguous_memory_optimization")
     keys.also_known("gradient_clipping", "steps_per_print", "wall_clock_breakdown", "scheduler.type", "prescale_gradients")
+    keys.also_known("zero_allow_untested_optimizer", "zero_optimization.reduce_scatter")
     zero_settings = ("overlap_comm", "contiguous_gradients", "reduce_bucket_size", "allgather_bucket_size", "sub_group_size")
     keys.also_known(*(f"zero_optimization.{name}" for name in zero_settings))
     found.notes += keys.unread()
@@ -180,6 +194,7 @@ ENGINE = Engine(
         "layout.context_parallel": "sequence_parallel_size is Ulysses",
         "layout.data_parallel": "DeepSpeed reduces in buckets",
         "layout.recompute": "your program checkpoints; partition_activations alone is a setting",
+        "job.gradients": "without ZeRO, DeepSpeed accumulates them in the format of the parameters",
         "job.precision": "DeepSpeed computes in bf16, fp16 and fp32",
         "job.optimizer": "DeepSpeed has AdamW, Muon and SGD with fp32 states",
         "job.seq": "the sequence length is your program's",

@@ -37,7 +37,7 @@ class Keys:
     def whole(self, key: str, default: int | None = None, least: int = 1) -> int:
         value = self.value(key, default)
         if value is None:
-            raise SpecError(f"{self.where}: {key} is missing: give it, such as {max(least, 8)}")
+            raise SpecError(f"{self.where}: {key} is missing{self.slip(key)}: give it, such as {max(least, 8)}")
         try:
             count = int(value) if isinstance(value, str) else value
         except ValueError:
@@ -74,6 +74,12 @@ class Keys:
         close = get_close_matches(str(value)[:60], list(choices), n=1)
         advice = f"did you mean {close[0]}?" if close else f"known: {', '.join(choices)}"
         raise SpecError(f"{self.where}: {key} is {shown(value)}, which cannot be read: {advice}")
+
+    def slip(self, key: str) -> str:
+        """Of a setting that is not there: the one, never asked for, that may mean it."""
+        unasked = [] if key in self._data else [name for name in self._data if name not in self._asked][:MOST_SLIPS]
+        close = get_close_matches(key, unasked, n=1, cutoff=CLOSE)
+        return f" (there is '{close[0]:.80}')" if close else ""
 
     def passed(self, *keys: str) -> None:
         """Known keys that say nothing about a plan."""

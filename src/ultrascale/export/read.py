@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from ultrascale.specs.plan import Plan
 
 LARGEST = 2**20  # bytes; configurations are some KiB
 ASSUMED_GPU = "h100"
+NOT_READ = "not read: "  # how a note on a slip begins
 _KINDS = (
     "a run.sh of Megatron-LM, a config.toml or .py of torchtitan, a config.yaml of nanotron or Accelerate, or a ds_config.json"
 )
@@ -74,18 +76,31 @@ def plan_from(path: Path, given: Given | None = None) -> Imported:
     cluster = _cluster(engine, settings, where, said, given, notes)
     world = World(None if cluster is None else cluster.gpus, given.model.vocab if given.model else None)
     found = engine.read(settings, where, world)
-    if cluster is None:
-        cluster = _as_many_as_needed(found, said, where, notes)
-    job, layout = _build(found, said, given, cluster, engine, where)
-    stale = _edited(engine, job, layout, found, said)
-    if stale:
-        said = {name: value for name, value in said.items() if name not in stale}
-        notes += [f"{name}: the file's own setting holds; its header says otherwise" for name in sorted(stale)]
+    with _naming_slips(found, where):
+        if cluster is None:
+            cluster = _as_many_as_needed(found, said, where, notes)
         job, layout = _build(found, said, given, cluster, engine, where)
-    check(job, layout)
+        stale = _edited(engine, job, layout, found, said)
+        if stale:
+            said = {name: value for name, value in said.items() if name not in stale}
+            notes += [f"{name}: the file's own setting holds; its header says otherwise" for name in sorted(stale)]
+            job, layout = _build(found, said, given, cluster, engine, where)
+        check(job, layout)
     notes += found.notes if not said else [note for note in found.notes if note.startswith("not read:")]
     reasons = (f"read from {where}, a file for {engine.title}", *notes)
     return Imported(Plan(job=job, layout=layout, estimate=estimate(job, layout), reasons=reasons), engine, tuple(notes))
+
+
+@contextmanager
+def _naming_slips(found: Found, where: str) -> Iterator[None]:
+    """A misspelt setting leaves another without its value: the sentence about that one names the slip too."""
+    try:
+        yield
+    except SpecError as error:
+        slips = [note.removeprefix(NOT_READ) for note in found.notes if note.startswith(NOT_READ)]
+        if not slips:
+            raise
+        raise SpecError(f"{error}; {where} has {slips[0]}") from None
 
 
 def _build(found: Found, said: Fields, given: Given, cluster: Cluster, engine: Engine, where: str) -> tuple[Job, Layout]:

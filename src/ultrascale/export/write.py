@@ -38,6 +38,11 @@ def into(folder: Path, files: Sequence[File], force: bool) -> list[Path]:
         raise SpecError(
             f"-o is {folder}, which is not empty: {held[0]} is in the way; name a new folder, or write into it with --force"
         )
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except (OSError, ValueError) as error:
+        reason = (getattr(error, "strerror", None) or str(error)).lower()
+        raise SpecError(f"-o is {folder}, which cannot be made ({reason}): name another folder, such as out") from None
     written = []
     for file in files:
         target = folder / file.name

@@ -50,8 +50,11 @@ def metrics(file: Path) -> list[dict[str, Any]]:
         lines = file.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         return []
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{file} cannot be read ({error}): expected the metrics of a run, a JSON object a line") from None
+    except UnicodeDecodeError:
+        raise SpecError(f"{file} is not text: expected the metrics of a run, a JSON object a line") from None
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise SpecError(f"{file} cannot be read ({reason}): expected the metrics of a run, a JSON object a line") from None
     rows = []
     for number, line in enumerate(lines, 1):
         try:

@@ -90,13 +90,16 @@ def _reason(error: OSError) -> str:
     return f"cannot be read ({(error.strerror or str(error)).lower()})"
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write the whole file or leave what was there: a temporary file beside it, then a rename."""
+def write_text(path: Path, text: str, example: str = "plan.yaml") -> None:
+    """Write the whole file or leave what was there: a temporary file beside it, then a rename.
+
+    `example` is the name that errors advise.
+    """
     # os.path answers False where pathlib would raise: a name too long, a folder that may not be read.
     if os.path.isdir(path):
-        raise SpecError(f"{path} is a folder: name a file in it, such as {path / 'plan.yaml'}")
+        raise SpecError(f"{path} is a folder: name a file in it, such as {path / example}")
     if os.path.exists(path) and not os.path.isfile(path):  # a rename would put a file in a device's place
-        raise SpecError(f"{path} is a device: name a file, such as plan.yaml")
+        raise SpecError(f"{path} is a device: name a file, such as {example}")
     temporary = None
     try:
         target = Path(os.path.realpath(path))  # a link stays a link
@@ -111,7 +114,7 @@ def write_text(path: Path, text: str) -> None:
         temporary = None
     except (OSError, ValueError) as error:
         reason = (getattr(error, "strerror", None) or str(error)).lower()
-        raise SpecError(f"{path} cannot be written ({reason}): name another file, such as plan.yaml") from None
+        raise SpecError(f"{path} cannot be written ({reason}): name another file, such as {example}") from None
     finally:
         if temporary is not None:
             os.unlink(temporary)
