@@ -46,7 +46,7 @@ def job_of(model: str, seq: int, layout: Layout, gpus: int = 1) -> Job:
         cluster=Cluster.load(f"{gpus}xh100"),
         seq=seq,
         batch_tokens=layout.batch_tokens(seq),
-        framework=Framework.load("ultrascale-gpu"),
+        framework=Framework.load("ultrascale-gpu").model_copy(update={"recorded": False}),  # so that launches tell
     )
 
 
@@ -147,9 +147,9 @@ def test_a_run_that_alone_tells_a_constant_judges_nothing() -> None:
 
 def test_constants_that_do_worse_on_runs_left_out_are_not_taken(run: Run, tmp_path: Path) -> None:
     """Runs that nothing explains: the same few shapes, each at random half as fast or twice as fast as the plan says."""
-    rng, base = random.Random(3), Efficiency()
+    rng, base = random.Random(1), Efficiency()
     runs = [replace(one, step_s=one.step_s * math.exp(rng.choice((-0.6, 0.6)))) for one in made_up(base)]
-    write(tmp_path / "runs.jsonl", runs)
+    write(tmp_path / "runs.jsonl", runs, extra_gib=base.workspace_gib)
     code, out, error = run("calibrate", tmp_path / "runs.jsonl", "-o", tmp_path / "cluster.yaml", "--json")
     assert code == 1, error
     found = json.loads(out)
@@ -171,6 +171,22 @@ def test_the_middle_error_on_runs_that_others_judge_decides() -> None:
     assert not better(judged(1.06), judged(0.94), judged(1.0))
     assert better(judged(1.01), judged(1.06, ("attention",)), judged(1.06, ("attention",)))
     assert not better(judged(1.0, ("attention",)))
+
+
+def test_memory_is_fitted_where_times_need_no_fit(tmp_path: Path) -> None:
+    """Times that nothing explains, as above; but what an allocator holds beside is the same in all."""
+    rng, base = random.Random(1), Efficiency()
+    runs = [replace(one, step_s=one.step_s * math.exp(rng.choice((-0.6, 0.6)))) for one in made_up(base)]
+    write(tmp_path / "runs.jsonl", runs, extra_gib=0.07)
+    found = calibrate(load([tmp_path / "runs.jsonl"]))
+    assert found.improved
+    assert found.cluster.efficiency.matmul is None
+    assert found.cluster.efficiency.workspace_gib == pytest.approx(0.07, abs=1e-3)
+    assert verdict(found, "matmul").why == "on runs left out what was fitted is no better"
+    assert all(run.before_s == run.after_s == run.left_out_s for run in found.runs)
+    assert found.cluster.calibrated is not None
+    assert "workspace_gib" in found.cluster.calibrated.constants
+    assert "matmul" not in found.cluster.calibrated.constants
 
 
 def measurement(one: Seen, holes: float | None = 0.0, extra_gib: float = 0.0) -> Measurement:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ from ultrascale.cost.columns import Columns
 from ultrascale.cost.hardware import Machine
 from ultrascale.measure.bench import hardware
 from ultrascale.measure.bench.hardware import Product, Seen
+from ultrascale.measure.doctor import nvidia
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -42,4 +45,25 @@ def test_the_laws_give_back_what_was_seen(kind: str) -> None:
     assert passes.input_grad[0] == pytest.approx(3.2e-3, rel=1e-3)
     assert machine.stream_s(np.array([2.0 * hardware.COPIED]))[0] == pytest.approx(5.3e-4, rel=1e-3)
     assert found.kernel_launch_s == 4.0e-6
+    assert found.boost == 1
     assert found.network_bandwidth == cluster.efficiency.network_bandwidth
+
+
+def test_light_work_may_run_at_the_highest_clock() -> None:
+    found = hardware.efficiency(Cluster.load("1xh200"), replace(SEEN, clocks_mhz=(1590.0, 1980.0)))
+    assert found.boost == pytest.approx(1.245)
+    assert hardware.efficiency(Cluster.load("1xh200"), replace(SEEN, clocks_mhz=(1995.0, 1980.0))).boost == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "clocks"),
+    [
+        ("1590, 1980\n", (1590.0, 1980.0)),
+        ("[N/A], 1980\n", None),
+        ("0, 0\n", None),
+        ("", None),
+        ("1, 2\n3, 4\n", None),
+    ],
+)
+def test_what_nvidia_smi_tells_of_clocks(answer: str, clocks: tuple[float, float] | None) -> None:
+    assert nvidia.parse_clocks(answer) == clocks

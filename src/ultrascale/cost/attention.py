@@ -63,6 +63,8 @@ def done_flops(job: Job, columns: Columns) -> Array:
     """Of one layer's attention on one rank, forward and backward, with what its kernel computes again."""
     work = flops.score_flops(job.model, job.seq, causal=True) * columns.tokens(job.seq) / columns.tp
     return np.asarray((1 + BACKWARD_FLOPS) * work)
+
+
 def _on_host(job: Job, machine: Machine, work: Array, zero: Array) -> Passes:
     """On a CPU: the products, or the softmax over scores, whichever takes longer.
 

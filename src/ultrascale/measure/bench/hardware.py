@@ -15,6 +15,7 @@ import numpy as np
 
 from ultrascale.cost.attention import BACKWARD_FLOPS, BLOCK, filled
 from ultrascale.cost.hardware import Machine
+from ultrascale.measure.doctor import nvidia
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.job import Job
@@ -45,6 +46,8 @@ class Seen:
     attention_backward_s: float
     copy_s: float
     launch_s: float
+    clocks_mhz: tuple[float, float] | None = None
+    """while all of this took turns, and the highest; None: nvidia-smi does not tell"""
 
 
 def measured(cluster: Cluster) -> Cluster:
@@ -73,6 +76,9 @@ def efficiency(cluster: Cluster, seen: Seen) -> Efficiency:
         "memory_bandwidth": 2 * COPIED / seen.copy_s / (gpu.memory_bandwidth_gb_s * 1e9),
         "kernel_launch_s": seen.launch_s,
     }
+    if seen.clocks_mhz is not None:
+        now, highest = seen.clocks_mhz
+        given["boost"] = max(1.0, highest / now)
     return cluster.efficiency.model_copy(update={name: float(f"{value:.4g}") for name, value in given.items()})
 
 
@@ -103,18 +109,21 @@ def _seen(_: int, __: int, ___: str) -> Seen:
         ("backward", lambda: torch.autograd.grad(outputs.pop(), (q, k, v), grad)),
         ("copy", lambda: target.copy_(source)),
     ]
-    seconds = _in_turns(actions)
+    seconds, clocks = _in_turns(actions)
     return Seen(
         tuple((what, each) for what, each in seconds.items() if isinstance(what, Product)),
         seconds["forward"],
         seconds["backward"],
         seconds["copy"],
         _launch_s(),
+        clocks,
     )
 
 
-def _in_turns(actions: Sequence[tuple[object, Callable[[], object]]]) -> dict[object, float]:
-    """Seconds of each action on the device, while all of them take turns."""
+def _in_turns(
+    actions: Sequence[tuple[object, Callable[[], object]]],
+) -> tuple[dict[object, float], tuple[float, float] | None]:
+    """Seconds of each action on the device, while all of them take turns, and its clock meanwhile."""
     import torch
 
     marks: dict[object, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = defaultdict(list)
@@ -125,9 +134,10 @@ def _in_turns(actions: Sequence[tuple[object, Callable[[], object]]]) -> dict[ob
             action()
             end.record()
             marks[what].append((begin, end))
+    clocks = nvidia.ask_clocks(str(torch.cuda.get_device_properties(0).uuid))  # the device still works on what waits for it
     torch.cuda.synchronize()
     times = {what: [begin.elapsed_time(end) / 1e3 for begin, end in each[WARM:]] for what, each in marks.items()}
-    return {what: float(np.median(each)) for what, each in times.items()}
+    return {what: float(np.median(each)) for what, each in times.items()}, clocks
 
 
 def _launch_s(times: int = 2000) -> float:

@@ -1,4 +1,7 @@
-"""Calibrate: a Cluster whose constants are those of measured runs, as far as the runs tell them; judged on runs left out."""
+"""Calibrate: a Cluster whose constants are those of measured runs, as far as the runs tell them; judged on runs left out.
+
+Step times and memory are judged apart: constants of the one may stay as they were where those of the other are better.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from ultrascale.cost.estimate import estimate
 from ultrascale.measure.calibrate import memory
 from ultrascale.measure.calibrate.constants import CONSTANTS, Base, Constant
 from ultrascale.measure.calibrate.fit import Fit, Model, Moves, fit, refit
+from ultrascale.measure.calibrate.memory import FIELDS
 from ultrascale.measure.calibrate.runs import Seen
 from ultrascale.specs.cluster import Calibrated, Cluster
 from ultrascale.specs.efficiency import Efficiency
@@ -19,6 +23,8 @@ from ultrascale.specs.units import GIB
 
 FEWEST = 3  # runs: with two, each would be judged by the other alone
 FOLDS = 8  # more runs than these are left out several at a time
+STEP, HELD = "step_s", "held_gib"  # what a run tells: its time, its memory
+NO_BETTER = "on runs left out what was fitted is no better"
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ class Errors:
 class Calibration:
     base: Cluster
     cluster: Cluster
-    """the new one; the old one where the new one is no better on runs left out"""
+    """with the new constants, and the old ones where these are no better on runs left out"""
     verdicts: tuple[Verdict, ...]
     runs: tuple[Judged, ...]
 
@@ -74,7 +80,7 @@ class Calibration:
     def improved(self) -> bool:
         return self.cluster.calibrated is not None
 
-    def errors(self, when: str, of: str = "step_s") -> Errors | None:
+    def errors(self, when: str, of: str = STEP) -> Errors | None:
         """`when`: before, after or left_out, the last of runs that others can judge; `of`: step_s or held_gib."""
         return _errors(self.runs if when != "left_out" else self.judges, when, of)
 
@@ -83,7 +89,7 @@ class Calibration:
         return tuple(run for run in self.runs if not run.alone)
 
 
-def _errors(runs: Sequence[Judged], when: str, of: str = "step_s") -> Errors | None:
+def _errors(runs: Sequence[Judged], when: str, of: str = STEP) -> Errors | None:
     stem, unit = of.rsplit("_", 1)
     name = f"{when}_{unit}" if stem == "step" else f"{stem}_{when}_{unit}"
     pairs = [(getattr(run, name), getattr(run, of)) for run in runs]
@@ -110,13 +116,27 @@ def calibrate(runs: Sequence[Seen], say: Callable[[str], None] = lambda text: No
         moves, lost = refit(model, kept, found)
         changed = _with_memory(base, moves, [one for index in kept if (one := held[index]) is not None])
         without |= dict.fromkeys(fold, (changed, lost))
-    judged = tuple(
-        _judged(base, run, one, efficiency, *without[index]) for index, (run, one) in enumerate(zip(runs, held, strict=True))
-    )
-    result = Calibration(base.cluster, base.cluster, tuple(_verdicts(base, found, efficiency, bool(_spoke(held)))), judged)
-    if not _better(result):
+
+    def judged(after: Efficiency, left_out: Callable[[Efficiency], Efficiency]) -> tuple[Judged, ...]:
+        return tuple(
+            _judged(base, run, one, after, left_out(without[index][0]), without[index][1])
+            for index, (run, one) in enumerate(zip(runs, held, strict=True))
+        )
+
+    verdicts = _verdicts(base, found, efficiency, bool(_spoke(held)))
+    result = Calibration(base.cluster, base.cluster, tuple(verdicts), judged(efficiency, lambda each: each))
+    taken = {of: _better(result, of) for of in (STEP, HELD)}
+    if not any(taken.values()):
         return result
-    return Calibration(base.cluster, _signed(result, efficiency), result.verdicts, judged)
+
+    def as_taken(each: Efficiency) -> Efficiency:
+        """With constants of times, of memory, or of both."""
+        times, of_memory = (each if taken[of] else base.cluster.efficiency for of in (STEP, HELD))
+        return times.model_copy(update={name: getattr(of_memory, name) for name in FIELDS})
+
+    verdicts = [_as_taken(one, taken[HELD if one.name in FIELDS else STEP]) for one in verdicts]
+    result = Calibration(base.cluster, base.cluster, tuple(verdicts), judged(as_taken(efficiency), as_taken))
+    return replace(result, cluster=_signed(result, as_taken(efficiency)))
 
 
 def _folds(runs: int) -> list[list[int]]:
@@ -152,21 +172,21 @@ def _judged(
     )
 
 
-def _better(found: Calibration) -> bool:
-    """On runs left out: of time, or of memory where no time was fitted. The middle one counts: one run may be beyond all."""
-    judges = found.judges
-    before, after = _errors(judges, "before"), _errors(judges, "left_out")
-    if before is None or after is None:
-        return False
-    if any(verdict.known is not None for verdict in found.verdicts if verdict.name not in memory.FIELDS):
-        return after.middle < before.middle
-    held_before, held_after = _errors(judges, "before", "held_gib"), _errors(judges, "left_out", "held_gib")
-    return held_before is not None and held_after is not None and held_after.middle < held_before.middle
+def _better(found: Calibration, of: str = STEP) -> bool:
+    """On runs left out that others judge. The middle one counts: one run may be beyond all."""
+    before, after = (_errors(found.judges, when, of) for when in ("before", "left_out"))
+    return before is not None and after is not None and after.middle < before.middle
+
+
+def _as_taken(verdict: Verdict, taken: bool) -> Verdict:
+    if taken or verdict.known is None:
+        return verdict
+    return replace(verdict, after=verdict.before, known=None, why=NO_BETTER)
 
 
 def _signed(found: Calibration, efficiency: Efficiency) -> Cluster:
     """The new cluster, with where its constants come from."""
-    time, held = found.errors("left_out"), found.errors("left_out", "held_gib")
+    time, held = found.errors("left_out"), found.errors("left_out", HELD)
     assert time is not None  # there are runs
     origin = Calibrated(
         runs=len(found.runs),
@@ -189,7 +209,7 @@ def _verdicts(base: Base, found: Fit, efficiency: Efficiency, spoke: bool) -> li
             verdicts.append(Verdict(constant.name, before, after, found.known[constant]))
         else:
             verdicts.append(Verdict(constant.name, before, before, None, f"{found.why[constant]}; what would: {constant.run}"))
-    for name in memory.FIELDS:
+    for name in FIELDS:
         before, after = getattr(base.cluster.efficiency, name), getattr(efficiency, name)
         why = "" if spoke else "no allocator spoke in these runs; what would: a run on a GPU"
         verdicts.append(Verdict(name, before, after, 0.0 if spoke else None, why))

@@ -52,6 +52,20 @@ def parse_gpus(answer: str, visible: str | None = None) -> tuple[GPUFact, ...]:
     )
 
 
+def ask_clocks(uuid: str) -> tuple[float, float] | None:
+    """MHz of a GPU's multiprocessors now and at most."""
+    return parse_clocks(
+        _ask("nvidia-smi", f"--id=GPU-{uuid}", "--query-gpu=clocks.sm,clocks.max.sm", "--format=csv,noheader,nounits")[0]
+    )
+
+
+def parse_clocks(answer: str) -> tuple[float, float] | None:
+    cells = [cell.strip() for cell in answer.strip().split(",")]
+    if len(cells) != 2 or not all(cell.isdigit() and int(cell) for cell in cells):  # some kinds answer "[N/A]"
+        return None
+    return float(cells[0]), float(cells[1])
+
+
 def _mib(text: str) -> float:
     return float(text) * 2**20 if text.replace(".", "", 1).isdigit() else 0.0
 
