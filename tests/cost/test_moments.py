@@ -101,7 +101,7 @@ def test_gradients_that_outgrow_activations() -> None:
     """
     held = predict(Layout(dp=2, zero=3, recompute="full"))
     assert held.gradients == pytest.approx(2 * 4 * WEIGHTS / 2)
-    assert held.activations == pytest.approx((4 * R + ANGLES) / 2 + (LAYER - R) + R + 3 * W)
+    assert held.activations == pytest.approx(4 * R / 2 + ANGLES + (LAYER - R) + R + 3 * W)
     fresh = 2 * 512 * 1536 + 2 * 4096 * 512
     assert held.buffers == pytest.approx(fresh + 2 * (2 * WEIGHTS + ENDS) + 4 * WEIGHTS)
 
@@ -114,7 +114,7 @@ def test_a_split_backward_keeps_the_activation_and_gathered_gradients() -> None:
     assert held.activations == 2 * (2 * LAYER + ANGLES + R) + R + 4 * W
     cut = predict(Layout(pp=2, tp=2, gas=4, schedule="zero-bubble"))
     waiting = 2 * (2 * LAYER / 2 + ANGLES + R / 2)
-    assert cut.activations == waiting + 2 * (R - R / 2) + R / 2 + R + 4 * W / 2
+    assert cut.activations == waiting + 2 * (R - R / 2) + R / 2 + R / 2 + R + 4 * W / 2  # and the gradient that came
 
 
 def test_experts_gradients_are_stacked_beside_their_parts() -> None:
@@ -154,11 +154,40 @@ def test_weights_that_wait_for_experts_need_less() -> None:
     assert held.activations == waiting + 2 * EXPERT_LAYER + ANGLES + 2 * R + 8 * 1024 + 12 * LOGITS
 
 
-def test_a_first_backward_has_nothing_scattered_behind_it() -> None:
-    """AFAB is fullest in its first backward: neither shards of gradients nor what they were scattered from are there."""
+def test_a_first_backward_has_only_what_it_scattered_itself() -> None:
+    """AFAB is fullest in its first backward, at the second layer's gate: the first one's shards, what they were scattered from
+    and the last product's fresh gradients. No others are there; of the activations a layer's are gone, and the gradient that
+    came is another than the residual's.
+    """
     held = predict(Layout(pp=2, dp=2, gas=4, zero=2, schedule="afab"))
     assert held.gradients == 0
-    assert held.buffers == 2 * 512 * 1536
+    assert held.buffers == 4 * WEIGHTS / 2 + 4 * WEIGHTS + 2 * 512 * 1536
+    assert held.activations == 4 * (2 * LAYER + ANGLES + R) - LAYER + 2 * R + 3 * W
+
+
+def test_the_first_norm_of_a_layer_whose_backward_is_split() -> None:
+    """One layer a stage, tp 4: residual-wide tensors are R / 4, keys and values are cut in two. Gradients of both last products
+    are whole (one in the place of the other norm's input); beside the layer's input the residual's, the norm's and the received
+    gradient, and five tensors in fp32.
+    """
+    held = predict(Layout(pp=4, tp=4, gas=4, schedule="zero-bubble"))
+    layer = (6 * R + 4 * 8 * 1024 + 3 * W) / 4 + R / 4
+    assert held.activations == 4 * (layer + ANGLES + R / 4) + 2 * R - R / 4 + 3 * R / 4 + 5 * 2 * R / 4
+
+
+def test_the_final_norm_outweighs_few_logits() -> None:
+    """Its input, its output's gradient, five tensors in fp32; 64 logits a token are less."""
+    held = predict(Layout(), model=SMALL.model_copy(update={"vocab": 64}))
+    assert held.activations == 4 * LAYER + ANGLES + 2 * R + 5 * 2 * R
+
+
+def test_a_forward_of_experts_beside_the_buffer_of_its_last_gather() -> None:
+    """ZeRO-1 with one micro-batch. Rows as they came and times their weights, their sum, the normed input; no loss yet."""
+    narrow = SHAPE | {"vocab": 64, "norm": "layernorm"}  # whose backward is one kernel, and which has biases
+    model = Model(name="narrow", kv_heads=2, ffn=0, moe=MoE(experts=8, top_k=2, expert_ffn=64), **narrow)
+    held = predict(Layout(dp=2, zero=1), model=model)
+    assert held.activations == 4 * (EXPERT_LAYER - 3 * 2 * R * 7 / 8) + ANGLES + 2 * 2 * R + 2 * R
+    assert held.buffers == 2 * (WEIGHTS + 2 * 512 - 3 * 512 * 1536 + 8 * 512 + 8 * 3 * 512 * 64)
 
 
 def test_every_chunk_keeps_what_it_scattered_last() -> None:

@@ -227,6 +227,8 @@ class HeadActivations:
     """kept from forward to backward"""
     peak: Array
     """at the start of backward: those and the gradient of the logits"""
+    forward: Array
+    """the fullest of forward, where that was followed"""
 
 
 def head(job: Job, columns: Columns) -> HeadActivations:
@@ -236,6 +238,7 @@ def head(job: Job, columns: Columns) -> HeadActivations:
     logits = tokens * job.model.vocab / columns.tp
     if job.framework.loss == "at-once":
         return _head_at_once(job, columns, norm + statistics)
+    cast = (b if b < FP32 else 0.0) + 2.0 * FP32  # logits, their fp32 copy, its softmax
     by_loss: dict[str, tuple[float, Array | float]] = {
         "overwritten": (b, b),
         "fused": (b, 2.0 * b),
@@ -243,11 +246,11 @@ def head(job: Job, columns: Columns) -> HeadActivations:
         # Logits that are fp32 already are not cast, and of them only the log-softmax is kept.
         "fp32": (b + 2.0 * FP32, b + 3.0 * FP32) if b < FP32 else (1.0 * FP32, 3.0 * FP32),
         # Over a cut vocabulary backward turns the softmax into the gradient: fullest is forward, with logits, cast, softmax.
-        "log-softmax": (FP32, np.where(columns.tp > 1, (b if b < FP32 else 0.0) + 2.0 * FP32, 3.0 * FP32)),
+        "log-softmax": (FP32, np.where(columns.tp > 1, cast, 3.0 * FP32)),
         "chunked": (b / CHUNKS, 2.0 * b / CHUNKS),
     }
     saved, peak = by_loss[job.framework.loss]
-    return HeadActivations(np.asarray(norm + statistics + saved * logits), np.asarray(norm + statistics + peak * logits))
+    return HeadActivations(*(np.asarray(norm + statistics + each * logits) for each in (saved, peak, cast)))
 
 
 def _head_at_once(job: Job, columns: Columns, norm: Array) -> HeadActivations:
@@ -262,7 +265,8 @@ def _head_at_once(job: Job, columns: Columns, norm: Array) -> HeadActivations:
     # Where the vocabulary is cut or backward is split, head and loss are one graph; fp16 must scale its gradients before.
     whole = (columns.tp > 1) | split_backward(columns) | (job.precision == "fp16")
     logits = b * tokens * model.vocab / columns.tp
-    return HeadActivations(np.where(whole, norm + logits, saved), np.where(whole, norm + logits, peak))
+    fullest = np.where(whole, norm + logits, peak)
+    return HeadActivations(np.where(whole, norm + logits, saved), fullest, fullest)
 
 
 def korthikanti(sequence: int, mbs: int, hidden: int, heads: int, tp: int, sequence_parallel: bool, recompute: str) -> float:

@@ -11,9 +11,9 @@ from functools import cached_property
 
 import numpy as np
 
-from ultrascale.cost import activations, float8, moments, moments_zero, params
+from ultrascale.cost import activations, float8, moments, moments_layer, moments_zero, params
 from ultrascale.cost.columns import Array, Columns
-from ultrascale.cost.moments import Moment
+from ultrascale.cost.moment import Moment
 from ultrascale.cost.scene import Scene
 from ultrascale.cost.stages import RankShare
 from ultrascale.specs.job import OPTIMIZER_STATE_BYTES, Job
@@ -158,10 +158,15 @@ class WalkedParts(PeakParts):
     beginning: Moment
     """of a backward before which ZeRO-3 gathers the ends again"""
     fresh_head: Array
-    """the head's gradient, never put off, while it waits for the others'"""
+    """the head's gradient, never put off"""
     fresh_embedding: Array
+    waiting_head: Array
+    """that, while it waits for the others'"""
+    waiting_embedding: Array
     left_over: Array
     """of what the chunk scattered last"""
+    met: Array
+    """of what its replicas met with last, from its second backward on"""
 
 
 def runtime(job: Job, moving: Array) -> Array:
@@ -191,7 +196,10 @@ def walked_parts(job: Job, columns: Columns, share: RankShare, holder: RankShare
         beginning=moments.beginning(scene, gradients),
         fresh_head=moments.fresh(scene, share.head),
         fresh_embedding=moments.fresh(scene, share.embedding) + moments.looked_up(scene),
+        waiting_head=moments.waiting(scene, share.head),
+        waiting_embedding=moments.waiting(scene, share.embedding),
         left_over=moments_zero.left_over(scene),
+        met=moments_zero.met(scene),
     )
 
 
@@ -200,7 +208,7 @@ def _parts(scene: Scene) -> PeakParts:
     state = states(job, columns, held, float8.on_rank(job, columns, scene.holder).elements)
     if scene.first:
         state = replace(state, gradients=0.0 * state.gradients)
-    layer, loss = moments.in_layer(scene, state.gradients, split=False), moments.at_loss(scene, state.gradients)
+    layer, loss = moments_layer.in_layer(scene, state.gradients, split=False), moments.at_loss(scene, state.gradients)
     if job.framework.gradients_as_made:
         single, b = alone(job, columns), activations.compute_bytes(job)
         # None at the loss, the head's at the first layer; then each layer's take the place of activations that it frees. The
@@ -215,7 +223,7 @@ def _parts(scene: Scene) -> PeakParts:
         scene.kept,
         scene.dropped + scene.settled,
         layer,
-        moments.in_layer(scene, state.gradients, split=True),
+        moments_layer.in_layer(scene, state.gradients, split=True),
         loss,
         np.asarray(share.head * scene.head.saved),
         job.cluster.efficiency.allocator_slack,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ultrascale.cost import moments_norm
 from ultrascale.cost.activations import FP32, LayerActivations, compute_bytes
 from ultrascale.cost.columns import Array
 from ultrascale.cost.scene import Scene
@@ -23,18 +24,30 @@ def backward(scene: Scene, layer: LayerActivations, moe: bool, split: Array, mat
 
 
 def _gradients(scene: Scene) -> Array:
-    """Of the output, of queries, and of keys and values as the kernel writes them: for every head of queries. All-gathered keys
-    and values stand beside gradients as long; a ring adds in fp32, and has a block that comes, one that goes, and their sums.
+    """Of the output, of queries, and of keys and values as the kernel writes them: for every head of queries, and where heads
+    share keys it reads copies of these, one for each. All-gathered keys and values stand beside gradients as long.
     """
     model, columns, b = scene.job.model, scene.columns, compute_bytes(scene.job)
     tokens = columns.tokens(scene.job.seq)
     query = b * tokens * model.q_dim / columns.tp
     key = b * tokens * model.kv_dim / np.minimum(columns.tp, model.kv_heads)
-    plain = 4 * query
-    gathers = 2 * query + 4 * key + 4 * columns.cp * key
-    ring = (3 + FP32 / b) * query + 4 * key + np.where(columns.cp > 2, 4 * key, 0.0)
-    switches = 5 * query
+    copies = np.where(query > key, 2 * query, 0.0)
+    plain = 4 * query + copies
+    gathers = np.maximum(2 * query + 4 * key + 4 * columns.cp * key, plain + 2 * columns.cp * key)
+    switches = 5 * query + np.where(query > key * columns.key_copies(model.kv_heads), 2 * query, 0.0)
     cut = columns.cp > 1
     found = np.where(cut & columns.is_("context_parallel", "allgather"), gathers, plain)
-    found = np.where(cut & (columns.is_("context_parallel", "ring") | columns.is_("context_parallel", "zigzag")), ring, found)
-    return np.where(cut & columns.is_("context_parallel", "ulysses"), switches, found)
+    found = np.where(cut & columns.is_("context_parallel", "ring"), _ring(scene, query, key, copies, 1.0), found)
+    found = np.where(cut & columns.is_("context_parallel", "zigzag"), _ring(scene, query, key, copies, 0.5), found)
+    found = np.where(cut & columns.is_("context_parallel", "ulysses"), switches, found)
+    # Queries are normed in fp32, when the kernel's own gradients are gone.
+    return np.maximum(found, moments_norm.wide(scene, query)) if model.qk_norm else found
+
+
+def _ring(scene: Scene, query: Array, key: Array, copies: Array, rows: float) -> Array:
+    """A block of keys and values with the part of the queries that sees it (`rows`): gradients of queries are added in fp32,
+    those of the rank's own keys and the sums for others wait, and while blocks travel on each is there as it goes and comes.
+    """
+    columns, b = scene.columns, compute_bytes(scene.job)
+    blocks = 2 * (2 + 2 * (columns.cp > 2) + (columns.cp > 3))  # own gradients, keys at work; sums twice; keys to come
+    return np.asarray((1 + FP32 / b + 2 + rows) * query + copies + (blocks + (copies > 0)) * key)

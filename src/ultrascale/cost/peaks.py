@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ultrascale.cost import memory
+from ultrascale.cost.activations import compute_bytes, gradient_bytes
 from ultrascale.cost.columns import Array
-from ultrascale.cost.moments import Moment
+from ultrascale.cost.moment import Moment
 from ultrascale.cost.progress import Others, summed
 from ultrascale.cost.view import View
 from ultrascale.schedules import KINDS, Counts, Kind, counts
@@ -32,6 +33,8 @@ class Peak:
     chunks: dict[int, float]
     """how many micro-batches of each of its chunks wait"""
     moment: str
+    gone: float
+    """bytes of the rank's parameters that are not there then: its buffers are counted less by it"""
 
     def in_flight(self, layers: tuple[int, ...]) -> float:
         """Micro-batches' worth of the rank's layers."""
@@ -86,18 +89,23 @@ def _candidates(view: View, first: memory.WalkedParts, later: memory.WalkedParts
     kept, dropped, waiting_loss = later.kept, later.dropped, later.kept_loss
     forward, whole, inputs, weights = (held.of[kind] for kind in Kind)
     live = summed(held.waiting, (kept + waiting_loss)[chunks]) + summed(held.deferred, (kept + dropped)[chunks])
-    live = live + np.where(whole, kept[at], 0.0)
+    live = live + np.where(whole, kept[at], 0.0) + summed(held.ended >= 2, later.met[chunks])
     at_loss = live
     if view.job.framework.followed and inputs.any():  # a split backward has brought nothing back yet at the loss
         at_loss = live - np.where(inputs, dropped[at], 0.0)
-    yield _Candidate("end of a forward", forward, live, later.forward, first.forward)
+    in_forward = live
+    if view.job.framework.followed:  # where experts make it fullest, its own loss is yet to come
+        in_forward = live - np.where(forward, waiting_loss[at], 0.0)
+    yield _Candidate("end of a forward", forward, in_forward, later.forward, first.forward)
     yield _Candidate("weight gradients", weights, live, later.between, first.between)
     yield _Candidate("end of a backward", whole | weights, live, later.scattering, first.scattering)
     if inputs.any():
         # Gradients of the ends are never put off: FSDP holds them until it scatters others', and the next ones beside them.
         owed = held.inputs_again & _sharded(view.layout)
-        at_loss = at_loss + np.where(owed, later.fresh_head[at], 0.0)
-        at_embedding = live + later.fresh_embedding[at] * (1 + owed)
+        at_loss = at_loss + np.where(owed, later.waiting_head[at], 0.0)
+        # What meets in another format than it was made in is there in both for a moment.
+        both = owed | (gradient_bytes(view.job) > compute_bytes(view.job))
+        at_embedding = live + later.fresh_embedding[at] + np.where(both, later.waiting_embedding[at], 0.0)
         yield _Candidate("backward of the embedding", inputs, at_embedding, later.between, first.between)
     yield _Candidate("backward of a layer", whole, live, later.layer, first.layer)
     yield _Candidate("backward of a layer", held.backward_again, live, later.beginning, first.beginning)
@@ -123,4 +131,5 @@ def _peak(held: Counts, rank: int, action: int, found: _Candidate, others: Other
         float(top.gradients[chunk] + (others.gradients[own] if others else 0.0)),
         {int(each): float(count) for each, count in zip(chunks, waiting, strict=True)},
         found.name,
+        float(np.broadcast_to(top.gone, top.buffers.shape)[chunk]),
     )

@@ -142,12 +142,17 @@ class Scene:
 
         A stage that was followed keeps what it sent, whose graph its backward starts from, and one table of rotary angles.
         """
-        kept = np.asarray(sum((count * layer.total for count, _, layer in self.layers), np.zeros(len(self.columns))))
+        kept = self.kept_layers
         if not self.job.framework.followed:
             return kept
         model, b = self.job.model, compute_bytes(self.job)
         angles = 2 * b * self.job.seq / self.columns.cp * model.head_dim * (model.positions == "rotary")
         return np.asarray(kept + angles + np.where(self.sends_output, self.residual, 0.0))
+
+    @cached_property
+    def kept_layers(self) -> Array:
+        """Of these, what goes as its layers' backwards come by."""
+        return np.asarray(sum((count * layer.total for count, _, layer in self.layers), np.zeros(len(self.columns))))
 
     @property
     def sends_output(self) -> Array:

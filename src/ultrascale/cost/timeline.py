@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from ultrascale.cost.legality import check
-from ultrascale.cost.moments import fullest
+from ultrascale.cost.moment import fullest
 from ultrascale.cost.view import View, send_s
 from ultrascale.schedules import Kind, build, simulate
 from ultrascale.schedules.simulate import Timeline

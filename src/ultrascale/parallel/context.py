@@ -227,6 +227,7 @@ def _ring_backward(saved: _Saved, axis: Axis, variant: ContextParallel) -> Gradi
             dq[:, block.rows] += grads[0]
             sums[0][:, block.keys] += grads[1]
             sums[1][:, block.keys] += grads[2]
+        del grads  # before the next block's are made
     if axis.size > 1:
         home = comm.shift_start(sums, axis).wait()
         dk, dv = dk + home[0], dv + home[1]

@@ -95,7 +95,9 @@ def _label_kept(gradients: Sharded, live: LiveBytes, owner: str) -> None:
     def after(last: bool, split: bool) -> None:
         after_backward(last, split)
         live.track(gradients.held(), "gradients")
-        live.track(gradients.accumulated(), owner)
+        # No hook sees weight gradients that were put off, where they stay in the format in which they were made.
+        put_off = [parameter.grad for parameter in gradients.unsharded() if split and parameter.grad is not None]
+        live.track([*gradients.accumulated(), *put_off], owner)
 
     gradients.after_backward = after  # type: ignore[method-assign]
 

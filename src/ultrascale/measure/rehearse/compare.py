@@ -12,6 +12,7 @@ from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import Machine
 from ultrascale.cost.memory import peak_parts
 from ultrascale.cost.operators import layer_matmuls
+from ultrascale.cost.peaks import peaks
 from ultrascale.cost.progress import most_gradients
 from ultrascale.cost.traffic import of_stage
 from ultrascale.cost.view import View
@@ -73,9 +74,8 @@ def compared(job: Job, layout: Layout, predicted: Estimate, seen: Rehearsal) -> 
     held = law.model_copy(update={"gradients": whole_gradients(job, layout, seen.place.pp)})
     terms = [Term(owner, getattr(held, owner), getattr(seen.memory, owner), "B") for owner in STATES]
     # What is on its way and what waits for backward look alike from outside: they are compared together.
-    terms.append(
-        Term("activations, buffers", law.activations + law.buffers, seen.memory.activations + seen.memory.buffers, "B")
-    )
+    moving = law.activations + law.buffers + gone_at_peak(job, layout, seen.place.pp)
+    terms.append(Term("activations, buffers", moving, seen.memory.activations + seen.memory.buffers, "B"))
     tensors = sum(getattr(law, owner) for owner in (*STATES, "activations", "buffers"))
     terms.append(Term("all tensors at the peak", tensors, seen.peak, "B"))
     terms.append(Term("FLOPs", predicted_flops(job, layout, seen.place), sum(seen.flops.values()), "FLOP"))
@@ -84,6 +84,11 @@ def compared(job: Job, layout: Layout, predicted: Estimate, seen: Rehearsal) -> 
         said = sum(one.bytes for one in sent if one.technique == technique)
         terms.append(Term(f"sent by {technique}", said, seen.sent(technique), "sent"))
     return [term for term in terms if term.predicted or term.rehearsed]
+
+
+def gone_at_peak(job: Job, layout: Layout, stage: int) -> float:
+    """Parameters that the peak does without: they are compared as a rank has most of them, and the law's buffers lack them."""
+    return peaks(View.of(job, layout))[stage].gone
 
 
 def whole_gradients(job: Job, layout: Layout, stage: int) -> float:

@@ -35,9 +35,15 @@ def shorten(layout: Layout, rank: int) -> Short:
     """For one pipeline rank of a layout."""
     whole = schedule_of(layout)
     full = _steps(whole.actions[rank])
+    # What HSDP's replicas met with is there from a chunk's second backward on: most must be held after that, too.
+    replicas = layout.zero > 0 and layout.shards < layout.dp * layout.cp
+    moments = (0, 2 * layout.virtual_stages) if replicas else (0,)
     for count in range(1, layout.gas):
         short = _steps(cut(whole, count).actions[rank])
-        if _holds(short) == _holds(full) and (found := _stretch(short, full)) is not None:
+        if (
+            all(_holds(short, ended) == _holds(full, ended) for ended in moments)
+            and (found := _stretch(short, full)) is not None
+        ):
             return Short(count, *found)
     return Short(layout.gas)
 
@@ -52,13 +58,17 @@ def _steps(actions: Sequence[Action]) -> list[Step]:
     return [(action.kind, action.stage) for action in actions]
 
 
-def _holds(steps: list[Step]) -> tuple[int, int]:
-    """The most that wait at a time: chunks whose backward has not ended, and of those the ones that owe weight gradients."""
-    held, owed = [0], [0]
+def _holds(steps: list[Step], ended: int) -> tuple[int, int]:
+    """The most that wait at a time: chunks whose backward has not ended, and of those the ones that owe weight gradients; once
+    so many backwards have ended.
+    """
+    held, owed, over = [0], [0], [0]
     for kind, _ in steps:
         held.append(held[-1] + {Kind.F: 1, Kind.I: 0}.get(kind, -1))
         owed.append(owed[-1] + {Kind.I: 1, Kind.W: -1}.get(kind, 0))
-    return max(held), max(owed)
+        over.append(over[-1] + (kind in (Kind.B, Kind.W)))
+    late = [place for place, count in enumerate(over) if count >= ended]
+    return max((held[place] for place in late), default=0), max((owed[place] for place in late), default=0)
 
 
 def _stretch(short: list[Step], full: list[Step]) -> tuple[int, int, int] | None:
