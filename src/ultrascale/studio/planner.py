@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 SHOWN = 10  # layouts in the table
 REST_S = 0.05  # a control that still moves is not yet a question
+SOON_S = 0.3  # the simulated numbers may be there by then: a table before them would only keep them waiting
 SENT_S = 0.03  # what was written on the page has left for the browser
 
 
@@ -50,7 +51,7 @@ class Overtaken(Exception):
 class Planner:
     def __init__(self, ask: Ask) -> None:
         self.frame = Frame("/", ask)
-        self.asked = 0
+        self.asked = self.answered = 0
         self.result: Result | None = None
         self.plan: Plan | None = None
         with ui.row().classes("w-full no-wrap items-start gap-6"):
@@ -184,7 +185,7 @@ class Planner:
             page = asyncio.get_running_loop()
 
             def preview(ranked: list[Previewed]) -> None:  # called in the search's thread
-                page.call_soon_threadsafe(self.show_preview, mine, job, ranked)
+                page.call_soon_threadsafe(page.call_later, SOON_S, self.show_preview, mine, job, ranked)
 
             def go_on(_: str) -> None:
                 if mine != self.asked:
@@ -197,7 +198,7 @@ class Planner:
             if mine != self.asked or found is None or self.frame.closed:
                 return
             self.frame.say("")
-            self.result = found
+            self.answered, self.result = mine, found
             self.show_result(found)
             if not found.plans:
                 return
@@ -216,7 +217,7 @@ class Planner:
 
     def show_preview(self, mine: int, job: Job, ranked: list[Previewed]) -> None:
         """What closed forms say, until the best are simulated."""
-        if mine != self.asked or self.frame.closed:
+        if mine != self.asked or mine == self.answered or self.frame.closed:
             return
         self.summary.text = "ranked by closed forms; the best are being simulated"
         self.layouts.selected = []
