@@ -128,7 +128,12 @@ def test_a_taken_port_is_refused(address: str, place: Path) -> None:
     port = address.rsplit(":", 1)[1]
     done = subprocess.run(command("--port", port), capture_output=True, text=True, timeout=60, env=environment())
     assert done.returncode == 2
+    assert done.stderr.startswith("error: ")  # no address before it
     assert f"try --port {int(port) + 1}" in done.stderr
+    done = subprocess.run(command("--runs", __file__), capture_output=True, text=True, timeout=60, env=environment())
+    assert done.returncode == 2
+    assert "--runs is" in done.stderr
+    assert "no folder" in done.stderr
     done = subprocess.run(command("--accuracy", "nowhere.csv"), capture_output=True, text=True, timeout=60, env=environment())
     assert done.returncode == 2
     assert "nowhere.csv does not exist" in done.stderr

@@ -56,10 +56,11 @@ def studio(
     [dim]ultrascale studio --port 9000 --no-browser[/]
     """
     from ultrascale.specs.errors import SpecError
-    from ultrascale.studio.serve import HOST, serve
+    from ultrascale.studio.serve import serve
 
     published = Path("data/published.csv")
     if accuracy is not None and not accuracy.is_file():
         raise SpecError(f"--accuracy {accuracy} does not exist: give a CSV of measured runs, such as {published}")
-    typer.echo(f"http://{HOST}:{port} (Ctrl-C ends it)", err=True)
+    if runs.exists() and not runs.is_dir():
+        raise SpecError(f"--runs is {runs}, which is no folder: name the one that holds runs, such as runs")
     serve(runs, accuracy or (published if published.is_file() else None), port, browser)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import sys
 from pathlib import Path
 
 from ultrascale.specs.errors import SpecError
@@ -24,6 +25,7 @@ def serve(folder: Path, accuracy: Path | None = None, port: int = PORT, show: bo
     from starlette.middleware.trustedhost import TrustedHostMiddleware
 
     pages(folder, accuracy)
+    print(f"http://{HOST}:{port} (Ctrl-C ends it)", file=sys.stderr, flush=True)
     # A page elsewhere that resolves its own name to 127.0.0.1 must not reach this one.
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
     ui.run(host=HOST, port=port, title="Ultrascale", show=show, reload=False, show_welcome_message=False, favicon="📐")
