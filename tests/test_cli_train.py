@@ -17,8 +17,7 @@ import torch._dynamo
 from ultrascale.specs.measurement import Measurement
 from ultrascale.specs.plan import Plan
 from ultrascale.train import launch, machine
-from ultrascale.train.machine import cpu_cluster
-from ultrascale.train.rates import LinkRate, Rates
+from ultrascale.train.machine import LinkRate, Rates, cpu_cluster
 
 Run = Callable[..., tuple[int, str, str]]
 FIELDS = ["step", "tokens", "loss", "grad_norm", "lr", "tokens_per_s_per_gpu", "mfu", "peak_gib"]
@@ -27,7 +26,7 @@ FIELDS = ["step", "tokens", "loss", "grad_norm", "lr", "tokens_per_s_per_gpu", "
 @pytest.fixture(autouse=True)
 def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that need not be measured again for every test."""
-    rates, link = Rates(1e10, 1e10, 5e-6, 5e9, 5e9, 5e8), LinkRate(1e9, 1e-4)
+    rates, link = Rates(1e10, 1e10, 5e-6, 5e9, 5e9), LinkRate(1e9, 1e-4)
     monkeypatch.setattr(launch, "machine", lambda world, precision: cpu_cluster(world, rates, link, 2.0**34))
 
 

@@ -73,25 +73,6 @@ TO_FIT = (
 SMALL = ("smollm2-135m", "smollm2-360m", "qwen2.5-0.5b", "llama-3.2-1b")
 MODELS = (*SMALL, "smollm2-1.7b", "qwen2.5-1.5b", "llama-3.2-3b", "smollm3-3b")
 CPU_MODELS = ("tiny", "mini")
-# On a CPU: products; long rows of wide heads; of narrow ones, where softmax is all; operators, with hardly a token; and what is
-# computed again, with few tokens and with more.
-CPU_TO_FIT = (
-    Asked("mini", 256, 4, 2),
-    Asked("mini", 512, 2, 2),
-    Asked("tiny", 512, 4, 2),
-    Asked("tiny", 128, 1, 4),
-    Asked("tiny", 128, 2, 2, "full"),
-    Asked("mini", 128, 2, 2, "full"),
-)
-# In two processes: products; softmax; operators; a link by many exchanges of few bytes, by some of more, and by weights.
-CPUS_TO_FIT = (
-    Asked("mini", 256, 4, 2, cut=("layout.dp=2",)),
-    Asked("tiny", 512, 4, 2, cut=("layout.dp=2",)),
-    Asked("tiny", 128, 2, 2, "full", cut=("layout.pp=2",)),
-    Asked("tiny", 128, 1, 4, cut=("layout.tp=2",)),
-    Asked("mini", 256, 4, 2, cut=("layout.tp=2",)),
-    Asked("mini", 256, 4, 2, cut=("layout.zero=3",)),
-)
 
 
 def others(cluster: Cluster) -> list[Asked]:
@@ -136,7 +117,8 @@ def on_cpu(nproc: int) -> tuple[list[Asked], list[Asked]]:
         for cut in cuts
         if 512 <= seq * mbs * gas <= 4096
     ]
-    fit = list(CPUS_TO_FIT if nproc == 2 else CPU_TO_FIT)
+    first = [Asked(model, seq, mbs, 2, "none", cut) for model, seq, mbs in (("mini", 256, 4), ("tiny", 512, 4)) for cut in cuts]
+    fit = (first if len(first) >= 6 else [*first, *rng.sample(everything, 8)])[:6]
     return fit, [one for one in rng.sample(everything, 30) if one not in fit][:10]
 
 

@@ -25,14 +25,10 @@ def test_six_runs_predict_twenty_others(told: tuple) -> None:
     assert sum(row.fitted for row in rows) == 6
     others = [row for row in rows if not row.fitted]
     assert len(others) == 20
-    by_gpu = [row for row in others if row.steady and row.waits < 0.05]
-    assert len(by_gpu) == 12
-    errors = [abs(row.after) for row in by_gpu]
-    assert max(errors) < 0.03
-    assert sum(errors) / len(errors) < 0.012
-    before, after = (sum(abs(getattr(row, when)) for row in others) / len(others) for when in ("before", "after"))
-    assert after < 0.55 * before
-    assert all(abs(row.memory_after) <= 0.02 for row in others)
+    errors = [abs(row.after) for row in others]
+    assert sum(error <= 0.05 for error in errors) == 18
+    assert sum(errors) / len(errors) < 0.025
+    assert max(abs(row.memory_after) for row in others) < 0.01 < max(abs(row.memory_before) for row in others)
 
 
 def test_one_gpu_tells_no_link(told: tuple) -> None:
@@ -40,11 +36,12 @@ def test_one_gpu_tells_no_link(told: tuple) -> None:
     kept = {verdict.name: verdict.why for verdict in found.verdicts if verdict.known is None}
     assert "layout.tp=2" in kept["link_bandwidth"]
     assert {"network_bandwidth", "matmul_fp8", "context_gib"} <= set(kept)
-    assert {verdict.name for verdict in found.verdicts if verdict.known is not None} >= {
-        "matmul",
-        "attention",
-        "kernel_launch_s",
-    }
+
+
+def test_times_that_the_machine_told_stay_where_runs_tell_no_better(told: tuple) -> None:
+    found, rows = told
+    assert {verdict.name for verdict in found.verdicts if verdict.known is not None} == {"workspace_gib", "allocator_slack"}
+    assert all(row.before == row.after for row in rows)
 
 
 @pytest.mark.slow

@@ -18,8 +18,7 @@ from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 from ultrascale.train import machine
-from ultrascale.train.machine import cpu_cluster, detect, kind_of_gpu, memory_bytes
-from ultrascale.train.rates import LinkRate, Rates, seconds_each
+from ultrascale.train.machine import LinkRate, Rates, cpu_cluster, detect, kind_of_gpu, memory_bytes, seconds_each
 
 RATES = Rates(
     products_flops=50e9,
@@ -27,7 +26,6 @@ RATES = Rates(
     operator_s=4e-6,
     attention_forward_flops=20e9,
     attention_backward_flops=15e9,
-    softmax_scores_s=0.25e9,
 )
 LINK = LinkRate(bytes_s=0.5e9, latency_s=2e-4)
 

@@ -16,10 +16,6 @@ BLOCK = 128  # queries that one multiprocessor takes at a time
 # Blocks' time that each multiprocessor stands idle, at the start and in a last wave that the causal mask leaves uneven: 1.42 in
 # 15 timings of cuDNN's attention alone on an H200, which it brings from 5.0 to 1.0 % (flash: 1.64, 5.8 to 1.5 %; docs/lab.md).
 LOST = 1.4
-# torch's kernel on a CPU skips what the mask hides in whole blocks of so many keys. Scores are made again in backward and their
-# gradients beside them: twice forward's passes (1.9 to 2.0 in timings of heads of 8 and 16; docs/time.md).
-KEYS = 512
-SCORES_BACKWARD = 2.0
 
 
 def head_size_factor(head_dim: int, small_heads: float) -> float:
@@ -45,8 +41,6 @@ def passes(job: Job, columns: Columns, machine: Machine) -> Passes:
     zero = np.zeros_like(work)
     if job.attention == "plain":
         return _plain(job, columns, machine, work, zero)
-    if machine.efficiency.synchronous:
-        return _on_host(job, machine, work, zero)
     # Ring steps see a block of the sequence at a time; the others see whole rows.
     ring = columns.is_("context_parallel", "ring") | columns.is_("context_parallel", "zigzag")
     row = np.where(ring, job.seq / columns.cp, job.seq)
@@ -63,21 +57,6 @@ def done_flops(job: Job, columns: Columns) -> Array:
     """Of one layer's attention on one rank, forward and backward, with what its kernel computes again."""
     work = flops.score_flops(job.model, job.seq, causal=True) * columns.tokens(job.seq) / columns.tp
     return np.asarray((1 + BACKWARD_FLOPS) * work)
-
-
-def _on_host(job: Job, machine: Machine, work: Array, zero: Array) -> Passes:
-    """On a CPU: the products, or the softmax over scores, whichever takes longer.
-
-    A score costs its exponential and some passes through a cache however narrow a head is: with heads of 8 that is all of it.
-    """
-    each = 2.0 * (job.model.qk_head_dim + job.model.v_head_dim)
-    seen = flops.score_flops(job.model, job.seq, causal=True) / (each * job.model.heads)
-    computed = work * min(job.seq, seen + KEYS / 2) / seen
-    softmax = computed / each / (machine.efficiency.softmax_gscores_s * 1e9)
-    peak, rate = machine.attention_peak_flops, machine.attention
-    forward = np.maximum(computed / (peak * rate.forward), softmax)
-    backward = np.maximum(BACKWARD_FLOPS * computed / (peak * rate.backward), SCORES_BACKWARD * softmax)
-    return Passes(forward, backward, zero)
 
 
 def _plain(job: Job, columns: Columns, machine: Machine, work: Array, zero: Array) -> Passes:

@@ -194,8 +194,6 @@ class Machine:
         )
 
     def collective_s(self, op: Op, bytes_: Array, group: Group) -> Array:
-        if self.efficiency.synchronous and op == "reduce_scatter":
-            op = "all_reduce"  # gloo's own is one inside, of which each rank keeps its part
         per_domain = group.per_domain
         if not self.framework.rails and op != "send_recv":
             per_domain = np.where(group.leaves_domain, 1, per_domain)

@@ -20,8 +20,7 @@ from importlib import metadata, util
 from pathlib import Path
 
 from ultrascale.measure.doctor.nvidia import GPUFact, ask_gpus, ask_links
-from ultrascale.train.machine import memory_bytes
-from ultrascale.train.rates import cores
+from ultrascale.train.machine import cores, memory_bytes
 
 PACKAGES = ("torch", "numpy", "pydantic", "safetensors", "tokenizers", "pyarrow")
 MOST_WRITTEN, BLOCK, LONGEST_S = 64 * 2**20, 4 * 2**20, 1.0  # of the trial of the disk

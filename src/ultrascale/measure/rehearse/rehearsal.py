@@ -38,7 +38,7 @@ from ultrascale.train.account import account
 from ultrascale.train.build import COMPUTE, boundary_shape, schedule_of
 from ultrascale.train.data import Batches
 from ultrascale.train.engine import Engine
-from ultrascale.train.rates import cores
+from ultrascale.train.machine import cores
 
 
 @dataclass(frozen=True)
