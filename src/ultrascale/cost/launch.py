@@ -15,10 +15,10 @@ from functools import reduce
 
 import numpy as np
 
+from ultrascale.cost.activations import lean
 from ultrascale.cost.columns import Array, Columns
-from ultrascale.cost.fused import why_not
 from ultrascale.cost.hardware import Machine
-from ultrascale.cost.memory import alone
+from ultrascale.cost.memory import alone, on_one_gpu
 from ultrascale.cost.passes import Passes
 from ultrascale.cost.stages import RankShare
 from ultrascale.specs.job import Job
@@ -116,8 +116,9 @@ def idle_s(
 def starts_s(job: Job, columns: Columns, share: RankShare) -> tuple[Array, Array, Array]:
     """What kernels that stream take beyond their bytes: in forward and backward of a micro-batch, and in the optimizer."""
     full = columns.is_("recompute", "full")
-    fused = np.asarray(why_not(job.model, job.seq) is None) & ~full & job.framework.lean
-    forward, backward = (np.where(fused, *counts) for counts in zip(STREAMS_FUSED, STREAMS_COMPILED, strict=True))
+    forward, backward = (
+        np.where(lean(job, columns) & ~full, *counts) for counts in zip(STREAMS_FUSED, STREAMS_COMPILED, strict=True)
+    )
     backward = backward + np.where(full, STREAMS_AGAIN, 0)
     weights = weights_of(job.model) * share.layers
     sums = np.where(alone(job, columns), 0, weights)
@@ -126,6 +127,4 @@ def starts_s(job: Job, columns: Columns, share: RankShare) -> tuple[Array, Array
 
 def recordable(job: Job, columns: Columns) -> Array:
     """Where our engine can record a step's launches and make them as one (train/graphs.py says why not elsewhere)."""
-    same = job.framework.recorded and job.optimizer == "adamw" and job.precision != "fp16"
-    ranks = columns.data_ranks * columns.tp * columns.pp * columns.ep
-    return np.asarray((ranks == 1) & columns.is_("offload", "none") & same)
+    return on_one_gpu(job, columns) & (job.framework.recorded and job.precision != "fp16")

@@ -232,5 +232,10 @@ def _parts(scene: Scene) -> PeakParts:
 
 def alone(job: Job, columns: Columns) -> Array:
     """One micro-batch on one GPU with AdamW on it: there is nothing to add a gradient to."""
+    return np.asarray((columns.gas == 1) & on_one_gpu(job, columns))
+
+
+def on_one_gpu(job: Job, columns: Columns) -> Array:
+    """With AdamW on it too."""
     ranks = columns.data_ranks * columns.tp * columns.pp * columns.ep
-    return np.asarray((ranks * columns.gas == 1) & columns.is_("offload", "none") & (job.optimizer == "adamw"))
+    return np.asarray((ranks == 1) & columns.is_("offload", "none") & (job.optimizer == "adamw"))
