@@ -102,6 +102,7 @@ class Recorded(Generic[T]):
 
     def _once_there(self) -> T:
         """On the stream that is recorded next, so that what libraries keep by stream is there."""
+        torch.cuda.empty_cache()  # of the memory that other steps used: a stream's blocks are its own
         here, stream = torch.cuda.current_stream(), self.tape.stream
         stream.wait_stream(here)
         with torch.cuda.stream(stream):
