@@ -166,8 +166,11 @@ def test_head_that_makes_its_gradients_at_once() -> None:
     ids=str,
 )
 def test_where_the_loss_stays_whole(fields: dict[str, str], layout: dict[str, object]) -> None:
-    """A cut vocabulary, a split backward and fp16 keep their logits, and write the gradient over them."""
+    """Over a cut vocabulary and before a split backward the loss is plain operators'; fp16 has a compiled graph of it, which
+    keeps the logits and writes their gradient over them.
+    """
     columns = Columns.of([Layout(**layout)])
-    whole = activations.head(job("llama-3-8b", 8192, framework=Framework(loss="overwritten"), **fields), columns)
+    plain = Framework(loss="overwritten" if fields else "log-softmax")
+    whole = activations.head(job("llama-3-8b", 8192, framework=plain, **fields), columns)
     at_once = activations.head(job("llama-3-8b", 8192, framework=Framework(loss="at-once"), **fields), columns)
     assert (at_once.saved[0], at_once.peak[0]) == (whole.saved[0], whole.peak[0])

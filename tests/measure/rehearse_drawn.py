@@ -32,7 +32,7 @@ def drawn(seed: int) -> Iterator[tuple[Job, Layout]]:
             precision=dice.choice(("bf16", "bf16", "bf16", "fp32")),
             gradients=dice.choice(("fp32", "fp32", "fp32", "bf16")),
             optimizer=dice.choice(("adamw", "adamw", "adamw", "sgd-momentum", "sgd")),
-            framework=engine_of("meta"),
+            framework=engine_of("eager"),
         )
         try:
             check(job, layout, "meta")

@@ -220,26 +220,31 @@ def named(model: str, fields: dict[str, Any]) -> str:
     return " ".join([model, *(f"{name}={value}" for name, value in fields.items())])
 
 
-def held(model: str, fields: dict[str, Any]) -> Iterator[tuple[str, Term]]:
+def held(model: str, fields: dict[str, Any], kernels: str = "eager") -> Iterator[tuple[str, Term]]:
     """`layout, stage: term` and both numbers, for one rank of each stage."""
+    job, layout = asked(model, fields, kernels)
+    for stage, term in terms(job, layout, kernels):
+        yield f"{named(model, fields)}, stage {stage}: {term.label}", term
+
+
+def asked(model: str, fields: dict[str, Any], kernels: str) -> tuple[Job, Layout]:
     layout = Layout(**{name: value for name, value in fields.items() if name in Layout.model_fields})
     job = Job(
         model=MODELS[model],
         cluster=Cluster.load(f"{layout.gpus}x1 h100"),
         seq=SEQ,
         batch_tokens=layout.batch_tokens(SEQ),
-        framework=engine_of("meta"),
+        framework=engine_of(kernels),
         **{name: value for name, value in fields.items() if name not in Layout.model_fields},
     )
-    for stage, term in terms(job, layout):
-        yield f"{named(model, fields)}, stage {stage}: {term.label}", term
+    return job, layout
 
 
-def terms(job: Job, layout: Layout) -> Iterator[tuple[int, Term]]:
+def terms(job: Job, layout: Layout, kernels: str = "eager") -> Iterator[tuple[int, Term]]:
     """Of one rank of each stage."""
-    predicted = prediction(job, layout)
+    predicted = prediction(job, layout, kernels)
     for stage in range(layout.pp):
-        seen = rehearse_rank(job, layout, stage * layout.gpus // layout.pp)
+        seen = rehearse_rank(job, layout, stage * layout.gpus // layout.pp, kernels=kernels)
         for term in (*compared(job, layout, predicted, seen), *_sent(job, layout, seen)):
             yield stage, term
 

@@ -135,7 +135,7 @@ def test_a_run_that_alone_tells_a_constant_judges_nothing() -> None:
     judged = found.runs[0]
     assert "kernel_launch_s" in judged.alone
     assert judged.left_out_s < 0.8 * judged.step_s < judged.after_s
-    assert judged not in found.judges
+    assert judged not in found.judges()
     left_out = found.errors("left_out")
     assert left_out is not None
     assert left_out.worst < 0.1

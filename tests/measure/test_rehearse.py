@@ -39,7 +39,7 @@ def asked(fields: dict[str, Any], model: Model = MODEL, precision: str = "bf16")
     cluster = Cluster.load(f"{layout.gpus}xh100")
     tokens = layout.batch_tokens(SEQ)
     return Job(
-        model=model, cluster=cluster, seq=SEQ, batch_tokens=tokens, precision=precision, framework=engine_of("meta")
+        model=model, cluster=cluster, seq=SEQ, batch_tokens=tokens, precision=precision, framework=engine_of("eager")
     ), layout
 
 
@@ -186,6 +186,10 @@ BAD: list[tuple[list[str], str]] = [
     (["--rank", "0", "--stage", "all"], "give one of them"),
     (["--device", "tpu"], "--device is 'tpu' but a rehearsal runs on meta"),
     (["--device", "cuda"], "torch sees no GPU here: try --device meta"),
+    (
+        ["--kernels", "flash"],
+        "--kernels is 'flash' but a rehearsal runs the engine's fused kernels or eager operators",
+    ),
 ]
 
 

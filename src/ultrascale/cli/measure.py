@@ -85,13 +85,20 @@ def rehearse(
     device: Annotated[
         str, typer.Option("--device", help="[cyan]meta[/]: without memory, on any machine; [cyan]cuda[/]: on one real GPU.")
     ] = "meta",
+    kernels: Annotated[
+        str | None,
+        typer.Option(
+            "--kernels",
+            help="[cyan]fused[/]: as a GPU runs it; [cyan]eager[/]: operator by operator. Default: as the plan's machines do.",
+        ),
+    ] = None,
     json_file: JsonFileOption = None,
 ) -> None:
     """Run the real training program of one rank alone, without its peers: memory, FLOPs, collectives, beside the Estimate.
 
     [dim]ultrascale rehearse plan.yaml --stage all[/]
     """
-    from ultrascale.measure.rehearse.asked import check, ranks_of
+    from ultrascale.measure.rehearse.asked import check, kernels_of, ranks_of
     from ultrascale.show import rehearse as show
     from ultrascale.show.lines import progress
     from ultrascale.specs.plan import Plan
@@ -99,15 +106,15 @@ def rehearse(
 
     plan = Plan.load(file)
     check(plan.job, plan.layout, device)
-    ranks = ranks_of(plan.layout, rank, stage)
+    ranks, kernels = ranks_of(plan.layout, rank, stage), kernels_of(plan.job, device, kernels)
     launch.import_torch()
     from ultrascale.measure.rehearse import rehearsal as measure
     from ultrascale.measure.rehearse.compare import notes, prediction
 
     with progress() as say:
         say(f"rehearsing {len(ranks)} of {plan.layout.gpus:,} ranks")
-        found = measure.rehearse(plan.job, plan.layout, ranks, device, say)
-    predicted, told = prediction(plan.job, plan.layout, device), notes(plan.job, plan.layout, device)
+        found = measure.rehearse(plan.job, plan.layout, ranks, device, say, kernels)
+    predicted, told = prediction(plan.job, plan.layout, kernels), notes(plan.job, plan.layout, device, kernels)
     show.show(terminal(), plan.job, plan.layout, predicted, found, told)
     write_json(json_file, show.as_json(plan.job, plan.layout, predicted, found, told, device))
 

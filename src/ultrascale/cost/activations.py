@@ -148,8 +148,9 @@ def _moe(job: Job, columns: Columns, tokens: Array, b: int, residual: Array) -> 
     wide, operand = routed * moe.expert_ffn / columns.tp, operand_bytes(job)
     sliced = job.framework.sliced_routing
     travelling = routed * model.hidden / columns.routed_cut(sliced)
+    plain = eager(job, columns)
     # Without slices every tp rank has the whole sequence from the router on; eager, the router keeps its own fp32 copy of it.
-    copies = (FP32 + b * bool(moe.shared_experts)) if job.framework.followed else b
+    copies = np.where(plain, FP32 + b * bool(moe.shared_experts), b)
     seen = residual if sliced else copies * tokens * model.hidden
     modules = {
         "mlp input": seen,
@@ -160,12 +161,12 @@ def _moe(job: Job, columns: Columns, tokens: Array, b: int, residual: Array) -> 
     }
     if job.framework.expert_outputs:
         # What comes home is as many rows as left, however busy some experts were.
-        modules["expert output"] = b * (travelling if not job.framework.followed else travelling / busiest)
+        modules["expert output"] = b * np.where(plain, travelling / busiest, travelling)
     if moe.shared_experts:
         shared = b * tokens * (moe.shared_expert_ffn or 0) / columns.tp
         modules["shared expert"] = (3 if model.gated else 2) * shared
-        if moe.shared_gate and job.framework.followed:  # the gate's gradient asks for what it weighed
-            modules["shared output"] = b * tokens * model.hidden
+        if moe.shared_gate:  # eager, the gate's gradient asks for what it weighed
+            modules["shared output"] = np.where(plain, b * tokens * model.hidden, 0.0)
     return modules
 
 
@@ -206,11 +207,20 @@ def _apply_policy(job: Job, columns: Columns, modules: dict[str, Array], residua
     return kept
 
 
+def uncut(columns: Columns) -> Array:
+    """Layers that one GPU computes whole, backward in one go: they can be fused or compiled."""
+    return np.asarray((columns.tp == 1) & (columns.cp == 1) & ~split_backward(columns))
+
+
+def eager(job: Job, columns: Columns) -> Array:
+    """Layers that run operator by operator, where that was followed."""
+    return np.asarray(job.framework.followed & ~(uncut(columns) & job.framework.lean))
+
+
 def lean(job: Job, columns: Columns) -> Array:
     """Layers whose backward makes the cheap outputs again without being asked to recompute."""
-    whole = (columns.tp == 1) & (columns.cp == 1) & ~split_backward(columns)
     fits = job.framework.lean and job.attention == "flash"  # compiled blocks in fp8 keep as little (docs/fp8.md)
-    return np.asarray(whole & (fits and fused.why_not(job.model, job.seq) is None))
+    return np.asarray(uncut(columns) & (fits and fused.why_not(job.model, job.seq) is None))
 
 
 @dataclass(frozen=True)
@@ -230,14 +240,17 @@ class HeadActivations:
     forward: Array
     """the fullest of forward, where that was followed"""
 
+    def where(self, there: Array, other: HeadActivations) -> HeadActivations:
+        """This one in the rows that are `there`, the other in the rest."""
+        pairs = ((getattr(self, name), getattr(other, name)) for name in ("saved", "peak", "forward"))
+        return HeadActivations(*(np.where(there, *pair) for pair in pairs))
+
 
 def head(job: Job, columns: Columns) -> HeadActivations:
     tokens, b = columns.tokens(job.seq), compute_bytes(job)
     norm = 2 * b * tokens * job.model.hidden / columns.sequence_cut
     statistics = 2 * FP32 * tokens
     logits = tokens * job.model.vocab / columns.tp
-    if job.framework.loss == "at-once":
-        return _head_at_once(job, columns, norm + statistics)
     cast = (b if b < FP32 else 0.0) + 2.0 * FP32  # logits, their fp32 copy, its softmax
     by_loss: dict[str, tuple[float, Array | float]] = {
         "overwritten": (b, b),
@@ -249,8 +262,12 @@ def head(job: Job, columns: Columns) -> HeadActivations:
         "log-softmax": (FP32, np.where(columns.tp > 1, cast, 3.0 * FP32)),
         "chunked": (b / CHUNKS, 2.0 * b / CHUNKS),
     }
-    saved, peak = by_loss[job.framework.loss]
-    return HeadActivations(*(np.asarray(norm + statistics + each * logits) for each in (saved, peak, cast)))
+    # Where the vocabulary is cut or backward is split, a loss that comes with its gradients is not used: plain operators are.
+    saved, peak = by_loss["log-softmax" if job.framework.loss == "at-once" else job.framework.loss]
+    plain = HeadActivations(*(np.asarray(norm + statistics + each * logits) for each in (saved, peak, cast)))
+    if job.framework.loss != "at-once":
+        return plain
+    return _head_at_once(job, columns, norm + statistics).where((columns.tp == 1) & ~split_backward(columns), plain)
 
 
 def _head_at_once(job: Job, columns: Columns, norm: Array) -> HeadActivations:
@@ -262,11 +279,9 @@ def _head_at_once(job: Job, columns: Columns, norm: Array) -> HeadActivations:
     weight = model.vocab * model.hidden
     saved = norm + FP32 * weight
     peak = saved + b * (tokens * model.hidden + np.maximum(np.minimum(tokens, LOSS_CHUNK) * model.vocab, weight))
-    # Where the vocabulary is cut or backward is split, head and loss are one graph; fp16 must scale its gradients before.
-    whole = (columns.tp > 1) | split_backward(columns) | (job.precision == "fp16")
-    logits = b * tokens * model.vocab / columns.tp
-    fullest = np.where(whole, norm + logits, peak)
-    return HeadActivations(np.where(whole, norm + logits, saved), fullest, fullest)
+    if job.precision == "fp16":  # which must scale its gradients before: head and loss are one compiled graph
+        saved = peak = norm + b * tokens * model.vocab
+    return HeadActivations(saved, peak, peak)
 
 
 def korthikanti(sequence: int, mbs: int, hidden: int, heads: int, tp: int, sequence_parallel: bool, recompute: str) -> float:

@@ -57,7 +57,7 @@ def states(job: Job, columns: Columns, held: params.RankParameters, narrow: Arra
     parameters = np.where((zero == 3) & (columns.keep_gathered == 1), parameters - float8.less(job, narrow), parameters)
     master = sharded(activations.FP32 if has_master(job) else 0, 1)
     if job.framework.halves and job.optimizer == "adamw" and job.precision in ("bf16", "fp8"):
-        master = np.where(shards == 1, sharded(activations.FP32 - compute, 1), master)
+        master = np.where((shards == 1) | (zero == 0), sharded(activations.FP32 - compute, 1), master)
     whole = activations.gradient_bytes(job) * (held.total - held.padding)
     gradients = np.where(zero >= 2, sharded(_kept_gradient_bytes(job, shards), 2), whole)
     if job.framework.states == "fp32":
@@ -217,7 +217,9 @@ def _parts(scene: Scene) -> PeakParts:
         at_last = np.maximum(0.0, b * held.total - heads - scene.kept)
         loss = replace(loss, gradients=np.where(single, 0.0, loss.gradients))
         state = replace(state, gradients=np.where(single, at_last, state.gradients))
-        layer = replace(layer, activations=layer.activations + heads, gradients=state.gradients)
+        made = np.where(single, at_last, layer.gradients)
+        uncounted = heads - np.where(single & job.framework.followed, moments_zero.head_gradients(scene), 0.0)
+        layer = replace(layer, activations=layer.activations + uncounted, gradients=made)
     return PeakParts(
         state,
         scene.kept,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from ultrascale.cost import moments_attention, moments_norm, moments_zero
-from ultrascale.cost.activations import LayerActivations, compute_bytes, gradient_bytes, split_backward
+from ultrascale.cost.activations import LayerActivations, compute_bytes, gradient_bytes, lean, split_backward, uncut
 from ultrascale.cost.columns import Array
 from ultrascale.cost.moment import Moment, fullest
 from ultrascale.cost.scene import Scene
@@ -22,7 +24,7 @@ def in_layer(scene: Scene, gradients: Array, split: bool) -> Moment:
     found = none = Moment(nothing, nothing, nothing)
     apart = split_backward(scene.columns) & split
     for count, moe, layer in scene.layers:
-        stages = _followed(scene, layer, moe, apart)
+        stages = _on_a_gpu(scene, layer, moe, apart) if scene.job.framework.lean else _followed(scene, layer, moe, apart)
         received = _received(scene, moe, apart)
         own = [_on_top(scene, one, layer, gradients, done, apart, received) for one in stages for done in _done(scene)]
         found = fullest(found, *(one.where(count > 0, none) for one in own))
@@ -135,6 +137,44 @@ def _followed(scene: Scene, layer: LayerActivations, moe: bool, split: Array) ->
     whole = whole + np.where(scene.scatters & ~late, moments_zero.arriving(scene, scene.held.block), 0.0)
     end = np.where(scene.sharded & ~split, scene.residual - layer.whole, -np.inf)
     return [*found, Moment(end, whole, nothing, scatters=True, apart=True)]
+
+
+def _on_a_gpu(scene: Scene, layer: LayerActivations, moe: bool, split: Array) -> list[Moment]:
+    """The same where whole layers are fused or compiled, and run operator by operator only where they are cut or put off."""
+    *plain, end = _followed(scene, layer, moe, split)
+    columns, nothing = scene.columns, 0.0 * scene.residual
+    whole = uncut(columns)
+    fused = lean(scene.job, columns) & ~columns.is_("recompute", "full") & (not moe)
+    stages = [_rows(one, ~whole) for one in plain]
+    if not moe:
+        stages += [_rows(Moment(act, moving, nothing), fused) for act, moving in _fused(scene, layer)]
+    return [*stages, _rows(Moment(layer.gradients, nothing, nothing), whole & ~fused), end]
+
+
+def _rows(one: Moment, there: Array) -> Moment:
+    """Where such a moment comes; elsewhere it adds nothing to what every moment has."""
+    nothing = np.zeros(len(there))
+    return replace(one.where(there, Moment(nothing, nothing, nothing)), scatters=one.scatters, apart=one.apart)
+
+
+def _fused(scene: Scene, layer: LayerActivations) -> list[tuple[Array, Array]]:
+    """A fused block's MLP, whose backward is one function: what it was given is there until it returns, and gradients of its
+    weights are given back together. Nothing was dropped that comes back; products of weights that ZeRO gathered one by one
+    copy them together.
+    """
+    residual, wide, matrix = scene.residual, layer.modules["mlp activation"], _matrix(scene, moe=False)
+    back = layer.whole - layer.total
+    stages = [
+        # the gate: its output's gradient, those of both inputs, and its output once more
+        (residual + 4 * wide, 0 * matrix),
+        # the last product's weight
+        (residual + 3 * wide, matrix),
+        # the norm: gradients of its output and of its input, and its output once more
+        (4 * residual + 2 * wide, matrix + np.where(scene.sharded, 2 * matrix, 0.0)),
+        # the first products' weights
+        (3 * residual + 2 * wide, 3 * matrix),
+    ]
+    return [(np.asarray(act - back), moving) for act, moving in stages]
 
 
 def _matrix(scene: Scene, moe: bool) -> Array:

@@ -131,15 +131,15 @@ class _Rest(torch.autograd.Function):
 
 def joined(*weights: Tensor) -> Tensor:
     """Matrices [out, in] below each other: a view where they lie so in memory, else a copy."""
-    first, end = weights[0], weights[0].data_ptr()
+    first, end = weights[0], weights[0].storage_offset()
     for weight in weights:
         if (
-            weight.data_ptr() != end
+            weight.storage_offset() != end
             or not weight.is_contiguous()
             or weight.untyped_storage()._cdata != first.untyped_storage()._cdata
         ):
             return torch.cat(weights)
-        end += weight.nbytes
+        end += weight.numel()
     return first.as_strided((sum(len(weight) for weight in weights), first.shape[1]), first.stride())
 
 

@@ -30,7 +30,7 @@ def show_calibration(console: Console, found: Calibration, file: Path | None) ->
     alone = [f"{run.name} alone tells {', '.join(run.alone)}" for run in found.runs if run.alone]
     if alone:
         console.print(f"Not among those left out, since nothing else judges them: {'; '.join(alone)}.")
-    if not found.judges:
+    if not found.judges():
         console.print(
             "Each run alone tells some constant, so that none judges the fit: the constants stay; more runs would help."
         )

@@ -82,11 +82,11 @@ class Calibration:
 
     def errors(self, when: str, of: str = STEP) -> Errors | None:
         """`when`: before, after or left_out, the last of runs that others can judge; `of`: step_s or held_gib."""
-        return _errors(self.runs if when != "left_out" else self.judges, when, of)
+        return _errors(self.runs if when != "left_out" else self.judges(of), when, of)
 
-    @property
-    def judges(self) -> tuple[Judged, ...]:
-        return tuple(run for run in self.runs if not run.alone)
+    def judges(self, of: str = STEP) -> tuple[Judged, ...]:
+        """Runs that others tell enough of; of memory all are, whose constants no run tells alone."""
+        return tuple(run for run in self.runs if of == HELD or not run.alone)
 
 
 def _errors(runs: Sequence[Judged], when: str, of: str = STEP) -> Errors | None:
@@ -174,7 +174,7 @@ def _judged(
 
 def _better(found: Calibration, of: str = STEP) -> bool:
     """On runs left out that others judge. The middle one counts: one run may be beyond all."""
-    before, after = (_errors(found.judges, when, of) for when in ("before", "left_out"))
+    before, after = (_errors(found.judges(of), when, of) for when in ("before", "left_out"))
     return before is not None and after is not None and after.middle < before.middle
 
 
@@ -186,7 +186,8 @@ def _as_taken(verdict: Verdict, taken: bool) -> Verdict:
 
 def _signed(found: Calibration, efficiency: Efficiency) -> Cluster:
     """The new cluster, with where its constants come from."""
-    time, held = found.errors("left_out"), found.errors("left_out", HELD)
+    # Where each run alone tells a constant of time, those stayed as they were, and are judged by what is predicted with them.
+    time, held = found.errors("left_out") or found.errors("after"), found.errors("left_out", HELD)
     assert time is not None  # there are runs
     origin = Calibrated(
         runs=len(found.runs),

@@ -10,11 +10,27 @@ from ultrascale.specs.training import Training
 from ultrascale.train import supported
 
 DEVICES = ("meta", "cuda")
+KERNELS = ("fused", "eager")
 
 
-def engine_of(device: str) -> Framework:
-    """How the cost model knows our engine on such a device."""
-    return Framework.load("ultrascale-gpu" if device == "cuda" else "ultrascale-eager")
+def kernels_of(job: Job, device: str, asked: str | None = None) -> str:
+    """With which kernels the engine is rehearsed: those asked for, else a GPU's where the plan has GPUs.
+
+    fp8 is computed on a GPU alone; emulated, it is a matter of operators.
+    """
+    if asked is not None and asked not in KERNELS:
+        raise SpecError(f"--kernels is {asked!r} but a rehearsal runs the engine's fused kernels or eager operators: try fused")
+    emulated = device == "meta" and job.precision == "fp8"
+    if emulated and asked == "fused":
+        raise SpecError(
+            "--kernels is fused but without a GPU fp8 is emulated operator by operator: try eager, or --device cuda"
+        )
+    return asked or ("eager" if emulated or job.cluster.gpu.name == "cpu" else "fused")
+
+
+def engine_of(kernels: str) -> Framework:
+    """How the cost model knows our engine with such kernels."""
+    return Framework.load("ultrascale-gpu" if kernels == "fused" else "ultrascale-eager")
 
 
 def check(job: Job, layout: Layout, device: str) -> None:

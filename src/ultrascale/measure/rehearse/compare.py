@@ -8,9 +8,10 @@ import numpy as np
 
 from ultrascale.cost import flops
 from ultrascale.cost.activations import split_backward
+from ultrascale.cost.columns import Columns
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import Machine
-from ultrascale.cost.memory import peak_parts
+from ultrascale.cost.memory import alone, peak_parts
 from ultrascale.cost.operators import layer_matmuls
 from ultrascale.cost.peaks import peaks
 from ultrascale.cost.progress import most_gradients
@@ -22,10 +23,13 @@ from ultrascale.parallel.mesh import Place
 from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
+from ultrascale.specs.training import Training
+from ultrascale.train.kernels import choose
 
 STATES = ("parameters", "master", "gradients", "optimizer")
 TECHNIQUES = ("tensor", "context", "expert", "pipeline", "data", "zero", "bookkeeping")
-EAGER = "operators run one by one, as on a CPU: on a GPU our kernels keep less (--device cuda)"
+EAGER = "operators run one by one, as on a CPU: on a GPU our kernels keep less"
+COMPILED = "blocks run operator by operator, which torch.compile would fuse: they hold more for a moment than it would"
 BALANCED = "experts are chosen equally often, in the rehearsal and in the prediction beside it"
 EMULATED = "fp8 is emulated: casts and products hold what a GPU's do not, so that activations come out too large"
 
@@ -46,9 +50,9 @@ class Term:
         return self.predicted / self.rehearsed - 1
 
 
-def prediction(job: Job, layout: Layout, device: str = "meta") -> Estimate:
+def prediction(job: Job, layout: Layout, kernels: str = "eager") -> Estimate:
     """Of our engine as it is rehearsed: its own preset, and experts that are chosen equally often."""
-    return estimate(even(job).changed(framework=engine_of(device)), layout)
+    return estimate(even(job).changed(framework=engine_of(kernels)), layout)
 
 
 def even(job: Job) -> Job:
@@ -56,12 +60,19 @@ def even(job: Job) -> Job:
     return job.changed(cluster=job.cluster.model_copy(update={"efficiency": constants}))
 
 
-def notes(job: Job, layout: Layout, device: str) -> list[str]:
+def notes(job: Job, layout: Layout, device: str, kernels: str) -> list[str]:
     """What is not as it would be in a run."""
-    told = [EAGER] if device == "meta" else []
-    if device == "meta" and job.precision == "fp8":
+    if device != "meta":
+        return []
+    told = list[str]()
+    if kernels == "eager":
+        told += [EAGER] if job.cluster.gpu.name != "cpu" else []
+    else:
+        chosen = choose(job, layout, Training(), "cuda")
+        told += [COMPILED] if chosen.compiled and not chosen.fused else []
+    if job.precision == "fp8":
         told.append(EMULATED)
-    if job.model.moe is not None and device == "meta":
+    if job.model.moe is not None:
         told.append(BALANCED)
     return told
 
@@ -69,12 +80,13 @@ def notes(job: Job, layout: Layout, device: str) -> list[str]:
 def compared(job: Job, layout: Layout, predicted: Estimate, seen: Rehearsal) -> list[Term]:
     """Every term that either side has."""
     law = predicted.memory[seen.place.pp].memory
-    job = even(job).changed(framework=engine_of("meta" if seen.kernels_s is None else "cuda"))
+    job = even(job).changed(framework=engine_of(seen.kernels))
     # Gradients are counted when all of them are there, which need not be at the peak.
-    held = law.model_copy(update={"gradients": whole_gradients(job, layout, seen.place.pp)})
+    as_made = job.framework.gradients_as_made and bool(alone(job, Columns.of([layout]))[0])
+    held = law.model_copy(update={"gradients": 0.0 if as_made else whole_gradients(job, layout, seen.place.pp)})
     terms = [Term(owner, getattr(held, owner), getattr(seen.memory, owner), "B") for owner in STATES]
     # What is on its way and what waits for backward look alike from outside: they are compared together.
-    moving = law.activations + law.buffers + gone_at_peak(job, layout, seen.place.pp)
+    moving = law.activations + law.buffers + gone_at_peak(job, layout, seen.place.pp) + as_made * law.gradients
     terms.append(Term("activations, buffers", moving, seen.memory.activations + seen.memory.buffers, "B"))
     tensors = sum(getattr(law, owner) for owner in (*STATES, "activations", "buffers"))
     terms.append(Term("all tensors at the peak", tensors, seen.peak, "B"))

@@ -21,8 +21,9 @@ from typing import cast
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from ultrascale.measure.rehearse.asked import check, engine_of
+from ultrascale.measure.rehearse.asked import check, engine_of, kernels_of
 from ultrascale.measure.rehearse.gpu import kernel_times, without_values
+from ultrascale.measure.rehearse.kernels import as_on_a_gpu
 from ultrascale.measure.rehearse.repeat import Short, cut, shorten
 from ultrascale.measure.rehearse.watch import Call, Moment, Watch, watched
 from ultrascale.measure.rehearse.world import NoText, apart, replaced, routed_rows, seat, without_memory
@@ -74,6 +75,8 @@ class Rehearsal:
     collectives: tuple[Collective, ...]
     microbatches: int
     """that were run; the rest of the step's repeat what these do"""
+    kernels: str
+    """fused or eager"""
     seconds: float = 0.0
     """that the rehearsal took"""
     kernels_s: dict[str, float] | None = None
@@ -89,19 +92,24 @@ def rehearse(
     ranks: Sequence[int] = (0,),
     device: str = "meta",
     progress: Callable[[str], None] = lambda _: None,
+    kernels: str | None = None,
 ) -> list[Rehearsal]:
-    """Each of these ranks, one after the other on a GPU, as many at a time as there are cores without one."""
+    """Each of these ranks, one after the other on a GPU, as many at a time as there are cores without one.
+
+    `kernels`: fused or eager; not told: as the plan's machines would run it.
+    """
     check(job, layout, device)
+    kernels = kernels_of(job, device, kernels)
     if device == "cuda" and not torch.cuda.is_available():
         raise SpecError("--device is cuda but torch sees no GPU here: try --device meta")
-    job = job.changed(framework=engine_of(device))
+    job = job.changed(framework=engine_of(kernels))
     workers = min(len(ranks), cores())
     if device == "cuda" or workers == 1:
-        alone = (rehearse_rank(job, layout, rank, device) for rank in ranks)
+        alone = (rehearse_rank(job, layout, rank, device, kernels) for rank in ranks)
         return [_told(one, place, len(ranks), progress) for place, one in enumerate(alone)]
     with ProcessPoolExecutor(workers, get_context("fork")) as pool:
         # Early stages hold, and so run, the most micro-batches: they go first, which they do in the order of ranks.
-        running = [pool.submit(rehearse_rank, job, layout, rank, device) for rank in ranks]
+        running = [pool.submit(rehearse_rank, job, layout, rank, device, kernels) for rank in ranks]
         done = [_told(one.result(), place, len(ranks), progress) for place, one in enumerate(as_completed(running))]
     return sorted(done, key=lambda one: one.rank)
 
@@ -111,7 +119,7 @@ def _told(one: Rehearsal, done: int, of: int, progress: Callable[[str], None]) -
     return one
 
 
-def rehearse_rank(job: Job, layout: Layout, rank: int, device: str = "meta") -> Rehearsal:
+def rehearse_rank(job: Job, layout: Layout, rank: int, device: str = "meta", kernels: str = "eager") -> Rehearsal:
     """One step of one rank, in this process. A device of `cpu` computes with real numbers: as a GPU would, but slowly."""
     start = time.perf_counter()
     short = shorten(layout, Place.of(layout, rank).pp)
@@ -119,8 +127,9 @@ def rehearse_rank(job: Job, layout: Layout, rank: int, device: str = "meta") -> 
     schedule = cut(schedule_of(layout), short.microbatches)
     nowhere = without_memory(routed_rows(job, layout)) if device == "meta" else nullcontext()
     formats = replaced(build, "compute_format", _as_on_a_gpu) if device == "meta" else nullcontext()
-    with seat(rank, layout.gpus), nowhere, formats, replaced(build, "schedule_of", lambda _: schedule):
-        found = _rehearsed(job, layout, rank, device, short)
+    own = as_on_a_gpu() if device == "meta" and kernels == "fused" else nullcontext()
+    with seat(rank, layout.gpus), nowhere, formats, own, replaced(build, "schedule_of", lambda _: schedule):
+        found = _rehearsed(job, layout, rank, device, kernels, short)
         gc.collect()
     return dataclasses.replace(found, seconds=time.perf_counter() - start)
 
@@ -130,10 +139,11 @@ def _as_on_a_gpu(job: Job, _: Mesh) -> torch.dtype:
     return COMPUTE["bf16" if job.precision == "fp8" else job.precision]
 
 
-def _rehearsed(job: Job, layout: Layout, rank: int, device: str, short: Short) -> Rehearsal:
-    smaller, here = layout.changed(gas=short.microbatches), "cpu" if device == "meta" else device
+def _rehearsed(job: Job, layout: Layout, rank: int, device: str, kernels: str, short: Short) -> Rehearsal:
+    smaller = layout.changed(gas=short.microbatches)
+    here = f"cuda:{torch.cuda.current_device()}" if device == "cuda" else "cpu"
     mesh, techniques = apart(Mesh.build(smaller, job.model.kv_heads, rank, here))
-    engine = Engine(job, mesh, Training(steps=1), cast(Batches, NoText(job.seq)))
+    engine = Engine(job, mesh, Training.model_validate({"steps": 1, "kernels": kernels}), cast(Batches, NoText(job.seq)))
     engine.optimizer.continued(1)  # its states exist from the first step on
     _gather_once(engine)
     if device != "meta":
@@ -156,6 +166,7 @@ def _rehearsed(job: Job, layout: Layout, rank: int, device: str, short: Short) -
         flops=_flops(watch, short),
         collectives=_collectives(watch, short),
         microbatches=short.microbatches,
+        kernels=kernels,
         kernels_s=kernels_s,
     )
 

@@ -22,15 +22,20 @@ from ultrascale.parallel.mesh import Mesh, join
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 
+_ABSENT = object()
+
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
+    before = vars(owner).get(name, _ABSENT)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        if before is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
 
 
 @contextmanager

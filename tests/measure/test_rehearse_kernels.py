@@ -1,0 +1,126 @@
+"""A GPU's kernels without a GPU: what stands in for them makes the tensors that they make, and a real GPU held as much."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rehearse_layouts import asked
+
+from ultrascale.kernels import fused, loss
+from ultrascale.measure.calibrate.runs import Seen, load
+from ultrascale.measure.rehearse import kernels as stand_ins
+from ultrascale.measure.rehearse.asked import engine_of, kernels_of
+from ultrascale.measure.rehearse.compare import COMPILED, EAGER, notes
+from ultrascale.measure.rehearse.rehearsal import rehearse, rehearse_rank
+from ultrascale.model import operators
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.units import GIB
+from ultrascale.train import kernels
+
+N, H, F, HEADS, KV, D = 6, 8, 12, 4, 2, 4
+MEASURED = Path(__file__).resolve().parents[2] / "data" / "calibration" / "h200.jsonl"
+UNSEEN_GIB = 0.2  # cuBLAS's workspaces and what the allocator rounds up: no tensors
+FAST = ("smollm2-360m-s2048-m2-g1-none", "llama-3.2-1b-s4096-m4-g1-selective", "smollm2-1.7b-s2048-m4-g4-none")
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.bfloat16)
+
+
+ROPE = (torch.randn(N, D), torch.randn(N, D))
+TWINS: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
+    "norm": (fused, lambda: (numbers(N, H), None, numbers(H), 1e-5)),
+    "norm with a residual": (fused, lambda: (numbers(N, H), numbers(N, H), numbers(H), 1e-5)),
+    "norm_backward": (fused, lambda: (numbers(N, H), numbers(N, H), torch.ones(N), numbers(H), numbers(N, H))),
+    "turn_back": (fused, lambda: (numbers(N, HEADS, D), numbers(N, KV, D), numbers(N, KV, D), ROPE)),
+    "gate": (fused, lambda: (numbers(N, 2 * F),)),
+    "gate_backward": (fused, lambda: (numbers(N, F), numbers(N, 2 * F))),
+    "loss_and_gradient": (loss, lambda: (numbers(N, F), torch.zeros(N, dtype=torch.int64), torch.empty(N))),
+    "scaled": (loss, lambda: (torch.randn(F, H), torch.ones(()), torch.bfloat16)),
+    "rms_norm": (operators, lambda: (numbers(N, H), numbers(H), 1e-5)),
+}
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_a_stand_in_makes_what_its_twin_makes(name: str) -> None:
+    owner, given = TWINS[name]
+    arguments, word = given(), name.split()[0]
+    made, wanted = (getattr(one, word)(*arguments) for one in (stand_ins, owner))
+    one_by_one = zip(*(each if isinstance(each, tuple) else (each,) for each in (made, wanted)), strict=True)
+    assert all((one.shape, one.dtype) == (other.shape, other.dtype) for one, other in one_by_one)
+
+
+def test_a_stand_in_adds_a_product_without_another_tensor() -> None:
+    total = torch.zeros(F, H)
+    before = total.data_ptr(), total.shape
+    stand_ins.add_product(total, numbers(F, N), numbers(N, H), fresh=True)
+    assert (total.data_ptr(), total.shape) == before
+
+
+def test_everything_is_put_back() -> None:
+    before = kernels.choose, fused.norm, loss.add_product, operators.rms_norm
+    with stand_ins.as_on_a_gpu():
+        assert fused.norm is stand_ins.norm
+        assert kernels.choose is not before[0]
+    assert (kernels.choose, fused.norm, loss.add_product, operators.rms_norm) == before
+
+
+def test_a_gpu_holds_less_than_operators_do() -> None:
+    job, layout = asked("gqa", {"dp": 2, "gas": 2}, "fused")
+    one, plain = (rehearse_rank(job, layout, 0, kernels=each) for each in ("fused", "eager"))
+    assert one.memory.parameters == plain.memory.parameters
+    assert one.memory.master == plain.memory.master / 2  # in halves
+    assert one.memory.activations < 0.8 * plain.memory.activations
+    assert sum(one.flops.values()) == sum(plain.flops.values())
+    assert one.collectives == plain.collectives
+
+
+def test_which_kernels_are_rehearsed() -> None:
+    job, layout = asked("gqa", {"dp": 2}, "fused")
+    assert kernels_of(job, "meta") == "fused"
+    assert kernels_of(job, "meta", "eager") == "eager"
+    cpu = job.changed(cluster=Cluster.load("2xcpu"))
+    assert kernels_of(cpu, "meta") == "eager"
+    narrow = job.changed(precision="fp8")
+    assert kernels_of(narrow, "meta") == "eager"
+    assert kernels_of(narrow, "cuda") == "fused"
+    with pytest.raises(SpecError, match="try eager, or --device cuda"):
+        kernels_of(narrow, "meta", "fused")
+    (one,) = rehearse(job, layout)
+    assert one.kernels == "fused"
+    (one,) = rehearse(job, layout, kernels="eager")
+    assert one.kernels == "eager"
+
+
+def test_notes_say_what_a_gpu_would_do_otherwise() -> None:
+    fused_, plain = (asked("gqa", {"dp": 2}, each) for each in ("fused", "eager"))
+    assert notes(*fused_, "meta", "fused") == []
+    assert notes(*plain, "meta", "eager") == [EAGER]
+    assert notes(*asked("gqa", {"recompute": "full"}, "fused"), "meta", "fused") == [COMPILED]
+    assert notes(*asked("gqa", {"tp": 2}, "fused"), "meta", "fused") == []  # a GPU runs it operator by operator, too
+    assert notes(*fused_, "cuda", "fused") == []
+
+
+def runs() -> list[Any]:
+    """Those without full recomputation: a GPU compiles it."""
+    lines = [json.loads(line) for line in MEASURED.read_text(encoding="utf-8").splitlines()]
+    peaks = {line["run"]: line["measurement"]["memory"][0]["memory"] for line in lines}
+    found = [one for one in load([MEASURED]) if one.layout.recompute != "full"]
+    slow = pytest.mark.slow
+    return [pytest.param(one, peaks[one.name], id=one.name, marks=() if one.name in FAST else slow) for one in found]
+
+
+@pytest.mark.parametrize(("run", "held"), runs())
+def test_a_real_gpu_held_as_much(run: Seen, held: dict[str, float]) -> None:
+    """An H200's allocator at the peak of the same step, beside tensors that have no memory."""
+    one = rehearse_rank(run.job.changed(framework=engine_of("fused")), run.layout, 0, kernels="fused")
+    measured = sum(bytes_ for owner, bytes_ in held.items() if owner != "runtime")
+    assert 0 <= measured - one.peak <= UNSEEN_GIB * GIB
+    for owner in ("parameters", "master", "gradients", "optimizer"):
+        assert getattr(one.memory, owner) == pytest.approx(held[owner], rel=2e-3), owner
