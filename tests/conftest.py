@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from ultrascale import cli
-from ultrascale.train import machine
+from ultrascale.train import machine, rates
 
 # Ranks are forked from this process, and OpenMP's threads do not survive a fork: a child that needs them waits for ever.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -26,7 +26,8 @@ Run = Callable[..., tuple[int, str, str]]
 def one_thread() -> Iterator[None]:
     """Runs in this process, too, keep to one thread, however many cores there are."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(machine, "cores", lambda: 1)
+        for place in (rates, machine):
+            patched.setattr(place, "cores", lambda: 1)
         yield
 
 

@@ -16,8 +16,9 @@ import torch._dynamo
 
 from ultrascale.specs.measurement import Measurement
 from ultrascale.specs.plan import Plan
-from ultrascale.train import launch, machine
-from ultrascale.train.machine import LinkRate, Rates, cpu_cluster
+from ultrascale.train import launch, rates
+from ultrascale.train.machine import cpu_cluster
+from ultrascale.train.rates import LinkRate, Rates
 
 Run = Callable[..., tuple[int, str, str]]
 FIELDS = ["step", "tokens", "loss", "grad_norm", "lr", "tokens_per_s_per_gpu", "mfu", "peak_gib"]
@@ -26,7 +27,7 @@ FIELDS = ["step", "tokens", "loss", "grad_norm", "lr", "tokens_per_s_per_gpu", "
 @pytest.fixture(autouse=True)
 def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that need not be measured again for every test."""
-    rates, link = Rates(1e10, 1e10, 5e-6, 5e9, 5e9), LinkRate(1e9, 1e-4)
+    rates, link = Rates(1e10, 1e10, 5e-6, 5e9, 5e9, 5e8), LinkRate(1e9, 1e-4)
     monkeypatch.setattr(launch, "machine", lambda world, precision: cpu_cluster(world, rates, link, 2.0**34))
 
 
@@ -146,7 +147,7 @@ def test_a_run_in_this_process_leaves_its_threads_as_they_were(
 ) -> None:
     """Counted, not set: threads that a test had used would be missing in the ranks that later ones fork."""
     asked: list[int] = []
-    monkeypatch.setattr(machine, "cores", lambda: 3)
+    monkeypatch.setattr(rates, "cores", lambda: 3)
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     before = torch.get_num_threads()
     code, _, said = run("train", "--model", "tiny", "--steps", "2", "--seq", "32", "--out", tmp_path / "x")

@@ -17,6 +17,8 @@ from ultrascale import Cluster, Job, Layout, Model, estimate
 from ultrascale.measure.calibrate import memory
 from ultrascale.measure.calibrate.calibration import Calibration, Judged, Verdict, _better, calibrate
 from ultrascale.measure.calibrate.constants import Base
+from ultrascale.measure.calibrate.fit import Model as Fitted
+from ultrascale.measure.calibrate.fit import fit
 from ultrascale.measure.calibrate.runs import Seen, _one_machine, load
 from ultrascale.show.calibrate import show_calibration
 from ultrascale.specs.efficiency import Efficiency
@@ -25,6 +27,8 @@ from ultrascale.specs.framework import Framework
 from ultrascale.specs.measurement import MeasuredMemory, MeasuredStage, MeasuredTime, Measurement
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import GIB
+from ultrascale.train.machine import cpu_cluster
+from ultrascale.train.rates import LinkRate, Rates
 
 TRUTH = Efficiency(matmul=0.95, attention_forward=0.44, attention_backward=0.344, kernel_launch_s=6e-5)
 SHAPES = (
@@ -297,3 +301,22 @@ def test_a_table_of_own_runs(tmp_path: Path) -> None:
     assert first.step_s == pytest.approx(4 * 2048 / 50000)
     assert second.layout.mbs == 2
     assert first.memory is None
+
+
+def test_a_cpu_is_found_again_by_runs_that_tell_its_constants_apart() -> None:
+    base = cpu_cluster(1, Rates(2e11, 3e10, 1.2e-5, 1.5e11, 1e11, 1e9), LinkRate(1e9, 1e-4), 2.0**34)
+    truth = base.efficiency.model_copy(update={"matmul": 1.4, "kernel_launch_s": 4e-6, "softmax_gscores_s": 1.5})
+    asked = (("mini", 256, 4, 2, "none"), ("tiny", 512, 4, 2, "none"), ("tiny", 128, 1, 4, "none"), ("mini", 128, 2, 2, "full"))
+    runs = []
+    for model, seq, mbs, gas, recompute in asked:
+        layout = Layout(mbs=mbs, gas=gas, recompute=recompute)
+        job = Job(model=Model.load(model), cluster=base, seq=seq, batch_tokens=layout.batch_tokens(seq), precision="fp32")
+        real = job.changed(cluster=base.model_copy(update={"efficiency": truth}))
+        runs.append(Seen(f"{model}-{seq}-{mbs}", job, layout, estimate(real, layout).step_time_s, 0.02))
+    found = fit(Fitted(Base.of(runs[0].job), runs), range(len(runs)))
+    named = {
+        constant.name: Base.of(runs[0].job).moved(constant, by)[constant.fields[0]] for constant, by in found.moves.items()
+    }
+    assert set(named) == {"matmul", "kernel_launch_s", "softmax_gscores_s"}
+    for name, value in named.items():
+        assert value == pytest.approx(getattr(truth, name), rel=0.1)

@@ -44,6 +44,19 @@ def test_times_that_the_machine_told_stay_where_runs_tell_no_better(told: tuple)
     assert all(row.before == row.after for row in rows)
 
 
+def test_six_runs_predict_twenty_others_on_a_cpu() -> None:
+    script = runpy.run_path(str(ROOT / "benchmarks" / "calibration.py"))
+    found, rows = script["report"](script["DATA"].with_name("cpu.jsonl"))
+    assert found.base.efficiency.synchronous
+    assert sum(row.fitted for row in rows) == 6
+    others = [row for row in rows if not row.fitted]
+    assert len(others) == 20
+    errors = [abs(row.after) for row in others]
+    assert sum(error <= 0.15 for error in errors) == 18
+    assert sum(errors) / len(errors) < 0.1 < 0.2 < sum(abs(row.before) for row in others) / len(others)
+    assert all(abs(row.memory_after) <= 0.02 for row in others)
+
+
 @pytest.mark.slow
 def test_other_choices_of_six_are_drawn_by_what_was_predicted() -> None:
     script = runpy.run_path(str(ROOT / "benchmarks" / "calibration.py"))

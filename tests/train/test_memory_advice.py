@@ -16,8 +16,9 @@ from ultrascale.specs.model import Model
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.training import Training
 from ultrascale.specs.units import GIB
-from ultrascale.train.machine import LinkRate, Rates, cpu_cluster
+from ultrascale.train.machine import cpu_cluster
 from ultrascale.train.memory_advice import Held, held, is_out_of_memory, out_of_memory
+from ultrascale.train.rates import LinkRate, Rates
 from ultrascale.train.request import Overrides, Request, from_plan
 
 CUDA = (
@@ -105,7 +106,7 @@ def test_nothing_fits_and_how_much_is_missing() -> None:
 
 
 def test_processes_of_a_cpu_share_its_memory() -> None:
-    place = cpu_cluster(2, Rates(1e10, 1e10, 5e-6, 5e9, 5e9), LinkRate(1e9, 1e-4), 2.0**36)
+    place = cpu_cluster(2, Rates(1e10, 1e10, 5e-6, 5e9, 5e9, 5e8), LinkRate(1e9, 1e-4), 2.0**36)
     layout = Layout(dp=2, mbs=8, gas=1)
     job = Job(model=Model.load("mini"), cluster=place, seq=256, batch_tokens=layout.batch_tokens(256), precision="fp32")
     asked = Request(job, layout, Training())
@@ -124,7 +125,7 @@ def test_processes_of_a_cpu_share_its_memory() -> None:
 
 def test_a_smaller_micro_batch_is_accumulated_to_the_same_batch() -> None:
     """One process that recomputes everything has nothing else to give."""
-    place = cpu_cluster(1, Rates(1e10, 1e10, 5e-6, 5e9, 5e9), LinkRate(1e9, 1e-4), 2.0**36)
+    place = cpu_cluster(1, Rates(1e10, 1e10, 5e-6, 5e9, 5e9, 5e8), LinkRate(1e9, 1e-4), 2.0**36)
     layout = Layout(mbs=8, gas=2, recompute="full")
     job = Job(model=Model.load("mini"), cluster=place, seq=256, batch_tokens=layout.batch_tokens(256), precision="fp32")
     text = out_of_memory(Request(job, layout, Training()), 1, "", Held(total=2.0**36), Place(0, 0, 0, 0))

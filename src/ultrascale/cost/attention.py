@@ -16,6 +16,13 @@ BLOCK = 128  # queries that one multiprocessor takes at a time
 # Blocks' time that each multiprocessor stands idle, at the start and in a last wave that the causal mask leaves uneven: 1.42 in
 # 15 timings of cuDNN's attention alone on an H200, which it brings from 5.0 to 1.0 % (flash: 1.64, 5.8 to 1.5 %; docs/lab.md).
 LOST = 1.4
+# torch's kernel on a CPU skips what the mask hides in whole blocks of so many keys.
+KEYS = 512
+# It takes queries by 32, from rows of 192 on by 64 and of 768 on by 256: a score of the first costs 1.4 times one of the second
+# and of the last 0.9 times (heads of 8 to 128, two threads of a Xeon; docs/time.md).
+QUERIES = ((192, 1.4), (768, 1.0), (float("inf"), 0.9))
+# What a score costs beside its products: made again in backward, and its gradient beside it (the same timings).
+SCORES_BACKWARD = 2.6
 
 
 def head_size_factor(head_dim: int, small_heads: float) -> float:
@@ -41,6 +48,8 @@ def passes(job: Job, columns: Columns, machine: Machine) -> Passes:
     zero = np.zeros_like(work)
     if job.attention == "plain":
         return _plain(job, columns, machine, work, zero)
+    if machine.efficiency.synchronous:
+        return _on_host(job, machine, work, zero)
     # Ring steps see a block of the sequence at a time; the others see whole rows.
     ring = columns.is_("context_parallel", "ring") | columns.is_("context_parallel", "zigzag")
     row = np.where(ring, job.seq / columns.cp, job.seq)
@@ -57,6 +66,19 @@ def done_flops(job: Job, columns: Columns) -> Array:
     """Of one layer's attention on one rank, forward and backward, with what its kernel computes again."""
     work = flops.score_flops(job.model, job.seq, causal=True) * columns.tokens(job.seq) / columns.tp
     return np.asarray((1 + BACKWARD_FLOPS) * work)
+
+
+def _on_host(job: Job, machine: Machine, work: Array, zero: Array) -> Passes:
+    """On a CPU: the products, and what a score costs however narrow a head is, its exponential and passes through a cache."""
+    each = 2.0 * (job.model.qk_head_dim + job.model.v_head_dim)
+    seen = flops.score_flops(job.model, job.seq, causal=True) / (each * job.model.heads)
+    computed = work * min(job.seq, seen + KEYS / 2) / seen
+    slower = next(factor for row, factor in QUERIES if job.seq < row)
+    softmax = slower * computed / each / (machine.efficiency.softmax_gscores_s * 1e9)
+    peak, rate = machine.attention_peak_flops, machine.attention
+    forward = slower * computed / (peak * rate.forward) + softmax
+    backward = slower * BACKWARD_FLOPS * computed / (peak * rate.backward) + SCORES_BACKWARD * softmax
+    return Passes(forward, backward, zero)
 
 
 def _plain(job: Job, columns: Columns, machine: Machine, work: Array, zero: Array) -> Passes:

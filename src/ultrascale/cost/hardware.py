@@ -155,7 +155,8 @@ class Machine:
         peak = self.peak_flops if fp8 or not self.is_fp8 else self.attention_peak_flops
         surface = self.fp8_surface if fp8 else self.surface
         if surface is None:
-            return np.asarray(2.0 * m * n * k / (peak * UNMEASURED_MATMUL * (self.efficiency.matmul or 1.0)))
+            time = 2.0 * m * n * k / (peak * UNMEASURED_MATMUL * (self.efficiency.matmul or 1.0))
+            return np.asarray(time + (self._operands_s(m, n, k) if self.efficiency.synchronous else 0.0))
         time = gemm.gemm_time_s(
             surface,
             m,
@@ -170,6 +171,10 @@ class Machine:
         )
         given = self.efficiency.matmul_fp8 if fp8 else self.efficiency.matmul
         return np.asarray(time / (given or self.sustained["fp8" if fp8 else "bf16"]))
+
+    def _operands_s(self, m: Array, n: Array, k: Array) -> Array:
+        """A CPU's products read and write as other operators do: no thread goes ahead to fetch for them."""
+        return self.stream_s((4 if self.wide_precision == "fp32" else 2) * (m * k + k * n + m * n))
 
     def stream_s(self, bytes_: Array) -> Array:
         """A memory-bound pass: bytes read and written over the bandwidth that such passes get."""
@@ -194,6 +199,8 @@ class Machine:
         )
 
     def collective_s(self, op: Op, bytes_: Array, group: Group) -> Array:
+        if self.efficiency.synchronous and op == "reduce_scatter":
+            op = "all_reduce"  # gloo's own is one inside, of which each rank keeps its part
         per_domain = group.per_domain
         if not self.framework.rails and op != "send_recv":
             per_domain = np.where(group.leaves_domain, 1, per_domain)

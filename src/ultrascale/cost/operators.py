@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ultrascale.cost import attention, launch
+from ultrascale.cost import attention, host, launch
 from ultrascale.cost.activations import compute_bytes, gradient_bytes
 from ultrascale.cost.columns import Array, Columns
 from ultrascale.cost.hardware import Machine
@@ -189,6 +189,11 @@ def layer(job: Job, columns: Columns, machine: Machine, moe: bool) -> LayerTime:
     biases = biases_apart(job, columns, machine, moe)
     # Backward reads the gradient and the saved tensor and writes the gradient: twice the forward's bytes.
     memory_bound = Passes(forward, 2 * forward, zero) + fp8_casts(job, machine, products) + biases
+    if machine.efficiency.synchronous:
+        moving = Passes(moved, 2 * moved, zero)
+        memory_bound = host.elementwise(job, columns, machine, moe) + moving + biases
+        waits = host.launches(columns, machine, moe)
+        return LayerTime(matmul, scores, memory_bound, waits, products, moved + biases.forward)
     kernels = np.full(len(columns), float(KERNELS_FORWARD)) + (KERNELS_ROUTING if moe else 0)
     if moe and job.model.moe is not None and not job.framework.grouped:
         per_expert = KERNELS_PER_EXPERT * (2 if job.precision == "fp8" else 1)
@@ -198,12 +203,10 @@ def layer(job: Job, columns: Columns, machine: Machine, moe: bool) -> LayerTime:
         clock = machine.clock(np.asarray(work), (matmul + scores + memory_bound).total)
         matmul, scores = matmul.scaled(1 / clock), scores.scaled(1 / clock)
     busy = matmul + scores + memory_bound
-    host = machine.launch_s * kernels * job.framework.kernels * job.framework.launch
-    host = host + (job.framework.routing_s if moe else 0.0)
-    if launch.queued(job, columns, machine):
-        waits = Passes(zero, zero, zero)  # the step's, not the layer's (cost/launch.py)
-    else:
-        waits = Passes(host, 2 * host, zero) if machine.efficiency.synchronous else _waits(busy, host)
+    launched = machine.launch_s * kernels * job.framework.kernels * job.framework.launch
+    launched = launched + (job.framework.routing_s if moe else 0.0)
+    # In one queue waits are the step's, not the layer's (cost/launch.py).
+    waits = Passes(zero, zero, zero) if launch.queued(job, columns, machine) else _waits(busy, launched)
     return LayerTime(matmul, scores, memory_bound, waits, products, moved + biases.forward)
 
 
@@ -229,7 +232,8 @@ def head(job: Job, columns: Columns, machine: Machine) -> LayerTime:
     backward = machine.stream_s((b + 4 * 4 if fp32 else 2 * b) * logits)
     zero = np.zeros_like(forward)
     none = Passes(zero, zero, zero)
-    return LayerTime(matmul_passes(machine, products), none, Passes(forward, backward, zero), none, products)
+    passes = host.loss(job, columns, machine) if machine.efficiency.synchronous else Passes(forward, backward, zero)
+    return LayerTime(matmul_passes(machine, products), none, passes, host.head_launches(columns, machine), products)
 
 
 def embedding(job: Job, columns: Columns, machine: Machine) -> LayerTime:
@@ -238,4 +242,4 @@ def embedding(job: Job, columns: Columns, machine: Machine) -> LayerTime:
     forward, backward = machine.stream_s(2 * bytes_), machine.stream_s(3 * bytes_)
     zero = np.zeros_like(forward)
     none = Passes(zero, zero, zero)
-    return LayerTime(none, none, Passes(forward, zero, backward), none)
+    return LayerTime(none, none, Passes(forward, zero, backward), host.embedding_launches(columns, machine))

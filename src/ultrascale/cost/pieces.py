@@ -201,7 +201,7 @@ def _end(
         none,
         compute.memory_bound + Passes(nothing, nothing, operators.accumulate_s(job, columns, machine, elements)),
         none,
-        none,
+        _full(compute.launch, nothing),
         Passes(one, one, nothing),
         none,
         none,

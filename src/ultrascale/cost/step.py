@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ultrascale.cost import data, launch, params, zero
+from ultrascale.cost import data, host, launch, params, zero
 from ultrascale.cost.activations import compute_bytes, gradient_bytes
 from ultrascale.cost.columns import Array, Columns
 from ultrascale.cost.hardware import Machine
@@ -61,7 +61,9 @@ def end_of_step(job: Job, columns: Columns, machine: Machine, places: Mesh, shar
         layers = one_microbatch - head + Passes(starts[0], starts[1], np.zeros(len(columns)))
         idle = launch.idle_s(job, columns, machine, share, layers, head, optimizer, late)
         return EndOfStep(np.asarray(wait), optimizer, offload, idle + columns.gas * (starts[0] + starts[1]), 0.0)
-    if job.framework.halves:
+    if machine.efficiency.synchronous:
+        optimizer = optimizer + host.of_weights_s(job.model, machine, share.layers)
+    elif job.framework.halves:
         optimizer = np.maximum(optimizer, launch.of_weights(job.model, machine, share.layers))
     return EndOfStep(np.asarray(wait), optimizer, offload, np.zeros(len(columns)), machine.efficiency.step_overhead_s)
 

@@ -17,7 +17,7 @@ class Efficiency(BaseModel):
     matmul: float | None = Field(
         None,
         ge=1e-3,
-        le=2,
+        le=4,
         examples=[0.95],
         description="of the measured product rate; None: what the kind sustains",
     )
@@ -40,6 +40,9 @@ class Efficiency(BaseModel):
     kernel_launch_s: float = Field(5.0e-6, ge=0, le=1e-2, description="host time to launch one kernel")
     synchronous: bool = Field(
         False, strict=True, description="operators run in the host's own time, as on a CPU: nothing hides their launch"
+    )
+    softmax_gscores_s: float = Field(
+        1.0, ge=1e-3, le=1e6, description="10⁹ scores of attention a second that a CPU's softmax passes over, forward"
     )
     link_latency_s: float | None = Field(
         None, ge=0, le=1, examples=[2e-6], description="per hop inside the fast domain; None: measured"

@@ -166,7 +166,7 @@ def join(seat: Seat, timeout_s: float) -> torch.device:
     if cuda:
         torch.cuda.set_device(device)
     else:
-        from ultrascale.train.machine import cores
+        from ultrascale.train.rates import cores
 
         torch.set_num_threads(max(1, cores() // seat.local_world))
     if seat.world > 1:

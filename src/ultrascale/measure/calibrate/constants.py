@@ -21,22 +21,26 @@ class Constant:
     """how far its logarithm may lie from where it starts before that speaks as loud as one run"""
     run: str
     """what would determine it, in words"""
+    on_host: float | None = None
+    """the prior where operators are synchronous and processes share cores with their transfers, if it is another"""
 
     @property
     def name(self) -> str:
         return self.fields[0] if len(self.fields) == 1 else self.fields[0].rsplit("_", 1)[0]
 
 
-# Shares of a data sheet are known to some tenths before any run; times of a host or of a hop only to their order.
+# Shares of a data sheet are known to some tenths before any run; times of a host or of a hop only to their order. On a CPU
+# rates were measured alone and for a moment: gloo's threads want the cores that compute, and neighbours the caches.
 CONSTANTS = (
-    Constant(("matmul",), 0.2, "a run with more tokens in a micro-batch"),
+    Constant(("matmul",), 0.2, "a run with more tokens in a micro-batch", 0.5),
     Constant(("matmul_fp8",), 0.2, "a run with job.precision=fp8"),
     Constant(("matmul_ramp",), 1.0, "two runs alike in tokens, one of a model half as wide"),
-    Constant(("attention_forward", "attention_backward"), 0.2, "two runs of one model, one with longer sequences"),
-    Constant(("memory_bandwidth",), 0.1, "a run with few tokens a step: the optimizer is then much of it"),
-    Constant(("kernel_launch_s",), 2.0, "a run of a small model with layout.mbs=1"),
+    Constant(("attention_forward", "attention_backward"), 0.2, "two runs of one model, one with longer sequences", 0.5),
+    Constant(("memory_bandwidth",), 0.1, "a run with few tokens a step: the optimizer is then much of it", 0.3),
+    Constant(("kernel_launch_s",), 2.0, "a run of a small model with layout.mbs=1", 0.7),
+    Constant(("softmax_gscores_s",), 0.5, "two runs of a model with narrow heads, one with longer sequences"),
     Constant(("step_overhead_s",), 0.5, "a run whose steps take some ten milliseconds"),
-    Constant(("link_bandwidth",), 0.3, "a run with layout.tp=2"),
+    Constant(("link_bandwidth",), 0.3, "a run with layout.tp=2", 1.0),
     Constant(("link_latency_s",), 1.5, "a run with layout.tp=2 and few tokens in a micro-batch"),
     Constant(("network_bandwidth",), 0.3, "a run on two nodes with layout.zero=3"),
     Constant(("network_latency_s",), 1.5, "a run on two nodes with small transfers"),
@@ -81,6 +85,10 @@ class Base:
     def of(cls, job: Job) -> Base:
         fields = [field for constant in CONSTANTS for field in constant.fields]
         return cls(job.cluster, {field: max(value(job, field), bounds(field)[0]) for field in fields})
+
+    def prior(self, constant: Constant) -> float:
+        on_host = constant.on_host if self.cluster.efficiency.synchronous else None
+        return constant.prior if on_host is None else on_host
 
     def moved(self, constant: Constant, by: float) -> dict[str, float]:
         """The constant's fields with their logarithms moved, within bounds."""

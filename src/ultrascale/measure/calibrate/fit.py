@@ -23,6 +23,7 @@ Floats = NDArray[np.float64]
 Moves = dict[Constant, float]
 
 NOISE = 0.01  # the same run twice, on an H200: steps that the GPU sets differ by so much
+NOISE_ON_HOST = 0.05  # on two cores of a shared machine, at least
 LOUD = 3.0  # a run that is off by so many times its noise counts in proportion less
 STEP = 0.02  # for derivatives
 FAR = 3.0  # of a logarithm: times may lie orders away
@@ -86,7 +87,7 @@ def fit(model: Model, of: Sequence[int]) -> Fit:
 
 def refit(model: Model, of: Sequence[int], found: Fit) -> tuple[Moves, list[Constant]]:
     """The same constants told by fewer runs, and those of them that these no longer tell: they are as they were."""
-    told, _, _ = _chosen(model, of, found.moves)
+    told, _, _ = _chosen(model, of, found.moves, most=len(of))
     lost = [constant for constant in found.moves if constant not in told]
     return _solved(model, of, {constant: by for constant, by in found.moves.items() if constant not in lost}, AGAIN), lost
 
@@ -96,29 +97,39 @@ def _measured(model: Model, of: Sequence[int]) -> Floats:
 
 
 def _weights(model: Model, of: Sequence[int], residual: Floats) -> Floats:
-    noise = np.asarray([math.hypot(NOISE, model.runs[index].spread) for index in of])
+    least = NOISE_ON_HOST if model.base.cluster.efficiency.synchronous else NOISE
+    noise = np.asarray([math.hypot(least, model.runs[index].spread) for index in of])
     return np.asarray(1 / noise**2 / np.maximum(1.0, np.abs(residual) / (LOUD * noise)))
 
 
 def _cost(model: Model, of: Sequence[int], moves: Moves) -> float:
     """Robust: linear where a run is far off."""
     residual = _measured(model, of) - model.logs(moves, of)
-    pulled = sum((by / constant.prior) ** 2 for constant, by in moves.items())
+    pulled = sum((by / model.base.prior(constant)) ** 2 for constant, by in moves.items())
     return float(_weights(model, of, residual) @ residual**2) + pulled
 
 
 def _looked_for(model: Model, of: Sequence[int]) -> Moves:
-    """A start for times that may be orders away, where a derivative at today's value would be nothing: launches that hide."""
+    """A start for times that may be orders away, where a derivative at today's value would be nothing: launches that hide.
+
+    The one that explains most goes first: an operator's overhead could else stand for the latency of exchanges that it is not.
+    """
     moves: Moves = {}
-    for constant in model.followed:
-        if constant.prior < 1:
-            continue
-        low, high = model.base.room(constant)
-        tried = [0.0, *(by for by in TRIED if low <= by <= high)]
-        best = min(tried, key=lambda by: _cost(model, of, {**moves, constant: by}))
-        if best:
-            moves[constant] = best
-    return moves
+    wide = [constant for constant in model.followed if model.base.prior(constant) >= 1]
+    cost = _cost(model, of, moves)
+    places = [
+        (constant, by)
+        for constant in wide
+        for by in (0.0, *TRIED)
+        if model.base.room(constant)[0] <= by <= model.base.room(constant)[1]
+    ]
+    while places:
+        tried = [{**moves, constant: by} for constant, by in places]
+        costs = [_cost(model, of, some) for some in tried]
+        if min(costs) >= cost:
+            break
+        moves, cost = tried[int(np.argmin(costs))], min(costs)
+    return {constant: by for constant, by in moves.items() if by}
 
 
 def _sensitivities(model: Model, of: Sequence[int], moves: Moves, constants: Sequence[Constant]) -> Floats:
@@ -132,22 +143,28 @@ def _sensitivities(model: Model, of: Sequence[int], moves: Moves, constants: Seq
     return np.stack(columns, axis=1) if columns else np.zeros((len(of), 0))
 
 
-def _chosen(model: Model, of: Sequence[int], moves: Moves) -> tuple[list[Constant], dict[Constant, float], dict[Constant, str]]:
-    """Those of which the runs say more than is known without them; how well each is told; and why the others are not."""
+def _chosen(
+    model: Model, of: Sequence[int], moves: Moves, most: int | None = None
+) -> tuple[list[Constant], dict[Constant, float], dict[Constant, str]]:
+    """Those of which the runs say more than is known without them; how well each is told; and why the others are not.
+
+    At most so many: one fewer than there are runs, or, where a run was left out to be judged by the rest, as many.
+    """
+    most = len(of) - 1 if most is None else most
     constants = model.followed
     every = _sensitivities(model, of, moves, constants)
     info = (every.T * _weights(model, of, np.zeros(len(of)))) @ every
     share = np.abs(every).max(axis=0) if constants else []
     why = {constant: "no step time follows it in these runs" for constant in CONSTANTS if constant not in constants}
-    for constant, most in zip(constants, share, strict=True):
-        if most < MATTERS:
-            why[constant] = f"at most {most:.1%} of a step follows it in these runs"
+    for constant, moved in zip(constants, share, strict=True):
+        if moved < MATTERS:
+            why[constant] = f"at most {moved:.1%} of a step follows it in these runs"
     inside = [k for k, constant in enumerate(constants) if constant not in why]
-    prior = [constant.prior for constant in constants]
+    prior = [model.base.prior(constant) for constant in constants]
     while inside:
         left = _deviations(info, inside, prior) / [prior[k] for k in inside]
         worst = int(np.argmax(left))
-        if left[worst] <= TOLD and len(inside) < len(of):
+        if left[worst] <= TOLD and len(inside) <= most:
             break
         k = inside.pop(worst)
         blurred = _blurred(info, inside, k, prior)
@@ -177,7 +194,7 @@ def _solved(model: Model, of: Sequence[int], moves: Moves, rounds: int = ROUNDS)
     constants = list(moves)
     if not constants:
         return {}
-    prior = np.asarray([constant.prior for constant in constants])
+    prior = np.asarray([model.base.prior(constant) for constant in constants])
     room = np.asarray([model.base.room(constant) for constant in constants])
     best, cost = dict(moves), _cost(model, of, moves)
     for _ in range(rounds):

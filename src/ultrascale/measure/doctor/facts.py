@@ -20,7 +20,8 @@ from importlib import metadata, util
 from pathlib import Path
 
 from ultrascale.measure.doctor.nvidia import GPUFact, ask_gpus, ask_links
-from ultrascale.train.machine import cores, memory_bytes
+from ultrascale.train.machine import memory_bytes
+from ultrascale.train.rates import cores
 
 PACKAGES = ("torch", "numpy", "pydantic", "safetensors", "tokenizers", "pyarrow")
 MOST_WRITTEN, BLOCK, LONGEST_S = 64 * 2**20, 4 * 2**20, 1.0  # of the trial of the disk

@@ -39,7 +39,7 @@ from ultrascale.train.account import account
 from ultrascale.train.build import COMPUTE, boundary_shape, schedule_of
 from ultrascale.train.data import Batches
 from ultrascale.train.engine import Engine
-from ultrascale.train.machine import cores
+from ultrascale.train.rates import cores
 
 
 @dataclass(frozen=True)

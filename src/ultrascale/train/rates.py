@@ -1,0 +1,205 @@
+"""What a CPU gives a training step, measured in some two seconds: products, passes, operators, attention, and gloo's link.
+
+All processes measure at once, as ranks work at once, and everything in turns, of which the middle one counts: a neighbour who
+takes a core for a while disturbs all rates alike.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from statistics import median
+
+from ultrascale.cost import host
+from ultrascale.cost.attention import BACKWARD_FLOPS, SCORES_BACKWARD
+from ultrascale.specs.model import Model
+
+_SIDE = 512  # of the products
+# The attention that is timed, with wide heads and with narrow ones.
+_ROW, _HEADS, _WIDE, _NARROW = 512, 4, 128, 8
+# Tokens with which a layer takes what its operators take, and with which passes take what their bytes take; how wide these are.
+_FEW, _MANY, _WIDTH = 8, 1024, 256
+_LAYERS = 4  # so many that what begins a backward pass is little beside them
+# Bytes of a token that these pass over, its gradient's two sums among them.
+_PASSED = (
+    4
+    * _WIDTH
+    * (host.NORM_FORWARD + host.NORM_BACKWARD + 2 * host.ROTATED + host.GATED_FORWARD + host.GATED_BACKWARD + 2 * host.SUM)
+)
+_LARGE = 2**18  # numbers that processes exchange: the activations of a small model
+_TURNS, _EACH_S = 5, 0.02
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one process gets while all of them work, or the mean of that over the processes."""
+
+    products_flops: float
+    stream_bytes_s: float
+    operator_s: float
+    attention_forward_flops: float
+    attention_backward_flops: float
+    softmax_scores_s: float
+
+
+@dataclass(frozen=True)
+class LinkRate:
+    bytes_s: float
+    latency_s: float
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def in_new_thread(rank: int, nproc: int, store: str, measure: Callable[[int, int, str], object]) -> object:
+    """What `measure` finds, in a forked process whose parent may have computed with several threads.
+
+    libgomp keeps a thread's workers by that thread. The one that forked still has the parent's in the child, where they do not
+    run: its next operator on several threads would wait for them for ever. A new thread has none and starts its own.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(measure, rank, nproc, store).result()
+
+
+def rates_of(rank: int, nproc: int, store: str) -> Rates:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(max(1, cores() // nproc))
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
+    matrix = torch.randn(_SIDE, _SIDE)
+    actions = {
+        "product": lambda: matrix @ matrix,
+        "layers": _small_layers(),
+        "passes": _passes(_MANY),
+        "few": _passes(_FEW),
+        **{f"{name} {width}": action for width in (_WIDE, _NARROW) for name, action in _attention(width).items()},
+    }
+    seen: dict[str, list[float]] = {name: [] for name in actions}
+    for turn in range(_TURNS + 1):
+        for name, action in actions.items():
+            dist.barrier()  # all work at once, as ranks do
+            took = seconds_each(action, _EACH_S)
+            if turn:  # the first warms up
+                seen[name].append(took)
+    dist.barrier()
+    dist.destroy_process_group()
+    return _rates({name: median(times) for name, times in seen.items()})
+
+
+def _rates(took: dict[str, float]) -> Rates:
+    """Of a score's time what grows with the width of a head is products, the rest softmax."""
+    scores = _HEADS * _ROW**2  # one block of keys: the kernel skips nothing of what the mask hides
+    wide, narrow = ((took[f"forward {width}"], took[f"both {width}"]) for width in (_WIDE, _NARROW))
+    forward_s, both_s = (
+        max(one - other, 0.1 * one) * _WIDE / (_WIDE - _NARROW) for one, other in zip(wide, narrow, strict=True)
+    )
+    softmax_s = max(narrow[1] - both_s * _NARROW / _WIDE, 0.1 * narrow[1]) / (1 + SCORES_BACKWARD)
+    flops = 4 * scores * _WIDE
+    return Rates(
+        products_flops=2 * _SIDE**3 / took["product"],
+        stream_bytes_s=(_MANY - _FEW) * _PASSED / max(took["passes"] - took["few"], 0.1 * took["passes"]),
+        operator_s=took["layers"] / _LAYERS / (host.FORWARD + host.BACKWARD),
+        attention_forward_flops=flops / forward_s,
+        attention_backward_flops=BACKWARD_FLOPS * flops / max(both_s - forward_s, 0.1 * both_s),
+        softmax_scores_s=scores / softmax_s,
+    )
+
+
+def _small_layers() -> Callable[[], object]:
+    """Forward and backward of some layers with hardly a token."""
+    import torch
+
+    from ultrascale.model.rotary import tables
+    from ultrascale.model.transformer import Block
+
+    model = Model.load("tiny")
+    blocks, rope = [Block(model, index) for index in range(_LAYERS)], tables(model, torch.arange(_FEW))
+    x = torch.randn(1, _FEW, model.hidden, requires_grad=True)
+
+    def act() -> None:
+        out = x
+        for block in blocks:
+            out = block(out, rope)
+        out.backward(x.detach())  # type: ignore[no-untyped-call]
+
+    return act
+
+
+def _passes(tokens: int) -> Callable[[], object]:
+    """What lies between a layer's products, forward and backward: a norm, a rotation and a gate of so many tokens."""
+    import torch
+
+    from ultrascale.model.operators import RMSNorm, swiglu
+    from ultrascale.model.rotary import rotate, tables
+
+    model = Model.load("mini")
+    norm, rope = RMSNorm(_WIDTH, model.norm_eps), tables(model, torch.arange(tokens))
+    x = torch.randn(1, tokens, _WIDTH, requires_grad=True)
+    gradient, heads = x.detach(), (_WIDTH // model.head_dim, model.head_dim)
+
+    def act() -> None:
+        turned = rotate(norm(x).unflatten(-1, heads), rope).flatten(-2)
+        swiglu(turned, x).backward(gradient)  # type: ignore[no-untyped-call]
+
+    return act
+
+
+def _attention(width: int) -> dict[str, Callable[[], object]]:
+    """Forward, and forward and backward."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    query = torch.randn(1, _HEADS, _ROW, width, requires_grad=True)
+
+    def attend() -> torch.Tensor:
+        return scaled_dot_product_attention(query, query, query, is_causal=True)
+
+    return {"forward": attend, "both": lambda: attend().backward(query.detach())}  # type: ignore[no-untyped-call]
+
+
+def link_rate(rank: int, nproc: int, store: str) -> LinkRate:
+    import torch
+    import torch.distributed as dist
+
+    from ultrascale.parallel import comm
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
+    axis = comm.Axis("link", dist.group.WORLD, rank, nproc, tuple(range(nproc)))
+    matrix = torch.randn(256, 256)
+
+    def each_s(elements: int, times: int) -> float:
+        """An exchange amid computing, as in a step: gloo's threads want its cores, and ranks wait for one another."""
+        tensor = torch.zeros(elements)
+        comm.all_reduce(tensor, axis)
+        start = time.perf_counter()
+        for _ in range(times):  # a fixed number: both sides must agree on the last
+            torch.mm(matrix, matrix)
+            if elements:
+                comm.all_reduce(tensor, axis)
+        return (time.perf_counter() - start) / times
+
+    alone_s, small_s, large_s = each_s(0, 100), each_s(1, 100), each_s(_LARGE, 50)
+    dist.barrier()
+    dist.destroy_process_group()
+    # Between two ranks an all_reduce takes two hops and moves its bytes once: 2 · latency + bytes / bandwidth.
+    latency_s = max(small_s - alone_s, 0.1 * small_s) / 2
+    return LinkRate(bytes_s=4 * _LARGE / max(large_s - small_s, 0.1 * large_s), latency_s=latency_s)
+
+
+def seconds_each(action: Callable[[], object], for_s: float) -> float:
+    """Mean time of an action repeated for that long, in rounds that make the clock's own cost small."""
+    rounds, done = 1, 0
+    start = time.perf_counter()
+    while (gone := time.perf_counter() - start) < for_s or not done:
+        for _ in range(rounds):
+            action()
+        done += rounds
+        rounds = min(rounds * 2, 1000) if gone < 1e-3 * done else rounds
+    return gone / done

@@ -1,0 +1,139 @@
+"""Time where operators run one by one in the host's own time: worked examples, and what GPUs must not notice of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ultrascale.cost import attention, host, operators
+from ultrascale.cost.collectives import Op
+from ultrascale.cost.columns import Columns
+from ultrascale.cost.estimate import estimate
+from ultrascale.cost.hardware import Machine
+from ultrascale.cost.mesh import mesh
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.efficiency import Efficiency
+from ultrascale.specs.gpu import GPU
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.model import Model
+
+PEAK, BANDWIDTH = 1e11, 1e10
+ON_HOST = Efficiency(
+    matmul=2.0,
+    attention_forward=0.8,
+    attention_backward=0.5,
+    memory_bandwidth=1.0,
+    kernel_launch_s=4e-6,
+    synchronous=True,
+    softmax_gscores_s=0.5,
+    link_latency_s=1e-3,
+    link_bandwidth=1.0,
+)
+
+
+def job(model: Model, layout: Layout, seq: int, constants: Efficiency = ON_HOST) -> Job:
+    gpu = GPU.load("cpu").model_copy(
+        update={"architecture": "x86_64", "peak_tflops": {"fp32": PEAK / 1e12}, "memory_bandwidth_gb_s": BANDWIDTH / 1e9}
+    )
+    cluster = Cluster.of(gpu, nodes=1, gpus_per_node=layout.gpus).model_copy(update={"efficiency": constants})
+    return Job(model=model, cluster=cluster, seq=seq, batch_tokens=layout.batch_tokens(seq), precision="fp32")
+
+
+def attended(model: str, seq: int, constants: Efficiency = ON_HOST) -> tuple[float, float]:
+    asked = job(Model.load(model), Layout(), seq, constants)
+    passes = attention.passes(asked, Columns.of([Layout()]), Machine(asked))
+    return float(passes.forward[0]), float(passes.input_grad[0])
+
+
+def test_a_score_costs_its_softmax_and_its_products() -> None:
+    # tiny: 8 heads of 8. 256 tokens see blocks of 512 keys, so all 256. Softmax at 0.5·10⁹ scores a second; two products of 2·8
+    # FLOPs at 0.8 of 10¹¹. Backward 2.6 times the softmax, and five products at half of the peak.
+    scores = 8 * 256 * 256
+    forward, backward = attended("tiny", 256)
+    assert forward == pytest.approx(scores * (1 / 0.5e9 + 4 * 8 / 0.8e11))
+    assert backward == pytest.approx(scores * (2.6 / 0.5e9 + 10 * 8 / 0.5e11))
+    # mini: 8 heads of 32.
+    forward, backward = attended("mini", 512)
+    assert forward == pytest.approx(4 * scores * (1 / 0.5e9 + 4 * 32 / 0.8e11))
+    assert backward == pytest.approx(4 * scores * (2.6 / 0.5e9 + 10 * 32 / 0.5e11))
+
+
+def test_the_mask_saves_whole_blocks_of_keys_alone() -> None:
+    short, long = (attended("tiny", seq)[0] / seq**2 for seq in (1024, 2048))
+    # Of 2,048 keys a token sees 1,024 in the mean and computes with half a block more: 1,280; of 1,024 it computes with 768.
+    assert long / short == pytest.approx((1280 / 2048) / (768 / 1024))
+
+
+def test_short_rows_are_taken_by_few_queries() -> None:
+    by_32, by_64, by_256 = (attended("tiny", seq)[0] / seq**2 for seq in (128, 512, 768))
+    assert by_32 / by_64 == pytest.approx(1.4)
+    assert by_256 / by_64 == pytest.approx(0.9 * (384 + 256) / 768)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "forward", "backward"), [("none", 230, 300), ("full", 390, 465), ("selective", 1080, 1425)]
+)
+def test_operators_add_up(recompute: str, forward: int, backward: int) -> None:
+    layout = Layout(recompute=recompute)
+    asked = job(Model.load("tiny"), layout, 128)
+    launched = operators.layer(asked, Columns.of([layout]), Machine(asked), moe=False).launch
+    assert float(launched.forward[0]) == pytest.approx(4e-6 * forward)
+    assert float(launched.input_grad[0]) == pytest.approx(4e-6 * backward)
+
+
+def test_ends_and_optimizer_have_operators_too() -> None:
+    one, two = (estimate(job(Model.load("tiny"), layout, 128), layout).time for layout in (Layout(mbs=1), Layout(mbs=1, gas=2)))
+    # 8 layers of 230 + 300, the embedding's 40 + 20 and the head's 70 + 70, in every micro-batch.
+    assert one.launch_s == pytest.approx(4e-6 * (8 * 530 + 200))
+    assert two.launch_s == pytest.approx(2 * one.launch_s)
+    # Seven products and two norms a layer, ten operators each; beside them AdamW's passes, which are bytes.
+    asked = job(Model.load("tiny"), Layout(), 128, ON_HOST.model_copy(update={"kernel_launch_s": 0.0}))
+    assert one.optimizer_s - estimate(asked, Layout()).time.optimizer_s == pytest.approx(4e-6 * 10 * 9 * 8)
+
+
+def test_products_read_and_write_their_operands() -> None:
+    asked = job(Model.load("mini"), Layout(), 128)
+    m, n, k = (np.asarray([size]) for size in (128.0, 768.0, 256.0))
+    expected = 2 * 128 * 768 * 256 / PEAK + 4 * (128 * 256 + 256 * 768 + 128 * 768) / BANDWIDTH
+    assert float(Machine(asked).matmul_s(m, n, k)[0]) == pytest.approx(expected)
+
+
+def test_passes_between_products_by_hand() -> None:
+    layout = Layout(mbs=2)
+    asked = job(Model.load("mini"), layout, 64)
+    passes = host.elementwise(asked, Columns.of([layout]), Machine(asked), moe=False)
+    # mini: hidden and queries 256 wide, keys 128, gates 768. Forward 2·7 + 6 of hidden, 10 + 2 of queries and keys, 5 of gates.
+    assert float(passes.forward[0]) == pytest.approx(128 * 4 * (20 * 256 + 12 * 384 + 5 * 768) / BANDWIDTH)
+    assert float(passes.input_grad[0]) == pytest.approx(128 * 4 * (53 * 256 + 14 * 384 + 11 * 768) / BANDWIDTH)
+
+
+def test_gloo_scatters_what_it_has_summed_for_all() -> None:
+    layout = Layout(tp=2)
+    columns = Columns.of([layout])
+
+    def seconds(op: Op, constants: Efficiency) -> float:
+        asked = job(Model.load("tiny"), layout, 128, constants)
+        machine = Machine(asked)
+        return float(machine.collective_s(op, np.asarray([2.0**20]), mesh(columns, machine.cluster).tensor)[0])
+
+    elsewhere = ON_HOST.model_copy(update={"synchronous": False})
+    assert seconds("reduce_scatter", ON_HOST) == seconds("all_reduce", ON_HOST)
+    assert seconds("reduce_scatter", elsewhere) < seconds("all_reduce", elsewhere)
+
+
+def test_a_gpu_takes_no_notice() -> None:
+    layout = Layout(dp=8)
+    other = {"softmax_gscores_s": 1e-3}
+    jobs = [
+        Job(model=Model.load("llama-3-8b"), cluster=cluster, seq=4096, batch_tokens=8 * 4096)
+        for cluster in (
+            Cluster.load("8xh100"),
+            Cluster.load("8xh100").model_copy(update={"efficiency": Efficiency(**other)}),
+        )
+    ]
+    columns = Columns.of([layout])
+    totals = [operators.layer(one, columns, Machine(one), moe=False).total.total for one in jobs]
+    assert totals[0] == totals[1]
+    for end in (operators.head, operators.embedding):
+        assert not end(jobs[0], columns, Machine(jobs[0])).launch.total.any()
