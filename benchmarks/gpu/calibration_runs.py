@@ -5,7 +5,7 @@ micro-batches, accumulation, recomputation, sequence lengths), all before any wa
 fresh process on one GPU and leaves a run's folder; `runs.jsonl` gathers them. The cluster of their plans is what
 `ultrascale bench hardware` measures first. What is there already is not run again, and nothing starts after `--limit` seconds.
 
-`--device cpu` does the same with small models in one and in two processes, and prints the report (benchmarks/calibration.py).
+benchmarks/calibration.py prints what they tell; benchmarks/calibration_cpu.py is the same for a CPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import json
 import math
 import os
 import random
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -52,13 +51,10 @@ class Asked(NamedTuple):
     mbs: int
     gas: int = 1
     recompute: str = "none"
-    cut: tuple[str, ...] = ()
-    """further words of the layout, such as layout.tp=2"""
 
     @property
     def name(self) -> str:
-        cut = "".join(f"-{word.removeprefix('layout.').replace('=', '')}" for word in self.cut)
-        return f"{self.model}-s{self.seq}-m{self.mbs}-g{self.gas}-{self.recompute}{cut}"
+        return f"{self.model}-s{self.seq}-m{self.mbs}-g{self.gas}-{self.recompute}"
 
 
 # What tells constants apart: launches, long rows, few and many tokens, products alone, fp32 gradients, recomputation.
@@ -72,7 +68,6 @@ TO_FIT = (
 )
 SMALL = ("smollm2-135m", "smollm2-360m", "qwen2.5-0.5b", "llama-3.2-1b")
 MODELS = (*SMALL, "smollm2-1.7b", "qwen2.5-1.5b", "llama-3.2-3b", "smollm3-3b")
-CPU_MODELS = ("tiny", "mini")
 
 
 def others(cluster: Cluster) -> list[Asked]:
@@ -101,48 +96,24 @@ def _short(one: Asked, cluster: Cluster) -> bool:
     return expected.step_time_s < LONGEST_S and expected.peak_gib < FULLEST_GIB
 
 
-def on_cpu(nproc: int) -> tuple[list[Asked], list[Asked]]:
-    """Six to fit and ten others, of what `nproc` processes can do."""
-    rng = random.Random(SEED)
-    cuts: list[tuple[str, ...]] = [()]
-    if nproc == 2:
-        cuts = [(f"layout.{word}",) for word in ("dp=2", "tp=2", "pp=2", "zero=1", "zero=3")]
-    everything = [
-        Asked(model, seq, mbs, gas, recompute, cut)
-        for model in CPU_MODELS
-        for seq in (128, 256, 512)
-        for mbs in (1, 2, 4, 8)
-        for gas in (2, 4)
-        for recompute in ("none", "full")
-        for cut in cuts
-        if 512 <= seq * mbs * gas <= 4096
-    ]
-    first = [Asked(model, seq, mbs, 2, "none", cut) for model, seq, mbs in (("mini", 256, 4), ("tiny", 512, 4)) for cut in cuts]
-    fit = (first if len(first) >= 6 else [*first, *rng.sample(everything, 8)])[:6]
-    return fit, [one for one in rng.sample(everything, 30) if one not in fit][:10]
-
-
-def request(one: Asked, world: int, gpu: bool, steps: int, layers: int | None = None) -> Request:
+def request(one: Asked, steps: int, layers: int | None = None) -> Request:
     words = [f"job.seq={one.seq}", f"layout.mbs={one.mbs}", f"layout.gas={one.gas}", f"layout.recompute={one.recompute}"]
-    words += [*one.cut, f"train.steps={steps}", "train.data=synthetic", "checkpoint.save=false"]
+    words += [f"train.steps={steps}", "train.data=synthetic", "checkpoint.save=false"]
     model = Model.load(one.model)
     if layers is not None:
         model = model.model_copy(update={"layers": layers})
-    return from_model(model, Overrides.parse(words), world, precision="bf16" if gpu else "fp32")
+    return from_model(model, Overrides.parse(words), 1, precision="bf16")
 
 
 def steps_for(step_s: float) -> int:
     return min(MOST, max(FEWEST, math.ceil(TRAINED_S / step_s)))
 
 
-def train(one: Asked, folder: Path, cluster: Cluster, gpu: bool) -> None:
+def train(one: Asked, folder: Path, cluster: Cluster) -> None:
     """In a fresh process, as a user's run is."""
-    asked = request(one, cluster.gpus, gpu, FEWEST).on(cluster)
-    asked = request(one, cluster.gpus, gpu, steps_for(estimate(asked.job, asked.layout).step_time_s))
-    if cluster.gpus > 1:
-        launch.train(asked, folder, cluster.gpus, cluster, quiet=True)
-    else:
-        local.run(_rank, 1, asked, folder, cluster)
+    asked = request(one, FEWEST).on(cluster)
+    asked = request(one, steps_for(estimate(asked.job, asked.layout).step_time_s))
+    local.run(_rank, 1, asked, folder, cluster)
 
 
 def _rank(_: int, __: int, ___: str, asked: Request, folder: Path, cluster: Cluster) -> None:
@@ -161,12 +132,12 @@ def _warm_rank(rank: int, _: int, __: str, some: Sequence[Asked]) -> None:
     from ultrascale.train.world import Seat
 
     try:
-        run_rank(request(some[rank], 1, True, 2, layers=1), Seat(), None, None, quiet=True)
+        run_rank(request(some[rank], 2, layers=1), Seat(), None, None, quiet=True)
     except Exception as error:  # the run itself will say so
         print(f"{some[rank].name} did not warm up: {error!r:.200}", flush=True)
 
 
-def measure(wanted: Sequence[Asked], out: Path, cluster: Cluster, gpu: bool, until: float) -> None:
+def measure(wanted: Sequence[Asked], out: Path, cluster: Cluster, until: float) -> None:
     for number, one in enumerate(wanted, 1):
         folder = out / one.name
         if (folder / launch.MEASUREMENT).exists():
@@ -176,7 +147,7 @@ def measure(wanted: Sequence[Asked], out: Path, cluster: Cluster, gpu: bool, unt
             return
         began = time.monotonic()
         try:
-            train(one, folder, cluster, gpu)
+            train(one, folder, cluster)
         except RunError as error:
             print(f"{one.name} failed: {str(error).splitlines()[-1]:.200}", flush=True)
             continue
@@ -209,42 +180,29 @@ def _steps(metrics: Path) -> Iterator[float]:
         yield json.loads(line)["step_time_s"]
 
 
-def machine(out: Path, nproc: int, gpu: bool) -> Cluster:
+def machine(out: Path) -> Cluster:
     file = out / "cluster.yaml"
     if not file.exists():
-        found = detect(nproc)
-        (hardware.measured(found) if gpu else found).save(file)
+        hardware.measured(detect(1)).save(file)
     return Cluster.load(file)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/calibration"))
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--limit", type=float, default=1800, help="seconds after which no run starts")
     parser.add_argument("--only", type=int, help="so many of the runs, for a try")
     options = parser.parse_args()
     until = time.monotonic() + options.limit
     launch.import_torch()
-    if options.device == "cuda":
-        options.out.mkdir(parents=True, exist_ok=True)
-        cluster = machine(options.out, 1, gpu=True)
-        wanted = [*TO_FIT, *others(Cluster.load("1xh200"))][: options.only]
-        print(f"measured: {cluster.efficiency.model_dump(exclude_defaults=True)}", flush=True)
-        began = time.monotonic()
-        warm([one for one in wanted if not (options.out / one.name).exists()])
-        print(f"caches are warm after {time.monotonic() - began:.0f} s", flush=True)
-        measure(wanted, options.out, cluster, gpu=True, until=until)
-        return
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    import calibration as report
-
-    for nproc in (1, 2):
-        out = options.out / f"cpu-{nproc}"
-        out.mkdir(parents=True, exist_ok=True)
-        fit, rest = on_cpu(nproc)
-        measure([*fit, *rest][: options.only], out, machine(out, nproc, gpu=False), gpu=False, until=until)
-        report.show(out / "runs.jsonl", draws=0)
+    options.out.mkdir(parents=True, exist_ok=True)
+    cluster = machine(options.out)
+    wanted = [*TO_FIT, *others(Cluster.load("1xh200"))][: options.only]
+    print(f"measured: {cluster.efficiency.model_dump(exclude_defaults=True)}", flush=True)
+    began = time.monotonic()
+    warm([one for one in wanted if not (options.out / one.name).exists()])
+    print(f"caches are warm after {time.monotonic() - began:.0f} s", flush=True)
+    measure(wanted, options.out, cluster, until)
 
 
 if __name__ == "__main__":
