@@ -47,10 +47,21 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
 
     fake = SimpleNamespace(
         Stream=lambda _: Stream(), graph_pool_handle=lambda: (0, 1), CUDAGraph=Graph, graph=record,
-        current_stream=lambda: Stream(), stream=lambda _: nullcontext(),
+        current_stream=lambda: Stream(), stream=lambda _: nullcontext(), empty_cache=lambda: None,
     )  # fmt: skip
     monkeypatch.setattr(graphs.torch, "cuda", fake)
     return made
+
+
+def test_the_memory_of_other_steps_is_given_back_before_the_recording_stream_asks_for_its_own(
+    stand_in: list[Graph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = list[str]()
+    monkeypatch.setattr(graphs.torch.cuda, "empty_cache", lambda: done.append("given back"))
+    work = Recorded(lambda: done.append("step"), Tape(torch.device("cpu"), "always"))
+    for _ in range(AS_IT_IS + 1):
+        work()
+    assert done == [*AS_IT_IS * ["step"], "given back", "step"]
 
 
 def test_work_is_recorded_the_fifth_time_and_replayed_from_then_on(
