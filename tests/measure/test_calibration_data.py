@@ -42,6 +42,11 @@ def test_times_that_the_machine_told_stay_where_runs_tell_no_better(told: tuple)
     found, rows = told
     assert {verdict.name for verdict in found.verdicts if verdict.known is not None} == {"workspace_gib", "allocator_slack"}
     assert all(row.before == row.after for row in rows)
+    assert not found.judges()  # without any one of the six a constant of time is not told; of memory each judges
+    assert len(found.judges("held_gib")) == 6
+    assert {verdict.why.split(":")[0] for verdict in found.verdicts if verdict.name in ("matmul", "attention")} == {
+        "no run is left to judge what was fitted"
+    }
 
 
 def test_six_runs_predict_twenty_others_on_a_cpu() -> None:

@@ -25,6 +25,7 @@ FEWEST = 3  # runs: with two, each would be judged by the other alone
 FOLDS = 8  # more runs than these are left out several at a time
 STEP, HELD = "step_s", "held_gib"  # what a run tells: its time, its memory
 NO_BETTER = "on runs left out what was fitted is no better"
+NO_JUDGE = "no run is left to judge what was fitted: without any one of them some constant is not told; what would: more runs"
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,8 @@ def calibrate(runs: Sequence[Seen], say: Callable[[str], None] = lambda text: No
         times, of_memory = (each if taken[of] else base.cluster.efficiency for of in (STEP, HELD))
         return times.model_copy(update={name: getattr(of_memory, name) for name in FIELDS})
 
-    verdicts = [_as_taken(one, taken[HELD if one.name in FIELDS else STEP]) for one in verdicts]
+    why_not = {of: NO_BETTER if result.judges(of) else NO_JUDGE for of in taken}
+    verdicts = [_as_taken(one, taken[of], why_not[of]) for one in verdicts for of in (HELD if one.name in FIELDS else STEP,)]
     result = Calibration(base.cluster, base.cluster, tuple(verdicts), judged(as_taken(efficiency), as_taken))
     return replace(result, cluster=_signed(result, as_taken(efficiency)))
 
@@ -178,10 +180,10 @@ def _better(found: Calibration, of: str = STEP) -> bool:
     return before is not None and after is not None and after.middle < before.middle
 
 
-def _as_taken(verdict: Verdict, taken: bool) -> Verdict:
+def _as_taken(verdict: Verdict, taken: bool, why_not: str) -> Verdict:
     if taken or verdict.known is None:
         return verdict
-    return replace(verdict, after=verdict.before, known=None, why=NO_BETTER)
+    return replace(verdict, after=verdict.before, known=None, why=why_not)
 
 
 def _signed(found: Calibration, efficiency: Efficiency) -> Cluster:
