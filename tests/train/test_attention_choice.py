@@ -10,6 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from parallel.harness import job_of, training_of
+from ultrascale.kernels import flash
 from ultrascale.model.transformer import Core, Transformer
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.specs.job import Job
@@ -18,7 +19,8 @@ from ultrascale.train import attention, run
 from ultrascale.train.data import Batches, corpus
 from ultrascale.train.engine import Engine
 
-CUDNN, FLASH, EFFICIENT = attention.NAMES
+CUDNN, FLASH, EFFICIENT = attention.BACKENDS
+ORDER = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 
@@ -27,11 +29,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[attention.Shape]:
     """Made-up times: cuDNN is slower than flash, the third refuses."""
     shapes: list[attention.Shape] = []
 
-    def time_ms(backend: SDPBackend, shape: attention.Shape, _: torch.device) -> float:
+    def time_ms(name: str, shape: attention.Shape, _: torch.device) -> float:
         shapes.append(shape)
-        if backend == EFFICIENT:
+        if name == EFFICIENT:
             raise RuntimeError("No available kernel")
-        return {CUDNN: 7.5, FLASH: 4.9}[backend]
+        return {CUDNN: 7.5, FLASH: 4.9, attention.FLASH_4: 4.4}[name]
 
     monkeypatch.setattr(attention, "_time_ms", time_ms)
     return shapes
@@ -47,7 +49,40 @@ def test_the_fastest_comes_first_and_one_that_refuses_not_at_all(asked: list[att
     found.apply([plain])
     cores = [module for module in plain.modules() if isinstance(module, Core)]
     assert len(cores) == model.layers
-    assert all(core.backends == [FLASH, CUDNN, SDPBackend.MATH] for core in cores)
+    assert all(core.backends == [*ORDER, SDPBackend.MATH] and core.kernel is None for core in cores)
+
+
+@pytest.mark.usefixtures("asked")
+def test_flash_attention_4_is_asked_where_it_is_installed_and_takes_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash, "_installed", lambda: True)
+    in_fp32, job = job_of("llama"), job_of("llama").changed(precision="bf16")
+    assert attention.FLASH_4 not in str(attention.fastest(in_fp32, Layout(), GPU))
+    found = attention.fastest(job, Layout(), GPU)
+    assert found is not None
+    assert str(found) == "attention: FlashAttention 4 4.40 ms, flash 4.90 ms, cuDNN 7.50 ms"
+    core = Core()
+    found.apply([core])
+    assert core.kernel is flash.attend
+    assert core.backends == [*ORDER, SDPBackend.MATH]
+    attention.Timed({CUDNN: 1.0, attention.FLASH_4: 2.0}).apply([core])
+    assert core.kernel is None  # it is the slower one
+
+
+def test_a_run_does_without_flash_attention_4_where_it_fails(
+    monkeypatch: pytest.MonkeyPatch, asked: list[attention.Shape]
+) -> None:
+    times = attention._time_ms
+
+    def fail(name: str, *rest: object) -> float:
+        if name == attention.FLASH_4:
+            raise AssertionError("head_dim must be divisible by 8\nand more")
+        return times(name, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(attention, "_time_ms", fail)
+    monkeypatch.setattr(flash, "_installed", lambda: True)
+    found = attention.fastest(job_of("llama").changed(precision="bf16"), Layout(), GPU)
+    assert str(found).endswith("; FlashAttention 4 does not run here: AssertionError: head_dim must be divisible by 8")
+    assert attention.FLASH_4 not in (found.times_ms if found else {})
 
 
 @pytest.mark.usefixtures("asked")
@@ -100,5 +135,5 @@ def test_an_engine_hands_its_choice_to_every_layer(monkeypatch: pytest.MonkeyPat
     engine = engine_of()
     modules = [module for chunk in engine.pipeline.chunks.values() for module in chunk.gradients.module.modules()]
     cores = [module for module in modules if isinstance(module, Core)]
-    assert [core.backends for core in cores] == [[FLASH, SDPBackend.MATH]] * engine.job.model.layers
+    assert [core.backends for core in cores] == [[SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]] * engine.job.model.layers
     assert engine_of(document_mask=True).attention is None  # masks have a kernel of their own

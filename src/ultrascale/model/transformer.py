@@ -54,6 +54,8 @@ class Core(nn.Module):
         self.sliding_window = sliding_window
         self.backends: list[SDPBackend] = []
         """of torch's attention on a GPU, the fastest first (train/attention.py); none: torch has an order of its own"""
+        self.kernel: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+        """in their place, where a GPU has a faster one"""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Mask | None = None) -> Tensor:
         if isinstance(bias, BlockMask):
@@ -64,6 +66,8 @@ class Core(nn.Module):
             near = torch.ones(length, length, dtype=torch.bool, device=q.device)
             near = near.tril().triu(1 - self.sliding_window)  # a token sees itself and the window - 1 before it
             mask = near if bias is None else bias.masked_fill(~near, -math.inf)
+        elif bias is None and self.kernel is not None:
+            return self.kernel(q, k, v)
         elif bias is None and q.device.type == "cpu" and not torch.compiler.is_compiling():
             return causal_attention(q, k, v, q.shape[-1] ** -0.5)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))

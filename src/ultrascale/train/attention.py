@@ -1,29 +1,36 @@
-"""Which of torch's attention kernels a GPU runs: each is timed once for the job's own shape, and the fastest is used."""
+"""Which attention kernel a GPU runs, of torch's and FlashAttention 4 where it is installed.
+
+Each is timed once for the job's own shape, and the fastest is used.
+"""
 
 from __future__ import annotations
 
 import statistics
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ultrascale.kernels import flash
 from ultrascale.model.transformer import Core
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.train.build import COMPUTE
 
-NAMES = {
-    SDPBackend.CUDNN_ATTENTION: "cuDNN",
-    SDPBackend.FLASH_ATTENTION: "flash",
-    SDPBackend.EFFICIENT_ATTENTION: "efficient",
+BACKENDS = {
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
+"""torch's own"""
+FLASH_4 = "FlashAttention 4"
 WARM_UP, TIMED, REPLAYED = 2, 4, 3
 
 
@@ -42,15 +49,20 @@ class Shape(NamedTuple):
 class Timed:
     """One layer's attention, forward and backward, by each kernel that takes it, the fastest first."""
 
-    times_ms: dict[SDPBackend, float]
+    times_ms: dict[str, float]
+    failed: str = ""
+    """what FlashAttention 4 said, where it is installed and does not run here"""
 
     def __str__(self) -> str:
-        return "attention: " + ", ".join(f"{NAMES[backend]} {ms:.2f} ms" for backend, ms in self.times_ms.items())
+        times = ", ".join(f"{name} {ms:.2f} ms" for name, ms in self.times_ms.items())
+        return f"attention: {times}" + (f"; {FLASH_4} does not run here: {self.failed}" if self.failed else "")
 
     def apply(self, models: Iterable[nn.Module]) -> None:
-        """Models take them in this order: the next serves a shape that the first refuses, the plain one what all refuse."""
+        """Models take torch's in this order: the next serves a shape that the first refuses, the plain one what all refuse."""
+        first = next(iter(self.times_ms))
         for core in (module for model in models for module in model.modules() if isinstance(module, Core)):
-            core.backends = [*self.times_ms, SDPBackend.MATH]
+            core.backends = [*(BACKENDS[name] for name in self.times_ms if name in BACKENDS), SDPBackend.MATH]
+            core.kernel = flash.attend if first == FLASH_4 else None
 
 
 def fastest(job: Job, layout: Layout, device: torch.device) -> Timed | None:
@@ -65,36 +77,45 @@ def fastest(job: Job, layout: Layout, device: torch.device) -> Timed | None:
 
 
 def timed(shape: Shape, device: torch.device) -> Timed | None:
-    """Every kernel that takes such an attention; None: no kernel does."""
-    times: dict[SDPBackend, float] = {}
+    """Every kernel that takes such an attention; None: no kernel of torch's does."""
+    times: dict[str, float] = {}
+    failed = ""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns at length of why a kernel does not take a shape
-        for backend in NAMES:
+        for name in BACKENDS:
             try:
-                times[backend] = _time_ms(backend, shape, device)
+                times[name] = _time_ms(name, shape, device)
             except RuntimeError:  # it does not take this shape or format, or not on this GPU; or memory does not suffice
                 continue
+        if times and flash.why_not(shape.dtype) is None:
+            try:
+                times[FLASH_4] = _time_ms(FLASH_4, shape, device)
+            except Exception as error:  # a compiler of its own, whose errors are of many kinds: a run does without it
+                failed = f"{type(error).__name__}: {error}".splitlines()[0][:200]
     torch.cuda.empty_cache()  # of shapes that the model may not have
-    return Timed(dict(sorted(times.items(), key=lambda item: item[1]))) if times else None
+    return Timed(dict(sorted(times.items(), key=lambda item: item[1])), failed) if times else None
 
 
-def _time_ms(backend: SDPBackend, shape: Shape, device: torch.device) -> float:
-    def numbers(heads: int) -> torch.Tensor:
-        """[b, heads, s, d] as the model has them: a token's heads side by side."""
-        made = torch.randn(shape.batch, shape.length, heads, shape.head_dim, dtype=shape.dtype, device=device)
-        return made.transpose(1, 2).requires_grad_()
+def _plainly(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
-    q, k, v = (numbers(heads) for heads in (shape.heads, shape.kv_heads, shape.kv_heads))
+
+def _time_ms(name: str, shape: Shape, device: torch.device) -> float:
+    def numbers(heads: int) -> Tensor:
+        return torch.randn(shape.batch, shape.length, heads, shape.head_dim, dtype=shape.dtype, device=device)
+
+    q, k, v = (numbers(heads).requires_grad_() for heads in (shape.heads, shape.kv_heads, shape.kv_heads))
     grad = torch.randn_like(q)
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor] = flash.attend if name == FLASH_4 else _plainly
 
     def forward_and_backward() -> None:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        torch.autograd.grad(out, (q, k, v), grad)
+        torch.autograd.grad(attend(q, k, v), (q, k, v), grad)
 
     # Recorded, so that it is the GPU that is timed and not how fast a host launches short kernels.
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
-    with sdpa_kernel(backend), torch.cuda.stream(stream):
+    with sdpa_kernel(BACKENDS[name]) if name in BACKENDS else nullcontext(), torch.cuda.stream(stream):
         for _ in range(WARM_UP):
             forward_and_backward()
         with torch.cuda.graph(graph, stream=stream):

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from ultrascale.kernels import flash
 from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.rotary import Rope
 from ultrascale.model.transformer import MLP, Block, Transformer
@@ -40,6 +41,7 @@ _ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    flash.FORWARD.default,
     torch.ops.higher_order.flex_attention,
 }
 

@@ -84,7 +84,9 @@ def efficiency(cluster: Cluster, seen: Seen) -> Efficiency:
 
 def _seen(_: int, __: int, ___: str) -> Seen:
     import torch
-    from torch.nn.functional import scaled_dot_product_attention
+
+    from ultrascale.model.transformer import Core
+    from ultrascale.train import attention
 
     def numbers(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
@@ -97,11 +99,15 @@ def _seen(_: int, __: int, ___: str) -> Seen:
             (Product(TOKENS, hidden, ffn), partial(torch.matmul, wide, weight)),
             (Product(ffn, hidden, TOKENS), partial(torch.matmul, wide.t(), x)),
         ]
-    q, k, v = (numbers(TOKENS // SEQ, heads, SEQ, HEAD).requires_grad_() for heads in (HEADS, KV_HEADS, KV_HEADS))
-    grad, outputs = numbers(TOKENS // SEQ, HEADS, SEQ, HEAD), list[torch.Tensor]()
+    q, k, v = (numbers(TOKENS // SEQ, SEQ, heads, HEAD).requires_grad_() for heads in (HEADS, KV_HEADS, KV_HEADS))
+    grad, outputs = torch.randn_like(q), list[torch.Tensor]()
+    core = Core()  # with the kernel that a run would choose
+    shape = attention.Shape(TOKENS // SEQ, SEQ, HEADS, KV_HEADS, HEAD, torch.bfloat16)
+    if (found := attention.timed(shape, torch.device("cuda"))) is not None:
+        found.apply([core])
 
     def attend() -> None:
-        outputs.append(scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
+        outputs.append(core(q, k, v))
 
     source, target = (torch.empty(COPIED // 2, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     actions += [

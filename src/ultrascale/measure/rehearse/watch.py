@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from ultrascale.cost.collectives import Op, wire_bytes
+from ultrascale.kernels import flash
 from ultrascale.schedules import Kind
 from ultrascale.train.engine import Engine
 from ultrascale.train.live import LiveBytes
@@ -35,8 +36,11 @@ _ATTENTION = {
     aten._scaled_dot_product_flash_attention_backward: (1, 11),
     aten._scaled_dot_product_cudnn_attention_backward: (1, 14),
     aten._scaled_dot_product_efficient_attention_backward: (1, 11),
+    flash.FORWARD: (0, None),
+    flash.BACKWARD: (1, None),
 }
-"""attention: where its q, k and v begin among the arguments, and where it is told of the causal mask"""
+"""attention: where its q, k and v begin among the arguments, and where it is told of the causal mask; None: always, and tokens
+come before heads"""
 
 _COLLECTIVES: dict[str, tuple[Op, int]] = {
     "allreduce_": ("all_reduce", 0),
@@ -217,11 +221,13 @@ def _formula(func: Any) -> Callable[[Any, Any, Any], float] | None:
         times = (2 if first else 1) * 0.5
 
         def attention(args: Any, kwargs: Any, _: Any) -> float:
-            q, k, v = args[first : first + 3]
-            masked = args[causal] if len(args) > causal else kwargs.get("is_causal", False)
+            q, k, v = (x.shape for x in args[first : first + 3])
+            if causal is None:
+                q, k, v = (torch.Size((x[0], x[2], x[1], x[3])) for x in (q, k, v))
+            masked = causal is None or (args[causal] if len(args) > causal else kwargs.get("is_causal", False))
             # Kernels of a GPU take fewer heads of keys than of queries, which torch 2.11 refuses to count: each query counts.
-            keys, values = ((x.shape[0], q.shape[1], *x.shape[2:]) for x in (k, v))
-            whole = float(sdpa_flop_count(q.shape, keys, values))  # type: ignore[no-untyped-call]
+            keys, values = ((x[0], q[1], *x[2:]) for x in (k, v))
+            whole = float(sdpa_flop_count(q, keys, values))  # type: ignore[no-untyped-call]
             return whole * times * (1 if masked else 2)
 
         return attention

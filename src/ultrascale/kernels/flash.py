@@ -1,0 +1,91 @@
+"""Causal attention by FlashAttention 4, where its package is installed (the extra `flash`).
+
+Its kernels are written in Python and compiled on the machine at hand for the shape at hand. Here they are two operators of
+torch, so that blocks with them compile, FLOPs are counted, and selective recomputation can keep what they made.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def why_not(dtype: torch.dtype) -> str | None:
+    """Why attention of such numbers is not asked of it; None: it is. Sizes and GPUs it refuses by itself."""
+    if not _installed():
+        return "flash-attn-4 is not installed"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it computes in bf16 and fp16, and here is {str(dtype).removeprefix('torch.')}"
+    return None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q [b, s, heads, d], k and v [b, s, kv_heads, d] -> [b, s, heads, d]."""
+    out: Tensor = _forward(q, k, v)[0]
+    return out
+
+
+@cache
+def _installed() -> bool:
+    try:
+        return find_spec("flash_attn.cute") is not None
+    except ImportError:
+        return False
+
+
+@cache
+def _package() -> ModuleType:
+    # Compiled kernels are kept on disk, so that the next run starts without ten seconds of compiling.
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    from flash_attn.cute import interface  # type: ignore[import-not-found]
+
+    found: ModuleType = interface
+    return found
+
+
+@torch.library.custom_op("ultrascale::flash", mutates_args=())
+def _forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The output, and each row's logarithm of its scores' sum, [b, heads, s] in fp32, which backward needs."""
+    out, sums, *_ = _package()._flash_attn_fwd(q, k, v, causal=True, return_lse=True)
+    return out, sums.contiguous()
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    batch, length, heads, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty((batch, heads, length), dtype=torch.float32)
+
+
+@torch.library.custom_op("ultrascale::flash_backward", mutates_args=())
+def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    to_q, to_k, to_v = (x.new_empty(x.shape) for x in (q, k, v))
+    _package()._flash_attn_bwd(
+        q, k, v, out, grad.contiguous(), sums, causal=True, dq=to_q, dk=to_k, dv=to_v,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+    return to_q, to_k, to_v
+
+
+@_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _gradients(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, ...]:
+    found: tuple[Tensor, ...] = _backward(grad, *ctx.saved_tensors)
+    return found
+
+
+_forward.register_autograd(_gradients, setup_context=_keep)
+FORWARD, BACKWARD = torch.ops.ultrascale.flash, torch.ops.ultrascale.flash_backward
