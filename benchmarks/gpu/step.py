@@ -3,7 +3,7 @@
 Builds the engine as `ultrascale train` does and steps it on synthetic tokens. Prints one row per combination of what was asked
 for; `--profile` adds where one step's time goes, by kind of kernel. Compilation and the first steps are not counted.
 `--precision bf16 fp8` compares the two. `--ways` runs the engine without its own kernels too, in the same run: plain, loss,
-adamw, made, fused and all, each with one thing more.
+adamw, made, fused, recorded, flash and all, each with one thing more.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import platform
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import product
 from typing import Any, NamedTuple
 from unittest import mock
@@ -27,6 +27,7 @@ from rich.table import Table
 
 from ultrascale import Cluster, Job, Layout, Model
 from ultrascale.cost.flops import model_flops
+from ultrascale.kernels import flash, woven
 from ultrascale.parallel import local
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.specs.model import MoE
@@ -57,8 +58,11 @@ MODELS = {
 MBS = {"1b": 8, "3b": 4, "moe": 8}
 
 # What each way has beyond the one before it: compiled blocks; the loss in chunks with its gradients; AdamW in one pass, masters
-# in halves; gradients left as backward makes them; fused blocks; launches recorded as one.
-WAYS = {"plain": "compiled", "loss": "loss", "adamw": "adamw", "made": "as_made", "fused": "fused", "all": "recorded"}
+# in halves; gradients left as backward makes them; fused blocks; launches recorded as one, where that is faster; and where
+# they are installed and faster, FlashAttention 4 and gates within products.
+WAYS = {"plain": "compiled", "loss": "loss", "adamw": "adamw", "made": "as_made", "fused": "fused", "recorded": "recorded"}
+INSTALLED = {"flash": flash, "all": woven}
+EVERY = (*WAYS, *INSTALLED)
 
 # Parts of kernels' names, in the order in which they are tried.
 KINDS = {
@@ -92,6 +96,8 @@ class Measured:
     """of the first five steps and the last: every way must train alike"""
     ready_s: float
     """from nothing to the end of the warm-up"""
+    chosen: tuple[str, ...]
+    """kernels that were timed and taken"""
 
 
 class Numbers(NamedTuple):
@@ -122,14 +128,17 @@ def build(model: Model, mbs: int, recompute: str, steps: int, numbers: Numbers, 
 @contextmanager
 def only(way: str) -> Iterator[None]:
     """The engine with what `way` has and no more of its own kernels."""
-    names = list(WAYS)[: list(WAYS).index(way) + 1]
+    names = EVERY[: EVERY.index(way) + 1]
     choose = own.choose
 
     def fewer(*asked: Any) -> own.Kernels:
         chosen = choose(*asked)
-        return own.Kernels(**{WAYS[name]: getattr(chosen, WAYS[name]) for name in names})
+        return own.Kernels(**{WAYS[name]: getattr(chosen, WAYS[name]) for name in names if name in WAYS})
 
-    with mock.patch.object(own, "choose", fewer):
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(own, "choose", fewer))
+        for module in (module for name, module in INSTALLED.items() if name not in names):
+            stack.enter_context(mock.patch.object(module, "_installed", return_value=False))
         yield
 
 
@@ -163,6 +172,7 @@ def measure(
         reserved_gib=torch.cuda.max_memory_reserved() / GIB,
         losses=(*losses[:5], losses[-1]),
         ready_s=started - began,
+        chosen=tuple(str(one) for one in (engine.attention, engine.gates) if one is not None),
     )
     return row, profile(engine, WARM_UP + steps) if profiled else [], torch.cuda.get_device_name()
 
@@ -238,6 +248,7 @@ def show(rows: Sequence[Measured], title: str) -> None:
             row.numbers,
             "losses of the first steps:",
             *(f"{loss:.4f}" for loss in row.losses[:-1]),
+            f"({'; '.join(row.chosen)})",
         )
 
 
@@ -255,7 +266,7 @@ def main() -> None:
     parser.add_argument("--model", choices=list(MODELS), default="1b")
     parser.add_argument("--mbs", type=int, nargs="+", help="sequences in a micro-batch; default 8, for 3b 4")
     parser.add_argument("--recompute", nargs="+", choices=("none", "selective", "full"), default=["none"])
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["all"], help="with how many of its own kernels")
+    parser.add_argument("--ways", nargs="+", choices=EVERY, default=["all"], help="with how many of its own kernels")
     parser.add_argument("--precision", nargs="+", choices=("bf16", "fp8"), default=["bf16"])
     parser.add_argument("--fp8-scaling", choices=("tensor", "row", "block"), default="tensor")
     parser.add_argument("--fp8-keep", nargs="+", choices=("ends", "head", "none"), default=["ends"])

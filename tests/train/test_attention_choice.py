@@ -109,7 +109,7 @@ def test_a_run_on_a_gpu_says_what_it_chose_and_where_a_mask_stays_dense() -> Non
     def notes(job: Job, device: torch.device, chosen: attention.Timed | None) -> str:
         mesh = SimpleNamespace(device=device, layout=Layout())
         return "; ".join(
-            run._notes(cast(Engine, SimpleNamespace(job=job, mesh=mesh, training=training_of(), attention=chosen)))
+            run._notes(cast(Engine, SimpleNamespace(job=job, mesh=mesh, training=training_of(), attention=chosen, gates=None)))
         )
 
     assert notes(job, GPU, attention.Timed({FLASH: 4.9})) == "attention: flash 4.90 ms"

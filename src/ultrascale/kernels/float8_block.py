@@ -24,11 +24,11 @@ from ultrascale.kernels.fused import FusedBlock
 class Float8Block(FusedBlock):
     """A fused block in fp8; parameters are the plain one's, under the same names."""
 
-    def queries(self) -> type[torch.autograd.Function]:
-        return _Queries
+    def queries(self, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return _Queries.apply(*given)  # type: ignore[no-untyped-call, no-any-return]
 
-    def rest(self) -> type[torch.autograd.Function]:
-        return _Rest
+    def rest(self, *given: Any) -> Tensor:
+        return _Rest.apply(*given)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Queries(torch.autograd.Function):

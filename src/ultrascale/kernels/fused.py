@@ -32,11 +32,35 @@ def join(model: Transformer) -> None:
             block.join()
 
 
+class Gates:
+    """The products of a gated MLP that make its gates, and the gates, both ways: here a kernel of ours between products.
+
+    kernels/woven.py has the other way.
+    """
+
+    def forward(self, x: Tensor, gate_: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        """What backward keeps [n, 2·f], and silu(x · gate) · (x · up) [n, f]."""
+        both = x @ joined(gate_, up).t()
+        return both, gate(both)
+
+    def backward(self, grad: Tensor, down: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
+        """From the MLP's gradient: that of what was kept, and the gated numbers once more."""
+        return gate_backward(grad @ down, both)
+
+    def to_input(self, to_both: Tensor, gate_: Tensor, up: Tensor) -> Tensor:
+        return to_both @ joined(gate_, up)
+
+    def to_weights(self, to_both: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        to_gate, to_up = (to_both.t() @ x).chunk(2)
+        return to_gate, to_up
+
+
 class FusedBlock(Block):
     def __init__(self, plain: Block) -> None:
         nn.Module.__init__(self)  # the plain module's parameters are taken over as they are
         self.attention_norm, self.attention = plain.attention_norm, plain.attention
         self.mlp_norm, self.mlp = plain.mlp_norm, plain.mlp
+        self.gates = Gates()
 
     def join(self) -> None:
         """Lays the weights that are one product side by side in memory."""
@@ -51,13 +75,13 @@ class FusedBlock(Block):
         assert isinstance(self.mlp, MLP)
         return self.attention.qkv, self.mlp.inputs
 
-    def queries(self) -> type[torch.autograd.Function]:
+    def queries(self, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What is computed before attention, with its own backward."""
-        return _Queries
+        return _Queries.apply(*given)  # type: ignore[no-untyped-call, no-any-return]
 
-    def rest(self) -> type[torch.autograd.Function]:
+    def rest(self, *given: Any) -> Tensor:
         """What is computed after it."""
-        return _Rest
+        return _Rest.apply(*given, self.gates)  # type: ignore[no-untyped-call, no-any-return]
 
     def forward(self, x: Tensor, rope: Rope | None, bias: Tensor | None = None) -> Tensor:
         if bias is not None or rope is None:
@@ -65,12 +89,10 @@ class FusedBlock(Block):
         attention, (qkv, inputs) = self.attention, self.fans()
         first, second = cast(RMSNorm, self.attention_norm), cast(RMSNorm, self.mlp_norm)
         weights = (*qkv.parameters(), *inputs.parameters())  # no biases: one matrix each
-        x, q, k, v = self.queries().apply(x, first.weight, *weights[:3], *rope, first.eps, attention.head_dim)  # type: ignore[no-untyped-call]
+        x, q, k, v = self.queries(x, first.weight, *weights[:3], *rope, first.eps, attention.head_dim)
         seen = attention.core(q, k, v)
         assert isinstance(self.mlp, MLP)
-        last = self.mlp.down.weight
-        out: Tensor = self.rest().apply(x, seen, attention.out.weight, second.weight, *weights[3:], last, second.eps)  # type: ignore[no-untyped-call]
-        return out
+        return self.rest(x, seen, attention.out.weight, second.weight, *weights[3:], self.mlp.down.weight, second.eps)
 
 
 class _Queries(torch.autograd.Function):
@@ -105,28 +127,29 @@ class _Rest(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, seen: Tensor, out: Tensor, gain: Tensor, gate_: Tensor, up: Tensor, down: Tensor, eps: float
-    ) -> Tensor:
+        ctx: Any, x: Tensor, seen: Tensor, out: Tensor, gain: Tensor, gate_: Tensor, up: Tensor, down: Tensor, eps: float,
+        gates: Gates,
+    ) -> Tensor:  # fmt: skip
         rows = seen.flatten(2).flatten(0, 1)
         total, normed, scales = norm(rows @ out.t(), x.flatten(0, 1), gain, eps)
-        both = normed @ joined(gate_, up).t()
+        both, gated = gates.forward(normed, gate_, up)
         ctx.save_for_backward(rows, total, scales, both, out, gain, gate_, up, down)
-        ctx.shape = seen.shape
-        return (total + gate(both) @ down.t()).view_as(x)
+        ctx.shape, ctx.gates = seen.shape, gates
+        return (total + gated @ down.t()).view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, total, scales, both, out, gain, gate_, up, down = ctx.saved_tensors
-        flat = grad.contiguous().flatten(0, 1)
-        to_both, gated = gate_backward(flat @ down, both)
+        flat, gates = grad.contiguous().flatten(0, 1), ctx.gates
+        to_both, gated = gates.backward(flat, down, both)
         to_down = flat.t() @ gated
         del gated
-        to_total, to_gain, normed = norm_backward(to_both @ joined(gate_, up), total, scales, gain, flat)
-        to_gate, to_up = torch.split(to_both.t() @ normed, [len(gate_), len(up)])
+        to_total, to_gain, normed = norm_backward(gates.to_input(to_both, gate_, up), total, scales, gain, flat)
+        to_gate, to_up = gates.to_weights(to_both, normed)
         del to_both, normed
         to_seen = (to_total @ out).view(ctx.shape)
-        return to_total.view_as(grad), to_seen, to_total.t() @ rows, to_gain, to_gate, to_up, to_down, None
+        return to_total.view_as(grad), to_seen, to_total.t() @ rows, to_gain, to_gate, to_up, to_down, None, None
 
 
 def joined(*weights: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ def show_kernels(console: Console, report: Report) -> None:
             Text(row.verdict, style=STYLES[row.verdict]),
         )
     console.print(table)
-    for line in report.attention:
+    for line in report.choices:
         console.print(f"{line}; a run takes the first")
     slower = [f"{row.kernel} ({row.model})" for row in report.rows if row.verdict == "slower"]
     if slower:
@@ -42,7 +42,7 @@ def show_kernels(console: Console, report: Report) -> None:
 
 def kernels_json(report: Report) -> dict[str, Any]:
     rows = [{**asdict(row), "ours_of_best_other": row.share, "verdict": row.verdict} for row in report.rows]
-    return {"machine": report.machine, "kernels": rows, "attention": list(report.attention)}
+    return {"machine": report.machine, "kernels": rows, "choices": list(report.choices)}
 
 
 def _time(row: Row, way: str) -> str:

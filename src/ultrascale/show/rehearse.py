@@ -85,11 +85,16 @@ def _collectives(one: Rehearsal) -> Table:
 
 def _kernels(times: dict[str, float]) -> Table:
     table = Table(title=f"kernels, {seconds(sum(times.values()))} in all", title_justify="left", title_style="bold")
-    table.add_column("kernel", overflow="ellipsis", no_wrap=True)
-    table.add_column("time", justify="right")
+    table.add_column("kernel", no_wrap=True)
+    table.add_column("time", justify="right", no_wrap=True)
     for name, time_s in list(times.items())[:KERNELS_SHOWN]:
-        table.add_row(name, seconds(time_s))
+        table.add_row(shorten(name), seconds(time_s))
     return table
+
+
+def shorten(name: str, most: int = 60) -> str:
+    """A kernel's name, which templates may make longer than any terminal is wide."""
+    return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
 def _cells(term: Term) -> tuple[str, str, str]:

@@ -5,12 +5,10 @@ Each is timed once for the job's own shape, and the fastest is used.
 
 from __future__ import annotations
 
-import statistics
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -23,6 +21,7 @@ from ultrascale.model.transformer import Core
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.train.build import COMPUTE
+from ultrascale.train.timing import recorded_ms, said
 
 BACKENDS = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
@@ -31,7 +30,6 @@ BACKENDS = {
 }
 """torch's own"""
 FLASH_4 = "FlashAttention 4"
-WARM_UP, TIMED, REPLAYED = 2, 4, 3
 
 
 class Shape(NamedTuple):
@@ -91,7 +89,7 @@ def timed(shape: Shape, device: torch.device) -> Timed | None:
             try:
                 times[FLASH_4] = _time_ms(FLASH_4, shape, device)
             except Exception as error:  # a compiler of its own, whose errors are of many kinds: a run does without it
-                failed = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                failed = said(error)
     torch.cuda.empty_cache()  # of shapes that the model may not have
     return Timed(dict(sorted(times.items(), key=lambda item: item[1])), failed) if times else None
 
@@ -112,19 +110,5 @@ def _time_ms(name: str, shape: Shape, device: torch.device) -> float:
     def forward_and_backward() -> None:
         torch.autograd.grad(attend(q, k, v), (q, k, v), grad)
 
-    # Recorded, so that it is the GPU that is timed and not how fast a host launches short kernels.
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with sdpa_kernel(BACKENDS[name]) if name in BACKENDS else nullcontext(), torch.cuda.stream(stream):
-        for _ in range(WARM_UP):
-            forward_and_backward()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(TIMED):
-                forward_and_backward()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYED + 1)]  # type: ignore[no-untyped-call]
-    marks[0].record()
-    for mark in marks[1:]:
-        graph.replay()
-        mark.record()
-    marks[-1].synchronize()
-    return float(statistics.median(start.elapsed_time(end) for start, end in pairwise(marks))) / TIMED
+    with sdpa_kernel(BACKENDS[name]) if name in BACKENDS else nullcontext():
+        return recorded_ms(forward_and_backward, device)

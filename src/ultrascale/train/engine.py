@@ -16,7 +16,7 @@ from ultrascale.parallel.ranges import named
 from ultrascale.specs.errors import RunError
 from ultrascale.specs.job import Job
 from ultrascale.specs.training import Training
-from ultrascale.train import attention
+from ultrascale.train import attention, gates
 from ultrascale.train.ahead import Ahead
 from ultrascale.train.balance import Balance, Loads
 from ultrascale.train.build import build
@@ -51,10 +51,12 @@ class Engine:
         self.job, self.mesh, self.training, self.batches = job, mesh, training, batches
         # Before there is a model: now there is memory for it.
         self.attention = None if training.document_mask else attention.fastest(job, mesh.layout, mesh.device)
+        self.gates = gates.fastest(job, mesh.layout, training, mesh.device)
         built = build(job, mesh, training)
         self.pipeline, self.weights = built.pipeline, built.weights
-        if self.attention is not None:
-            self.attention.apply(chunk.gradients.module for chunk in self.pipeline.chunks.values())
+        for chosen in (self.attention, self.gates):
+            if chosen is not None:
+                chosen.apply(chunk.gradients.module for chunk in self.pipeline.chunks.values())
         self.tape = Tape(mesh.device, training.graphs) if built.kernels.recorded else None
         """of a GPU's launches, where a step's are the same as the last one's"""
         self.optimizer = Optimizer(self.weights, job, training, mesh, built.kernels.adamw, self.tape)

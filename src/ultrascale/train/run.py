@@ -124,7 +124,7 @@ def _notes(engine: Engine) -> list[str]:
     job, mesh, training = engine.job, engine.mesh, engine.training
     if mesh.device.type != "cuda":
         return []
-    lines = [] if engine.attention is None else [str(engine.attention)]
+    lines = [str(chosen) for chosen in (engine.attention, engine.gates) if chosen is not None]
     if why := why_not_fused(job, mesh.layout, training):
         lines.append(f"blocks are not fused: {why}")
     window = job.model.sliding_window
@@ -226,8 +226,7 @@ def _measurement(engine: Engine, watch: Watch, peak_flops: float | None) -> Meas
 def _seen_besides(engine: Engine, unseen: bool) -> Iterator[str]:
     if unseen:
         yield UNSEEN
-    if engine.attention is not None:
-        yield str(engine.attention)
+    yield from (str(chosen) for chosen in (engine.attention, engine.gates) if chosen is not None)
     if engine.tape is not None and engine.tape.used:
         yield RECORDED
 

@@ -90,8 +90,8 @@ class Row:
 class Report:
     machine: str
     rows: tuple[Row, ...]
-    attention: tuple[str, ...]
-    """what the engine would choose among torch's kernels of causal attention, by shape"""
+    choices: tuple[str, ...]
+    """what the engine would choose among kernels that are not ours, by shape: causal attention, and where gates are computed"""
 
 
 def shapes(tokens: int | None, hidden: int | None) -> list[Shape]:

@@ -11,12 +11,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ultrascale.kernels import woven
 from ultrascale.measure.bench import kernels_attention, kernels_block, kernels_step
 from ultrascale.measure.bench.kernels import Contest, Contestant, Report, Row, Shape
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.gpu import GPU
 from ultrascale.specs.units import GIB
-from ultrascale.train import attention
+from ultrascale.train import attention, gates
 from ultrascale.train.machine import kind_of_gpu
 
 ROUNDS = 3  # contestants take turns: a card that warms up slows all of them
@@ -45,8 +46,8 @@ def measure(
     device = torch.device("cuda", torch.cuda.current_device())
     name = torch.cuda.get_device_name(device)
     gpu = _gpu(name)
-    say("attention, by each of torch's kernels")
-    lines = tuple(f"{shape.model.name}: {found}" for shape in models if (found := _attention(shape, device)))
+    say("attention by each kernel that there is; gates between products and within them")
+    lines = tuple(f"{shape.model.name}: {found}" for shape in models for found in _choices(shape, device))
     report = Report(f"{name}, torch {torch.__version__}", (), lines)
     asked = [(kernel, shape) for shape in models for kernel in kernels]
     for number, (kernel, shape) in enumerate(asked, 1):
@@ -144,10 +145,16 @@ def difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
     return worst
 
 
-def _attention(shape: Shape, device: torch.device) -> str:
+def _choices(shape: Shape, device: torch.device) -> Iterator[str]:
+    """What a run of this shape would choose among kernels that are not ours."""
     model = shape.model
     heads = attention.Shape(shape.mbs, shape.seq, model.heads, model.kv_heads, model.head_dim, torch.bfloat16)
-    return str(attention.timed(heads, device) or "")
+    if (found := attention.timed(heads, device)) is not None:
+        yield str(found)
+    if woven.why_not(torch.bfloat16) is None:
+        products = gates.timed(shape.tokens, model.hidden, model.ffn, torch.bfloat16, device)
+        if products is not None:
+            yield str(products)
 
 
 def _gpu(name: str) -> GPU | None:

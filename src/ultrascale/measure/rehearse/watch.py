@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from ultrascale.cost.collectives import Op, wire_bytes
-from ultrascale.kernels import flash
+from ultrascale.kernels import flash, woven
 from ultrascale.schedules import Kind
 from ultrascale.train.engine import Engine
 from ultrascale.train.live import LiveBytes
 
 aten = torch.ops.aten
-_PRODUCTS = {aten.mm: 0, aten.addmm: 1}
+_PRODUCTS = {aten.mm: 0, aten.addmm: 1, woven.BACKWARD: 0}
 """at which argument their two operands begin"""
 _ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu: (0, 4),
@@ -235,6 +235,8 @@ def _formula(func: Any) -> Callable[[Any, Any, Any], float] | None:
         # Of the operands: torch's own formulas do not know products that are told their format.
         first = _PRODUCTS[packet]
         return lambda args, kwargs, out: 2.0 * math.prod(args[first].shape) * args[first + 1].shape[-1]
+    if packet is woven.FORWARD:
+        return lambda args, kwargs, out: 2.0 * args[0].numel() * len(args[1])
     if packet in flop_registry:
         return lambda args, kwargs, out: float(flop_registry[packet](*args, **kwargs, out_val=out))
     return None

@@ -1,0 +1,115 @@
+"""Gates within products: quack runs on a GPU alone, so that plain formulas of what it promises stand in for it here."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.test_fused import built, loss_of
+from ultrascale.kernels import fused, woven
+from ultrascale.measure.rehearse import watch
+
+
+class Quack:
+    """Its two products, and what they were asked with."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, Any]] = []
+
+    def gemm_gated(
+        self, x: Tensor, weight: Tensor, *, activation: str, concat_layout: tuple[str, ...], config: Any, tuned: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Of a weight [h, 2·f] whose gates come before its ups."""
+        assert (activation, concat_layout, tuned) == ("swiglu", ("B",), False)
+        self.asked.append(("forward", config))
+        opened, up = (x @ weight).chunk(2, dim=-1)
+        return torch.stack((opened, up), dim=-1).flatten(-2), F.silu(opened) * up
+
+    def gemm_dgated(
+        self, grad: Tensor, weight: Tensor, both: Tensor, *, activation: str, config: Any, tuned: bool
+    ) -> tuple[Tensor, Tensor]:
+        assert (activation, tuned) == ("swiglu", False)
+        self.asked.append(("backward", config))
+        opened, up = both.unflatten(-1, (-1, 2)).unbind(-1)
+        to_gated = grad @ weight
+        to_opened = torch.ops.aten.silu_backward(to_gated * up, opened)
+        return torch.stack((to_opened, to_gated * F.silu(opened)), dim=-1).flatten(-2), F.silu(opened) * up
+
+
+@pytest.fixture
+def quack(monkeypatch: pytest.MonkeyPatch) -> Quack:
+    made = Quack()
+    monkeypatch.setitem(sys.modules, "quack", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "quack.gemm_interface", made)
+    monkeypatch.setitem(sys.modules, "quack.gemm_config", SimpleNamespace(GemmConfig=lambda **fields: fields))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    return made
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_block_with_woven_gates_is_the_plain_block(quack: Quack, joined: bool) -> None:
+    """In float64: losses and every gradient."""
+    plain, ours = built(), built()
+    fused.apply(ours)
+    if joined:
+        fused.join(ours)
+    for block in ours.each_block():
+        assert isinstance(block, fused.FusedBlock)
+        block.gates = woven.Woven()
+    wanted, found = loss_of(plain), loss_of(ours)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+    wanted.backward()
+    found.backward()
+    for (name, theirs), mine in zip(plain.named_parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-12, msg=name)
+    assert [way for way, _ in quack.asked] == ["forward"] * 2 + ["backward"] * 2
+
+
+def test_gradients_of_both_weights_lie_whole_in_memory(quack: Quack) -> None:
+    """As one-pass AdamW reads them."""
+    gates, numbers = woven.Woven(), torch.Generator().manual_seed(0)
+    x, to_both = (torch.randn(5, width, generator=numbers) for width in (8, 12))
+    to_gate, to_up = gates.to_weights(to_both, x)
+    assert to_gate.is_contiguous()
+    assert to_up.is_contiguous()
+    torch.testing.assert_close(to_gate, to_both[:, ::2].t() @ x)
+    torch.testing.assert_close(to_up, to_both[:, 1::2].t() @ x)
+
+
+def test_tiles_are_those_measured_on_hopper_and_quacks_own_elsewhere(quack: Quack, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.randn(4, 8), torch.randn(12, 8)
+    both, _ = woven._forward(x, weight)
+    woven._backward(x, torch.randn(8, 6), both)
+    assert [(config["tile_m"], config["tile_n"]) for _, config in quack.asked] == [(128, 192), (128, 128)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    woven._forward(x, weight)
+    assert quack.asked[-1] == ("forward", None)
+
+
+def test_torch_agrees_that_these_are_operators(quack: Quack) -> None:
+    x, weight = torch.randn(4, 8), torch.randn(12, 8)
+    torch.library.opcheck(woven._forward, (x, weight))
+    torch.library.opcheck(woven._backward, (x, torch.randn(8, 6), torch.randn(4, 12)))
+
+
+def test_their_flops_are_those_of_their_products(quack: Quack) -> None:
+    x, weight, down, both = torch.randn(4, 8), torch.randn(12, 8), torch.randn(8, 6), torch.randn(4, 12)
+    forward, backward = (watch._formula(packet.default) for packet in (woven.FORWARD, woven.BACKWARD))
+    assert forward is not None
+    assert backward is not None
+    assert forward((x, weight), {}, None) == 2 * 4 * 8 * 12
+    assert backward((x, down, both), {}, None) == 2 * 4 * 8 * 6
+
+
+def test_why_it_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(woven, "_installed", lambda: False)
+    assert woven.why_not(torch.bfloat16) == "quack-kernels is not installed"
+    monkeypatch.setattr(woven, "_installed", lambda: True)
+    assert woven.why_not(torch.bfloat16) is None
+    assert "float32" in (woven.why_not(torch.float32) or "")

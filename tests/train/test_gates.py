@@ -1,0 +1,90 @@
+"""Where gates are computed is chosen by time: only on a GPU, only in fused blocks, and never at the cost of a run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from parallel.harness import job_of, training_of
+from ultrascale.kernels import fused, woven
+from ultrascale.kernels.fused import FusedBlock, Gates
+from ultrascale.model.transformer import Transformer
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.train import gates
+
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+def job() -> Job:
+    """Whose sizes suit the fused block."""
+    small = job_of("llama")
+    model = small.model.model_copy(update={"hidden": 128, "ffn": 256, "head_dim": 32})
+    return small.changed(model=model, precision="bf16")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Made-up times: within products is faster."""
+    shapes: list[tuple[int, int, int]] = []
+
+    def time_ms(way: Gates, tokens: int, hidden: int, ffn: int, *_: object) -> float:
+        shapes.append((tokens, hidden, ffn))
+        return 8.1 if isinstance(way, woven.Woven) else 9.0
+
+    monkeypatch.setattr(gates, "_time_ms", time_ms)
+    monkeypatch.setattr(woven, "_installed", lambda: True)
+    return shapes
+
+
+def blocks_of(found: gates.Timed) -> list[Gates]:
+    model = Transformer(job().model)
+    fused.apply(model)
+    found.apply([model])
+    return [block.gates for block in model.each_block() if isinstance(block, FusedBlock)]
+
+
+def test_the_faster_way_runs_in_every_fused_block(asked: list[tuple[int, int, int]]) -> None:
+    found = gates.fastest(job(), Layout(mbs=3), training_of(), GPU)
+    assert str(found) == "gates: within products 8.10 ms, between them 9.00 ms"
+    assert asked == [(3 * job().seq, 128, 256)] * 3  # between them, within, and between them once more
+    assert found is not None
+    ways = blocks_of(found)
+    assert len(ways) == job().model.layers
+    assert all(isinstance(way, woven.Woven) for way in ways)
+    assert not any(isinstance(way, woven.Woven) for way in blocks_of(gates.Timed(8.0, 8.1)))
+
+
+@pytest.mark.usefixtures("asked")
+def test_nothing_is_timed_where_there_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    eager = training_of(kernels="eager")
+    assert gates.fastest(job(), Layout(), training_of(), CPU) is None
+    assert gates.fastest(job(), Layout(tp=2), training_of(), GPU) is None
+    assert gates.fastest(job(), Layout(), eager, GPU) is None
+    assert gates.fastest(job().changed(precision="fp32"), Layout(), training_of(), GPU) is None
+    assert gates.fastest(job().changed(precision="fp8"), Layout(), training_of(), GPU) is None
+    monkeypatch.setattr(woven, "_installed", lambda: False)
+    assert gates.fastest(job(), Layout(), training_of(), GPU) is None
+
+
+def test_a_run_does_without_quack_where_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(way: Gates, *_: object) -> float:
+        if isinstance(way, woven.Woven):
+            raise TypeError("no such tile\nand more")
+        return 9.0
+
+    monkeypatch.setattr(gates, "_time_ms", fail)
+    monkeypatch.setattr(woven, "_installed", lambda: True)
+    found = gates.fastest(job(), Layout(), training_of(), GPU)
+    assert str(found) == "gates: between products; quack's kernels do not run here: TypeError: no such tile"
+    assert found is not None
+    assert not any(isinstance(way, woven.Woven) for way in blocks_of(found))
+
+
+def test_without_memory_for_the_products_nothing_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(gates, "_time_ms", refuse)
+    monkeypatch.setattr(woven, "_installed", lambda: True)
+    assert gates.fastest(job(), Layout(), training_of(), GPU) is None
