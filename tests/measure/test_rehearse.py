@@ -25,6 +25,7 @@ from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model, MoE
 from ultrascale.specs.plan import Plan
+from ultrascale.train import account
 from ultrascale.train.build import schedule_of
 
 MODEL = Model(name="small", layers=4, hidden=64, heads=4, kv_heads=2, ffn=192, vocab=256)
@@ -45,6 +46,31 @@ def asked(fields: dict[str, Any], model: Model = MODEL, precision: str = "bf16")
 
 def calls(one: Rehearsal, technique: str) -> dict[tuple[str, str], tuple[int, int]]:
     return {(each.kind, each.where): (each.calls, each.bytes) for each in one.collectives if each.technique == technique}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"dp": 2, "zero": 1, "gas": 3},
+        {"dp": 2, "zero": 1},
+        {"dp": 2, "zero": 2, "gas": 2},
+        {"dp": 2, "zero": 3, "keep_gathered": True},
+        {"dp": 2, "zero": 3, "gas": 2},
+        {"dp": 2, "zero": 1, "pp": 2, "tp": 2, "gas": 4, "schedule": "zero-bubble"},
+    ],
+    ids=str,
+)
+def test_a_gpus_account_has_the_states_that_come_and_go(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its allocator knows no owners: gathered weights and earlier micro-batches' gradients count while they are there."""
+    wanted = rehearse_rank(*asked(fields), rank=0).memory
+    for name in ("reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    for name in ("max_memory_allocated", "max_memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 2**40)
+    monkeypatch.setattr(account, "_followed", lambda engine, step, live: account._allocated(engine, step))
+    found = rehearse_rank(*asked(fields), rank=0).memory
+    names = ("parameters", "master", "gradients", "optimizer")
+    assert {name: getattr(found, name) for name in names} == {name: getattr(wanted, name) for name in names}
 
 
 def test_a_model_on_one_rank_by_hand() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from ultrascale.kernels import loss
 from ultrascale.model import grouped, moe
@@ -40,6 +41,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
     torch._dynamo.reset()
 
 
+PARTED = "aot_eager_decomp_partition"  # the compiler's cut between forward and backward, without its code
 EXPERTS = Model(
     name="experts", layers=3, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=0, vocab=64,
     moe=MoE(experts=8, top_k=2, expert_ffn=16, shared_experts=1, router="sigmoid", router_bias=True),
@@ -100,10 +102,17 @@ def counting(capacity_factor: float | None = None) -> Transformer:
     return model.bfloat16()
 
 
-def trained(model: Transformer) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-    """Loss, gradients, and what the routers saw."""
+def trained(model: Transformer, kept: list[Tensor] | None = None) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Loss, gradients, and what the routers saw; `kept` is given what forward keeps."""
     tokens = torch.arange(64).view(2, 32) * 7 % EXPERTS.vocab
-    loss = model(tokens, torch.arange(32), tokens.flip(-1))
+
+    def keep(x: Tensor) -> Tensor:
+        if kept is not None:
+            kept.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        loss = model(tokens, torch.arange(32), tokens.flip(-1))
     loss.backward()
     return loss.detach(), [parameter.grad for parameter in model.parameters()], [r.take() for r in model.routers().values()]
 
@@ -121,6 +130,39 @@ def test_blocks_with_experts_are_one_graph_too(policy: Recompute, graphs: Graphs
     torch.testing.assert_close(seen, expected_seen)
     for gradient, reference in zip(gradients, expected, strict=True):
         assert (gradient - reference).norm() <= 0.02 * reference.norm()  # bf16, rounded in other places
+
+
+@pytest.mark.usefixtures("grouped_kernel")
+@pytest.mark.parametrize("version", ["2.11.0+cu130", torch.__version__])
+def test_blocks_with_experts_keep_their_input_alone_under_full_recomputation(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before 2.13 from outside of what is compiled: the compiler would keep what experts make."""
+    real, whole = torch.compile, list[Any]()
+    monkeypatch.setattr(recompute, "TorchVersion", lambda _: TorchVersion(version))
+    monkeypatch.setattr(torch, "compile", lambda function: whole.append(function) or real(function, backend=PARTED))
+    monkeypatch.setattr(nn.Module, "compile", lambda module: setattr(
+        module, "_compiled_call_impl", real(module._call_impl, backend=PARTED)
+    ))  # fmt: skip
+    torch._dynamo.reset()
+    plain, compiled = counting(), counting()
+    recompute.apply(compiled, "full", compiled=True)
+    compile.apply(compiled, "full")
+    outside = TorchVersion(version) < "2.13"
+    assert len(whole) == (EXPERTS.layers if outside else 0)
+    assert all((block._compiled_call_impl is None) == outside for block in compiled.each_block())
+    expected_loss, expected, expected_seen = trained(plain)
+    kept: list[Tensor] = []
+    loss, gradients, seen = trained(compiled, kept)
+    torch.testing.assert_close(loss, expected_loss)
+    torch.testing.assert_close(seen, expected_seen)
+    for gradient, reference in zip(gradients, expected, strict=True):
+        assert (gradient - reference).norm() <= 0.02 * reference.norm()
+    assert EXPERTS.moe is not None
+    rows = 64 * EXPERTS.moe.top_k  # a row of each choice
+    assert any(x.shape == (2, 32, EXPERTS.hidden) for x in kept)
+    assert [tuple(x.shape) for x in kept if x.dim() == 2 and len(x) == rows] == []
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("policy", ["none", "selective", "full"])

@@ -6,9 +6,10 @@ left is activations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -113,15 +114,51 @@ def _made(live: LiveBytes, owner: str, parameter: torch.Tensor) -> None:
 
 
 def _allocated(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T]:
-    device = engine.mesh.device
+    device, sizes = engine.mesh.device, dict.fromkeys(OWNERS, 0)
     torch.cuda.reset_peak_memory_stats(device)
-    result = step()
+
+    def look() -> None:
+        sizes.update({owner: max(sizes[owner], size) for owner, size in _held(engine).items()})
+
+    with _looking(engine, look):
+        result = step()
     torch.cuda.synchronize(device)
-    sizes = {owner: _bytes(tensors, device) for owner, tensors in states(engine).items()}
+    look()
     peak = torch.cuda.max_memory_allocated(device)
     reserved = torch.cuda.max_memory_reserved(device)
     rest = peak - sum(sizes.values())
     return MeasuredMemory(**{**sizes, "activations": max(0, rest), "runtime": reserved - peak}), result
+
+
+def _held(engine: Engine) -> dict[str, int]:
+    """Bytes now, by owner."""
+    found = states(engine)
+    if engine.mesh.layout.zero == 1:
+        for chunk in engine.pipeline.chunks.values():
+            found["gradients"] += chunk.gradients.accumulated() if isinstance(chunk.gradients, Sharded) else []
+    return {owner: _bytes(tensors, engine.mesh.device) for owner, tensors in found.items()}
+
+
+@contextmanager
+def _looking(engine: Engine, look: Callable[[], None]) -> Iterator[None]:
+    """Looks before and after every backward: what ZeRO gathers and adds up is there then, and gone at the end of the step."""
+    sharded = [chunk.gradients for chunk in engine.pipeline.chunks.values() if isinstance(chunk.gradients, Sharded)]
+
+    def beside(inner: Callable[..., None]) -> Callable[..., None]:
+        def outer(*args: Any, **kwargs: Any) -> None:
+            inner(*args, **kwargs)
+            look()
+
+        return outer
+
+    for gradients in sharded:
+        vars(gradients).update({name: beside(getattr(gradients, name)) for name in ("before_backward", "after_backward")})
+    try:
+        yield
+    finally:
+        for gradients in sharded:
+            for name in ("before_backward", "after_backward"):
+                vars(gradients).pop(name, None)
 
 
 def _bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:

@@ -5,6 +5,7 @@ Each is timed once for the job's own shape, and the fastest is used.
 
 from __future__ import annotations
 
+import statistics
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -21,7 +22,7 @@ from ultrascale.model.transformer import Core
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.train.build import COMPUTE
-from ultrascale.train.timing import recorded_ms, said
+from ultrascale.train.timing import Recorded, said
 
 BACKENDS = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
@@ -111,4 +112,4 @@ def _time_ms(name: str, shape: Shape, device: torch.device) -> float:
         torch.autograd.grad(attend(q, k, v), (q, k, v), grad)
 
     with sdpa_kernel(BACKENDS[name]) if name in BACKENDS else nullcontext():
-        return recorded_ms(forward_and_backward, device)
+        return statistics.median(Recorded(forward_and_backward, device).times_ms())

@@ -110,7 +110,7 @@ def _chunk(
         if job.precision == "fp8":
             float8.apply(module, training.fp8_scaling, training.fp8_keep, mesh.device)
         if own.compiled:
-            compile.apply(module)
+            compile.apply(module, layout.recompute)
         if sharded:
             zero.apply(module, mesh, compute, reduce)
         else:

@@ -11,30 +11,38 @@ import torch
 WARM_UP, TIMED, REPLAYED = 2, 4, 3
 
 
-def recorded_ms(action: Callable[[], object], device: torch.device, at_least_s: float = 0.0) -> float:
-    """Recorded, so that it is the GPU that is timed and not how fast a host launches short kernels."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_UP):
-            action()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(TIMED):
+class Recorded:
+    """Some runs of a piece, recorded: it is the GPU that is timed and not how fast a host launches short kernels."""
+
+    def __init__(self, action: Callable[[], object], device: torch.device) -> None:
+        self.graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP):
                 action()
-    times = _replayed_ms(graph, REPLAYED)
-    if (left_ms := 1e3 * at_least_s - sum(times)) > 0:
-        times = _replayed_ms(graph, max(REPLAYED, round(left_ms / statistics.median(times))))
-    return statistics.median(times) / TIMED
+            with torch.cuda.graph(self.graph, stream=stream):
+                for _ in range(TIMED):
+                    action()
+
+    def times_ms(self, replays: int = REPLAYED) -> list[float]:
+        """Of one run of the piece, as often as it was replayed."""
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]  # type: ignore[no-untyped-call]
+        marks[0].record()
+        for mark in marks[1:]:
+            self.graph.replay()
+            mark.record()
+        marks[-1].synchronize()
+        return [float(start.elapsed_time(end)) / TIMED for start, end in pairwise(marks)]
 
 
-def _replayed_ms(graph: torch.cuda.CUDAGraph, times: int) -> list[float]:
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]  # type: ignore[no-untyped-call]
-    marks[0].record()
-    for mark in marks[1:]:
-        graph.replay()
-        mark.record()
-    marks[-1].synchronize()
-    return [float(start.elapsed_time(end)) for start, end in pairwise(marks)]
+def in_turns_ms(pieces: dict[str, Recorded], rounds: int, turn_ms: float) -> dict[str, float]:
+    """The median of each, in turns: a card that gets hot is as hot for all of them."""
+    times: dict[str, list[float]] = {name: [] for name in pieces}
+    for _ in range(rounds):
+        for name, piece in pieces.items():
+            once = piece.times_ms(1)[0]
+            times[name] += piece.times_ms(max(REPLAYED, round(turn_ms / once / TIMED)))
+    return {name: statistics.median(each) for name, each in times.items()}
 
 
 def said(error: Exception) -> str:
