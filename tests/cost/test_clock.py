@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ultrascale import Cluster, Job, Layout, Model, estimate
+from ultrascale.cost import operators
 from ultrascale.cost.columns import Columns
 from ultrascale.cost.hardware import FULL_WORK, Machine
 from ultrascale.cost.table import evaluate
@@ -42,3 +43,36 @@ def test_the_search_and_the_estimate_have_one_law() -> None:
     job, layout = job_of("smollm2-135m", 2048, 4, boost=1.25), Layout(mbs=4)
     cells = evaluate(job, Columns.of([layout]), [("1f1b", 1)], Machine(job), 2.0**40)
     assert cells.step_s[0, 0] == pytest.approx(estimate(job, layout).step_time_s, rel=1e-9)
+
+
+def test_one_clock_for_the_whole_step() -> None:
+    """The head's products have it too, and an optimizer that steps after each micro-batch makes it higher than one in four."""
+    job = job_of("llama-3.2-1b", 1024, 4, boost=1.3)
+    machine = Machine(job)
+    rows = Columns.of([Layout(mbs=4), Layout(mbs=4, gas=4)])
+    often, seldom = operators.clock(job, rows, machine)
+    assert often > seldom >= 1
+    (slow,) = operators.clock(job.changed(cluster=Cluster.load("1xh200")), rows.take(np.asarray([0])), machine_of(job))
+    assert slow == 1
+    at_base = operators.head(job_of("llama-3.2-1b", 1024, 4, boost=1.0), rows, machine_of(job)).matmul.total
+    assert operators.head(job, rows, machine).matmul.total == pytest.approx(at_base / [often, seldom])
+
+
+def machine_of(job: Job) -> Machine:
+    return Machine(job.changed(cluster=Cluster.load("1xh200")))
+
+
+def test_products_are_joined_in_fused_blocks_alone() -> None:
+    """Recomputed in full, the engine runs the plain model, where q, k and v are products of their own: narrow, and slower."""
+    job = job_of("smollm2-135m", 1024, 4, boost=1.0)
+    rows = Columns.of([Layout(mbs=4), Layout(mbs=4, recompute="full")])
+    products = operators.layer_matmuls(job, rows, moe=False)
+    run = operators.as_run(job, rows, products)
+    flops = sum(product.flops for product in run)
+    assert np.broadcast_to(flops, 2) == pytest.approx(np.broadcast_to(sum(product.flops for product in products), 2))
+    kv = [product for product in run if np.max(product.n) == job.model.kv_dim]
+    assert [list(product.count) for product in kv] == [[0, 1], [0, 1]]
+    fused, plain = operators.layer(job, rows, Machine(job), moe=False).matmul.total
+    assert plain > 1.05 * fused
+    others = job.changed(framework=Framework.load("torchtitan"))
+    assert operators.as_run(others, rows, products) is products

@@ -26,8 +26,8 @@ def test_six_runs_predict_twenty_others(told: tuple) -> None:
     others = [row for row in rows if not row.fitted]
     assert len(others) == 20
     errors = [abs(row.after) for row in others]
-    assert sum(error <= 0.05 for error in errors) == 18
-    assert sum(errors) / len(errors) < 0.025
+    assert max(errors) < 0.04
+    assert sum(errors) / len(errors) < 0.015
     assert max(abs(row.memory_after) for row in others) < 0.01 < max(abs(row.memory_before) for row in others)
 
 

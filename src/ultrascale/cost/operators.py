@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from ultrascale.cost import attention, host, launch
-from ultrascale.cost.activations import compute_bytes, gradient_bytes
+from ultrascale.cost.activations import compute_bytes, gradient_bytes, lean
 from ultrascale.cost.columns import Array, Columns
 from ultrascale.cost.hardware import Machine
-from ultrascale.cost.memory import alone
+from ultrascale.cost.memory import alone, has_master
 from ultrascale.cost.passes import Passes
-from ultrascale.specs.job import Job
+from ultrascale.specs.job import OPTIMIZER_STATE_BYTES, Job
 from ultrascale.specs.model import Model
 
 # Kernels that one layer launches, forward; backward about twice that. Counted on a compiled block: four or five products,
@@ -105,6 +105,26 @@ def layer_matmuls(job: Job, columns: Columns, moe: bool) -> list[Matmul]:
     return products
 
 
+def as_run(job: Job, columns: Columns, products: list[Matmul]) -> list[Matmul]:
+    """The products of a layer as the engine makes them: joined in fused blocks, each by itself where it runs or compiles the
+    plain model. Other engines are taken to join theirs.
+    """
+    apart = columns.is_("recompute", "full") | ~lean(job, columns)
+    if not (job.framework.lean and apart.any()):
+        return products
+    model, kv_cut = job.model, np.minimum(columns.tp, job.model.kv_heads)
+    found = []
+    for product in products:
+        parts: list[Array] = []
+        if product.name == "qkv":
+            parts = [model.q_dim / columns.tp, *[model.kv_dim / kv_cut] * 2]
+        elif product.name in ("mlp up", "shared expert up") and model.gated:
+            parts = [product.n / 2] * 2
+        joined = replace(product, count=np.where(apart, 0.0, product.count)) if parts else product
+        found += [joined, *(replace(product, n=part, count=np.where(apart, product.count, 0.0)) for part in parts)]
+    return found
+
+
 def matmul_passes(machine: Machine, products: list[Matmul]) -> Passes:
     """Forward m×n×k; the input's gradient swaps n and k; the weight's reduces over the tokens."""
     zero = np.asarray(0.0)
@@ -179,9 +199,57 @@ def fp8_casts(job: Job, machine: Machine, products: list[Matmul]) -> Passes:
     return Passes(inputs, gradients, zero)
 
 
+def optimizer_bytes(job: Job, columns: Columns) -> Array:
+    """That a step of the optimizer reads and writes for one weight, the gradient once more for its norm."""
+    state, b = OPTIMIZER_STATE_BYTES[job.optimizer], compute_bytes(job)
+    g: Array | int = gradient_bytes(job)
+    mixed: Array | int = b if has_master(job) else 0
+    if job.framework.gradients_as_made:
+        g = np.where(alone(job, columns), b, g)
+    if job.framework.halves and job.optimizer == "adamw":
+        mixed = np.where(columns.shards == 1, 0, mixed)  # the copy that computes is the master's upper half
+    return np.asarray(2 * g + 2 * 4 + 2 * state + mixed)
+
+
+def clock(job: Job, columns: Columns, machine: Machine) -> Array:
+    """Of a step, over that of products in a row. One for all of it: a card's power is limited over more than a layer."""
+    if machine.efficiency.boost <= 1 or machine.efficiency.synchronous or job.attention != "flash":
+        return np.ones(len(columns))
+    ends = _head(job, columns, machine)
+    work = 3 * sum(product.flops for product in ends.matmuls)
+    weights = job.model.parameters / columns.tp / np.where(columns.zero >= 1, columns.shards, 1)
+    seconds = ends.total.total + machine.stream_s(weights * optimizer_bytes(job, columns)) / columns.gas
+    again = np.where(columns.is_("recompute", "full"), 1.0, 0.0)
+    moe_layers = job.model.moe_layers
+    for layers, moe in ((job.model.layers - moe_layers, False), (moe_layers, True)):
+        if layers:
+            busy = _busy(job, columns, machine, moe)
+            work = work + layers * (3 + again) * sum(product.flops for product in busy.matmuls)
+            work = work + layers * (1 + again / (1 + attention.BACKWARD_FLOPS)) * attention.done_flops(job, columns)
+            seconds = seconds + layers * (busy.total.total + again * busy.total.forward)
+    return machine.clock(np.asarray(work), np.asarray(seconds))
+
+
 def layer(job: Job, columns: Columns, machine: Machine, moe: bool) -> LayerTime:
+    busy = _busy(job, columns, machine, moe)
+    if machine.efficiency.synchronous:
+        return replace(busy, launch=host.launches(columns, machine, moe))
+    slower = 1 / clock(job, columns, machine)
+    busy = replace(busy, matmul=busy.matmul.scaled(slower), attention=busy.attention.scaled(slower))
+    kernels = np.full(len(columns), float(KERNELS_FORWARD)) + (KERNELS_ROUTING if moe else 0)
+    if moe and job.model.moe is not None and not job.framework.grouped:
+        per_expert = KERNELS_PER_EXPERT * (2 if job.precision == "fp8" else 1)
+        kernels = kernels + per_expert * job.model.moe.experts / columns.ep
+    launched = machine.launch_s * kernels * job.framework.kernels * job.framework.launch
+    launched = launched + (job.framework.routing_s if moe else 0.0)
+    # In one queue waits are the step's, not the layer's (cost/launch.py).
+    return busy if launch.queued(job, columns, machine) else replace(busy, launch=_waits(busy.total, launched))
+
+
+def _busy(job: Job, columns: Columns, machine: Machine, moe: bool) -> LayerTime:
+    """A layer that nothing waits for, at the clock of products in a row."""
     products = layer_matmuls(job, columns, moe)
-    matmul = matmul_passes(machine, products)
+    matmul = matmul_passes(machine, as_run(job, columns, products))
     scores = attention.passes(job, columns, machine)
     moved = machine.stream_s(permuted_bytes(job, columns, moe)) * job.framework.elementwise
     forward = machine.stream_s(memory_bound_bytes(job, columns, moe)) * job.framework.elementwise + moved
@@ -190,24 +258,8 @@ def layer(job: Job, columns: Columns, machine: Machine, moe: bool) -> LayerTime:
     # Backward reads the gradient and the saved tensor and writes the gradient: twice the forward's bytes.
     memory_bound = Passes(forward, 2 * forward, zero) + fp8_casts(job, machine, products) + biases
     if machine.efficiency.synchronous:
-        moving = Passes(moved, 2 * moved, zero)
-        memory_bound = host.elementwise(job, columns, machine, moe) + moving + biases
-        waits = host.launches(columns, machine, moe)
-        return LayerTime(matmul, scores, memory_bound, waits, products, moved + biases.forward)
-    kernels = np.full(len(columns), float(KERNELS_FORWARD)) + (KERNELS_ROUTING if moe else 0)
-    if moe and job.model.moe is not None and not job.framework.grouped:
-        per_expert = KERNELS_PER_EXPERT * (2 if job.precision == "fp8" else 1)
-        kernels = kernels + per_expert * job.model.moe.experts / columns.ep
-    if machine.efficiency.boost > 1 and job.attention == "flash":
-        work = 3 * sum(product.flops for product in products) + attention.done_flops(job, columns)
-        clock = machine.clock(np.asarray(work), (matmul + scores + memory_bound).total)
-        matmul, scores = matmul.scaled(1 / clock), scores.scaled(1 / clock)
-    busy = matmul + scores + memory_bound
-    launched = machine.launch_s * kernels * job.framework.kernels * job.framework.launch
-    launched = launched + (job.framework.routing_s if moe else 0.0)
-    # In one queue waits are the step's, not the layer's (cost/launch.py).
-    waits = Passes(zero, zero, zero) if launch.queued(job, columns, machine) else _waits(busy, launched)
-    return LayerTime(matmul, scores, memory_bound, waits, products, moved + biases.forward)
+        memory_bound = host.elementwise(job, columns, machine, moe) + Passes(moved, 2 * moved, zero) + biases
+    return LayerTime(matmul, scores, memory_bound, Passes(zero, zero, zero), products, moved + biases.forward)
 
 
 def _waits(busy: Passes, host: Array) -> Passes:
@@ -220,6 +272,12 @@ def _waits(busy: Passes, host: Array) -> Passes:
 
 
 def head(job: Job, columns: Columns, machine: Machine) -> LayerTime:
+    busy = _head(job, columns, machine)
+    slower = 1 / clock(job, columns, machine)
+    return replace(busy, matmul=busy.matmul.scaled(slower), launch=host.head_launches(columns, machine))
+
+
+def _head(job: Job, columns: Columns, machine: Machine) -> LayerTime:
     """Final norm, output matrix (kept out of fp8) and vocabulary-parallel cross-entropy."""
     model, tokens = job.model, columns.tokens(job.seq)
     products = [Matmul("head", tokens, model.vocab / columns.tp, np.asarray(float(model.hidden)), in_fp8=False)]
@@ -233,7 +291,7 @@ def head(job: Job, columns: Columns, machine: Machine) -> LayerTime:
     zero = np.zeros_like(forward)
     none = Passes(zero, zero, zero)
     passes = host.loss(job, columns, machine) if machine.efficiency.synchronous else Passes(forward, backward, zero)
-    return LayerTime(matmul_passes(machine, products), none, passes, host.head_launches(columns, machine), products)
+    return LayerTime(matmul_passes(machine, products), none, passes, none, products)
 
 
 def embedding(job: Job, columns: Columns, machine: Machine) -> LayerTime:

@@ -39,8 +39,12 @@ DEPENDS_ON = (
 
 
 def depends_on(job: Job) -> tuple[str, ...]:
-    """One micro-batch alone may leave its gradients as they were made, which two cannot; a table's rows share their pp."""
-    return (*DEPENDS_ON, "gas") if job.framework.gradients_as_made else DEPENDS_ON
+    """One micro-batch alone may leave its gradients as they were made, which two cannot; a table's rows share their pp.
+
+    Where a clock follows the work, it follows how often the optimizer steps.
+    """
+    of_gas = job.framework.gradients_as_made or job.cluster.efficiency.boost > 1
+    return (*DEPENDS_ON, "gas") if of_gas else DEPENDS_ON
 
 
 @dataclass(frozen=True)

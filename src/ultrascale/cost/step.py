@@ -10,13 +10,14 @@ from ultrascale.cost import data, host, launch, params, zero
 from ultrascale.cost.activations import compute_bytes, gradient_bytes
 from ultrascale.cost.columns import Array, Columns
 from ultrascale.cost.hardware import Machine
-from ultrascale.cost.memory import alone, has_master
+from ultrascale.cost.memory import alone
 from ultrascale.cost.mesh import Mesh
+from ultrascale.cost.operators import optimizer_bytes
 from ultrascale.cost.overlap import exposed, transfer
 from ultrascale.cost.passes import Passes
 from ultrascale.cost.pieces import PieceTotals
 from ultrascale.cost.stages import RankShare
-from ultrascale.specs.job import OPTIMIZER_STATE_BYTES, Job
+from ultrascale.specs.job import Job
 
 
 @dataclass(frozen=True)
@@ -74,14 +75,11 @@ def _optimizer(
     """Reading and writing every state once, and the gradient once more for its norm; or doing so on the host."""
     expert_shards = np.maximum(1, columns.shards * columns.tp / columns.expert_cut / columns.ep)
     own = np.where(columns.zero >= 1, held.trunk / columns.shards + held.experts / expert_shards, held.total)
-    state, b = OPTIMIZER_STATE_BYTES[job.optimizer], compute_bytes(job)
+    b = compute_bytes(job)
     g: Array | int = gradient_bytes(job)
-    mixed: Array | int = b if has_master(job) else 0
     if job.framework.gradients_as_made:
         g = np.where(alone(job, columns), b, g)
-    if job.framework.halves and job.optimizer == "adamw":
-        mixed = np.where(columns.shards == 1, 0, mixed)  # the copy that computes is the master's upper half
-    on_gpu = machine.stream_s(own * (2 * g + 2 * 4 + 2 * state + mixed)) * job.framework.optimizer_passes
+    on_gpu = machine.stream_s(own * optimizer_bytes(job, columns)) * job.framework.optimizer_passes
     norm = machine.stream_s(own * g)
     host_link = machine.gpu.pcie_bandwidth_gb_s * 1e9 * machine.efficiency.host_link
     adam = own * machine.cluster.gpus_per_node / (machine.efficiency.host_adam_gparams_s * 1e9)
