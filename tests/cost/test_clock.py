@@ -9,6 +9,7 @@ from ultrascale import Cluster, Job, Layout, Model, estimate
 from ultrascale.cost import operators
 from ultrascale.cost.columns import Columns
 from ultrascale.cost.hardware import FULL_WORK, Machine
+from ultrascale.cost.pieces import pieces as pieces_of
 from ultrascale.cost.table import evaluate
 from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.framework import Framework
@@ -54,8 +55,10 @@ def test_one_clock_for_the_whole_step() -> None:
     assert often > seldom >= 1
     (slow,) = operators.clock(job.changed(cluster=Cluster.load("1xh200")), rows.take(np.asarray([0])), machine_of(job))
     assert slow == 1
-    at_base = operators.head(job_of("llama-3.2-1b", 1024, 4, boost=1.0), rows, machine_of(job)).matmul.total
-    assert operators.head(job, rows, machine).matmul.total == pytest.approx(at_base / [often, seldom])
+    pieces, slower = (pieces_of(one, rows, Machine(one)) for one in (job, job_of("llama-3.2-1b", 1024, 4, boost=1.0)))
+    for name in ("dense", "head"):
+        found, base = (getattr(one, name).matmul.total for one in (pieces, slower))
+        assert found == pytest.approx(base / [often, seldom])
 
 
 def machine_of(job: Job) -> Machine:

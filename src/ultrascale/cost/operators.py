@@ -230,12 +230,12 @@ def clock(job: Job, columns: Columns, machine: Machine) -> Array:
     return machine.clock(np.asarray(work), np.asarray(seconds))
 
 
-def layer(job: Job, columns: Columns, machine: Machine, moe: bool) -> LayerTime:
+def layer(job: Job, columns: Columns, machine: Machine, moe: bool, at: Array | float = 1.0) -> LayerTime:
+    """At a clock as `clock` gives it."""
     busy = _busy(job, columns, machine, moe)
     if machine.efficiency.synchronous:
         return replace(busy, launch=host.launches(columns, machine, moe))
-    slower = 1 / clock(job, columns, machine)
-    busy = replace(busy, matmul=busy.matmul.scaled(slower), attention=busy.attention.scaled(slower))
+    busy = replace(busy, matmul=busy.matmul.scaled(1 / at), attention=busy.attention.scaled(1 / at))
     kernels = np.full(len(columns), float(KERNELS_FORWARD)) + (KERNELS_ROUTING if moe else 0)
     if moe and job.model.moe is not None and not job.framework.grouped:
         per_expert = KERNELS_PER_EXPERT * (2 if job.precision == "fp8" else 1)
@@ -271,14 +271,13 @@ def _waits(busy: Passes, host: Array) -> Passes:
     )
 
 
-def head(job: Job, columns: Columns, machine: Machine) -> LayerTime:
+def head(job: Job, columns: Columns, machine: Machine, at: Array | float = 1.0) -> LayerTime:
+    """Final norm, output matrix (kept out of fp8) and vocabulary-parallel cross-entropy."""
     busy = _head(job, columns, machine)
-    slower = 1 / clock(job, columns, machine)
-    return replace(busy, matmul=busy.matmul.scaled(slower), launch=host.head_launches(columns, machine))
+    return replace(busy, matmul=busy.matmul.scaled(1 / at), launch=host.head_launches(columns, machine))
 
 
 def _head(job: Job, columns: Columns, machine: Machine) -> LayerTime:
-    """Final norm, output matrix (kept out of fp8) and vocabulary-parallel cross-entropy."""
     model, tokens = job.model, columns.tokens(job.seq)
     products = [Matmul("head", tokens, model.vocab / columns.tp, np.asarray(float(model.hidden)), in_fp8=False)]
     logits = tokens * model.vocab / columns.tp

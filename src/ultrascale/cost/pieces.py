@@ -123,17 +123,19 @@ class PieceTotals:
 def pieces(job: Job, columns: Columns, machine: Machine) -> Pieces:
     places = mesh(columns, machine.cluster)
     inside = tensor.traffic(job, columns, places, machine)
-    moe = _layer(job, columns, machine, places, inside, moe=True) if job.model.moe_layers else None
+    clock = operators.clock(job, columns, machine)
+    experts = operators.layer(job, columns, machine, True, clock) if job.model.moe_layers else None
     return Pieces(
-        _layer(job, columns, machine, places, inside, moe=False),
-        moe,
+        _layer(job, columns, machine, places, inside, operators.layer(job, columns, machine, False, clock), moe=False),
+        None if experts is None else _layer(job, columns, machine, places, inside, experts, moe=True),
         _end(job, columns, machine, places, inside, operators.embedding(job, columns, machine), is_head=False),
-        _end(job, columns, machine, places, inside, operators.head(job, columns, machine), is_head=True),
+        _end(job, columns, machine, places, inside, operators.head(job, columns, machine, clock), is_head=True),
     )
 
 
-def _layer(job: Job, columns: Columns, machine: Machine, places: Mesh, inside: TensorTraffic, moe: bool) -> Piece:
-    compute = operators.layer(job, columns, machine, moe)
+def _layer(
+    job: Job, columns: Columns, machine: Machine, places: Mesh, inside: TensorTraffic, compute: LayerTime, moe: bool
+) -> Piece:
     nothing = np.zeros(len(columns))
     around = context.traffic(job, columns, places, machine, compute.attention)
     again = exposed(inside.gather_again_s, compute.matmul.input_grad, machine.efficiency)

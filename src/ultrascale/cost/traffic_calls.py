@@ -144,7 +144,8 @@ def _forwards(stage: Stage) -> int:
 
 def _context(stage: Stage) -> Calls:
     job, layout, row = stage.job, stage.layout, stage.row
-    attention = operators.layer(job, row, stage.machine, moe=False).attention
+    clock = operators.clock(job, row, stage.machine)
+    attention = operators.layer(job, row, stage.machine, moe=False, at=clock).attention
     around = context.traffic(job, row, stage.places, stage.machine, attention)
     forwards, passes = _forwards(stage), stage.layers * layout.gas
     if layout.context_parallel == "allgather":
