@@ -90,7 +90,8 @@ def others(processes: int, seed: int) -> list[Asked]:
         recompute = rng.choice(("none", "none", "selective", "full"))
         cut = rng.choice(CUTS) if processes == 2 else ""
         one = Asked(name, seq, mbs, gas, recompute, cut)
-        if 256 <= seq * mbs * gas <= MOST_TOKENS[name] and one not in (*to_fit(processes), *found):
+        fills = cut != "pp=2" or gas > 1  # a pipeline
+        if fills and 256 <= seq * mbs * gas <= MOST_TOKENS[name] and one not in (*to_fit(processes), *found):
             found.append(one)
     return found
 
