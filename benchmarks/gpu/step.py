@@ -138,7 +138,7 @@ def only(way: str) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(own, "choose", fewer))
         for module in (module for name, module in INSTALLED.items() if name not in names):
-            stack.enter_context(mock.patch.object(module, "_installed", return_value=False))
+            stack.enter_context(mock.patch.object(module, "why_not", return_value="not asked for"))
         yield
 
 

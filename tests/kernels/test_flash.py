@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.harness import job_of
-from ultrascale.kernels import flash, fused
+from ultrascale.kernels import borrowed, flash, fused
 from ultrascale.measure.rehearse import watch
 from ultrascale.model.attention import attend, attend_backward, causal_attention
 from ultrascale.model.transformer import Core, Transformer
@@ -148,23 +147,23 @@ def test_its_flops_count_as_those_of_any_attention(package: Package) -> None:
 
 
 def test_why_it_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash, "_installed", lambda: False)
+    monkeypatch.setattr(borrowed, "installed", lambda _: False)
     assert flash.why_not(torch.bfloat16) == "flash-attn-4 is not installed"
-    monkeypatch.setattr(flash, "_installed", lambda: True)
+    monkeypatch.setattr(borrowed, "installed", lambda _: True)
     assert flash.why_not(torch.bfloat16) is None
     assert "float32" in (flash.why_not(torch.float32) or "")
 
 
 def test_a_package_of_the_older_name_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """flash-attn 2 is `flash_attn`, too, and has no `cute`."""
-    monkeypatch.setattr(flash, "find_spec", lambda name: None)
-    flash._installed.cache_clear()
-    assert not flash._installed()
+    borrowed.installed.cache_clear()
+    monkeypatch.setattr(borrowed, "find_spec", lambda name: None)
+    assert not borrowed.installed("flash_attn.cute")
 
-    def no_parent(name: str) -> SimpleNamespace:
+    def no_parent(name: str) -> None:
         raise ModuleNotFoundError(name)
 
-    monkeypatch.setattr(flash, "find_spec", no_parent)
-    flash._installed.cache_clear()
-    assert not flash._installed()
-    flash._installed.cache_clear()
+    borrowed.installed.cache_clear()
+    monkeypatch.setattr(borrowed, "find_spec", no_parent)
+    assert not borrowed.installed("flash_attn.cute")
+    borrowed.installed.cache_clear()

@@ -24,6 +24,16 @@ def loss_of(model: Transformer) -> Tensor:
     return loss
 
 
+def train_alike(plain: Transformer, ours: Transformer) -> None:
+    """In float64: the loss and every gradient."""
+    wanted, found = loss_of(plain), loss_of(ours)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+    wanted.backward()
+    found.backward()
+    for (name, theirs), mine in zip(plain.named_parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
 @pytest.mark.parametrize("joined", [False, True])
 def test_the_fused_block_is_the_plain_block(joined: bool) -> None:
     plain, ours = built(), built()
@@ -31,12 +41,7 @@ def test_the_fused_block_is_the_plain_block(joined: bool) -> None:
     if joined:
         fused.join(ours)
     assert [name for name, _ in plain.named_parameters()] == [name for name, _ in ours.named_parameters()]
-    wanted, found = loss_of(plain), loss_of(ours)
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
-    wanted.backward()
-    found.backward()
-    for (name, theirs), mine in zip(plain.named_parameters(), ours.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-12, msg=name)
+    train_alike(plain, ours)
 
 
 def test_gradients_add_up_over_micro_batches() -> None:

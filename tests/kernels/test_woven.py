@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.test_fused import built, loss_of
-from ultrascale.kernels import fused, woven
+from kernels.test_fused import built, train_alike
+from ultrascale.kernels import borrowed, fused, woven
 from ultrascale.measure.rehearse import watch
 
 
@@ -62,12 +62,7 @@ def test_a_block_with_woven_gates_is_the_plain_block(quack: Quack, joined: bool)
     for block in ours.each_block():
         assert isinstance(block, fused.FusedBlock)
         block.gates = woven.Woven()
-    wanted, found = loss_of(plain), loss_of(ours)
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
-    wanted.backward()
-    found.backward()
-    for (name, theirs), mine in zip(plain.named_parameters(), ours.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-12, msg=name)
+    train_alike(plain, ours)
     assert [way for way, _ in quack.asked] == ["forward"] * 2 + ["backward"] * 2
 
 
@@ -108,8 +103,8 @@ def test_their_flops_are_those_of_their_products(quack: Quack) -> None:
 
 
 def test_why_it_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(woven, "_installed", lambda: False)
+    monkeypatch.setattr(borrowed, "installed", lambda _: False)
     assert woven.why_not(torch.bfloat16) == "quack-kernels is not installed"
-    monkeypatch.setattr(woven, "_installed", lambda: True)
+    monkeypatch.setattr(borrowed, "installed", lambda _: True)
     assert woven.why_not(torch.bfloat16) is None
     assert "float32" in (woven.why_not(torch.float32) or "")

@@ -542,3 +542,15 @@ def test_without_optuna_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(SpecError, match=r"pip install 'ultrascale\[bench\]'"):
         layouts.import_optuna()
+
+
+def test_nor_does_the_command_fail_before_it_says_so(plan: Plan, tmp_path: Path) -> None:
+    """In a process of its own: here everything that wants optuna is long imported."""
+    file = plan.save(tmp_path / "plan.yaml")
+    words = f"sys.modules['optuna'] = None; sys.argv = ['ultrascale', 'bench', 'layouts', {str(file)!r}, '--vary', 'mbs']"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; {words}; from ultrascale.cli import main; main()"], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "pip install 'ultrascale[bench]'" in done.stderr
+    assert "Traceback" not in done.stderr

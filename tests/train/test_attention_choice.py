@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from parallel.harness import job_of, training_of
-from ultrascale.kernels import flash
+from ultrascale.kernels import borrowed, flash
 from ultrascale.model.transformer import Core, Transformer
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.specs.job import Job
@@ -54,7 +54,7 @@ def test_the_fastest_comes_first_and_one_that_refuses_not_at_all(asked: list[att
 
 @pytest.mark.usefixtures("asked")
 def test_flash_attention_4_is_asked_where_it_is_installed_and_takes_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash, "_installed", lambda: True)
+    monkeypatch.setattr(borrowed, "installed", lambda _: True)
     in_fp32, job = job_of("llama"), job_of("llama").changed(precision="bf16")
     assert attention.FLASH_4 not in str(attention.fastest(in_fp32, Layout(), GPU))
     found = attention.fastest(job, Layout(), GPU)
@@ -79,7 +79,7 @@ def test_a_run_does_without_flash_attention_4_where_it_fails(
         return times(name, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(attention, "_time_ms", fail)
-    monkeypatch.setattr(flash, "_installed", lambda: True)
+    monkeypatch.setattr(borrowed, "installed", lambda _: True)
     found = attention.fastest(job_of("llama").changed(precision="bf16"), Layout(), GPU)
     assert str(found).endswith("; FlashAttention 4 does not run here: AssertionError: head_dim must be divisible by 8")
     assert attention.FLASH_4 not in (found.times_ms if found else {})

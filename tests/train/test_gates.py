@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from parallel.harness import job_of, training_of
-from ultrascale.kernels import fused, woven
+from ultrascale.kernels import borrowed, fused, woven
 from ultrascale.kernels.fused import FusedBlock, Gates
 from ultrascale.model.transformer import Transformer
 from ultrascale.specs.job import Job
@@ -35,7 +35,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
         return {name: 8.1 if isinstance(way, woven.Woven) else 9.0 for name, way in ways.items()}
 
     monkeypatch.setattr(gates, "_times_ms", times_ms)
-    monkeypatch.setattr(woven, "_installed", lambda: True)
+    monkeypatch.setattr(borrowed, "installed", lambda _: True)
     return shapes
 
 
@@ -66,7 +66,7 @@ def test_nothing_is_timed_where_there_is_no_choice(monkeypatch: pytest.MonkeyPat
     assert gates.fastest(job(), Layout(), eager, GPU) is None
     assert gates.fastest(job().changed(precision="fp32"), Layout(), training_of(), GPU) is None
     assert gates.fastest(job().changed(precision="fp8"), Layout(), training_of(), GPU) is None
-    monkeypatch.setattr(woven, "_installed", lambda: False)
+    monkeypatch.setattr(borrowed, "installed", lambda _: False)
     assert gates.fastest(job(), Layout(), training_of(), GPU) is None
 
 
@@ -75,7 +75,7 @@ def test_a_run_does_without_quack_where_it_fails(monkeypatch: pytest.MonkeyPatch
         raise TypeError("no such tile\nand more")
 
     monkeypatch.setattr(gates, "_times_ms", fail)
-    monkeypatch.setattr(woven, "_installed", lambda: True)
+    monkeypatch.setattr(borrowed, "installed", lambda _: True)
     found = gates.fastest(job(), Layout(), training_of(), GPU)
     assert str(found) == "gates: between products; quack's kernels do not run here: TypeError: no such tile"
     assert found is not None
@@ -87,7 +87,7 @@ def test_without_memory_for_the_products_nothing_is_chosen(monkeypatch: pytest.M
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(gates, "_times_ms", refuse)
-    monkeypatch.setattr(woven, "_installed", lambda: True)
+    monkeypatch.setattr(borrowed, "installed", lambda _: True)
     assert gates.fastest(job(), Layout(), training_of(), GPU) is None
 
 

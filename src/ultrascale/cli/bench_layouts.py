@@ -55,7 +55,6 @@ def layouts(
     ended: what is measured or has failed is not repeated.
     """
     from ultrascale.measure.bench import layouts as asking
-    from ultrascale.show import bench_layouts as show
     from ultrascale.show.lines import progress, terminal
     from ultrascale.specs.errors import RunError, SpecError
     from ultrascale.specs.plan import Plan
@@ -71,6 +70,7 @@ def layouts(
     from ultrascale.measure.bench.layouts_run import Sweep, verdict
     from ultrascale.measure.bench.layouts_storage import ours
     from ultrascale.measure.bench.layouts_study import Study, study_name
+    from ultrascale.show import bench_layouts as show
 
     folder = out or Path("runs") / f"layouts-{base.job.model.name}"
     address = storage or f"sqlite:///{folder / 'study.db'}"

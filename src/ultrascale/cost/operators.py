@@ -199,13 +199,16 @@ def fp8_casts(job: Job, machine: Machine, products: list[Matmul]) -> Passes:
     return Passes(inputs, gradients, zero)
 
 
+def stepped_gradient_bytes(job: Job, columns: Columns) -> Array:
+    """Of one weight's gradient as the optimizer finds it."""
+    g = np.full(len(columns), gradient_bytes(job))
+    return np.where(alone(job, columns), compute_bytes(job), g) if job.framework.gradients_as_made else g
+
+
 def optimizer_bytes(job: Job, columns: Columns) -> Array:
     """That a step of the optimizer reads and writes for one weight, the gradient once more for its norm."""
-    state, b = OPTIMIZER_STATE_BYTES[job.optimizer], compute_bytes(job)
-    g: Array | int = gradient_bytes(job)
-    mixed: Array | int = b if has_master(job) else 0
-    if job.framework.gradients_as_made:
-        g = np.where(alone(job, columns), b, g)
+    state, g = OPTIMIZER_STATE_BYTES[job.optimizer], stepped_gradient_bytes(job, columns)
+    mixed: Array | int = compute_bytes(job) if has_master(job) else 0
     if job.framework.halves and job.optimizer == "adamw":
         mixed = np.where(columns.shards == 1, 0, mixed)  # the copy that computes is the master's upper half
     return np.asarray(2 * g + 2 * 4 + 2 * state + mixed)

@@ -10,9 +10,8 @@ from ultrascale.cost import data, host, launch, params, zero
 from ultrascale.cost.activations import compute_bytes, gradient_bytes
 from ultrascale.cost.columns import Array, Columns
 from ultrascale.cost.hardware import Machine
-from ultrascale.cost.memory import alone
 from ultrascale.cost.mesh import Mesh
-from ultrascale.cost.operators import optimizer_bytes
+from ultrascale.cost.operators import optimizer_bytes, stepped_gradient_bytes
 from ultrascale.cost.overlap import exposed, transfer
 from ultrascale.cost.passes import Passes
 from ultrascale.cost.pieces import PieceTotals
@@ -75,10 +74,7 @@ def _optimizer(
     """Reading and writing every state once, and the gradient once more for its norm; or doing so on the host."""
     expert_shards = np.maximum(1, columns.shards * columns.tp / columns.expert_cut / columns.ep)
     own = np.where(columns.zero >= 1, held.trunk / columns.shards + held.experts / expert_shards, held.total)
-    b = compute_bytes(job)
-    g: Array | int = gradient_bytes(job)
-    if job.framework.gradients_as_made:
-        g = np.where(alone(job, columns), b, g)
+    b, g = compute_bytes(job), stepped_gradient_bytes(job, columns)
     on_gpu = machine.stream_s(own * optimizer_bytes(job, columns)) * job.framework.optimizer_passes
     norm = machine.stream_s(own * g)
     host_link = machine.gpu.pcie_bandwidth_gb_s * 1e9 * machine.efficiency.host_link

@@ -8,35 +8,24 @@ from __future__ import annotations
 
 import os
 from functools import cache
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ultrascale.kernels import borrowed
+
 
 def why_not(dtype: torch.dtype) -> str | None:
-    """Why attention of such numbers is not asked of it; None: it is. Sizes and GPUs it refuses by itself."""
-    if not _installed():
-        return "flash-attn-4 is not installed"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"it computes in bf16 and fp16, and here is {str(dtype).removeprefix('torch.')}"
-    return None
+    """Why it is not asked; None: it is."""
+    return borrowed.why_not("flash-attn-4", "flash_attn.cute", dtype)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q [b, s, heads, d], k and v [b, s, kv_heads, d] -> [b, s, heads, d]."""
     out: Tensor = _forward(q, k, v)[0]
     return out
-
-
-@cache
-def _installed() -> bool:
-    try:
-        return find_spec("flash_attn.cute") is not None
-    except ImportError:
-        return False
 
 
 @cache

@@ -7,13 +7,12 @@ after the other; so do the rows of both weights where cuBLAS goes on with what t
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ultrascale.kernels import borrowed
 from ultrascale.kernels.fused import Gates, joined
 
 # Tiles and clusters that were the fastest of ten on an H200 for 16,384 × 3072 and 32,768 × 2048 (docs/kernels/gate.md).
@@ -21,12 +20,8 @@ _FORWARD, _BACKWARD = (128, 192), (128, 128)
 
 
 def why_not(dtype: torch.dtype) -> str | None:
-    """Why it is not asked; None: it is. Sizes and GPUs it refuses by itself."""
-    if not _installed():
-        return "quack-kernels is not installed"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"it computes in bf16 and fp16, and here is {str(dtype).removeprefix('torch.')}"
-    return None
+    """Why it is not asked; None: it is."""
+    return borrowed.why_not("quack-kernels", "quack.gemm_interface", dtype)
 
 
 class Woven(Gates):
@@ -45,14 +40,6 @@ class Woven(Gates):
         woven = to_both.t() @ x
         to_gate, to_up = woven.view(-1, 2, woven.shape[1]).transpose(0, 1).contiguous()
         return to_gate, to_up
-
-
-@cache
-def _installed() -> bool:
-    try:
-        return find_spec("quack.gemm_interface") is not None
-    except ImportError:
-        return False
 
 
 def _options(tile: tuple[int, int], device: torch.device) -> dict[str, Any]:
