@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: quickstart test test-slow check format bench accuracy docs clean
+.PHONY: quickstart test test-slow test-gpu check format bench accuracy docs clean
 
 quickstart: $(VENV)/.train
 	$(BIN)/ultrascale quickstart
@@ -15,6 +15,10 @@ test: check
 # With the long tail: every composition of layouts, and our schedules beside torch's.
 test-slow: check
 	$(BIN)/python -m pytest -n 2
+
+# The kernels on this machine's GPU; all other tests run on the CPU, wherever they are.
+test-gpu: $(VENV)/.dev
+	ULTRASCALE_TEST_GPU=1 $(BIN)/python -m pytest tests/kernels
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

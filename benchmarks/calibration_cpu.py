@@ -3,42 +3,43 @@
 Six runs are chosen to tell constants apart, twenty others are drawn at random by `--seed` (models, sequence lengths,
 micro-batches, accumulation, recomputation; with `--processes 2` also what cuts them), all before any was measured.
 
-A machine that is shared drifts: neighbours want its caches, its memory and the other half of its cores, and the same step takes
-up to twice as long from one second to the next. So everything is measured in `--rounds`: a round measures the machine's rates
-once and makes every run once, for a second or two, in an order that is turned from round to round. Of a run the first decile of
-its steps in all rounds counts, of each rate the fastest: what the machine gives when nobody else wants it. (Of 26 other runs in
-four rounds, the deciles of two rounds and of the other two differed by 11 % as standard deviations go, the fastest medians by
-17 %.) Runs to fit and runs to judge by are treated alike, and none is left out. `--out` keeps everything; what is there is not
-measured again.
+Each run is `ultrascale train` in a fresh process once, which leaves its plan and its memory. Its time is taken in `--turns`: a
+machine that is shared drifts, as neighbours want its caches and memory, and the same step takes up to twice as long from one
+second to the next. So one process holds the engines of all runs, and in a turn the machine's rates are measured and every
+engine takes a few steps, the first of which does not count, in an order that is turned: what slows a run slows the others and
+the rates. Of a run and of a rate alike the fastest counts, for runs to fit and runs to judge by, and none is left out: that is
+what the machine gives when nobody else wants it. In two sets of 30 and 40 turns the fastest of 26 runs were 3.6 % apart, as
+standard deviations go, their medians 13 %. `--out` keeps everything; what is there is not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 import shutil
-from dataclasses import asdict, fields
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
-from statistics import median
-from typing import NamedTuple
+from statistics import mean
+from typing import Any, NamedTuple
 
 import calibration
-from ultrascale.cost.estimate import estimate
 from ultrascale.parallel import local
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.files import read_mapping
 from ultrascale.specs.model import Model
 from ultrascale.specs.plan import Plan, job_to_mapping
 from ultrascale.train import launch
-from ultrascale.train.machine import cpu_cluster, cpu_rates, memory_bytes
-from ultrascale.train.rates import LinkRate, Rates
+from ultrascale.train.machine import cpu_cluster, cpu_rates, detect, memory_bytes
+from ultrascale.train.rates import LinkRate
 from ultrascale.train.request import Overrides, Request, from_model
 
-SEED, OTHERS, ROUNDS = 20, 20, 6
-TRAINED_S, FEWEST, MOST = 1.5, 7, 16  # steps that together take about so long
-UNSETTLED = 2  # the first makes buffers, the second is followed for its memory
+SEED, OTHERS, TURNS = 20, 20, 40
+STEPS = 4  # of the run that leaves its plan and its memory
+EACH_S, MOST = 0.25, 4  # steps of a turn that count: about so long, and no more than that
 # Wider heads and a vocabulary of some thousands, for a third to half of a second a step.
 SMALL = Model(name="small", layers=4, hidden=512, heads=8, kv_heads=4, ffn=1536, vocab=4096, max_positions=2048)
 MODELS = {"tiny": Model.load("tiny"), "mini": Model.load("mini"), "small": SMALL}
@@ -107,74 +108,108 @@ def request(one: Asked, processes: int, steps: int) -> Request:
     return from_model(MODELS[one.model], Overrides.parse(words), processes, precision="fp32")
 
 
-def train(one: Asked, folder: Path, cluster: Cluster) -> None:
-    """In a fresh process, as a user's run is."""
-    asked = request(one, cluster.gpus, FEWEST).on(cluster)
-    steps = min(MOST, max(FEWEST, UNSETTLED + math.ceil(TRAINED_S / estimate(asked.job, asked.layout).step_time_s)))
-    asked = request(one, cluster.gpus, steps)
-    if cluster.gpus > 1:
-        launch.train(asked, folder, cluster.gpus, cluster, quiet=True)
+def train(one: Asked, folder: Path, predict: Cluster) -> None:
+    """In fresh processes, as a user's run is."""
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was ended
+    processes = predict.gpus
+    asked = request(one, processes, STEPS)
+    if processes > 1:
+        launch.train(asked, folder, processes, predict, quiet=True)
     else:
-        local.run(_rank, 1, asked, folder, cluster)
+        local.run(_rank, 1, asked, folder, predict)
 
 
-def _rank(_: int, __: int, ___: str, asked: Request, folder: Path, cluster: Cluster) -> None:
-    launch.train(asked, folder, None, cluster, quiet=True)
+def _rank(_: int, __: int, ___: str, asked: Request, folder: Path, predict: Cluster) -> None:
+    launch.train(asked, folder, None, predict, quiet=True)
 
 
-def measure(wanted: list[Asked], out: Path, processes: int, rounds: int) -> Cluster:
-    """Every run in every round; the machine by the fastest of its rates."""
-    seen: list[tuple[Rates, LinkRate]] = []
-    cluster = None
-    for number in range(rounds):
-        folder = out / f"round-{number}"
-        folder.mkdir(parents=True, exist_ok=True)
-        seen.append(rates(folder / "rates.json", processes))
-        cluster = fastest(seen, processes)
-        first = number * len(wanted) // rounds
-        for one in (*wanted[first:], *wanted[:first]):
-            if not (folder / one.name / launch.MEASUREMENT).exists():
-                shutil.rmtree(folder / one.name, ignore_errors=True)  # of a run that was ended
-                train(one, folder / one.name, cluster)
-        print(f"round {number + 1} of {rounds}: {asdict(seen[-1][0])}", flush=True)
-    assert cluster is not None
-    return cluster
+def in_turns(rank: int, world: int, store: str, wanted: Sequence[Asked], turns: int) -> dict[str, Any]:
+    """Seconds of every action that tells a rate, and of every run's steps, a list of each turn."""
+    import torch.distributed as dist
+
+    from ultrascale.parallel.mesh import Mesh
+    from ultrascale.train import rates
+    from ultrascale.train.data import Batches, corpus
+    from ultrascale.train.engine import Engine
+    from ultrascale.train.run import join
+    from ultrascale.train.world import Seat
+
+    def build(one: Asked) -> Engine:
+        asked = request(one, world, 1)
+        job, layout, training = asked.job, asked.layout, asked.training
+        batches = Batches(corpus(training, job.model.vocab), job.seq, layout.mbs * layout.dp * layout.gas, training.seed)
+        return Engine(job, Mesh.build(layout, job.model.kv_heads, rank), training, batches)
+
+    join(Seat(rank, world, rank, world, store), 600)
+    if world == 1:
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)  # rates are measured between barriers
+    engines = {one.name: build(one) for one in wanted}
+    counts = dict.fromkeys(engines, 1)
+    todo = rates.actions()
+    seen: dict[str, Any] = {"rates": [], "links": [], "steps": {name: [] for name in engines}}
+    names, began = list(engines), time.monotonic()
+    for turn in range(turns + 1):
+        rates.one_turn(todo)  # caches and heap were another's
+        took = rates.one_turn(todo)
+        link = [asdict(rates.link_now())] if world > 1 else []
+        if turn:  # the first warms up, and tells how many steps of a run count
+            seen["rates"].append(took)
+            seen["links"] += link
+        first = turn * len(names) // (turns + 1)
+        for name in (*names[first:], *names[:first]):
+            steps = []
+            for number in range(1 + counts[name]):
+                dist.barrier()
+                start = time.perf_counter()
+                engines[name].step(turn * (1 + MOST) + number)
+                steps.append(time.perf_counter() - start)
+            if turn:
+                seen["steps"][name].append(steps[1:])
+            else:
+                counts[name] = _agreed(max(1, min(MOST, round(EACH_S / steps[-1]))))
+        if rank == 0:
+            print(f"turn {turn} of {turns}, {time.monotonic() - began:.0f} s", flush=True)
+    dist.destroy_process_group()
+    return seen
 
 
-def rates(file: Path, processes: int) -> tuple[Rates, LinkRate]:
-    if not file.exists():
-        found, link = cpu_rates(processes)
-        file.write_text(json.dumps({"rates": asdict(found), "link": asdict(link)}), encoding="utf-8")
-    kept = json.loads(file.read_text(encoding="utf-8"))
-    return Rates(**kept["rates"]), LinkRate(**kept["link"])
+def _agreed(count: int) -> int:
+    """As rank 0 says: ranks step together."""
+    import torch.distributed as dist
+
+    said = [count]
+    dist.broadcast_object_list(said, src=0)
+    return said[0]
 
 
-def fastest(seen: list[tuple[Rates, LinkRate]], processes: int) -> Cluster:
-    def best(name: str, values: list[float]) -> float:
-        return (min if name.endswith("_s") and not name.endswith(("bytes_s", "scores_s")) else max)(values)
+def machine(everyone: Sequence[dict[str, Any]]) -> Cluster:
+    """All processes in the mean, as `ultrascale.train.machine` has it."""
+    from ultrascale.train import rates
 
-    found = {each.name: best(each.name, [getattr(one, each.name) for one, _ in seen]) for each in fields(Rates)}
-    link = {each.name: best(each.name, [getattr(one, each.name) for _, one in seen]) for each in fields(LinkRate)}
-    return cpu_cluster(processes, Rates(**found), LinkRate(**link), memory_bytes())
+    each = []
+    for seen in everyone:
+        took = {name: min(turn[name] for turn in seen["rates"]) for name in seen["rates"][0]}
+        each.append(asdict(rates.from_times(took)))
+    links = everyone[0]["links"]
+    link = LinkRate(max(link["bytes_s"] for link in links), min(link["latency_s"] for link in links))
+    together = rates.Rates(**{name: mean(one[name] for one in each) for name in each[0]})
+    return cpu_cluster(len(everyone), together, link, memory_bytes())
 
 
-def gather(wanted: list[Asked], out: Path, cluster: Cluster, rounds: int, fitted: int) -> Path:
-    """A line for each run on the machine as it was measured in all rounds, with the steps of its fastest round."""
-    file, lines = out / "runs.jsonl", []
+def gather(wanted: Sequence[Asked], out: Path, everyone: Sequence[dict[str, Any]], fitted: int) -> Path:
+    """A line for each run on the machine as it was measured in all turns, with each turn's mean step."""
+    file, lines, cluster = out / "runs.jsonl", [], machine(everyone)
     for index, one in enumerate(wanted):
-        folders = [out / f"round-{number}" / one.name for number in range(rounds)]
-        steps = [[step["step_time_s"] for step in map(json.loads, (each / launch.METRICS).open())] for each in folders]
-        settled = sorted(step for each in steps for step in each[UNSETTLED:])
-        fastest = min(range(rounds), key=lambda number: median(steps[number]))
-        plan = Plan.load(folders[fastest] / launch.PLAN)
-        measured = read_mapping(folders[fastest] / launch.MEASUREMENT, "measurement")
+        plan = Plan.load(out / one.name / launch.PLAN)
+        measured = read_mapping(out / one.name / launch.MEASUREMENT, "measurement")
+        turns = everyone[0]["steps"][one.name]
         line = {
             "run": one.name,
             "use": "fit" if index < fitted else "other",
             "job": job_to_mapping(plan.job.changed(cluster=cluster)),
             "layout": plan.layout.model_dump(mode="json", exclude_defaults=True),
-            "measurement": {**measured, "step_time_s": settled[len(settled) // 10]},
-            "steps_s": [round(step, 6) for step in steps[fastest]],
+            "measurement": {**measured, "step_time_s": min(chain(*turns))},
+            "steps_s": [round(mean(turn), 6) for turn in turns],
         }
         lines.append(json.dumps(line))
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -186,13 +221,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/calibration-cpu"))
     parser.add_argument("--processes", type=int, choices=(1, 2), default=1)
     parser.add_argument("--seed", type=int, default=SEED, help="of the draw of others")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--turns", type=int, default=TURNS)
     options = parser.parse_args()
     launch.import_torch()
     fit = to_fit(options.processes)
     wanted = [*fit, *others(options.processes, options.seed)]
-    cluster = measure(wanted, options.out, options.processes, options.rounds)
-    calibration.show(gather(wanted, options.out, cluster, options.rounds, len(fit)), draws=0)
+    for number, one in enumerate(wanted, 1):
+        if not (options.out / one.name / launch.MEASUREMENT).exists():
+            train(one, options.out / one.name, detect(options.processes))
+            print(f"{number} of {len(wanted)}: {one.name}", flush=True)
+    file = options.out / "turns.json"
+    if not file.exists():
+        seen = local.run(in_turns, options.processes, wanted, options.turns)
+        if options.processes == 1:  # it sends nothing; a plan of more processes on this cluster would
+            seen[0]["links"] = [asdict(cpu_rates(1)[1])]
+        file.write_text(json.dumps(seen), encoding="utf-8")
+    everyone = json.loads(file.read_text(encoding="utf-8"))
+    calibration.show(gather(wanted, options.out, everyone, len(fit)), draws=0)
 
 
 if __name__ == "__main__":

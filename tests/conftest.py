@@ -14,6 +14,9 @@ from ultrascale.train import machine, rates
 
 # Ranks are forked from this process, and OpenMP's threads do not survive a fork: a child that needs them waits for ever.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Ranks share no GPU, and autograd's threads for one do not survive a fork either: all but `make test-gpu` runs on the CPU.
+if "ULTRASCALE_TEST_GPU" not in os.environ:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 # A busy machine is no reason to fail: what is generated does not depend on how fast.
 settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -70,9 +70,9 @@ SMALL = ("smollm2-135m", "smollm2-360m", "qwen2.5-0.5b", "llama-3.2-1b")
 MODELS = (*SMALL, "smollm2-1.7b", "qwen2.5-1.5b", "llama-3.2-3b", "smollm3-3b")
 
 
-def others(cluster: Cluster) -> list[Asked]:
+def others(cluster: Cluster, seed: int) -> list[Asked]:
     """Models in turn, everything else at random, as long as it fits and a step is short."""
-    rng, found = random.Random(SEED), list[Asked]()
+    rng, found = random.Random(seed), list[Asked]()
     while len(found) < OTHERS:
         seq = rng.choice((1024, 2048, 4096, 8192, 16384))
         mbs = rng.choice((4096, 8192, 16384, 32768)) // seq
@@ -190,6 +190,7 @@ def machine(out: Path) -> Cluster:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/calibration"))
+    parser.add_argument("--seed", type=int, default=SEED, help="of the draw of others")
     parser.add_argument("--limit", type=float, default=1800, help="seconds after which no run starts")
     parser.add_argument("--only", type=int, help="so many of the runs, for a try")
     options = parser.parse_args()
@@ -197,7 +198,7 @@ def main() -> None:
     launch.import_torch()
     options.out.mkdir(parents=True, exist_ok=True)
     cluster = machine(options.out)
-    wanted = [*TO_FIT, *others(Cluster.load("1xh200"))][: options.only]
+    wanted = [*TO_FIT, *others(Cluster.load("1xh200"), options.seed)][: options.only]
     print(f"measured: {cluster.efficiency.model_dump(exclude_defaults=True)}", flush=True)
     began = time.monotonic()
     warm([one for one in wanted if not (options.out / one.name).exists()])

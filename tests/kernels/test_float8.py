@@ -8,6 +8,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from ultrascale.kernels import float8, loss
 from ultrascale.kernels.float8 import Float8Linear
@@ -76,6 +77,8 @@ def test_products_are_those_of_torchao(scaling: Fp8Scaling) -> None:
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 @pytest.mark.parametrize("dtype", [NARROW, WIDE])
 def test_emulation_is_what_the_kernel_computes(scaling: Fp8Scaling, dtype: torch.dtype) -> None:
+    if scaling == "row" and TorchVersion(torch.__version__) < "2.13":
+        pytest.skip("torch's kernel for CPUs has one scale for a tensor alone before 2.13")
     x, weight, _ = operands(32, 48, 64)
     left, right = quantise(x, scaling, dtype), quantise(weight, scaling, NARROW)
     kernel = torch._scaled_mm(left.data, right.data.t(), left.scale, right.scale.t(), out_dtype=torch.float32)

@@ -13,13 +13,29 @@ from ultrascale.measure.calibrate.runs import load
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
+def report(name: str) -> tuple:
+    script = runpy.run_path(str(ROOT / "benchmarks" / "calibration.py"))
+    return script["report"](script["DATA"].with_name(name))
+
+
 @pytest.fixture(scope="module")
 def told() -> tuple:
-    script = runpy.run_path(str(ROOT / "benchmarks" / "calibration.py"))
-    return script["report"](script["DATA"])
+    return report("h200_first.jsonl")
 
 
-def test_six_runs_predict_twenty_others(told: tuple) -> None:
+def test_six_runs_predict_twenty_others_that_no_law_has_seen() -> None:
+    found, rows = report("h200.jsonl")
+    assert found.improved
+    assert sum(row.fitted for row in rows) == 6
+    others = [row for row in rows if not row.fitted]
+    assert len(others) == 20
+    assert max(abs(row.before) for row in others) < 0.035
+    assert max(abs(row.after) for row in others) < 0.05
+    assert sum(abs(row.after) for row in others) / 20 < 0.016
+    assert max(abs(row.memory_after) for row in others) < 0.011 < max(abs(row.memory_before) for row in others)
+
+
+def test_laws_still_fit_the_runs_they_were_written_with(told: tuple) -> None:
     found, rows = told
     assert found.improved
     assert sum(row.fitted for row in rows) == 6
@@ -50,15 +66,14 @@ def test_times_that_the_machine_told_stay_where_runs_tell_no_better(told: tuple)
 
 
 def test_six_runs_predict_twenty_others_on_a_cpu() -> None:
-    script = runpy.run_path(str(ROOT / "benchmarks" / "calibration.py"))
-    found, rows = script["report"](script["DATA"].with_name("cpu.jsonl"))
+    found, rows = report("cpu.jsonl")
     assert found.base.efficiency.synchronous
     assert sum(row.fitted for row in rows) == 6
     others = [row for row in rows if not row.fitted]
     assert len(others) == 20
     errors = [abs(row.after) for row in others]
-    assert sum(error <= 0.15 for error in errors) == 19
-    assert sum(errors) / len(errors) < 0.1
+    assert max(errors) <= 0.15
+    assert sum(errors) / len(errors) < 0.05
     fitted = [row for row in rows if row.fitted]
     assert sum(abs(row.after) for row in fitted) < 0.5 * sum(abs(row.before) for row in fitted)
     assert all(abs(row.memory_after) <= 0.02 for row in others)

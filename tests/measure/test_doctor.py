@@ -102,6 +102,14 @@ CASES: dict[str, tuple[Facts, str, str, str]] = {
     ),
     "GPUs mixed": (changed(NODE, gpus=(GPU, replace(GPU, name="NVIDIA H200"))), "GPUs", "warn", "sets the pace"),
     "GPU unknown": (changed(NODE, gpus=(replace(GPU, name="NVIDIA L40"),)), "GPUs", "warn", "no peak of this kind"),
+    "Hopper without FlashAttention": (NODE, "attention", "ok", r"pip install 'ultrascale\[flash\]'"),
+    "with it": (packages(NODE, **{"flash-attn-4": "4.0.0b36"}), "attention", "ok", "FlashAttention 4.0.0b36 where a run finds"),
+    "Ampere": (
+        changed(NODE, gpus=(replace(GPU, name="NVIDIA A100-SXM4-80GB"),)),
+        "attention",
+        "ok",
+        "^torch's kernels$",
+    ),
     "no NVLink": (
         changed(NODE, links={**PAIRS, ("GPU0", "GPU3"): "SYS"}),
         "GPU links",

@@ -76,7 +76,7 @@ def test_the_time_of_a_score_is_taken_apart() -> None:
     took = {"product": 1e-3, "layers": 4e-3, "passes": 2e-3, "few": 1e-3}
     for width in (128, 8):
         took |= dict(zip((f"forward {width}", f"both {width}"), attended(width), strict=True))
-    found = rates._rates(took)
+    found = rates.from_times(took)
     assert found.products_flops == pytest.approx(2 * 512**3 / 1e-3)
     assert found.operator_s == pytest.approx(1e-3 / 530)
     assert found.stream_bytes_s == pytest.approx(1016 * rates._PASSED / 1e-3)

@@ -3,6 +3,9 @@
 Forward's have a whole row in registers, so that its largest entry, and with it the row's scale, costs no pass. Backward's read
 a tile once and write it as it is and transposed, with one scale for all of it. The plain twins stand in
 kernels/float8_block.py, what each bought in docs/fp8.md.
+
+Where one conversion to e5m2 is both stored in a row and taken apart to be transposed, ptxas 12.8 loses every fourth number. So
+what is written both ways is converted twice, with a scale that was read twice, so that nothing is known to be equal.
 """
 
 # No postponed annotations: Triton reads them.
@@ -131,9 +134,10 @@ def _cast(  # type: ignore[no-untyped-def]
     if NORM:
         wide = wide * tl.load(roots + down, mask=down < rows, other=0.0)
         wide = wide * tl.load(gain + across, mask=across < columns, other=0.0).to(tl.float32)
-    narrow = _rounded(wide, factor, LIMIT, turned.dtype.element_ty)
     if KEEP:
-        tl.store(out + down * columns + across, narrow, mask=inside)
+        tl.store(out + down * columns + across, _rounded(wide, factor, LIMIT, out.dtype.element_ty), mask=inside)
+        factor = _factor(tl.load(largest, volatile=True), LIMIT)  # see the head of this file
+    narrow = _rounded(wide, factor, LIMIT, turned.dtype.element_ty)
     tl.store(turned + across.trans() * rows + down.trans(), narrow.trans(), mask=inside.trans())
 
 
@@ -178,8 +182,6 @@ def _gate_backward_cast(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     # |silu'| stays below 1.1 and |silu(x)| below |x|: a bound for both halves at once.
     factor = _factor(1.1 * tl.load(of_grad) * tl.load(of_both), WIDE)
-    # Read once more, so that nothing is known to be equal: where one conversion to e5m2 is both stored in a row and taken apart
-    # to be transposed, ptxas 12.8 loses every fourth number.
     other = _factor(1.1 * tl.load(of_grad, volatile=True) * tl.load(of_both), WIDE)
     gated_factor = _factor(tl.load(of_gated), NARROW)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):

@@ -54,7 +54,7 @@ def loss_and_gradient_(logits: torch.Tensor, targets: torch.Tensor, losses: torc
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _softmax_tile(  # type: ignore[no-untyped-def]
-    logits, targets, sums, out, turned, factor, rows, columns, apart, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    logits, targets, sums, out, turned, factors, rows, columns, apart, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     down = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     across = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -63,8 +63,12 @@ def _softmax_tile(  # type: ignore[no-untyped-def]
     scores = tl.load(logits + here, mask=inside, other=0.0).to(tl.float32)
     target = tl.load(targets + down, mask=down < rows, other=0).to(tl.int32)
     log_sum = tl.load(sums + down, mask=down < rows, other=0.0)  # less that of the factor; infinite where the target is ignored
-    narrow = (tl.exp(scores - log_sum) - tl.where(across == target, factor, 0.0)).to(out.dtype.element_ty)
-    tl.store(out + here, narrow, mask=inside)
+    shares = tl.exp(scores - log_sum)
+    own = tl.where(across == target, tl.load(factors), 0.0)
+    tl.store(out + here, (shares - own).to(out.dtype.element_ty), mask=inside)
+    # Converted twice, with a factor that was read twice: kernels/float8_triton.py says why.
+    own = tl.where(across == target, tl.load(factors, volatile=True), 0.0)
+    narrow = (shares - own).to(turned.dtype.element_ty)
     tl.store(turned + across.trans().to(tl.int64) * apart + down.trans(), narrow.trans(), mask=inside.trans())
 
 
@@ -79,7 +83,7 @@ def loss_and_scaled_gradient(
     _row[(rows,)](logits, targets, losses, sums, factor, IGNORED, COLUMNS=columns, BLOCK=BLOCK, OVER=False, num_warps=WARPS)
     out = torch.empty(logits.shape, dtype=turned.dtype, device=logits.device)
     _softmax_tile[(triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS))](
-        logits, targets, sums, out, turned, factor, rows, columns, turned.stride(0),
+        logits, targets, sums, out, turned, torch.full_like(sums[:1], factor), rows, columns, turned.stride(0),
         ROWS=ROWS, COLUMNS=COLUMNS, num_warps=TILE_WARPS,
     )  # fmt: skip
     return out

@@ -78,11 +78,7 @@ def _followed(engine: Engine, step: Callable[[], T], live: LiveBytes) -> tuple[M
         hook.remove()
     for chunk in engine.pipeline.chunks.values():
         vars(chunk.gradients).pop("after_backward", None)
-    seen = {owner: live.peak_by_owner.get(owner, 0) for owner in OWNERS}
-    # Scattered gradients come after the peak of a step with one micro-batch: as an owner they hold what they end with.
-    held = [gradient for chunk in engine.pipeline.chunks.values() for gradient in chunk.gradients.held()]
-    seen["gradients"] = max(seen["gradients"], _bytes(held, engine.mesh.device))
-    return MeasuredMemory(**seen), result
+    return MeasuredMemory(**{owner: live.peak_by_owner.get(owner, 0) for owner in OWNERS}), result
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -72,27 +72,39 @@ def rates_of(rank: int, nproc: int, store: str) -> Rates:
 
     torch.set_num_threads(max(1, cores() // nproc))
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
+    todo = actions()
+    turns = [one_turn(todo) for _ in range(_TURNS + 1)][1:]  # the first warms up
+    dist.barrier()
+    dist.destroy_process_group()
+    return from_times({name: median(turn[name] for turn in turns) for name in todo})
+
+
+def actions() -> dict[str, Callable[[], object]]:
+    """What is timed, by name."""
+    import torch
+
     matrix = torch.randn(_SIDE, _SIDE)
-    actions = {
+    return {
         "product": lambda: matrix @ matrix,
         "layers": _small_layers(),
         "passes": _passes(_MANY),
         "few": _passes(_FEW),
         **{f"{name} {width}": action for width in (_WIDE, _NARROW) for name, action in _attention(width).items()},
     }
-    seen: dict[str, list[float]] = {name: [] for name in actions}
-    for turn in range(_TURNS + 1):
-        for name, action in actions.items():
-            dist.barrier()  # all work at once, as ranks do
-            took = seconds_each(action, _EACH_S)
-            if turn:  # the first warms up
-                seen[name].append(took)
-    dist.barrier()
-    dist.destroy_process_group()
-    return _rates({name: median(times) for name, times in seen.items()})
 
 
-def _rates(took: dict[str, float]) -> Rates:
+def one_turn(todo: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Seconds of each action; all processes work at once, as ranks do."""
+    import torch.distributed as dist
+
+    took = {}
+    for name, action in todo.items():
+        dist.barrier()
+        took[name] = seconds_each(action, _EACH_S)
+    return took
+
+
+def from_times(took: dict[str, float]) -> Rates:
     """Of a score's time what grows with the width of a head is products, the rest softmax."""
     scores = _HEADS * _ROW**2  # one block of keys: the kernel skips nothing of what the mask hides
     wide, narrow = ((took[f"forward {width}"], took[f"both {width}"]) for width in (_WIDE, _NARROW))
@@ -167,10 +179,22 @@ def link_rate(rank: int, nproc: int, store: str) -> LinkRate:
     import torch
     import torch.distributed as dist
 
-    from ultrascale.parallel import comm
-
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
+    found = link_now()
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def link_now() -> LinkRate:
+    """The link between the processes of the world that this one is in."""
+    import torch
+    import torch.distributed as dist
+
+    from ultrascale.parallel import comm
+
+    rank, nproc = dist.get_rank(), dist.get_world_size()
     axis = comm.Axis("link", dist.group.WORLD, rank, nproc, tuple(range(nproc)))
     matrix = torch.randn(256, 256)
 
@@ -186,8 +210,6 @@ def link_rate(rank: int, nproc: int, store: str) -> LinkRate:
         return (time.perf_counter() - start) / times
 
     alone_s, small_s, large_s = each_s(0, 100), each_s(1, 100), each_s(_LARGE, 50)
-    dist.barrier()
-    dist.destroy_process_group()
     # Between two ranks an all_reduce takes two hops and moves its bytes once: 2 · latency + bytes / bandwidth.
     latency_s = max(small_s - alone_s, 0.1 * small_s) / 2
     return LinkRate(bytes_s=4 * _LARGE / max(large_s - small_s, 0.1 * large_s), latency_s=latency_s)

@@ -23,7 +23,7 @@ from ultrascale.measure.doctor.nvidia import GPUFact, ask_gpus, ask_links
 from ultrascale.train.machine import memory_bytes
 from ultrascale.train.rates import cores
 
-PACKAGES = ("torch", "numpy", "pydantic", "safetensors", "tokenizers", "pyarrow")
+PACKAGES = ("torch", "numpy", "pydantic", "safetensors", "tokenizers", "pyarrow", "flash-attn-4")
 MOST_WRITTEN, BLOCK, LONGEST_S = 64 * 2**20, 4 * 2**20, 1.0  # of the trial of the disk
 _USED = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),

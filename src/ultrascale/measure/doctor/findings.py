@@ -10,6 +10,7 @@ from typing import Literal
 
 from ultrascale.measure.doctor.facts import Facts
 from ultrascale.specs.errors import SpecError
+from ultrascale.specs.gpu import GPU
 from ultrascale.specs.units import GIB
 from ultrascale.train.machine import kind_of_gpu
 from ultrascale.train.world import Seat, seat
@@ -89,6 +90,23 @@ def gpus(facts: Facts) -> Finding:
     except SpecError:
         return Finding("GPUs", "warn", f"{text}; no peak of this kind is known", "give --cluster a file with its numbers")
     return Finding("GPUs", "ok", text)
+
+
+def attention(facts: Facts) -> Finding:
+    version = facts.packages.get("flash-attn-4")
+    if version is not None:
+        return Finding("attention", "ok", f"FlashAttention {version} where a run finds it faster than torch's kernels")
+    if any(_architecture(gpu.name) in ("hopper", "blackwell") for gpu in facts.gpus):
+        text = "torch's kernels; with FlashAttention 4 an H200 trained 2 to 5 % faster: pip install 'ultrascale[flash]'"
+        return Finding("attention", "ok", text)
+    return Finding("attention", "ok", "torch's kernels")
+
+
+def _architecture(name: str) -> str | None:
+    try:
+        return GPU.load(kind_of_gpu(name)).architecture
+    except SpecError:
+        return None
 
 
 def links(facts: Facts) -> Finding:
@@ -227,6 +245,7 @@ CHECKS: tuple[Callable[[Facts], Finding], ...] = (
     torch,
     memory,
     gpus,
+    attention,
     links,
     network,
     rendezvous,
