@@ -77,7 +77,7 @@ def _on_top(
     through = done / layers * (scene.own.total - scene.own.ends)
     moving = moving + np.where(late & ~split & scene.scatters, gradient_bytes(job) * through, 0.0)
     moving = moving + np.where(late, 0.0, moments_zero.made_first(scene, through))
-    gone = np.where(scene.lets_go, compute_bytes(job) * through, 0.0)
+    gone = np.where(scene.lets_go, compute_bytes(job) * (through + (held.block if one.scatters else 0.0)), 0.0)
     made = (gradients - gradients * held.ends / held.total) * done / layers
     return Moment(
         back + one.activations + np.where((done > 0) | one.apart, received, 0.0),
@@ -104,7 +104,7 @@ def _followed(scene: Scene, layer: LayerActivations, moe: bool, split: Array) ->
     matrix = np.where(split, 0.0, _matrix(scene, moe))
     one_by_one = 2 if moe else 1  # experts' gradients are stacked from those of each
     nothing = 0.0 * wide
-    last = np.where(scene.sharded, matrix, 0.0)  # FSDP holds gradients until the layer is through
+    last = np.where(scene.holds_gradients, matrix, 0.0)
     beside = nothing if moe else gathered
     stages = [
         # the last product: gradients of its output and of its input, and its weight's
@@ -135,7 +135,7 @@ def _followed(scene: Scene, layer: LayerActivations, moe: bool, split: Array) ->
     late = split_backward(scene.columns)
     whole = scene.held.block * (b + np.where(scene.scatters & ~(late & (g == b)), g, 0))
     whole = whole + np.where(scene.scatters & ~late, moments_zero.arriving(scene, scene.held.block), 0.0)
-    end = np.where(scene.sharded & ~split, scene.residual - layer.whole, -np.inf)
+    end = np.where(scene.holds_gradients & ~split, scene.residual - layer.whole, -np.inf)
     return [*found, Moment(end, whole, nothing, scatters=True, apart=True)]
 
 
@@ -170,7 +170,7 @@ def _fused(scene: Scene, layer: LayerActivations) -> list[tuple[Array, Array]]:
         # the last product's weight
         (residual + 3 * wide, matrix),
         # the norm: gradients of its output and of its input, and its output once more
-        (4 * residual + 2 * wide, matrix + np.where(scene.sharded, 2 * matrix, 0.0)),
+        (4 * residual + 2 * wide, matrix + np.where(scene.holds_gradients, 2 * matrix, 0.0)),
         # the first products' weights
         (3 * residual + 2 * wide, 3 * matrix),
     ]

@@ -80,7 +80,7 @@ def head_gradients(scene: Scene) -> Array:
     """
     each = compute_bytes(scene.job) * params.head(scene.job.model).on_rank(scene.columns.tp, scene.job.model.kv_heads)
     tied = scene.job.model.tied_embeddings & (scene.share.embedding == 1)
-    return np.where(scene.sharded | tied, scene.share.head * each, 0.0)
+    return np.where(scene.holds_gradients | tied, scene.share.head * each, 0.0)
 
 
 def sent_gradient(scene: Scene) -> Array:

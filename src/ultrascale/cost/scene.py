@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from ultrascale.cost import activations, buffers, float8, padding, params
-from ultrascale.cost.activations import LayerActivations, compute_bytes, split_backward
+from ultrascale.cost.activations import LayerActivations, compute_bytes, gradient_bytes, split_backward
 from ultrascale.cost.columns import Array, Columns
 from ultrascale.cost.stages import V_SHAPED, RankShare
 from ultrascale.specs.job import Job
@@ -125,6 +125,12 @@ class Scene:
     def one_backward(self) -> Array:
         """One micro-batch a step under ZeRO: gradients exist only as far as backward has come."""
         return np.asarray(self.sharded & (self.columns.gas == 1))
+
+    @property
+    def holds_gradients(self) -> Array:
+        """FSDP has a unit's fresh gradients until the unit is through, unless each is added at once to a whole one like it."""
+        added = ~self.scatters & (not self.first) & (compute_bytes(self.job) == gradient_bytes(self.job))
+        return np.asarray(self.sharded & ~added)
 
     @property
     def scatters(self) -> Array:

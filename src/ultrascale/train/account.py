@@ -65,8 +65,9 @@ def _followed(engine: Engine, step: Callable[[], T], live: LiveBytes) -> tuple[M
             live.track(tensors, owner)
         for chunk in engine.pipeline.chunks.values():
             if isinstance(chunk.gradients, Sharded):
-                # Whole gradients on their way into the scatter; ZeRO-1 keeps them through the step, in the format that meets.
-                kept = "gradients" if engine.mesh.layout.zero == 1 else "buffers"
+                # Whole gradients on their way into the scatter; ZeRO-1 keeps them from one micro-batch to the next, in the
+                # format that meets.
+                kept = "gradients" if engine.mesh.layout.zero == 1 and engine.mesh.layout.gas > 1 else "buffers"
                 fresh = kept if not chunk.gradients.converts else "buffers"
                 hooks += [_watch(parameter, partial(_made, live, fresh)) for parameter in chunk.gradients.unsharded()]
                 if engine.mesh.layout.gas == 1:  # nothing was added up before: what a layer's scatter leaves is its gradients
