@@ -76,7 +76,7 @@ class _Rest(torch.autograd.Function):
         largest = [of_rows(one) for one in (left, normed, gated, *weights)]
         ctx.save_for_backward(rows, total, roots, both, out, gain, gate_, up, down, of_both, *largest)
         ctx.shape = seen.shape
-        return (total + made).view_as(x)
+        return total.view_as(x) + made.view_as(x)
 
     @staticmethod
     @once_differentiable

@@ -135,7 +135,7 @@ class _Rest(torch.autograd.Function):
         both, gated = gates.forward(normed, gate_, up)
         ctx.save_for_backward(rows, total, scales, both, out, gain, gate_, up, down)
         ctx.shape, ctx.gates = seen.shape, gates
-        return (total + gated @ down.t()).view_as(x)
+        return total.view_as(x) + (gated @ down.t()).view_as(x)  # no view: FSDP2 hangs its hook on it
 
     @staticmethod
     @once_differentiable
