@@ -129,6 +129,7 @@ def test_a_real_gpu_held_as_much(run: Seen, held: dict[str, float]) -> None:
     """An H200's allocator at the peak of the same step, beside tensors that have no memory."""
     one = rehearse_rank(run.job.changed(framework=engine_of("fused")), run.layout, 0, kernels="fused")
     measured = sum(bytes_ for owner, bytes_ in held.items() if owner != "runtime")
-    assert 0 <= measured - one.peak <= UNSEEN_GIB * GIB
+    compiled = COMPILED in notes(run.job, run.layout, "meta", "fused")  # operators hold more for a moment than it does
+    assert -compiled * 0.002 * measured <= measured - one.peak <= UNSEEN_GIB * GIB
     for owner in ("parameters", "master", "gradients", "optimizer"):
         assert getattr(one.memory, owner) == pytest.approx(held[owner], rel=2e-3), owner
