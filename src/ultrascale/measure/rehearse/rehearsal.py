@@ -107,7 +107,8 @@ def rehearse(
     if device == "cuda" or workers == 1:
         alone = (rehearse_rank(job, layout, rank, device, kernels) for rank in ranks)
         return [_told(one, place, len(ranks), progress) for place, one in enumerate(alone)]
-    with ProcessPoolExecutor(workers, get_context("fork")) as pool:
+    # What was imported is no garbage: frozen, no collection of a worker's looks at it again.
+    with ProcessPoolExecutor(workers, get_context("fork"), initializer=gc.freeze) as pool:
         # Early stages hold, and so run, the most micro-batches: they go first, which they do in the order of ranks.
         running = [pool.submit(rehearse_rank, job, layout, rank, device, kernels) for rank in ranks]
         done = [_told(one.result(), place, len(ranks), progress) for place, one in enumerate(as_completed(running))]
