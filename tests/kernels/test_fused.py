@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ultrascale.kernels import fused
+from ultrascale.kernels import float8, fused
 from ultrascale.model.transformer import Block, Transformer
 from ultrascale.specs.model import Model
 
@@ -94,6 +94,19 @@ def test_the_outputs_of_norms_and_gate_are_not_kept() -> None:
     fused.apply(model)
     wide = 2 * MODEL.hidden + 2 * MODEL.q_dim + 2 * MODEL.kv_dim + 2 * MODEL.ffn
     assert kept_bytes(model.each_block()[0]) == pytest.approx(16 * 8 * wide, rel=0.05)
+
+
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_what_a_block_gives_is_no_view(in_fp8: bool) -> None:
+    """FSDP2 hangs a hook on it, and warns of views."""
+    model = built().float()
+    fused.apply(model)
+    if in_fp8:
+        float8.apply(model, "tensor", "none", torch.device("cpu"))
+    angles = torch.zeros(16, MODEL.head_dim)
+    out = model.each_block()[0](torch.randn(2, 16, MODEL.hidden), (angles.cos(), angles.sin()))
+    assert out.requires_grad
+    assert out._base is None
 
 
 def test_a_mask_of_documents_takes_the_plain_way() -> None:

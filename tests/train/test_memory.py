@@ -19,6 +19,7 @@ from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model, MoE
+from ultrascale.train.account import account
 from ultrascale.train.engine import Engine
 from ultrascale.train.live import LiveBytes
 
@@ -96,6 +97,20 @@ def _measured_alike(engine: Engine) -> Held:
     """Every layer and micro-batch routes alike, so that the load is one number, as in the law."""
     moe.choose = _first_ones  # in this rank's own process
     return _measured(engine)
+
+
+def _accounted(engine: Engine) -> tuple[float, int]:
+    engine.step(0)
+    live = LiveBytes()
+    memory, _ = account(engine, lambda: engine.step(1), live)
+    return memory.total, live.peak
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_owners_add_up_to_what_was_alive_at_the_peak(zero: int) -> None:
+    """With one micro-batch, shards of gradients come after it."""
+    for total, peak in in_ranks(_accounted, *_asked(MODEL, {"dp": 2, "zero": zero}), training_of()):
+        assert total == peak
 
 
 def _asked(model: Model, fields: dict[str, Any]) -> tuple[Job, Layout]:
