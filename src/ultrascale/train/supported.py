@@ -181,7 +181,8 @@ def why_not_gathered_in_fp8(job: Job, layout: Layout, training: Training) -> str
     if training.fp8_gather == "bf16":
         return "train.fp8_gather is bf16: try auto"
     if layout.zero < 3 or layout.shards == 1:
-        return f"only ZeRO-3 gathers weights for each pass (zero = {layout.zero}, shards = {layout.shards}): try layout.zero=3"
+        more = "more than one data rank" if layout.zero == 3 else "layout.zero=3"
+        return f"only ZeRO-3 gathers weights for each pass (zero = {layout.zero}, shards = {layout.shards}): try {more}"
     if training.fp8_scaling != "tensor":
         return (
             f"train.fp8_scaling is {training.fp8_scaling}, whose scales along rows are no longer those of a weight's columns "
