@@ -204,6 +204,36 @@ def test_remembered_operators_share_storages_as_the_first_did() -> None:
         assert x.shape == (9, 6)
 
 
+def test_who_watches_is_told_of_new_memory_and_of_whole_operators() -> None:
+    class Told:
+        def __init__(self) -> None:
+            self.bytes, self.operators = 0, list[str]()
+
+        def follow(self, storage: torch.UntypedStorage) -> None:
+            self.bytes += storage.nbytes()
+
+        def ran(self, func: Any, *_: Any) -> None:
+            self.operators.append(func._opname)
+
+        def saw(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+            self.operators.append(f"{func._opname}, unknown")
+
+    with QuickFakeTensorMode() as fake:
+        x = torch.zeros(4, 6)
+        told = []
+        for _ in range(2):
+            fake.watcher = watcher = Told()
+            made = x.t() + 1  # a view has no memory of its own
+            made.add_(x.t())
+            torch.nn.functional.mse_loss(made, x.t())  # torch takes it apart into others
+            fake.watcher = None
+            told.append(watcher)
+    first, again = told
+    assert first.operators == ["t, unknown", "add, unknown", "t", "add_, unknown", "t", "mse_loss, unknown"]
+    assert (first.bytes, again.bytes) == (0, 4 * 24 + 4)  # what is unknown, the watcher looks at itself
+    assert again.operators == ["t", "add", "t", "add_", "t", "mse_loss"]
+
+
 BAD: list[tuple[list[str], str]] = [
     (["--rank", "4"], "--rank is 4 but the plan has ranks 0 to 3: try 0"),
     (["--rank", "-1"], "--rank is -1 but the plan has ranks 0 to 3"),

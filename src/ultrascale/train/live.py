@@ -47,20 +47,27 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Count the storages of these tensors, those inside DTensors too, as the owner's."""
         for tensor in tensors:
             for plain in _plain(tensor):
-                self._follow(plain.untyped_storage(), owner)
+                self.follow(plain.untyped_storage(), owner)
 
     def reset_peak(self) -> None:
         self.peak, self.peak_by_owner = self.current, self.by_owner
 
     def __enter__(self) -> Self:
         self._end_resize = _on_resize(self._resized)
-        super().__enter__()  # type: ignore[no-untyped-call]
+        self._begin()
         return self
 
     def __exit__(self, *failure: Any) -> None:
-        super().__exit__(*failure)  # type: ignore[no-untyped-call]
+        self._end(*failure)
         if self._end_resize is not None:
             self._end_resize()
+
+    def _begin(self) -> None:
+        """From here on operators are seen."""
+        super().__enter__()  # type: ignore[no-untyped-call]
+
+    def _end(self, *failure: Any) -> None:
+        super().__exit__(*failure)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -68,15 +75,20 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a DTensor first becomes operators on its local tensors: those come back here
         result = func(*args, **(kwargs or {}))
+        self.saw(func, args, kwargs or {}, result)
+        return result
+
+    def saw(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """An operator has run."""
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
             if (living := self._living.get(storage._cdata)) is not None:
                 self._resize(living, storage.nbytes())
             elif func is torch.ops.aten.lift_fresh.default or not _among(storage, args, kwargs):
-                self._follow(storage, UNLABELLED)  # else a view of what was there before
-        return result
+                self.follow(storage)  # else a view of what was there before
 
-    def _follow(self, storage: UntypedStorage, owner: str) -> None:
+    def follow(self, storage: UntypedStorage, owner: str = UNLABELLED) -> None:
+        """Count it from now on, as this owner's."""
         living = self._living.get(storage._cdata)
         if living is None:
             living = self._living[storage._cdata] = _Living(storage, self._freed)
@@ -92,7 +104,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _resized(self, storage: UntypedStorage) -> None:
         living = self._living.get(storage._cdata)
-        self._follow(storage, UNLABELLED if living is None else living.owner)
+        self.follow(storage, UNLABELLED if living is None else living.owner)
 
     def _resize(self, living: _Living, size: int) -> None:
         more = size - living.size
@@ -158,6 +170,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(one)
 
 
-def _among(storage: UntypedStorage, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> bool:
-    given = [*_tensors(args), *_tensors(list((kwargs or {}).values()))]
+def _among(storage: UntypedStorage, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    given = [*_tensors(args), *_tensors(list(kwargs.values()))]
     return any(one.untyped_storage()._cdata == storage._cdata for one in given)

@@ -6,15 +6,16 @@ argument's storage is shared) and made again without asking; whatever is out of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 CPU = torch.device("cpu")
+_DEVICE = torch.ops.prim.device.default
 
 
 class _Made(NamedTuple):
@@ -34,9 +35,23 @@ class _Unusual(Exception):  # no error: the slow way is taken
 _SLOW = object()
 
 
+class Watcher(Protocol):
+    """Who is told what runs: that costs less than a mode of its own above this one."""
+
+    def follow(self, storage: UntypedStorage) -> None:
+        """Memory that an operator takes."""
+
+    def ran(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """An operator that takes no other memory than it was told of."""
+
+    def saw(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Any other operator."""
+
+
 class QuickFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self.watcher: Watcher | None = None
         self._known: dict[Any, Any] = {}
         self._attributes: dict[str, Any] | None = None
 
@@ -45,35 +60,55 @@ class QuickFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return False  # nothing is compiled here, and asking costs at every operator
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:  # asked more often than operators run
+            return args[0].fake_device
         return self.dispatch(func, types, args, kwargs)
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:
-            return args[0].fake_device
-        if func.namespace == "profiler":
-            return func(*args, **(kwargs or {}))
-        if func.namespace == "c10d":  # writes into what it is given, and nothing else
+        kwargs = kwargs or {}
+        namespace = func.namespace
+        if namespace == "profiler":
+            return func(*args, **kwargs)
+        if namespace == "c10d":  # writes into what it is given, and nothing else
             with in_kernel_invocation_manager(self):
-                return func(*args, **(kwargs or {}))
+                result = func(*args, **kwargs)
+            if self.watcher is not None:
+                self.watcher.saw(func, args, kwargs, result)
+            return result
         try:
-            key = (func, _key(args), _key(tuple((kwargs or {}).items())))
+            key = (func, _key(args), _key(tuple(kwargs.items())) if kwargs else None)
         except _Unusual:
-            return super().dispatch(func, types, args, kwargs or {})
+            return self._slowly(func, types, args, kwargs)
         known = self._known.get(key)
         if known is None:
-            result = super().dispatch(func, types, args, kwargs or {})
-            self._known[key] = _recipe(result, args) if key[1] == _key(args) else _SLOW
+            result = self._slowly(func, types, args, kwargs)
+            self._known[key] = _recipe(func, result, args) if key[1] == _key(args) else _SLOW
             return result
         if known is _SLOW:
-            return super().dispatch(func, types, args, kwargs or {})
-        made, pack = known
-        return pack([self._make(one, args) for one in made])
+            return self._slowly(func, types, args, kwargs)
+        recipes, pack = known
+        result = pack([self._make(one, args) for one in recipes])
+        if self.watcher is not None:
+            self.watcher.ran(func, args, kwargs, result)
+        return result
+
+    def _slowly(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        watcher, self.watcher = self.watcher, None  # an operator may be taken apart into others, which come back here
+        try:
+            result = super().dispatch(func, types, args, kwargs)
+        finally:
+            self.watcher = watcher
+        if watcher is not None and result is not NotImplemented:
+            watcher.saw(func, args, kwargs, result)
+        return result
 
     def _make(self, made: _Made, args: Sequence[Any]) -> Any:
         if made.shape is None:
             return args[made.of]
         if made.of < 0:
             meta = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
+            if self.watcher is not None:
+                self.watcher.follow(meta.untyped_storage())
         else:
             meta = torch.empty(0, dtype=made.dtype, device="meta")
             meta.set_(args[made.of].untyped_storage(), made.offset, made.shape, made.stride)
@@ -105,9 +140,11 @@ def _nothing(_: list[Any]) -> None:
     return None
 
 
-def _recipe(result: Any, args: Sequence[Any]) -> Any:
+def _recipe(func: Any, result: Any, args: Sequence[Any]) -> Any:
     """What makes such a result again of such arguments."""
     pack: Callable[[list[Any]], Any]
+    if func is torch.ops.aten.lift_fresh.default:
+        return _SLOW  # gives what it was given, which is new to who watches
     if result is None:
         return (), _nothing
     if isinstance(result, Tensor):

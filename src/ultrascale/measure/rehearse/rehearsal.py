@@ -22,6 +22,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from ultrascale.measure.rehearse.asked import check, engine_of, kernels_of
+from ultrascale.measure.rehearse.fake import QuickFakeTensorMode
 from ultrascale.measure.rehearse.gpu import kernel_times, without_values
 from ultrascale.measure.rehearse.kernels import as_on_a_gpu
 from ultrascale.measure.rehearse.repeat import Short, cut, shorten
@@ -129,8 +130,8 @@ def rehearse_rank(job: Job, layout: Layout, rank: int, device: str = "meta", ker
     nowhere = without_memory(routed_rows(job, layout)) if device == "meta" else nullcontext()
     formats = replaced(build, "compute_format", _as_on_a_gpu) if device == "meta" else nullcontext()
     own = as_on_a_gpu() if device == "meta" and kernels == "fused" else nullcontext()
-    with seat(rank, layout.gpus), nowhere, formats, own, replaced(build, "schedule_of", lambda _: schedule):
-        found = _rehearsed(job, layout, rank, device, kernels, short)
+    with seat(rank, layout.gpus), nowhere as fake, formats, own, replaced(build, "schedule_of", lambda _: schedule):
+        found = _rehearsed(job, layout, rank, device, kernels, short, fake)
         gc.collect()
     return dataclasses.replace(found, seconds=time.perf_counter() - start)
 
@@ -140,7 +141,9 @@ def _as_on_a_gpu(job: Job, _: Mesh) -> torch.dtype:
     return COMPUTE["bf16" if job.precision == "fp8" else job.precision]
 
 
-def _rehearsed(job: Job, layout: Layout, rank: int, device: str, kernels: str, short: Short) -> Rehearsal:
+def _rehearsed(
+    job: Job, layout: Layout, rank: int, device: str, kernels: str, short: Short, fake: QuickFakeTensorMode | None
+) -> Rehearsal:
     smaller = layout.changed(gas=short.microbatches)
     here = f"cuda:{torch.cuda.current_device()}" if device == "cuda" else "cpu"
     mesh, techniques = apart(Mesh.build(smaller, job.model.kv_heads, rank, here))
@@ -153,7 +156,7 @@ def _rehearsed(job: Job, layout: Layout, rank: int, device: str, kernels: str, s
     if device == "cuda":
         engine.step(0)  # kernels are compiled and chosen in the first
         kernels_s = kernel_times(lambda: engine.step(0))
-    memory, watch = _accounted(engine, techniques)
+    memory, watch = _accounted(engine, techniques, fake)
     # A step reads the tokens of all its micro-batches, inputs and targets, before it computes.
     unread = (layout.gas - short.microbatches) * layout.mbs * len(engine.here) * 2 * torch.int64.itemsize
     return Rehearsal(
@@ -172,10 +175,10 @@ def _rehearsed(job: Job, layout: Layout, rank: int, device: str, kernels: str, s
     )
 
 
-def _accounted(engine: Engine, techniques: Mapping[str, str]) -> tuple[MeasuredMemory, Watch]:
+def _accounted(engine: Engine, techniques: Mapping[str, str], fake: QuickFakeTensorMode | None) -> tuple[MeasuredMemory, Watch]:
     """What a step holds and does: in one step, or on a GPU, whose allocator must not see who watches, in two."""
     gc.collect()
-    watch = Watch(engine, techniques)
+    watch = Watch(engine, techniques, fake)
     if engine.mesh.device.type == "cpu":
         watched(engine, watch)
         memory, _ = account(engine, lambda: engine.step(0), watch)

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from ultrascale.cost.collectives import Op, wire_bytes
 from ultrascale.kernels import flash, woven
+from ultrascale.measure.rehearse.fake import QuickFakeTensorMode
 from ultrascale.schedules import Kind
 from ultrascale.train.engine import Engine
 from ultrascale.train.live import LiveBytes
@@ -82,9 +83,10 @@ class Seen:
 class Watch(LiveBytes):  # type: ignore[no-untyped-call]
     """Follows storages, as `LiveBytes`, and tells beside that what is computed and exchanged, and when."""
 
-    def __init__(self, engine: Engine, techniques: Mapping[str, str]) -> None:
+    def __init__(self, engine: Engine, techniques: Mapping[str, str], fake: QuickFakeTensorMode | None = None) -> None:
+        """`fake`: who makes the tensors, where they have no memory; it tells what runs."""
         super().__init__()
-        self.engine = engine
+        self.engine, self.fake = engine, fake
         links = engine.pipeline.links.groups.values()
         self.techniques = dict(techniques) | {str(group.group_name): "pipeline" for group in links}
         """by the name of a process group"""
@@ -111,21 +113,29 @@ class Watch(LiveBytes):  # type: ignore[no-untyped-call]
         self.peak_moment = self.moment
         self.most |= Counter(self.peak_by_owner)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is torch.ops.prim.device.default:  # asked of fake tensors alone, as often as operators run
-            return args[0].fake_device
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if result is NotImplemented:
-            return result
+    def _begin(self) -> None:
+        if self.fake is None:
+            super()._begin()
+        else:
+            self.fake.watcher = self
+
+    def _end(self, *failure: Any) -> None:
+        if self.fake is None:
+            super()._end(*failure)
+        else:
+            self.fake.watcher = None
+
+    def saw(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        super().saw(func, args, kwargs, result)
+        self.ran(func, args, kwargs, result)
+
+    def ran(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         formula = _formula(func)
         if formula is not None:
             place = self.moment.place
-            self.seen.flops[place, self._where(place)][_name(func)] += int(formula(args, kwargs or {}, result))
+            self.seen.flops[place, self._where(place)][_name(func)] += int(formula(args, kwargs, result))
         elif func.namespace == "c10d":
             self._exchanged(func, args)
-        return result
 
     def _exchanged(self, func: Any, args: tuple[Any, ...]) -> None:
         found = _COLLECTIVES.get(func._opname)

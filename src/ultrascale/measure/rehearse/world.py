@@ -49,7 +49,7 @@ def seat(rank: int, world: int) -> Iterator[None]:
 
 
 @contextmanager
-def without_memory(routed: int) -> Iterator[None]:
+def without_memory(routed: int) -> Iterator[QuickFakeTensorMode]:
     """Tensors made here have shapes and storages of a size, but no bytes. `routed`: rows that a rank's experts take."""
 
     def tolist(tensor: FakeTensor) -> Any:
@@ -59,8 +59,8 @@ def without_memory(routed: int) -> Iterator[None]:
             return [0.0] * len(tensor)
         return even(routed, len(tensor))
 
-    with replaced(FakeTensor, "tolist", tolist), QuickFakeTensorMode():
-        yield
+    with replaced(FakeTensor, "tolist", tolist), QuickFakeTensorMode() as fake:
+        yield fake
 
 
 def apart(mesh: Mesh) -> tuple[Mesh, dict[str, str]]:
