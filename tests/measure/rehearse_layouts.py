@@ -38,6 +38,8 @@ MODELS = {
         **SHAPE,
     ),
     "narrow": Model(name="narrow", kv_heads=4, moe=MoE(experts=8, top_k=4, expert_ffn=128), **SHAPE),  # rows beat widths
+    "few": Model(name="few", kv_heads=4, moe=MoE(experts=2, top_k=1, expert_ffn=512), **SHAPE),
+    "three": Model(name="three", kv_heads=4, moe=MoE(experts=3, top_k=1, expert_ffn=512), **SHAPE),
     "odd": Model(  # nothing divides among three
         name="odd", layers=5, hidden=320, heads=8, kv_heads=4, head_dim=40, ffn=1000, vocab=5003, qkv_bias=True, qk_norm=True
     ),
@@ -70,6 +72,7 @@ FAST: list[tuple[str, dict[str, Any]]] = [
     ("odd", {"pp": 3, "dp": 2, "gas": 4, "zero": 3}),
     ("gqa", {"dp": 2, "gas": 2, "zero": 3, "gradients": "bf16"}),
     ("alike", {"recompute": "selective"}),
+    ("few", {"dp": 8, "ep": 2, "zero": 2, "gas": 2}),  # a quarter of an expert's matrices on each rank
 ]
 SLOW: list[tuple[str, dict[str, Any]]] = [
     ("gqa", {}),
@@ -137,6 +140,12 @@ SLOW: list[tuple[str, dict[str, Any]]] = [
     ("moe", {"dp": 4, "ep": 4}),
     ("moe", {"dp": 2, "ep": 2, "zero": 1, "gas": 2}),
     ("moe", {"dp": 4, "ep": 2, "zero": 3}),
+    ("few", {"dp": 8, "zero": 1, "gas": 2}),
+    ("few", {"dp": 4, "zero": 3}),
+    ("few", {"dp": 8, "ep": 2, "zero": 3, "zero_shards": 4, "recompute": "selective"}),
+    ("few", {"dp": 4, "ep": 2, "tp": 2, "zero": 1, "gas": 2}),
+    ("few", {"pp": 2, "dp": 4, "gas": 4, "zero": 2, "schedule": "zero-bubble"}),
+    ("three", {"dp": 4, "zero": 2, "gas": 2}),  # three experts' rows for four ranks: padded
     ("moe", {"tp": 2}),
     ("moe", {"tp": 2, "dp": 2, "ep": 2}),
     ("moe", {"pp": 2, "gas": 4}),

@@ -25,6 +25,7 @@ from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model, MoE
 from ultrascale.specs.plan import Plan
+from ultrascale.specs.units import GIB
 from ultrascale.train import account
 from ultrascale.train.build import schedule_of
 
@@ -299,6 +300,26 @@ def test_the_command_shows_and_writes_both_sides(plan_file: Path, run: Any) -> N
     terms = {term["label"]: term for term in first["compared"]}
     assert terms["parameters"]["predicted"] == terms["parameters"]["rehearsed"] == first["memory"]["parameters"]
     assert {"technique", "kind", "group", "where", "calls", "bytes"} == set(first["collectives"][0])
+    assert "fits: stage 0 has" in " ".join(said.split())
+    assert data["room"]["fits"]
+    assert data["room"]["tensors_gib"] == max(one["peak"] for one in data["ranks"]) / GIB
+
+
+def test_what_does_not_fit_is_said_with_the_engine_to_plan_for(plan_file: Path, run: Any) -> None:
+    whole = Plan.load(plan_file)
+    peak = rehearse_rank(whole.job, whole.layout, 0, kernels="fused").peak / GIB
+    beside = prediction(whole.job, whole.layout, "fused").memory[0].memory.runtime / GIB
+    gpu = whole.job.cluster.gpu.model_copy(update={"memory_gib": peak + beside - 0.001})
+    job = whole.job.changed(cluster=whole.job.cluster.model_copy(update={"gpu": gpu}))
+    file = Plan(job=job, layout=whole.layout, estimate=estimate(job, whole.layout)).save(plan_file.with_name("small.yaml"))
+    code, said, _ = run("rehearse", file, "--json", file.with_suffix(".json"))
+    said = " ".join(said.split())
+    assert code == 1
+    assert "does not fit: stage 0 has" in said
+    assert "0.0 GiB too much" in said
+    fits_on_paper = Plan.load(file).estimate.memory[0].memory.total / GIB <= gpu.memory_gib
+    assert ("plan with --framework ultrascale-gpu" in said) == fits_on_paper
+    assert not json.loads(file.with_suffix(".json").read_text())["room"]["fits"]
 
 
 @pytest.mark.parametrize(

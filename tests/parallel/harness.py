@@ -54,6 +54,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "odd-vocabulary": {"vocab": 61, "tied_embeddings": True},
     "narrow": {"hidden": 6, "heads": 3, "kv_heads": 1, "head_dim": 2, "ffn": 5},
     "experts": {"ffn": 0, "moe": {"experts": 8, "top_k": 2, "expert_ffn": 16}},
+    "two-experts": {"ffn": 0, "moe": {"experts": 2, "top_k": 1, "expert_ffn": 16, "renormalize": False}},
     "qwen2-moe": {
         "qkv_bias": True,
         "tied_embeddings": True,
@@ -117,6 +118,11 @@ class Piece:
         if self.chunk is None:
             return part
         number, count = self.chunk
+        if self.shard.slices > 1:  # one slice of one expert's matrix each
+            expert, place = divmod(number, self.shard.slices)
+            rows = part.shape[1] // self.shard.slices
+            assert count == len(part) * self.shard.slices
+            return part[expert : expert + 1, place * rows : (place + 1) * rows]
         pieces = part.chunk(count)
         return pieces[number] if number < len(pieces) else part[:0]
 

@@ -64,6 +64,12 @@ LAYOUTS |= {
         "experts",
         {"dp": 4, "ep": 2, "gas": 2, "zero": 3, "recompute": "selective", "keep_gathered": True},
     ),
+    "more ranks than experts": ("two-experts", {"dp": 4, "gas": 2, "zero": 3, "recompute": "selective"}),
+    "more ranks than experts, pp2 zero-bubble": (
+        "two-experts",
+        {"dp": 2, "ep": 2, "cp": 2, "pp": 2, "gas": 4, "zero": 1, "schedule": "zero-bubble"},
+    ),
+    "ep2 of dp4 zero2 with one expert each": ("two-experts", {"dp": 4, "ep": 2, "gas": 2, "zero": 2}),
     "ep2 tp2": ("qwen2-moe", {"dp": 2, "ep": 2, "tp": 2, "gas": 2}),
     "ep2 recomputed": ("deepseek", {"dp": 2, "ep": 2, "gas": 2, "recompute": "selective", "data_parallel": "naive"}),
     "ep2 pp2, zero-bubble": ("deepseek", {"dp": 2, "ep": 2, "pp": 2, "gas": 4, "schedule": "zero-bubble"}),
@@ -89,6 +95,8 @@ LONG: dict[str, tuple[str, dict[str, Any]]] = {
     "ep4 over dp2 cp2": ("experts", {"dp": 2, "cp": 2, "ep": 4, "tp": 2, "gas": 1, "zero": 1}),
     "ep8 zero3": ("deepseek", {"dp": 8, "ep": 8, "gas": 1, "zero": 3}),
     "ep2 of dp8 zero3 in four": ("deepseek", {"dp": 8, "ep": 2, "gas": 1, "zero": 3, "zero_shards": 4}),
+    "tp2 dp4 zero3 with more ranks than experts": ("two-experts", {"tp": 2, "dp": 4, "gas": 2, "zero": 3, "recompute": "full"}),
+    "ep2 of dp4 tp2 zero1 with one expert each": ("two-experts", {"tp": 2, "dp": 4, "ep": 2, "gas": 2, "zero": 1}),
     "ep2 of dp8 tp1 more ranks than experts": ("qwen2-moe", {"dp": 8, "ep": 2, "gas": 1, "zero": 3}),
     "interleaved zero3": (
         "eight-experts",
@@ -124,6 +132,7 @@ BEHIND: list[Any] = [
     ("experts", {"dp": 2, "ep": 2, "gas": 2}),
     ("qwen2-moe", {"dp": 4, "ep": 2, "gas": 2, "zero": 3, "recompute": "selective"}),
     ("deepseek", {"dp": 2, "ep": 2, "pp": 2, "gas": 4, "schedule": "zero-bubble"}),
+    ("two-experts", {"dp": 4, "ep": 2, "gas": 2, "zero": 3}),
     *(
         pytest.param(family, fields, marks=slow)
         for family, fields in (

@@ -10,6 +10,7 @@ from ultrascale.plan import advice
 from ultrascale.plan.candidates import Wishes
 from ultrascale.plan.search import plan
 from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
@@ -52,6 +53,21 @@ def test_a_batch_that_keeps_data_parallelism_small_is_named() -> None:
     assert "at most dp = 2" in notes[0]
     assert "64 sequences (524,288 tokens, -3.0%) dp = 64 is possible" in notes[0]
     assert advice.batch_notes(job("llama-3-8b", "64xh100", 8192, 64), Layout(dp=64)) == []
+
+
+def test_what_our_engine_of_today_cannot_hold_is_said() -> None:
+    """Under tensor parallelism its blocks are neither fused nor compiled."""
+    asked = job("llama-3-405b", "16384xh100", 8192, 2048)
+    several = {"schedule": "zero-bubble", "virtual_stages": 4, "recompute": "selective"}
+    layout = Layout.model_validate({"dp": 128, "tp": 8, "pp": 16, "gas": 16, "zero": 1, **several})
+    assert estimate(asked, layout).fits
+    engine = asked.changed(framework=Framework.load("ultrascale-gpu"))
+    peak = estimate(engine, layout).peak_gib
+    assert peak > asked.cluster.gpu.memory_gib
+    (said,) = advice.engine_notes(asked, layout)
+    assert f"{peak:,.1f} GiB of 79.1: --framework ultrascale-gpu" in said
+    assert advice.engine_notes(engine, layout) == []  # it was planned for
+    assert advice.engine_notes(asked, layout.changed(recompute="full")) == []
 
 
 def test_smaller_clusters_are_halves() -> None:

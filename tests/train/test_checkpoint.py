@@ -175,6 +175,16 @@ def test_experts_and_the_biases_of_their_routers_go_on(saved: Any, first: str, s
     assert relative(losses, whole_curve("deepseek")[BEFORE:]) < CLOSE
 
 
+@pytest.mark.parametrize(
+    ("first", "second"), [("zero3", "one"), ("one", "zero3"), ("zero3", "ep2-zero3"), ("ep2-zero3", "tp2")]
+)
+def test_experts_that_are_cut_over_more_ranks_go_on(saved: Any, first: str, second: str) -> None:
+    """Two experts over four ranks: each has a slice of every matrix of one of them."""
+    folder, _ = saved("two-experts", first)
+    losses = in_ranks(after, job_of("two-experts"), LAYOUTS[second], TRAINING, folder)[0]
+    assert relative(losses, whole_curve("two-experts")[BEFORE:]) < CLOSE
+
+
 @pytest.mark.parametrize("name", ["one", "dp2", "tp4", "cp2", "zero3", "hsdp", "zb-v", "zero3-tp2"])
 def test_the_same_layout_goes_on_bit_for_bit(saved: Any, name: str) -> None:
     folder, losses = saved("llama", name)

@@ -96,6 +96,8 @@ def rehearse(
 ) -> None:
     """Run the real training program of one rank alone, without its peers: memory, FLOPs, collectives, beside the Estimate.
 
+    Exit code 1: what was rehearsed does not fit the plan's GPU.
+
     [dim]ultrascale rehearse plan.yaml --stage all[/]
     """
     from ultrascale.measure.rehearse.asked import check, kernels_of, ranks_of
@@ -109,14 +111,17 @@ def rehearse(
     ranks, kernels = ranks_of(plan.layout, rank, stage), kernels_of(plan.job, device, kernels)
     launch.import_torch()
     from ultrascale.measure.rehearse import rehearsal as measure
-    from ultrascale.measure.rehearse.compare import notes, prediction
+    from ultrascale.measure.rehearse.compare import notes, prediction, room
 
     with progress() as say:
         say(f"rehearsing {len(ranks)} of {plan.layout.gpus:,} ranks")
         found = measure.rehearse(plan.job, plan.layout, ranks, device, say, kernels)
     predicted, told = prediction(plan.job, plan.layout, kernels), notes(plan.job, plan.layout, device, kernels)
-    show.show(terminal(), plan.job, plan.layout, predicted, found, told)
-    write_json(json_file, show.as_json(plan.job, plan.layout, predicted, found, told, device))
+    space = room(plan, predicted, found)
+    show.show(terminal(), plan.job, plan.layout, predicted, found, space, told)
+    write_json(json_file, show.as_json(plan.job, plan.layout, predicted, found, space, told, device))
+    if not space.fits:
+        raise typer.Exit(NO)
 
 
 @app.command(rich_help_panel=MEASURE)

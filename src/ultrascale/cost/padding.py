@@ -81,10 +81,14 @@ def router(model: Model) -> Shapes:
             yield 1, model.hidden
 
 
-def experts(model: Model, columns: Columns) -> Shapes:
+def experts(model: Model, columns: Columns, shards: Array) -> Shapes:
+    """In slices, where shards are a multiple of experts (parallel/zero.py)."""
     if model.moe is not None:
-        matrices = 2 + model.gated
-        yield model.moe.experts // columns.ep, matrices * model.hidden * (model.moe.expert_ffn // columns.expert_cut)
+        rows, width, h = model.moe.experts // columns.ep, model.moe.expert_ffn // columns.expert_cut, model.hidden
+        slices = np.maximum(1, shards // rows)
+        divides = (rows * slices == shards) & (width % slices == 0) & (h % slices == 0)
+        slices = np.where(divides, slices, 1)
+        yield rows * slices, (2 + model.gated) * h * width / slices
 
 
 def vocabulary(model: Model, columns: Columns) -> Shapes:

@@ -151,7 +151,7 @@ def per_layer(model: Model, columns: Columns, shards: Array | int = 1) -> LayerP
     return LayerParameters(
         dense,
         trunk + router(model) + shared + padding.added(padding.router(model), cut),
-        expert + padding.added(padding.experts(model, columns), expert_cut),
+        expert + padding.added(padding.experts(model, columns, expert_cut), expert_cut),
     )
 
 

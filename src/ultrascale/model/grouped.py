@@ -17,9 +17,12 @@ Owed = list[tuple[Tensor, Tensor, Tensor]]
 ALIGNED = 16  # bytes: what the grouped kernel asks of every row
 
 
-def grouped_product(x: Tensor, weight: Tensor, counts: Tensor, owe: Owe | None = None) -> Tensor:
-    """x [n, in] by weight [experts, out, in]: the first counts[0] rows meet weight[0], the next counts[1] weight[1] …"""
-    out: Tensor = _Grouped.apply(x, weight, counts, owe, None, None)  # type: ignore[no-untyped-call]
+def grouped_product(x: Tensor, weight: Tensor, counts: Tensor, owe: Owe | None = None, leaf: Tensor | None = None) -> Tensor:
+    """x [n, in] by weight [experts, out, in]: the first counts[0] rows meet weight[0], the next counts[1] weight[1] …
+
+    `leaf`: of which the weight is a view, and which is given what is owed.
+    """
+    out: Tensor = _Grouped.apply(x, weight, counts, owe, leaf, None)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -29,10 +32,11 @@ class Late:
     Autograd goes back in the order in which nodes were made: whatever was made in between is undone before.
     """
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, shape: tuple[int, int, int]) -> None:
+        """`shape`: [experts, out, in], as which it is seen."""
         self.weight = weight
         self.owed: Owed = []
-        self.seen: Tensor = _Late.apply(weight, self.owed)  # type: ignore[no-untyped-call]
+        self.seen: Tensor = _Late.apply(weight, shape, self.owed)  # type: ignore[no-untyped-call]
 
     def product(self, x: Tensor, counts: Tensor, owe: Owe | None = None) -> Tensor:
         """As `grouped_product`."""
@@ -42,18 +46,18 @@ class Late:
 
 class _Late(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, owed: Owed) -> Tensor:
-        ctx.owed = owed
+    def forward(ctx: Any, weight: Tensor, shape: tuple[int, int, int], owed: Owed) -> Tensor:
+        ctx.stored, ctx.owed = weight.shape, owed
         ctx.set_materialize_grads(False)  # products give none: they leave what it is made of
-        return weight.view_as(weight)
+        return weight.view(shape)
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, None]:
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, None, None]:
         total: Tensor | None = None
         while ctx.owed:
             part = _weight_gradient(*ctx.owed.pop())
             total = part if total is None else total.add_(part)
-        return total, None
+        return None if total is None else total.view(ctx.stored), None, None
 
 
 class _Grouped(torch.autograd.Function):
@@ -84,7 +88,7 @@ class _Grouped(torch.autograd.Function):
 def _payment(grad: Tensor, x: Tensor, counts: Tensor, parameter: Tensor) -> Callable[[], None]:
     @torch.no_grad()
     def pay() -> None:
-        gradient = _weight_gradient(grad, x, counts)
+        gradient = _weight_gradient(grad, x, counts).view(parameter.shape)
         if parameter.grad is None:
             parameter.grad = gradient
         else:

@@ -110,7 +110,7 @@ class Visit:
 
 
 class Experts(nn.Module):
-    """Every expert's matrices stacked: [experts, out, in]."""
+    """Every expert's matrices stacked: [experts, out, in]; stored in slices of their rows where that is asked for."""
 
     def __init__(self, model: Model, moe: MoE) -> None:
         super().__init__()
@@ -120,6 +120,19 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(moe.experts, model.hidden, moe.expert_ffn))
         self.activation = ACTIVATIONS[model.activation]
         self.owe: Owe | None = None
+        self.slices = 1
+
+    def slice(self, slices: int) -> None:
+        """Store each matrix as so many, [experts · slices, out / slices, in]: more ranks than experts can share them then."""
+        for name, weight in list(self.named_parameters()):
+            experts, out, into = weight.shape
+            setattr(self, name, nn.Parameter(weight.data.view(experts * slices, out // slices, into)))
+        self.slices = slices
+
+    def shape(self, name: str) -> tuple[int, int, int]:
+        """Of the matrices, however they are stored."""
+        stored, out, into = self.get_parameter(name).shape
+        return stored // self.slices, out * self.slices, into
 
     def forward(
         self,
@@ -136,7 +149,7 @@ class Experts(nn.Module):
         if arrive is None:
             assert counts is not None
             return self._made(rows, counts, {})
-        late = {name: Late(self.get_parameter(name)) for name in (*self.inner, "down")}
+        late = {name: Late(self.get_parameter(name), self.shape(name)) for name in (*self.inner, "down")}
         stayed = None if staying is None else self._made(*staying, late)
         made = self._made(*arrive(rows), late)
         return made if stayed is None else (stayed, made)
@@ -145,7 +158,8 @@ class Experts(nn.Module):
         def product(x: Tensor, name: str) -> Tensor:
             if name in late:
                 return late[name].product(x, counts, self.owe)
-            return grouped_product(x, self.get_parameter(name), counts, self.owe)
+            weight = self.get_parameter(name)
+            return grouped_product(x, weight.view(self.shape(name)), counts, self.owe, weight)
 
         return product(self.activation(*(product(rows, name) for name in self.inner)), "down")
 
@@ -167,7 +181,7 @@ class MixtureOfExperts(nn.Module):
     def _of_known_sizes(self, x: Tensor) -> bool:
         """Does no shape depend on where tokens go? Then a block with experts is one graph for the compiler."""
         whole = self.visit is Visit and self.router.capacity_factor is None and self.experts.owe is None
-        return whole and has_kernel(x, *self.experts.down.shape[1:])
+        return whole and has_kernel(x, *self.experts.shape("down")[1:])
 
     def _forward(self, x: Tensor) -> Tensor:
         routes = self.router(x)

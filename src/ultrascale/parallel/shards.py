@@ -28,6 +28,8 @@ class Shard:
     """experts over ep: the first that this rank holds and their number, along the first dimension"""
     pieces: Axis | None = None
     """ranks over which ZeRO cuts this part further, along its first dimension"""
+    slices: int = 1
+    """experts over more such ranks than there are of them: as how many each matrix is stored, along the second dimension"""
     copies: Axis | None = None
     """ranks that hold the same numbers"""
 
@@ -38,6 +40,8 @@ class Shard:
     def piece(self, whole: torch.Tensor) -> torch.Tensor:
         """What this rank holds where ZeRO cuts its part, as torch chunks it: the last ranks may have less, or nothing."""
         part = self.of(whole)
+        if self.slices > 1:
+            part = part.reshape(len(part) * self.slices, part.shape[1] // self.slices, *part.shape[2:])
         return part if self.pieces is None else part[self._rows(len(part))]
 
     @property
@@ -48,7 +52,10 @@ class Shard:
         if self.rows is not None:
             found[0], count = self.rows
         if self.pieces is not None:
-            found[0] += self._rows(count).start
+            first, within = divmod(self._rows(count * self.slices).start, self.slices)
+            found[0] += first
+            if within:
+                found[1] += within * (self.length if self.dim == 1 else self.shape[1]) // self.slices
         return tuple(found)
 
     def _rows(self, count: int) -> slice:

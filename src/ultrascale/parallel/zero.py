@@ -13,6 +13,7 @@ that take it (float8_gather.py).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -27,10 +28,14 @@ from ultrascale.model.transformer import Transformer
 from ultrascale.parallel.comm import Axis
 from ultrascale.parallel.data import Gradients
 from ultrascale.parallel.mesh import Mesh, join
+from ultrascale.parallel.shards import Shard
 
 
-def apply(model: Transformer, mesh: Mesh, compute: torch.dtype, reduce: torch.dtype) -> None:
-    """Shards every block and then the rest, in place; the model may be on the meta device."""
+def apply(model: Transformer, mesh: Mesh, shards: dict[str, Shard], compute: torch.dtype, reduce: torch.dtype) -> None:
+    """Shards every block and then the rest, in place, and tells of sliced experts in `shards`; the model may be on the meta
+    device.
+    """
+    _slice_experts(model, mesh.expert_shard.size if mesh.ep.size > 1 else mesh.shard.size, shards)
     layout = mesh.layout
     formats = (
         MixedPrecisionPolicy() if compute == torch.float32 else MixedPrecisionPolicy(compute, reduce, cast_forward_inputs=False)
@@ -47,6 +52,22 @@ def apply(model: Transformer, mesh: Mesh, compute: torch.dtype, reduce: torch.dt
     fully_shard(model, reshard_after_forward=False, **options)
     for block, following in pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])
+
+
+def _slice_experts(model: Transformer, ranks: int, shards: dict[str, Shard]) -> None:
+    """FSDP2 cuts along the first dimension, which of experts is their number: a rank that has none would hold one's padding."""
+    for index, block in zip(model.blocks, model.each_block(), strict=True):
+        if not isinstance(block.mlp, MixtureOfExperts):
+            continue
+        experts = block.mlp.experts
+        count, *rows = (experts.down.shape[0], *(parameter.shape[1] for parameter in experts.parameters()))
+        slices, rest = divmod(ranks, count)
+        if slices < 2 or rest or any(each % slices for each in rows):
+            continue
+        experts.slice(slices)
+        for leaf, _ in experts.named_parameters():
+            name = f"blocks.{index}.mlp.experts.{leaf}"
+            shards[name] = replace(shards[name], slices=slices)
 
 
 def _device_mesh(mesh: Mesh, shard: Axis) -> DeviceMesh:

@@ -13,12 +13,14 @@ from ultrascale.cost.legality import divisors
 from ultrascale.plan.candidates import Wishes, cores
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.estimate import Estimate
+from ultrascale.specs.framework import Framework
 from ultrascale.specs.gpu import GPU
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.units import GIB
 
 MOST_GPUS = 2**17
+COUNTED, ENGINE = "ultrascale", "ultrascale-gpu"  # two ways to count our engine (specs/presets/frameworks.yaml)
 NEARBY = 0.10  # a batch this much larger or smaller is worth a word
 
 
@@ -102,6 +104,19 @@ def batch_notes(job: Job, layout: Layout) -> list[str]:
                 f"({nearest * job.seq:,} tokens, {nearest / sequences - 1:+.1%}) dp = {degree} is possible too"
             ]
     return []
+
+
+def engine_notes(job: Job, layout: Layout) -> list[str]:
+    """Says when what is counted as the playbook counts does not fit with the kernels that our engine has today."""
+    if job.framework.name != COUNTED:
+        return []
+    peak = estimate(job.changed(framework=Framework.load(ENGINE)), layout).peak_gib
+    if peak <= job.cluster.gpu.memory_gib:
+        return []
+    return [
+        f"the first layout is counted as the playbook counts; with the kernels that `ultrascale train` has today it holds "
+        f"{peak:,.1f} GiB of {job.cluster.gpu.memory_gib:,.1f}: --framework {ENGINE} plans for them"
+    ]
 
 
 def smaller_clusters(job: Job) -> list[Job]:

@@ -108,6 +108,7 @@ def plan(
     simulated.sort(key=lambda draft: _score(draft, objective))
     plans = [Plan(job=draft.view.job, layout=draft.view.layout, estimate=whole(draft)) for draft in simulated[:top]]
     notes += advice.batch_notes(job, plans[0].layout)
+    notes += advice.engine_notes(plans[0].job, plans[0].layout)
     if explain:
         say("explaining the winner")
         plans = explained(plans, objective=objective, fix=fix, forbid=forbid)

@@ -17,14 +17,20 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.units import GIB, seconds
 
 if TYPE_CHECKING:
-    from ultrascale.measure.rehearse.compare import Term
+    from ultrascale.measure.rehearse.compare import Room, Term
     from ultrascale.measure.rehearse.rehearsal import Rehearsal
 
 KERNELS_SHOWN = 12
 
 
 def show(
-    console: Console, job: Job, layout: Layout, predicted: Estimate, found: Sequence[Rehearsal], notes: Sequence[str]
+    console: Console,
+    job: Job,
+    layout: Layout,
+    predicted: Estimate,
+    found: Sequence[Rehearsal],
+    room: Room,
+    notes: Sequence[str],
 ) -> None:
     from ultrascale.measure.rehearse.compare import compared
 
@@ -32,8 +38,30 @@ def show(
         console.print(_stages(job, layout, predicted, found))
     fullest = max(found, key=lambda one: one.peak)
     _one(console, layout, fullest, compared(job, layout, predicted, fullest))
+    _room(console, job, layout, room)
     for note in notes:
         labelled(console, "note:", "yellow", note)
+
+
+def _room(console: Console, job: Job, layout: Layout, room: Room) -> None:
+    who = f"stage {room.stage}" if layout.pp > 1 else "a rank"
+    beside = f" and {room.beside_gib:,.1f} GiB beside them" if room.beside_gib else ""
+    there = f"{room.capacity_gib:,.1f} GiB on one {job.cluster.gpu.name}"
+    needs = f"{who} has {room.tensors_gib:,.1f} GiB of tensors{beside}, of {there}"
+    if room.fits:
+        labelled(console, "fits:", "green", needs)
+        return
+    over = f"{needs}: {room.needs_gib - room.capacity_gib:,.1f} GiB too much"
+    labelled(console, "does not fit:", "red", over)
+    if room.planned_gib <= room.capacity_gib:
+        engine = room.engine
+        labelled(
+            console,
+            "note:",
+            "yellow",
+            f"the plan's own {room.planned_gib:,.1f} GiB are counted for the framework {room.planned_for}; "
+            f"plan with --framework {engine} for the engine that was rehearsed",
+        )
 
 
 def _stages(job: Job, layout: Layout, predicted: Estimate, found: Sequence[Rehearsal]) -> Table:
@@ -114,7 +142,13 @@ def _bytes(value: float) -> str:
 
 
 def as_json(
-    job: Job, layout: Layout, predicted: Estimate, found: Sequence[Rehearsal], notes: Sequence[str], device: str
+    job: Job,
+    layout: Layout,
+    predicted: Estimate,
+    found: Sequence[Rehearsal],
+    room: Room,
+    notes: Sequence[str],
+    device: str,
 ) -> dict[str, Any]:
     from ultrascale.measure.rehearse.compare import compared
 
@@ -129,5 +163,6 @@ def as_json(
         "layout": layout.model_dump(mode="json"),
         "ranks": [{**asdict(one), "memory": one.memory.model_dump(mode="json"), "compared": terms(one)} for one in found],
         "predicted": predicted.model_dump(mode="json"),
+        "room": {**asdict(room), "needs_gib": room.needs_gib, "fits": room.fits},
         "notes": list(notes),
     }

@@ -112,7 +112,7 @@ def _chunk(
         if own.compiled:
             compile.apply(module, layout.recompute)
         if sharded:
-            zero.apply(module, mesh, compute, reduce)
+            zero.apply(module, mesh, shards, compute, reduce)
         else:
             module.to(compute)
     module.to_empty(device="cpu" if sharded and layout.offload == "parameters" else mesh.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +24,9 @@ from ultrascale.parallel.mesh import Place
 from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
+from ultrascale.specs.plan import Plan
 from ultrascale.specs.training import Training
+from ultrascale.specs.units import GIB
 from ultrascale.train.kernels import choose
 
 STATES = ("parameters", "master", "gradients", "optimizer")
@@ -48,6 +51,39 @@ class Term:
         if not self.rehearsed:
             return 0.0 if not self.predicted else float("inf")
         return self.predicted / self.rehearsed - 1
+
+
+@dataclass(frozen=True)
+class Room:
+    """What the fullest of the ranks that were rehearsed takes of its GPU's memory."""
+
+    stage: int
+    tensors_gib: float
+    beside_gib: float
+    """context, communicators and the allocator's slack: predicted, unless a GPU told"""
+    capacity_gib: float
+    planned_gib: float
+    """what the plan's own estimate says of that stage"""
+    planned_for: str
+    """the engine that the plan's estimate counts, and the one that was rehearsed"""
+    engine: str
+
+    @property
+    def needs_gib(self) -> float:
+        return self.tensors_gib + self.beside_gib
+
+    @property
+    def fits(self) -> bool:
+        return self.needs_gib <= self.capacity_gib
+
+
+def room(plan: Plan, predicted: Estimate, found: Sequence[Rehearsal]) -> Room:
+    fullest = max(found, key=lambda one: one.peak)
+    stage, measured = fullest.place.pp, fullest.memory.runtime
+    beside = predicted.memory[stage].memory.runtime if measured is None else measured
+    planned = plan.estimate.memory[stage].memory.total
+    engines = plan.job.framework.name, engine_of(fullest.kernels).name
+    return Room(stage, fullest.peak / GIB, beside / GIB, plan.job.cluster.gpu.memory_gib, planned / GIB, *engines)
 
 
 def prediction(job: Job, layout: Layout, kernels: str = "eager") -> Estimate:
