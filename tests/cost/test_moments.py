@@ -214,11 +214,11 @@ def test_checkpointing_sorts_tokens_again() -> None:
     assert held.activations == 4 * layer + ANGLES + 2 * R + 8 * 1024 + 12 * LOGITS
 
 
-def test_checkpointing_keeps_a_whole_product_beside_slices() -> None:
-    """tp 2, selective: attention's last product stays as it was made, R, not its slice; nothing else is larger."""
+def test_a_product_is_kept_as_its_sum_is_scattered() -> None:
+    """tp 2, selective: of attention's last product a slice, as of everything else."""
     kept = 3 * R + R // 2 + 4 * 8 * 1024 + 2 * W
     held = predict(Layout(tp=2, recompute="selective"))
-    assert held.activations == 4 * (kept / 2 + R) + ANGLES + R + 8 * 1024 + 10 * LOGITS / 2
+    assert held.activations == 4 * (kept / 2 + R / 2) + ANGLES + R + 8 * 1024 + 10 * LOGITS / 2
 
 
 def test_ulysses_keeps_its_output_in_both_cuts() -> None:

@@ -88,7 +88,7 @@ def layer(job: Job, columns: Columns, moe: bool) -> LayerActivations:
     split = split_backward(columns)
     wide = (2 if model.gated else 1) + np.where(split, 1, 0)
     gradients = b * tokens * wide * width / columns.tp + np.where(split, 4, 2) * residual
-    kept = _apply_policy(job, columns, modules, residual, moe)
+    kept = _apply_policy(job, columns, modules, residual)
     return LayerActivations(kept, modules, whole, residual, np.asarray(gradients))
 
 
@@ -175,7 +175,7 @@ _PRODUCTS = {"q, k, v", "mlp products", "expert products", "mlp norm"}
 _CHEAP = ("qkv input", "mlp input", "mlp activation", "expert activation")
 
 
-def _apply_policy(job: Job, columns: Columns, modules: dict[str, Array], residual: Array, moe: bool) -> dict[str, Array]:
+def _apply_policy(job: Job, columns: Columns, modules: dict[str, Array], residual: Array) -> dict[str, Array]:
     none, selective = columns.is_("recompute", "none"), columns.is_("recompute", "selective")
     # Korthikanti's selective policy: without flash attention only the score matrices are dropped.
     dropped = _CHEAP if job.attention == "flash" else ("attention scores",)
@@ -194,15 +194,9 @@ def _apply_policy(job: Job, columns: Columns, modules: dict[str, Array], residua
         # Every second product is computed again; attention's own output is always kept.
         for name in _PRODUCTS & kept.keys():
             kept[name] = np.where(selective, 0.5 * kept[name], kept[name])
-    if job.framework.early_stop:
-        if "shared expert" in kept and job.attention == "flash":  # a shared expert's activation is as cheap as the others
-            kept["shared expert"] = kept["shared expert"] * np.where(drops, 2 / 3 if job.model.gated else 1 / 2, 1.0)
-        # What torch.utils.checkpoint keeps is the row-parallel product itself, before slices of its sum are scattered.
-        whole = np.where(selective, columns.sequence_cut, 1)
-        kept["mlp norm"] = kept["mlp norm"] * whole
-        # The last product's result is not asked for again, but is kept where its width does not tell it from the others.
-        alike = selective & (job.model.ffn == columns.tp * job.model.hidden) & (not moe) & (not job.framework.followed)
-        kept["mlp output"] = np.where(alike, residual * columns.sequence_cut, 0.0)
+    if job.framework.early_stop and "shared expert" in kept and job.attention == "flash":
+        # A shared expert's activation is as cheap as the others.
+        kept["shared expert"] = kept["shared expert"] * np.where(drops, 2 / 3 if job.model.gated else 1 / 2, 1.0)
     kept["attention norm"] = np.where(columns.is_("recompute", "full"), residual, kept["attention norm"])
     return kept
 

@@ -156,15 +156,12 @@ def _layer(
         expert_passes = Passes(exchange.forward_s, exchange.backward_s, nothing)
     forward = compute.total.forward + tensor_passes.forward + context_passes.forward + expert_passes.forward
     last = nothing
-    split = activations.split_backward(columns)
     if job.framework.early_stop and not moe:
-        # torch.utils.checkpoint stops at the last tensor that backward asks for; a layer's output is not among them. A product
-        # that puts its weight gradient off saves its input after it has run, and so runs again.
+        # torch.utils.checkpoint stops at the last tensor that backward asks for; a layer's output is not among them.
         down = [product for product in compute.matmuls if product.name == "mlp down"]
         last = operators.matmul_passes(machine, down).forward
-    repeated = np.where(columns.is_("recompute", "full"), forward - np.where(split, nothing, last), nothing)
+    repeated = np.where(columns.is_("recompute", "full"), forward - last, nothing)
     cheap = compute.memory_bound.forward - compute.never_repeated if job.attention == "flash" else compute.attention.forward
-    cheap = cheap + np.where(split, last, nothing)
     if job.framework.selective == "half":
         cheap = cheap + 0.5 * compute.matmul.forward
     elif job.model.mla is not None and job.attention == "flash":

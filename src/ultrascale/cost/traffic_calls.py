@@ -91,32 +91,38 @@ def calls_of(stage: Stage) -> Calls:
         yield from _zero(stage) if layout.zero else _data(stage)
 
 
-def again(job: Job, layout: Layout) -> tuple[int, int]:
-    """How often recomputation enters a layer's regions anew, and leaves them.
+def _anew(stage: Stage) -> tuple[int, int]:
+    """How often recomputation enters the regions of a stage's layers anew, and leaves them.
 
-    Whoever drops what lies between products has to gather a sequence-cut input for them once more, even if their results are
-    kept. torch.utils.checkpoint stops before the layer's last exchange, which no backward asks for.
+    Selective recomputation keeps products with their exchanges, but what experts are sent is gathered to be sorted again.
+    torch.utils.checkpoint stops before a layer's last exchange, which no backward asks for.
     """
-    if layout.recompute == "full" or (layout.recompute == "selective" and job.framework.early_stop):
-        return tensor.REGIONS, tensor.REGIONS - job.framework.early_stop
-    return 0, 0
+    if stage.layout.recompute == "full":
+        return tensor.REGIONS * stage.layers, (tensor.REGIONS - stage.job.framework.early_stop) * stage.layers
+    return (stage.moe_layers if _repeats(stage) else 0), 0
+
+
+def _repeats(stage: Stage) -> bool:
+    """Does recomputation run a layer's exchanges again that are no part of a product?"""
+    policy = stage.layout.recompute
+    return policy == "full" or (policy == "selective" and stage.job.framework.early_stop)
 
 
 def _tensor(stage: Stage) -> Calls:
     job, layout, gas = stage.job, stage.layout, stage.layout.gas
     inside = tensor.traffic(job, stage.row, stage.places, stage.machine)
-    entered, left = again(job, layout)
+    entered, left = _anew(stage)
     regions = tensor.REGIONS * stage.layers
     dense = stage.layers - stage.moe_layers
     if layout.sequence_parallel:
         # Each pass enters and leaves a region once; backward also gathers the saved inputs again, but for those of experts,
         # which are kept as they were routed. Slices leave the embedding and enter the head.
         kept_slices = stage.layers + dense
-        gathers = 2 * regions + kept_slices + entered * stage.layers + stage.embedding + 2 * stage.head
+        gathers = 2 * regions + kept_slices + entered + stage.embedding + 2 * stage.head
         yield inside.gather, gas * gathers
-        yield inside.scatter, gas * (2 * regions + left * stage.layers + stage.embedding + stage.head)
+        yield inside.scatter, gas * (2 * regions + left + stage.embedding + stage.head)
     else:
-        yield inside.reduce, gas * (2 * regions + left * stage.layers + stage.embedding + stage.head)
+        yield inside.reduce, gas * (2 * regions + left + stage.embedding + stage.head)
     if stage.head:
         # The maximum over the vocabulary; then the sum of exponentials and the target's logit.
         one = FP32 * stage.row.tokens(job.seq)
@@ -139,7 +145,7 @@ def _repeated_weights(stage: Stage) -> Calls:
 
 def _forwards(stage: Stage) -> int:
     """How often a layer's forward exchanges, once more where recomputation repeats all but products and attention."""
-    return 2 if again(stage.job, stage.layout)[0] else 1
+    return 2 if _repeats(stage) else 1
 
 
 def _context(stage: Stage) -> Calls:

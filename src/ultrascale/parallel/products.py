@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
 from ultrascale.kernels.float8_products import Plain
 from ultrascale.parallel import comm
 from ultrascale.parallel.comm import Axis
+from ultrascale.parallel.once import once
 
 SEQUENCE = 1  # the dimension of [batch, sequence, hidden] that sequence parallelism cuts
 
 ALONE = Axis("alone", None, 0, 1, (0,))
 PLAIN = Plain()
+
+Result = Literal["kept", "again", "unasked"]
 
 
 @dataclass
@@ -45,12 +49,16 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, axis, sequence, later, numbers, count, *tensors):  # type: ignore[no-untyped-def]
         weights, biases = tensors[:count], tensors[count:]
-        whole = comm.all_gather(x, axis, SEQUENCE) if sequence else x
+
+        def make() -> tuple[torch.Tensor, ...]:
+            whole = comm.all_gather(x, axis, SEQUENCE) if sequence else x
+            return tuple(numbers.forward(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
         ctx.axis, ctx.sequence, ctx.later, ctx.numbers = axis, sequence, later, numbers
         ctx.has_bias = [bias is not None for bias in biases]
         ctx.parameters = weights  # the leaves themselves: what checkpointing unpacks is a copy whose .grad is lost
         ctx.save_for_backward(x, *weights)
-        return tuple(numbers.forward(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+        return once(make)
 
     @staticmethod
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
@@ -78,6 +86,31 @@ class _Products(torch.autograd.Function):
         return dx, None, None, None, None, None, *dw, *db
 
 
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, axis, sequence, later, numbers, result):  # type: ignore[no-untyped-def]
+        def make() -> tuple[torch.Tensor, ...]:
+            part = numbers.forward(x, weight)
+            return (comm.reduce_scatter(part, axis, SEQUENCE) if sequence else comm.all_reduce(part, axis),)
+
+        ctx.axis, ctx.sequence, ctx.later, ctx.numbers = axis, sequence, later, numbers
+        ctx.parameter = weight
+        ctx.save_for_backward(x, weight)
+        (out,) = make() if result == "again" else once(make, asked=result == "kept")
+        return out
+
+    @staticmethod
+    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
+        x, weight = ctx.saved_tensors
+        numbers, later = ctx.numbers, ctx.later
+        grad = comm.all_gather(grads[0], ctx.axis, SEQUENCE) if ctx.sequence else grads[0]
+        dx = numbers.to_input(grad, weight) if ctx.needs_input_grad[0] else None
+        if later.open:
+            later.owed.append(_owed(x, ALONE, [grad], [ctx.parameter], numbers))
+        dw = None if later.open else numbers.to_weight(grad, x)
+        return dx, dw, None, None, None, None, None
+
+
 def _owed(
     x: torch.Tensor, axis: Axis, grads: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], numbers: Plain
 ) -> Callable[[], None]:
@@ -92,6 +125,23 @@ def _owed(
                 parameter.grad += gradient
 
     return pay
+
+
+def summed(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    axis: Axis,
+    sequence: bool,
+    later: Later,
+    numbers: Plain = PLAIN,
+    result: Result = "kept",
+) -> torch.Tensor:
+    """x·wᵀ of an input that is cut over the axis, summed over it: whole, or in slices of the sequence.
+
+    `result`: what becomes of it where the layer is recomputed: kept, made again, or not asked for.
+    """
+    out: torch.Tensor = _Sum.apply(x, weight, axis, sequence, later, numbers, result)  # type: ignore[no-untyped-call]
+    return out
 
 
 def products(

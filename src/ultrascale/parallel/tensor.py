@@ -19,7 +19,7 @@ from ultrascale.parallel import comm
 from ultrascale.parallel.comm import Axis
 from ultrascale.parallel.exchange import copy_to, gather_from, reduce_from, scatter_to
 from ultrascale.parallel.mesh import Mesh
-from ultrascale.parallel.products import ALONE, SEQUENCE, Later, products
+from ultrascale.parallel.products import ALONE, SEQUENCE, Later, Result, products, summed
 from ultrascale.parallel.shards import Shard
 
 
@@ -56,10 +56,10 @@ class RowLinear(ByHand, _Cut, nn.Linear):
         nn.Module.__init__(self)
         self.weight, self.bias = plain.weight, plain.bias
         self.axis, self.sequence, self.later = axis, sequence, later
+        self.result: Result = "kept"
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        (part,) = products(input, [self.weight], [None], self.later, numbers=self.numbers)
-        y = scatter_to(part, self.axis, SEQUENCE) if self.sequence else reduce_from(part, self.axis)
+        y = summed(input, self.weight, self.axis, self.sequence, self.later, self.numbers, self.result)
         return y if self.bias is None else y + self.bias
 
 

@@ -6,7 +6,8 @@ makes norms, rotations and gates again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
@@ -24,6 +26,8 @@ from ultrascale.kernels import flash
 from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.rotary import Rope
 from ultrascale.model.transformer import MLP, Block, Transformer
+from ultrascale.parallel.once import Region
+from ultrascale.parallel.tensor import RowLinear
 from ultrascale.specs.layout import Recompute
 
 Forward = Callable[..., Tensor]
@@ -47,13 +51,27 @@ _ATTENTION = {
 }
 
 
-class _SavedOnly(_CachedTorchDispatchMode):  # type: ignore[no-untyped-call]
+_SAVED = _PRODUCTS | _ATTENTION
+
+
+class _First(_CachingTorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Saves none of the products whose result is kept with its exchange (parallel/once.py)."""
+
+    region: Region
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.region.making or func not in _SAVED:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+
+class _Again(_CachedTorchDispatchMode):  # type: ignore[no-untyped-call]
     """Asks only for what was saved. FSDP2 gathers experts within the region, in backward by other steps than in forward, which
     torch would take for a region that is not the same twice.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _PRODUCTS | _ATTENTION:
+        if func not in _SAVED:
             return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
@@ -65,8 +83,14 @@ def apply(model: Transformer, policy: Recompute, compiled: bool = False) -> None
     for block in model.each_block():
         # No dropout anywhere: there is no random state to restore.
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        by_hand = isinstance(block.attention.out, RowLinear)
+        if by_hand and isinstance(last := _last(block.mlp), RowLinear):
+            last.result = "unasked" if isinstance(block.mlp, MLP) else "again"
         if policy == "selective":
-            options["context_fn"] = partial(_contexts, _tells(block, compiled), isinstance(block.mlp, MixtureOfExperts))
+            selects = partial(_contexts, _tells(block, compiled), isinstance(block.mlp, MixtureOfExperts))
+            options["context_fn"] = partial(_with_results, selects) if by_hand else selects
+        elif by_hand:
+            options["context_fn"] = partial(_with_results, None)
         forward: Forward = torch.compile(block.forward) if compiled and from_outside(block, policy) else block.forward
         block.forward = _again(forward, options)  # type: ignore[method-assign]
 
@@ -102,8 +126,25 @@ def _last(mlp: MLP | MixtureOfExperts) -> nn.Linear | None:
 def _contexts(tells: Tells | None, experts: bool) -> Any:
     first, again = create_selective_checkpoint_contexts(partial(_policy, tells))  # type: ignore[no-untyped-call]
     if experts:
-        again.__class__ = _SavedOnly
+        again.__class__ = _Again
     return first, again
+
+
+def _with_results(selects: Callable[[], Any] | None) -> Any:
+    """The same of layers whose products stand with their exchanges, and which keep or leave out both together."""
+    region = Region(keeps=selects is not None)
+    passes = [region.a_pass(again) for again in (False, True)]
+    if selects is None:
+        return passes
+    first, again = selects()
+    first.__class__, first.region, again.__class__ = _First, region, _Again
+    return _both(first, passes[0]), _both(again, passes[1])
+
+
+@contextmanager
+def _both(one: Any, other: Any) -> Iterator[None]:
+    with one, other:
+        yield
 
 
 def _policy(tells: Tells | None, _: Any, operator: Any, *arguments: Any, **__: Any) -> CheckpointPolicy:

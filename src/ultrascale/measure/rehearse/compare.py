@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from ultrascale.cost import flops
-from ultrascale.cost.activations import split_backward
 from ultrascale.cost.columns import Columns
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import Machine
@@ -161,15 +160,12 @@ def predicted_flops(job: Job, layout: Layout, place: Place) -> float:
         if not count:
             continue
         products = {product.name: float(np.sum(product.flops)) for product in layer_matmuls(job, row, moe)}
-        # torch.utils.checkpoint stops at the last tensor that backward asks for, which the last product does not make; a
-        # product that puts its weight gradient off saves its input after it has run, and so runs again.
-        split = layout.pp > 1 and bool(split_backward(row)[0])
-        # With experts more follows on a shared one's last product.
-        last, stops = products.get("shared expert down" if moe else "mlp down", 0.0), not (split or moe)
+        # torch.utils.checkpoint stops at the last tensor that backward asks for, which the last product does not make. With
+        # experts more follows on a shared one's last product.
         again = 0.0
         if layout.recompute == "full":
-            again = sum(products.values()) + scores - (last if stops else 0.0)
+            again = sum(products.values()) + scores - (0.0 if moe else products.get("mlp down", 0.0))
         elif layout.recompute == "selective":
-            again = 0.0 if stops else last
+            again = products.get("shared expert down", 0.0) if moe else 0.0
         total += count * (3 * (sum(products.values()) + scores) + again)
     return total * layout.gas
