@@ -345,3 +345,13 @@ def test_products_that_are_told_their_format_are_counted_by_their_operands(overl
     total, left, right = torch.empty(3, 5), torch.empty(3, 7), torch.empty(7, 5)
     told = () if overload == "default" else (torch.float32,)
     assert formula((total, left, right, *told), {"beta": 1.0, "out": total}, total) == 2 * 3 * 7 * 5
+
+
+def test_a_gpus_grouped_products_count_as_the_products_that_they_are() -> None:
+    """Forward [rows, in] by [experts, in, out]; a weight's gradient [out, rows] by [rows, in], of each expert's own rows."""
+    formula = watch._formula(torch.ops.aten._grouped_mm.default)
+    assert formula is not None
+    rows, matrices, ends = torch.empty(10, 4), torch.empty(3, 4, 6), torch.tensor([2, 2, 10], dtype=torch.int32)
+    products = [2 * count * 4 * 6 for count in (2, 0, 8)]
+    assert formula((rows, matrices, ends), {}, torch.empty(10, 6)) == sum(products)
+    assert formula((torch.empty(6, 10), rows), {"offs": ends}, torch.empty(3, 6, 4)) == sum(products)

@@ -34,10 +34,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._living: dict[int, _Living] = {}
         self._end_resize: Callable[[], None] | None = None
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled where it looks, and asking torch for that costs at every operator
-
     @property
     def by_owner(self) -> dict[str, int]:
         """Owner → bytes now; owners of nothing are left out."""

@@ -26,7 +26,7 @@ from ultrascale.train.engine import Engine
 from ultrascale.train.live import LiveBytes
 
 aten = torch.ops.aten
-_PRODUCTS = {aten.mm: 0, aten.addmm: 1, woven.BACKWARD: 0}
+_PRODUCTS = {aten.mm: 0, aten.addmm: 1, aten._grouped_mm: 0, woven.BACKWARD: 0}
 """at which argument their two operands begin"""
 _ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu: (0, 4),
