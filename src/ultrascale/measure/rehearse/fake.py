@@ -33,6 +33,7 @@ class _Unusual(Exception):  # no error: the slow way is taken
 
 
 _SLOW = object()
+_KNOWN: dict[torch.dtype, dict[Any, Any]] = {}
 
 
 class Watcher(Protocol):
@@ -52,7 +53,8 @@ class QuickFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.watcher: Watcher | None = None
-        self._known: dict[Any, Any] = {}
+        # For all ranks that this process rehearses: how an operator's outputs come about depends on no rank.
+        self._known = _KNOWN.setdefault(torch.get_default_dtype(), {})
         self._attributes: dict[str, Any] | None = None
 
     @classmethod
