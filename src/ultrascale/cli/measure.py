@@ -111,16 +111,15 @@ def rehearse(
     ranks, kernels = ranks_of(plan.layout, rank, stage), kernels_of(plan.job, device, kernels)
     launch.import_torch()
     from ultrascale.measure.rehearse import rehearsal as measure
-    from ultrascale.measure.rehearse.compare import notes, prediction, room
+    from ultrascale.measure.rehearse.compare import answer
 
     with progress() as say:
         say(f"rehearsing {len(ranks)} of {plan.layout.gpus:,} ranks")
         found = measure.rehearse(plan.job, plan.layout, ranks, device, say, kernels)
-    predicted, told = prediction(plan.job, plan.layout, kernels), notes(plan.job, plan.layout, device, kernels)
-    space = room(plan, predicted, found)
-    show.show(terminal(), plan.job, plan.layout, predicted, found, space, told)
-    write_json(json_file, show.as_json(plan.job, plan.layout, predicted, found, space, told, device))
-    if not space.fits:
+    told = answer(plan, found, device, kernels)
+    show.show(terminal(), told)
+    write_json(json_file, show.as_json(told))
+    if not told.room.fits:
         raise typer.Exit(NO)
 
 

@@ -11,68 +11,48 @@ from rich.console import Console
 from rich.table import Table
 
 from ultrascale.show.lines import count_of, heading, labelled
-from ultrascale.specs.estimate import Estimate
-from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.units import GIB, seconds
 
 if TYPE_CHECKING:
-    from ultrascale.measure.rehearse.compare import Room, Term
+    from ultrascale.measure.rehearse.compare import Answer, Term
     from ultrascale.measure.rehearse.rehearsal import Rehearsal
 
 KERNELS_SHOWN = 12
 
 
-def show(
-    console: Console,
-    job: Job,
-    layout: Layout,
-    predicted: Estimate,
-    found: Sequence[Rehearsal],
-    room: Room,
-    notes: Sequence[str],
-) -> None:
-    from ultrascale.measure.rehearse.compare import compared
-
-    if len(found) > 1:
-        console.print(_stages(job, layout, predicted, found))
-    fullest = max(found, key=lambda one: one.peak)
-    _one(console, layout, fullest, compared(job, layout, predicted, fullest))
-    _room(console, job, layout, room)
-    for note in notes:
+def show(console: Console, told: Answer) -> None:
+    if len(told.found) > 1:
+        console.print(_stages(told))
+    _one(console, told.layout, told.fullest, told.compared(told.fullest))
+    _room(console, told)
+    for note in told.notes:
         labelled(console, "note:", "yellow", note)
 
 
-def _room(console: Console, job: Job, layout: Layout, room: Room) -> None:
-    who = f"stage {room.stage}" if layout.pp > 1 else "a rank"
+def _room(console: Console, told: Answer) -> None:
+    room = told.room
+    who = f"stage {room.stage}" if told.layout.pp > 1 else "a rank"
     beside = f" and {room.beside_gib:,.1f} GiB beside them" if room.beside_gib else ""
-    there = f"{room.capacity_gib:,.1f} GiB on one {job.cluster.gpu.name}"
+    there = f"{room.capacity_gib:,.1f} GiB on one {told.job.cluster.gpu.name}"
     needs = f"{who} has {room.tensors_gib:,.1f} GiB of tensors{beside}, of {there}"
     if room.fits:
         labelled(console, "fits:", "green", needs)
         return
     over = f"{needs}: {room.needs_gib - room.capacity_gib:,.1f} GiB too much"
     labelled(console, "does not fit:", "red", over)
-    if room.planned_gib <= room.capacity_gib:
-        engine = room.engine
-        labelled(
-            console,
-            "note:",
-            "yellow",
-            f"the plan's own {room.planned_gib:,.1f} GiB are counted for the framework {room.planned_for}; "
-            f"plan with --framework {engine} for the engine that was rehearsed",
-        )
+    if room.planned_gib <= room.capacity_gib and room.planned_for != room.engine:
+        own = f"the plan's own {room.planned_gib:,.1f} GiB are counted for the framework {room.planned_for}"
+        labelled(console, "note:", "yellow", f"{own}; plan with --framework {room.engine} for the engine that was rehearsed")
 
 
-def _stages(job: Job, layout: Layout, predicted: Estimate, found: Sequence[Rehearsal]) -> Table:
-    from ultrascale.measure.rehearse.compare import compared
-
+def _stages(told: Answer) -> Table:
     table = Table(title="one rank of each stage, tensors at its peak", title_justify="left", title_style="bold")
     for name in ("stage", "ranks", "layers", "predicted", "rehearsed", "difference"):
         table.add_column(name, justify="right")
     table.add_column("peak at")
-    for one in found:
-        whole = next(term for term in compared(job, layout, predicted, one) if term.label == "all tensors at the peak")
+    for one in told.found:
+        whole = next(term for term in told.compared(one) if term.label == "all tensors at the peak")
         cells = (str(one.place.pp), f"{one.alike:,}", str(one.layers), *_cells(whole), one.moment)
         table.add_row(*cells)
     return table
@@ -141,28 +121,19 @@ def _bytes(value: float) -> str:
     return f"{value:,.0f} B"
 
 
-def as_json(
-    job: Job,
-    layout: Layout,
-    predicted: Estimate,
-    found: Sequence[Rehearsal],
-    room: Room,
-    notes: Sequence[str],
-    device: str,
-) -> dict[str, Any]:
-    from ultrascale.measure.rehearse.compare import compared
-
+def as_json(told: Answer) -> dict[str, Any]:
     def terms(one: Rehearsal) -> list[dict[str, Any]]:
         return [
             {**asdict(term), "difference": term.difference if isfinite(term.difference) else None}
-            for term in compared(job, layout, predicted, one)
+            for term in told.compared(one)
         ]
 
+    room = told.room
     return {
-        "device": device,
-        "layout": layout.model_dump(mode="json"),
-        "ranks": [{**asdict(one), "memory": one.memory.model_dump(mode="json"), "compared": terms(one)} for one in found],
-        "predicted": predicted.model_dump(mode="json"),
+        "device": told.device,
+        "layout": told.layout.model_dump(mode="json"),
+        "ranks": [{**asdict(one), "memory": one.memory.model_dump(mode="json"), "compared": terms(one)} for one in told.found],
+        "predicted": told.predicted.model_dump(mode="json"),
         "room": {**asdict(room), "needs_gib": room.needs_gib, "fits": room.fits},
-        "notes": list(notes),
+        "notes": list(told.notes),
     }

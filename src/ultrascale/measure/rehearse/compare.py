@@ -76,6 +76,32 @@ class Room:
         return self.needs_gib <= self.capacity_gib
 
 
+@dataclass(frozen=True)
+class Answer:
+    """Rehearsals of a plan and what stands beside them."""
+
+    job: Job
+    layout: Layout
+    device: str
+    found: Sequence[Rehearsal]
+    predicted: Estimate
+    room: Room
+    notes: Sequence[str]
+
+    @property
+    def fullest(self) -> Rehearsal:
+        return max(self.found, key=lambda one: one.peak)
+
+    def compared(self, one: Rehearsal) -> list[Term]:
+        return compared(self.job, self.layout, self.predicted, one)
+
+
+def answer(plan: Plan, found: Sequence[Rehearsal], device: str, kernels: str) -> Answer:
+    job, layout = plan.job, plan.layout
+    predicted = prediction(job, layout, kernels)
+    return Answer(job, layout, device, found, predicted, room(plan, predicted, found), notes(job, layout, device, kernels))
+
+
 def room(plan: Plan, predicted: Estimate, found: Sequence[Rehearsal]) -> Room:
     fullest = max(found, key=lambda one: one.peak)
     stage, measured = fullest.place.pp, fullest.memory.runtime
