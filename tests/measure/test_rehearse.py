@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ultrascale.cost.estimate import estimate
+from ultrascale.measure.rehearse import fake as fake_tensors
 from ultrascale.measure.rehearse import watch
 from ultrascale.measure.rehearse.asked import check, engine_of, ranks_of
 from ultrascale.measure.rehearse.compare import compared, prediction, whole_gradients
@@ -205,7 +206,9 @@ def test_remembered_operators_share_storages_as_the_first_did() -> None:
         assert x.shape == (9, 6)
 
 
-def test_who_watches_is_told_of_new_memory_and_of_whole_operators() -> None:
+def test_who_watches_is_told_of_new_memory_and_of_whole_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_tensors, "_KNOWN", {})  # of other rehearsals in this process
+
     class Told:
         def __init__(self) -> None:
             self.bytes, self.operators = 0, list[str]()
