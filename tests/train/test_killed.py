@@ -97,7 +97,7 @@ def killed_and_resumed(run: Path, delay_s: float, *words: str) -> int:
         again = in_a_group_of_its_own(trained, from_checkpoint(source, Overrides.parse(words)), run)
         again.join()
         assert again.exitcode == 0
-    assert not list((run / "checkpoints").glob(".*"))
+        assert not list((run / "checkpoints").glob(".*"))  # who had all its steps when it was killed does not go on
     return source.step
 
 
