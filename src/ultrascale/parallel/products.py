@@ -20,8 +20,6 @@ from ultrascale.parallel.once import once
 SEQUENCE = 1  # the dimension of [batch, sequence, hidden] that sequence parallelism cuts
 
 ALONE = Axis("alone", None, 0, 1, (0,))
-PLAIN = Plain()
-
 Result = Literal["kept", "again", "unasked"]
 
 
@@ -133,8 +131,8 @@ def summed(
     axis: Axis,
     sequence: bool,
     later: Later,
-    numbers: Plain = PLAIN,
-    result: Result = "kept",
+    numbers: Plain,
+    result: Result,
 ) -> torch.Tensor:
     """x·wᵀ of an input that is cut over the axis, summed over it: whole, or in slices of the sequence.
 
@@ -149,13 +147,11 @@ def products(
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
     later: Later,
-    axis: Axis = ALONE,
-    sequence: bool = False,
-    numbers: Plain = PLAIN,
+    axis: Axis,
+    sequence: bool,
+    numbers: Plain,
 ) -> tuple[torch.Tensor, ...]:
     """x·wᵀ + b for each weight. On an axis the input is the same (or in slices) and its gradients are summed over it."""
-    if axis.size == 1 and not later.used:
-        return tuple(numbers.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
     settings = axis, sequence, later, numbers, len(weights)
     out: tuple[torch.Tensor, ...] = _Products.apply(x, *settings, *weights, *biases)  # type: ignore[no-untyped-call]
     return out

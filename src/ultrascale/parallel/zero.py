@@ -60,9 +60,8 @@ def _slice_experts(model: Transformer, ranks: int, shards: dict[str, Shard]) -> 
         if not isinstance(block.mlp, MixtureOfExperts):
             continue
         experts = block.mlp.experts
-        count, *rows = (experts.down.shape[0], *(parameter.shape[1] for parameter in experts.parameters()))
-        slices, rest = divmod(ranks, count)
-        if slices < 2 or rest or any(each % slices for each in rows):
+        slices, rest = divmod(ranks, len(experts.down))
+        if slices < 2 or rest or any(parameter.shape[1] % slices for parameter in experts.parameters()):
             continue
         experts.slice(slices)
         for leaf, _ in experts.named_parameters():

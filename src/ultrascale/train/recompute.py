@@ -49,8 +49,6 @@ _ATTENTION = {
     flash.FORWARD.default,
     torch.ops.higher_order.flex_attention,
 }
-
-
 _SAVED = _PRODUCTS | _ATTENTION
 
 
