@@ -161,10 +161,15 @@ def engine_of(job: Job, layout: Layout, training: Training, rank: int = 0) -> En
     return Engine(job, mesh, training, batches)
 
 
-def train(engine: Engine) -> Seen:
-    """All steps of the training; the gradients of the first, before anything scales or clips them."""
+def train(engine: Engine, evaluate: bool = False) -> Seen:
+    """All steps of the training; the gradients of the first, before anything scales or clips them.
+
+    With `evaluate`, held-out text is evaluated before every step but the first: the steps must not change by it.
+    """
     losses, norms, pieces = [], [], list[Piece]()
     for number in range(engine.training.steps):
+        if evaluate and number:
+            engine.evaluate(1)
         loss = engine.backward(engine.read(number))
         if number == 0:
             pieces = [_piece(weight) for weight in engine.weights]
@@ -193,11 +198,13 @@ def whole_gradients(job: Job, seen: Seen) -> Mapping[str, torch.Tensor]:
     return found
 
 
-def check(model: str | Model, training: Training | None = None, close: float = CLOSE, **fields: Any) -> list[Seen]:
+def check(
+    model: str | Model, training: Training | None = None, close: float = CLOSE, evaluate: bool = False, **fields: Any
+) -> list[Seen]:
     """Trains under the layout of `fields` and asserts that every rank agrees with one process."""
     job, training, layout = job_of(model), training or training_of(), Layout(**{"gas": 4, **fields})
     assert supported.layout_problem(_as_cut(job, layout), layout, training) is None
-    ranks: list[Seen] = in_ranks(train, job, layout, training)
+    ranks: list[Seen] = in_ranks(train, job, layout, training, evaluate)
     assert_same(ranks, one_process(job, layout.dp * layout.mbs * layout.gas, Training(**plain(training))), job, close)
     return ranks
 

@@ -19,6 +19,17 @@ def test_two_ranks(family: str, zero: int) -> None:
     check(family, dp=2, gas=3, zero=zero)
 
 
+@stages
+@pytest.mark.parametrize(
+    "fields",
+    [{"gas": 2}, {"pp": 2, "gas": 4, "schedule": "zero-bubble"}, {"gas": 2, "zero_shards": 2, "dp": 4}],
+    ids=["accumulation", "zero-bubble", "hsdp"],
+)
+def test_steps_after_an_evaluation(zero: int, fields: dict[str, Any]) -> None:
+    """An evaluation leaves parameters gathered; the next step must begin with no gradient on the shards all the same."""
+    check("tied", evaluate=True, **{"dp": 2, "zero": zero, **fields})
+
+
 @pytest.mark.parametrize("zero", [1, pytest.param(2, marks=slow), 3])
 def test_uneven_and_empty_shards(zero: int) -> None:
     """Four ranks share two rows of a key's weight and five of the MLP's: some hold less, some nothing."""

@@ -99,7 +99,8 @@ class Sharded(Gradients):
         """replicas of HSDP meet once a step, whenever shards do"""
 
     def begin(self) -> None:
-        for parameter in self.module.parameters():
+        # Not `module.parameters()`: after an evaluation those are the gathered ones, while sums stay on the shards.
+        for parameter in (*self.shards(), *self.unsharded()):
             parameter.grad = None
         # FSDP2 gathers ahead of backward by the forwards it remembers: those of an evaluation, too.
         self._forwards.clear()
