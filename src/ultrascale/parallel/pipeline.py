@@ -206,6 +206,8 @@ class Pipeline:
         self.finals = set(finals.values())
         self.ran: list[Action] = []
         """what the last step computed, in order"""
+        self.microbatch: int | None = None
+        """the micro-batch whose forward is running; None outside of a forward, in recomputation too"""
 
     def step(self, batch: Batch, scale: float) -> torch.Tensor:
         """All forwards and backwards of one step; the sum of this rank's losses. `scale` weighs each token's loss."""
@@ -272,7 +274,9 @@ class Pipeline:
             )
         targets = batch.targets(k) if stage == self.last_stage else None
         documents = (batch.documents(k),) if batch.documents is not None else ()
+        self.microbatch = k
         y = chunk.gradients.module(x, batch.positions, targets, *documents)
+        self.microbatch = None
         target = self.route.target(Action(Kind.F, stage, k))
         if target is not None:
             mail.give(Message(Kind.F, stage, k), y.detach(), target)

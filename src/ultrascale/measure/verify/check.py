@@ -1,23 +1,22 @@
-"""Does a layout compute what one process computes? Loss and every gradient, in fp32, over several steps.
+"""Does a layout compute what one process computes? Losses, gradient norms and every gradient; where they differ, the first module.
 
-One process runs the whole batch and leaves its losses and gradients in a file; each rank of the layout compares its own
-pieces with that file's slices. The bound is 10⁻⁵, relative to the largest entry of the tensor: fp32 rounds at 6·10⁻⁸, sums of
-a batch in another order differ by some tens of that, and a reduction left out, the mistake that a test plants, by
-0.78. Two gradients need care. That of a key's bias is zero but for rounding, so no tensor is measured against less than a
-thousandth of the largest entry of all; and AdamW turns an entry that is pure rounding into a whole step, so eps is 10⁻⁵ here.
+One process runs the whole batch and writes what it made to a file; each rank of the layout compares its own parts with slices
+of that file, within bounds that rounding explains (recording.py). A layout that differs runs again with every module traced.
 """
 
 from __future__ import annotations
 
+import math
 import tempfile
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
+from ultrascale.measure.verify.recording import PERTURBED_RUNS, Bounds, Item, StepPlan, StepRunner, record, rounding
 from ultrascale.parallel import local
-from ultrascale.parallel.mesh import Mesh
+from ultrascale.parallel.mesh import Mesh, Place
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError
 from ultrascale.specs.job import Job
@@ -29,10 +28,9 @@ from ultrascale.train.optimizer import Weight
 from ultrascale.train.run import join, leave
 from ultrascale.train.world import Seat
 
-BOUND = 1e-5
-FLOOR = 1e-3  # of the largest gradient entry of the model: what a tensor's entries are at least measured against
 STEPS = 3
 TIMEOUT_S = 300.0
+EMBEDDING = "embed.tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -43,122 +41,219 @@ class Difference:
     loss_error: float
     """largest relative difference of a step's loss, or of its gradient norm"""
     grad_error: float
-    """largest difference of a gradient's entry, relative to the largest of that gradient (see FLOOR); first and last step"""
+    """largest difference of a gradient's entry, relative to the largest of that gradient; first and last step"""
+    excess: float
+    """the largest difference over the bound that rounding explains: up to 1 is the same computation"""
     worst: str
-    """the parameter that has it"""
+    """what has it"""
     problem: str = ""
     """why nothing could be compared"""
+    where: str = ""
+    """the first module and tensor that differ"""
 
     @property
     def ok(self) -> bool:
-        return not self.problem and self.loss_error <= BOUND and self.grad_error <= BOUND
+        return not self.problem and self.excess <= 1
 
 
-@dataclass(frozen=True)
-class Trial:
-    """What one run of a few steps left behind."""
+@dataclass
+class RankResult:
+    """What one rank of a layout found."""
 
-    losses: list[float]
-    norms: list[float]
-    grad_error: float = 0.0
-    worst: str = ""
+    errors: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """by key: relative difference, and the same over its bound"""
+    squares: dict[str, float] = field(default_factory=dict)
+    """by key: what this rank adds to the square of the gradient norm"""
+    parts: tuple[int, ...] = ()
+    """ranks whose squares add up to the norm"""
+    rows: dict[str, set[int]] = field(default_factory=dict)
+    """by key: sequences of the batch that reached a module on this rank"""
     elements: int = 0
     """gradient entries that were compared and count once in the whole model"""
 
 
 def verify(job: Job, layouts: Iterable[Layout], training: Training | None = None) -> Iterator[Difference]:
     """Each layout against one process, one after the other. The job's batch and precision are those of the comparison."""
-    training = training or Training(steps=STEPS, warmup_steps=0, eps=1e-5)
+    training = training or Training(steps=STEPS, warmup_steps=0, eps=1e-5, graphs="never")
     with tempfile.TemporaryDirectory(prefix="ultrascale-") as folder:
-        references: dict[int, tuple[Path, Trial]] = {}
-        for layout in layouts:
+        references: dict[tuple[int, bool], Reference] = {}
+
+        def reference(layout: Layout, trace: bool) -> Reference:
             sequences = layout.dp * layout.mbs * layout.gas
-            if sequences not in references:
-                references[sequences] = _reference(job, sequences, training, Path(folder) / f"{sequences}.pt")
-            yield _compare(job, layout, training, *references[sequences])
+            key = (sequences, trace)
+            if key not in references:
+                steps = [_plan(training, number, trace) for number in range(training.steps)]
+                references[key] = make_reference(job, sequences, steps, Path(folder) / f"{sequences}-{trace}.pt")
+            return references[key]
+
+        # In fp32 gradients alone tell; the wider bounds of other formats hide in them what a module's own output shows.
+        traced = job.precision != "fp32"
+        for layout in layouts:
+            difference = _compare(job, layout, reference(layout, traced))
+            if not difference.ok and not traced:
+                found = _compare(job, layout, reference(layout, True))
+                difference = replace(difference, where=found.where, problem=difference.problem or found.problem)
+            yield difference
 
 
-def _reference(job: Job, sequences: int, training: Training, file: Path) -> tuple[Path, Trial]:
+def _plan(training: Training, number: int, trace: bool) -> StepPlan:
+    return StepPlan(number, training, gradients=trace or number in (0, training.steps - 1), trace=trace, weights=trace)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What one process made of some steps, on the disk, and how far rounding moves it."""
+
+    file: Path
+    steps: Sequence[StepPlan]
+    bounds: Bounds
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        tensors: dict[str, torch.Tensor] = torch.load(self.file, weights_only=True, mmap=True)
+        return tensors
+
+    @property
+    def keys(self) -> list[str]:
+        """In the order in which they were computed."""
+        return list(self.bounds.by_key)
+
+
+def make_reference(job: Job, sequences: int, steps: Sequence[StepPlan], file: Path) -> Reference:
     alone = job.changed(cluster=Cluster.load("1xh100"), batch_tokens=sequences * job.seq)
-    (trial,) = local.run(_alone, 1, alone, Layout(mbs=1, gas=sequences), training, file, timeout_s=TIMEOUT_S)
-    return file, trial
+    arguments = (alone, Layout(mbs=sequences), list(steps), file)
+    (bounds,) = local.run(_alone, 1, *arguments, timeout_s=TIMEOUT_S)
+    return Reference(file, steps, bounds)
 
 
-def _alone(rank: int, nproc: int, store: str, job: Job, layout: Layout, training: Training, file: Path) -> Trial:
-    engine = _engine(Seat(), job, layout, training)
-    losses, norms = [], []
-    kept: dict[str, torch.Tensor] = {}
-    for number in range(training.steps):
-        loss = engine.backward(engine.read(number))
-        if number in _looked_at(training):
-            kept |= {f"{number}/{weight.shard.name}": weight.gradient.clone() for weight in engine.weights}
-        result = engine.update(number, loss)
-        losses.append(result.loss)
-        norms.append(result.grad_norm)
-    torch.save(kept, file)
-    return Trial(losses, norms)
+def _alone(rank: int, nproc: int, store: str, job: Job, layout: Layout, steps: list[StepPlan], file: Path) -> Bounds:
+    def run(seed: int | None) -> dict[str, torch.Tensor]:
+        engine = make_engine(Seat(), job, layout, steps[0].training)
+        return record(StepRunner(engine, any(step.trace for step in steps), seed), steps)
+
+    whole = run(None)
+    torch.save(whole, file)
+    return Bounds.measured(whole, [run(seed) for seed in range(PERTURBED_RUNS)], rounding(job.precision))
 
 
-def _compare(job: Job, layout: Layout, training: Training, file: Path, alone: Trial) -> Difference:
+def _compare(job: Job, layout: Layout, reference: Reference) -> Difference:
     cut = job.changed(cluster=Cluster.load(f"{layout.gpus}xh100"), batch_tokens=layout.batch_tokens(job.seq))
     try:
-        trials: list[Trial] = local.run(_rank, layout.gpus, cut, layout, training, file, timeout_s=TIMEOUT_S)
+        ranks: list[RankResult] = local.run(_rank, layout.gpus, cut, layout, reference, timeout_s=TIMEOUT_S)
     except (local.RankError, RunError) as failure:
-        return Difference(layout, float("inf"), float("inf"), "", problem=str(failure).strip().splitlines()[-1])
-    expected = sum(weight.numel() for weight in torch.load(file, weights_only=True, mmap=True).values())
-    compared = sum(trial.elements for trial in trials)
-    problem = "" if compared == expected else f"{compared:,} gradient entries were compared, {expected:,} exist"
-    worst = max(trials, key=lambda trial: trial.grad_error)
-    pairs = [(trial, name) for trial in trials for name in ("losses", "norms")]
-    loss_error = max(_largest(getattr(trial, name), getattr(alone, name)) for trial, name in pairs)
-    return Difference(layout, loss_error, worst.grad_error, worst.worst, problem)
+        return Difference(layout, math.inf, math.inf, math.inf, "", problem=str(failure).strip().splitlines()[-1])
+    by_rank = all_errors(reference, ranks)
+    largest = {key: max(errors.get(key, (0.0, 0.0)) for errors in by_rank) for key in reference.keys}
+    worst = max(largest, key=lambda key: largest[key][1])
+
+    def error(*sections: str) -> float:
+        return max((value for key, (value, _) in largest.items() if key.split("/")[1] in sections), default=0.0)
+
+    return Difference(
+        layout,
+        error("loss", "grad_norm"),
+        error("gradient"),
+        largest[worst][1],
+        worst,
+        _not_compared(reference, ranks),
+        first_difference(layout, reference, ranks),
+    )
 
 
-def _largest(seen: list[float], expected: list[float]) -> float:
-    return max(abs(a - b) / abs(b) for a, b in zip(seen, expected, strict=True))
-
-
-def _rank(rank: int, nproc: int, store: str, job: Job, layout: Layout, training: Training, file: Path) -> Trial:
-    engine = _engine(Seat(rank, nproc, rank, nproc, store), job, layout, training)
-    whole = torch.load(file, weights_only=True, mmap=True)
-    largest = {number: _largest_entry(whole, number) for number in _looked_at(training)}
-    losses, norms, elements = [], [], 0
-    error, worst = 0.0, ""
-    for number in range(training.steps):
-        loss = engine.backward(engine.read(number))
-        if number in _looked_at(training):
-            for weight in engine.weights:
-                reference = whole[f"{number}/{_reference_name(weight, whole, number)}"]
-                scale = max(float(reference.abs().max()), FLOOR * largest[number])
-                error, worst = max((error, worst), (_error(weight, reference) / scale, weight.shard.name))
-                elements += weight.gradient.numel() if weight.counted and _first_replica(weight) else 0
-        result = engine.update(number, loss)
-        losses.append(result.loss)
-        norms.append(result.grad_norm)
+def _rank(rank: int, nproc: int, store: str, job: Job, layout: Layout, reference: Reference) -> RankResult:
+    steps = reference.steps
+    engine = make_engine(Seat(rank, nproc, rank, nproc, store), job, layout, steps[0].training)
+    whole = reference.whole()
+    runner, result = StepRunner(engine, any(step.trace for step in steps)), RankResult(parts=engine.mesh.parts.ranks)
+    result.elements = sum(step.gradients for step in steps) * sum(
+        weight.master.numel() for weight in engine.weights if weight.counted and _first_replica(weight)
+    )
+    for step in steps:
+        compare_items(runner.run(step), reference, whole, result)
     leave()
-    return Trial(losses, norms, error, worst, elements)
+    return result
 
 
-def _looked_at(training: Training) -> tuple[int, ...]:
-    return (0, training.steps - 1)
+def compare_items(items: Iterable[Item], reference: Reference, whole: Mapping[str, torch.Tensor], result: RankResult) -> None:
+    """Adds to `result` how far each of a rank's items is from one process's."""
+    for item in items:
+        section = item.key.split("/")[1]
+        if section == "norm":
+            result.squares[item.key] = float(item.value)
+            continue
+        key = item.key if item.key in whole else _tied(item.key)
+        found = reference.bounds.excess(key, item.value, item.slice(whole[key]))
+        result.errors[key] = max(found, result.errors.get(key, (0.0, 0.0)))
+        if item.rows:
+            result.rows.setdefault(key, set()).update(item.rows)
 
 
-def _reference_name(weight: Weight, whole: dict[str, torch.Tensor], number: int) -> str:
+def _tied(key: str) -> str:
     """A tied head on a stage of its own has the embedding's gradient."""
-    name = weight.shard.name
-    return name if f"{number}/{name}" in whole else "embed.tokens.weight"
+    return f"{key.rpartition('/')[0]}/{EMBEDDING}"
 
 
-def _error(weight: Weight, reference: torch.Tensor) -> float:
-    part = weight.shard.piece(reference)
-    if not part.numel():
-        return 0.0
-    error = float((weight.gradient - part).abs().max())
-    return error if error == error else float("inf")
+def all_errors(reference: Reference, ranks: Sequence[RankResult]) -> list[dict[str, tuple[float, float]]]:
+    """By rank and key; what parameters add to the norm is summed over the ranks that a rank sums over."""
+    whole, bounds = reference.whole(), reference.bounds
+    found = []
+    for result in ranks:
+        errors = dict(result.errors)
+        for key in bounds.by_key:
+            if result.squares and key.split("/")[1] == "norm":
+                total = sum(ranks[rank].squares.get(key, 0.0) for rank in result.parts)
+                errors[key] = bounds.excess(key, torch.tensor(total, dtype=torch.float64), whole[key])
+        found.append(errors)
+    return found
 
 
-def _largest_entry(whole: dict[str, torch.Tensor], number: int) -> float:
-    return max(float(gradient.abs().max()) for name, gradient in whole.items() if name.startswith(f"{number}/"))
+def _not_compared(reference: Reference, ranks: Sequence[RankResult]) -> str:
+    exist = sum(value.numel() for key, value in reference.whole().items() if key.split("/")[1] == "gradient")
+    compared = sum(result.elements for result in ranks)
+    return "" if compared == exist else f"{compared:,} gradient entries were compared, {exist:,} exist"
+
+
+def first_difference(layout: Layout, reference: Reference, ranks: Sequence[RankResult]) -> str:
+    """The first key that differs, in the order in which a step computes."""
+    batch, by_rank = layout.dp * layout.mbs * layout.gas, all_errors(reference, ranks)
+    for key in reference.keys:
+        at, section, *name = key.split("/")
+        reached = [result.rows[key] for result in ranks if key in result.rows]
+        if reached and (left_out := sorted(set(range(batch)) - set().union(*reached))):
+            return (
+                f"step {at}, {_SECTIONS[section]} {name[0]}: missing for sequences {_listed(left_out)} of the batch's {batch}"
+            )
+        differ = [rank for rank, errors in enumerate(by_rank) if errors.get(key, (0.0, 0.0))[1] > 1]
+        if differ:
+            error = max(by_rank[rank][key][0] for rank in differ)
+            return (
+                f"step {at}, {_SECTIONS.get(section, section)}{f' {name[0]}' if name else ''}: off by {error:.1e} of its "
+                f"largest entry (bound {reference.bounds.by_key[key].largest:.1e}) on {_places(layout, differ)}"
+            )
+    return ""
+
+
+_SECTIONS = {
+    "forward": "forward output of",
+    "backward": "gradient by the output of",
+    "gradient": "gradient of",
+    "norm": "share in the gradient norm of",
+    "weight": "updated weight",
+    "grad_norm": "gradient norm",
+    "eval_loss": "evaluation loss",
+    "expert_tokens": "tokens per expert",
+}
+
+
+def _places(layout: Layout, ranks: Sequence[int]) -> str:
+    if len(ranks) == layout.gpus:
+        return "every rank"
+    named = [f"{rank} ({Place.of(layout, rank).words(layout)})" for rank in ranks]
+    return f"rank {_listed(named)} of {layout.gpus}"
+
+
+def _listed(values: Sequence[object], most: int = 4) -> str:
+    rest = f" and {len(values) - most} more" if len(values) > most else ""
+    return ", ".join(map(str, values[:most])) + rest
 
 
 def _first_replica(weight: Weight) -> bool:
@@ -166,7 +261,7 @@ def _first_replica(weight: Weight) -> bool:
     return weight.shard.copies is not None and weight.shard.copies.rank == 0
 
 
-def _engine(seat: Seat, job: Job, layout: Layout, training: Training) -> Engine:
+def make_engine(seat: Seat, job: Job, layout: Layout, training: Training) -> Engine:
     device = join(seat, training.timeout_s)
     torch.set_num_threads(1)
     mesh = Mesh.build(layout, job.model.kv_heads, seat.rank, device)

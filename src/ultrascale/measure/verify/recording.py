@@ -1,0 +1,212 @@
+"""What is compared: every number of a step, by a key, as one process makes it and as each rank of a layout does.
+
+Keys are `STEP/SECTION/NAME`, in the order in which a step computes them, so that the first key that differs is where a fault
+first shows. One process writes whole tensors to a file; a rank compares its own part with the slice of the whole tensor. How
+far a correct layout may differ is measured, not guessed: one process runs again with the output of every module and every
+gradient moved by one rounding of the format that computes, and what that changes bounds what another order of sums may change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ultrascale.measure.verify.trace import Part, Trace, Tracer, expected, named_modules, tensors_of
+from ultrascale.specs.training import Training
+from ultrascale.train.build import COMPUTE
+from ultrascale.train.engine import Engine
+
+Recording = Mapping[str, Tensor]
+PERTURBED_RUNS = 2
+FACTOR = 8.0
+"""between what one rounding per module changes and the bound (docs/verify.md has the figures behind it)"""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What one step of a run is: its settings, whether an evaluation follows it, and how much of it is compared."""
+
+    number: int
+    """counted from 0"""
+    training: Training
+    evaluate: bool = False
+    gradients: bool = False
+    trace: bool = False
+    weights: bool = False
+    """weights and optimizer states after the update"""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One number or tensor of a step, as this rank has it."""
+
+    key: str
+    value: Tensor
+    slice: Callable[[Tensor], Tensor] = lambda whole: whole
+    """of one process's tensor, what this rank's value is compared with"""
+    rows: tuple[int, ...] = ()
+    """sequences of the batch, of a module's output"""
+
+
+class StepRunner:
+    """Runs steps of an engine and lists what they made."""
+
+    def __init__(self, engine: Engine, trace: bool = False, seed: int | None = None) -> None:
+        """`seed`: of a perturbation by one rounding; None: the engine as it is."""
+        self.engine = engine
+        self.perturb = None if seed is None else Perturbation(engine, seed)
+        self.tracer = Tracer(engine) if trace else None  # after it, to see what it moved
+
+    def run(self, step: StepPlan) -> Iterator[Item]:
+        engine, at = self.engine, step.number + 1
+        engine.training = step.training
+        loss = engine.backward(engine.read(step.number))
+        if self.perturb is not None:
+            self.perturb.gradients(engine)
+        trace = self.tracer.take() if self.tracer is not None else Trace()
+        yield from items_of(engine, at, trace if step.trace else Trace(), step.gradients, loss)
+        result = engine.update(step.number, loss)
+        yield Item(f"{at}/grad_norm", torch.tensor(result.grad_norm, dtype=torch.float64))
+        if result.loads is not None:
+            yield Item(f"{at}/expert_tokens", result.loads.tokens.double().clone())
+        if step.weights:
+            yield from self._states(at)
+        if step.evaluate:
+            yield Item(f"{at}/eval_loss", torch.tensor(engine.evaluate(step.training.eval_batches), dtype=torch.float64))
+
+    def _states(self, at: int) -> Iterator[Item]:
+        optimizer = self.engine.optimizer
+        for weight in self.engine.weights:
+            name, piece = weight.shard.name, weight.shard.piece
+            yield Item(f"{at}/weight/{name}", weight.exact().clone(), piece)
+            for moment in optimizer.moments if optimizer.updates else ():
+                yield Item(f"{at}/{moment}/{name}", optimizer.moment(weight, moment).clone(), piece)
+
+
+def items_of(engine: Engine, at: int, trace: Trace, gradients: bool, loss: Tensor | None = None) -> Iterator[Item]:
+    """What forward and backward of a step left, before the update."""
+    yield from _parts(engine, at, "forward", trace.forward)
+    if loss is not None:
+        yield Item(f"{at}/loss", loss.detach().double().cpu())
+    yield from _parts(engine, at, "backward", trace.backward)
+    if gradients:
+        for weight in reversed(engine.weights):
+            yield Item(f"{at}/gradient/{weight.shard.name}", weight.gradient.clone(), weight.shard.piece)
+        for weight in reversed(engine.weights):  # what each adds to the square of the norm on this rank
+            square = weight.gradient.double().square().sum() if weight.counted else torch.zeros((), dtype=torch.float64)
+            yield Item(f"{at}/norm/{weight.shard.name}", square)
+
+
+def _parts(engine: Engine, at: int, section: str, parts: Mapping[str, list[Part]]) -> Iterator[Item]:
+    for name, several in parts.items():
+        for part in several:
+            yield Item(f"{at}/{section}/{name}", part.tensor, partial(expected, part, engine.mesh), part.rows)
+
+
+def record(runner: StepRunner, steps: Sequence[StepPlan]) -> dict[str, Tensor]:
+    """Of one process: whole tensors, the sequences of the batch in order."""
+    parts: dict[str, list[Item]] = {}
+    for step in steps:
+        for item in runner.run(step):
+            parts.setdefault(item.key, []).append(item)
+    return {
+        key: torch.cat([item.value for item in sorted(items, key=lambda item: item.rows)]) if items[0].rows else items[0].value
+        for key, items in parts.items()
+    }
+
+
+class Perturbation:
+    """Moves module outputs, their gradients and weight gradients by one rounding, up or down at random."""
+
+    def __init__(self, engine: Engine, seed: int) -> None:
+        self.random = torch.Generator(engine.mesh.device).manual_seed(seed)
+        self.eps = rounding(engine.job.precision)
+        # fp8 rounds the operands of matmuls alone, and to the nearest: by half the spacing at most.
+        matmul = float(torch.finfo(torch.float8_e4m3fn).eps) / 2 if engine.job.precision == "fp8" else self.eps
+        for chunk in engine.pipeline.chunks.values():
+            for name, module in named_modules(chunk.gradients.module):
+                if not name.endswith("router"):
+                    eps = matmul if name.endswith(("qkv", "out", "inputs", "down")) else self.eps
+                    module.register_forward_hook(partial(self._hook, eps))
+
+    def gradients(self, engine: Engine) -> None:
+        for weight in engine.weights:
+            weight.gradient.copy_(self._moved(self.eps, weight.gradient))
+
+    def _hook(self, eps: float, module: nn.Module, inputs: Any, output: Any) -> Any:
+        moved = tuple(self._both_ways(eps, tensor) for _, tensor in tensors_of("", output))
+        return moved[0] if isinstance(output, Tensor) else moved
+
+    def _both_ways(self, eps: float, tensor: Tensor) -> Tensor:
+        moved = tensor + (self._moved(eps, tensor) - tensor).detach()
+        if moved.requires_grad:
+            moved.register_hook(partial(self._moved, eps))
+        return moved
+
+    @torch.no_grad()
+    def _moved(self, eps: float, tensor: Tensor) -> Tensor:
+        signs = torch.randint(0, 2, tensor.shape, generator=self.random, device=tensor.device) * 2 - 1
+        return (tensor.float() * (1 + eps * signs.double()).float()).to(tensor.dtype)
+
+
+def rounding(precision: str) -> float:
+    """The relative spacing of numbers between matmuls: around fp8, a CPU computes in fp32 and a GPU in bf16."""
+    around = "bf16" if torch.cuda.is_available() else "fp32"
+    return float(torch.finfo(COMPUTE[around if precision == "fp8" else precision]).eps)
+
+
+class Error(NamedTuple):
+    """How far a tensor is from another, over the size of that."""
+
+    largest: float
+    """of an entry's difference, over the largest entry"""
+    rms: float
+    """root mean square of the differences, over that of the entries"""
+
+    @classmethod
+    def between(cls, value: Tensor, wanted: Tensor, size: Error) -> Error:
+        """`size`: the largest entry and the root mean square of the whole tensor that `wanted` is a slice of."""
+        if not wanted.numel():
+            return cls(0.0, 0.0)
+        difference = value.double() - wanted.double()
+        finite = wanted.isfinite()
+        if not bool((value.isfinite() == finite).all()):
+            return cls(math.inf, math.inf)
+        found = cls.size(difference[finite])
+        return cls(*(error / whole if whole else math.inf if error else 0.0 for error, whole in zip(found, size, strict=True)))
+
+    @classmethod
+    def size(cls, tensor: Tensor) -> Error:
+        if not tensor.numel():
+            return cls(0.0, 0.0)
+        wide = tensor.double()
+        return cls(float(wide.abs().max()), float(wide.square().mean().sqrt()))
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The largest error of each key that rounding explains."""
+
+    by_key: Mapping[str, Error]
+    sizes: Mapping[str, Error]
+    """the largest entry and the root mean square of each key's tensor"""
+
+    @classmethod
+    def measured(cls, reference: Recording, perturbed: Sequence[Recording], eps: float) -> Bounds:
+        sizes = {key: Error.size(value[value.isfinite()]) for key, value in reference.items()}
+        bounds = {}
+        for key, whole in reference.items():
+            errors = [Error.between(run[key], whole, sizes[key]) for run in perturbed]
+            bounds[key] = Error(*(FACTOR * (max(found) + eps) for found in zip(*errors, strict=True)))
+        return cls(bounds, sizes)
+
+    def excess(self, key: str, value: Tensor, wanted: Tensor) -> tuple[float, float]:
+        """The largest relative difference of an entry, and the larger of both errors over its bound."""
+        error = Error.between(value, wanted, self.sizes[key])
+        return error.largest, max(found / bound for found, bound in zip(error, self.by_key[key], strict=True))
