@@ -105,12 +105,15 @@ def train(
     from ultrascale.show import run as show
     from ultrascale.show.lines import progress
     from ultrascale.train import launch
-    from ultrascale.train.checkpoint import run_of
+    from ultrascale.train.checkpoint import run_named, run_of
     from ultrascale.train.log import batch_line
     from ultrascale.train.request import from_words
     from ultrascale.train.world import seat
 
     mine = seat() if nproc is None else None
+    if resume is not None and mine is not None and (run_folder := run_named(resume)).resolve() == (out or run_folder).resolve():
+        # A restart goes on from the newest checkpoint; the one on the command line may have been moved or deleted since.
+        resume = run_folder if launch.is_restart(run_folder, mine) else resume
     options = {"train.steps": steps, "train.seed": seed, "train.data": data, "job.seq": seq}
     request = from_words(words or [], options, mine.world if mine else nproc, launch.has_gpu(), model, resume, weights)
     if out is None:

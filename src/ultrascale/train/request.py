@@ -6,7 +6,7 @@ from the batch, unless both are given.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -24,8 +24,9 @@ from ultrascale.specs.plan import Plan
 from ultrascale.specs.training import Training, training_value
 from ultrascale.specs.units import tokens
 from ultrascale.specs.validate import build, shown
-from ultrascale.train import checkpoint, supported
+from ultrascale.train import checkpoint, environment, supported
 from ultrascale.train.checkpoint import Checkpoint
+from ultrascale.train.environment import LastLaunch
 
 SECTIONS = ("layout", "train", "job", "checkpoint")
 JOB_FIELDS = ("seq", "batch_tokens", "precision", "gradients", "optimizer")
@@ -115,7 +116,11 @@ def from_words(
         if model is not None or weights is not None:
             raise SpecError("--resume brings its own model and weights: leave --model and --weights out")
         plan = Plan.load(file) if file is not None else None
-        return _emulated(from_checkpoint(checkpoint.resolve(resume), changes, world, gpu, plan), gpu)
+        kept = checkpoint.resolve(resume)
+        # Named by its run, not itself: a launch that was killed before its first checkpoint is repeated with its settings.
+        last = environment.last_launch(resume) if plan is None and kept.folder != resume else None
+        repeated = last if last is not None and last.resumed_from == kept.folder.name else None
+        return _emulated(from_checkpoint(kept, changes, world, gpu, plan, repeated), gpu)
     source = checkpoint.resolve(weights) if weights is not None else None
     sources = sum((file is not None, model is not None))
     if sources > 1 or (sources == 0 and source is None):
@@ -138,20 +143,46 @@ def _emulated(request: Request, gpu: bool) -> Request:
 
 
 def from_checkpoint(
-    source: Checkpoint, changes: Overrides, world: int | None = None, gpu: bool = True, plan: Plan | None = None
+    source: Checkpoint,
+    changes: Overrides,
+    world: int | None = None,
+    gpu: bool = True,
+    plan: Plan | None = None,
+    last: LastLaunch | None = None,
 ) -> Request:
-    """A run that goes on from where it was kept, cut as before or otherwise; a plan, if given, says how."""
+    """A run that goes on from where it was kept, cut as before or otherwise; a plan, if given, says how.
+
+    `last`: the launch that resumed from this checkpoint before and saved none, whose settings are taken over.
+    """
     job, layout = (plan.job, plan.layout) if plan is not None else (source.job, source.layout)
+    training, settings = source.training, source.state.checkpointing
     _same_model(job.model, source.job.model, source.folder)
     notes: list[str] = []
     if plan is not None:
         job = _computable(job, changes, gpu, notes)
-    given = _request(job, layout, changes, world or _processes(layout, changes.layout), source.training, notes)
+    if last is not None:
+        notes.extend(_taken_over(source, last))
+        job, training, settings = job.changed(**last.job), last.training, last.checkpoint
+    given = _request(job, layout, changes, world or _processes(layout, changes.layout), training, notes)
     _continues(given, source)
     if source.step and "data" not in changes.train:
         _same_data(given, source)
-    settings = source.state.checkpointing.changed(**changes.checkpoint)
-    return replace(given, checkpoint=settings, resume=source.folder)
+    return replace(given, checkpoint=settings.changed(**changes.checkpoint), resume=source.folder)
+
+
+def _taken_over(source: Checkpoint, last: LastLaunch) -> Iterator[str]:
+    """A note of the settings in which the last launch differs from the checkpoint."""
+    before = {"train": source.training.model_dump(), "checkpoint": source.state.checkpointing.model_dump()}
+    before["job"] = {name: getattr(source.job, name) for name in last.job}
+    after = {"train": last.training.model_dump(), "checkpoint": last.checkpoint.model_dump(), "job": last.job}
+    changed = [
+        f"{section}.{name}={value}"
+        for section, fields in after.items()
+        for name, value in fields.items()
+        if value != before[section][name]
+    ]
+    if changed:
+        yield f"as the last launch from this checkpoint was given, which saved none: {' '.join(changed)}"
 
 
 def from_plan(plan: Plan, overrides: Overrides, world: int, training: Training | None = None, gpu: bool = True) -> Request:

@@ -21,7 +21,7 @@ from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.measurement import MeasuredStage, MeasuredTime, Measurement
 from ultrascale.specs.units import GIB
-from ultrascale.train import checkpoint
+from ultrascale.train import checkpoint, rollback
 from ultrascale.train.board import Board, SharedBoard, StoreBoard
 from ultrascale.train.build import compute_format
 from ultrascale.train.data import Batches, corpus
@@ -65,7 +65,7 @@ def run_rank(
         describe = partial(described, request.layout)
         watchdog = Watchdog(board or SharedBoard(1), seat.rank, seat.world, limit_s, describe, on_stuck)
         try:
-            return _train(_as_first(request, seat), seat, out, peak_flops, quiet, device, watchdog, observe)
+            return _train(_as_first(request, seat, out), seat, out, peak_flops, quiet, device, watchdog, observe)
         except (SpecError, RunError):
             raise
         except Exception as error:
@@ -103,9 +103,11 @@ def _train(
     keeper = None
     if out is not None and request.checkpoint.save:
         keeper = Keeper(engine, out, request.checkpoint)
+        if request.goes_on_in(out):
+            keeper.saved = start
     if seat.rank == 0 and not quiet:
         sys.stderr.writelines(f"note: {line}\n" for line in _notes(engine))
-    recorder = Recorder(request, out, peak_flops, quiet) if seat.rank == 0 else None
+    recorder = Recorder(request, out, peak_flops, quiet, start) if seat.rank == 0 else None
     with StopSignals() as signals, watchdog:
         loop = Loop(engine, recorder, keeper, signals, watchdog.at, observe(engine))
         try:
@@ -139,8 +141,10 @@ def _notes(engine: Engine) -> list[str]:
     return lines
 
 
-def _as_first(request: Request, seat: Seat) -> Request:
-    """Goes on from where rank 0 says: it alone looked, before anything was written."""
+def _as_first(request: Request, seat: Seat, out: Path | None) -> Request:
+    """Resumes from rank 0's checkpoint: it alone looked, and finishes a roll-back once every rank has read its request."""
+    if seat.rank == 0 and out is not None and request.goes_on_in(out) and (moved := rollback.finish(out)) is not None:
+        request = replace(request, resume=moved)
     if seat.world == 1:
         return request
     said = [(request.resume, request.weights)]
