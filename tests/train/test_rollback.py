@@ -218,7 +218,6 @@ def trained(tmp_path: Path, run: Run) -> Path:
 def test_a_rolled_back_run_that_is_killed_goes_on_from_where_it_was_rolled_back_to(
     trained: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ultrascale.train import run as ranks
     from ultrascale.train.engine import Engine
 
     first = curve(trained)
@@ -231,7 +230,7 @@ def test_a_rolled_back_run_that_is_killed_goes_on_from_where_it_was_rolled_back_
         code, _, said = run("train", "--resume", trained / "checkpoints" / "step-000002", "train.lr=1e-2")
     assert code != 0
     assert "step-000004, step-000006 of the branch that the run leaves are set aside" in said
-    assert ranks.checkpoint.latest(trained).step == 2
+    assert checkpoint.latest(trained).step == 2
     code, _, said = run("train", "--resume", trained)
     assert code == 0, said
     assert "as the last launch from this checkpoint was given, which saved none: train.lr=0.01" in said.replace("\n", " ")

@@ -59,8 +59,8 @@ class State:
     good_steps: int = 0
     """since the loss scale last changed"""
     checkpointing: Checkpointing = field(default_factory=Checkpointing)
-    data: int | None = None
-    """fingerprint of the text that was trained on"""
+    data: str | int | None = None
+    """digest of the data that was trained on (data/digest.py); a number in checkpoints of earlier versions"""
 
 
 @dataclass(frozen=True)

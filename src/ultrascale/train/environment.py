@@ -32,6 +32,8 @@ class LastLaunch:
     training: Training
     checkpoint: Checkpointing
     job: dict[str, Any]
+    changed: tuple[str, ...]
+    """what it was allowed to change, and did"""
 
 
 def write(request: Request, run: Path, launch: str, resumed: bool) -> None:
@@ -50,6 +52,7 @@ def write(request: Request, run: Path, launch: str, resumed: bool) -> None:
         "training": request.training.model_dump(mode="json"),
         "checkpoint": request.checkpoint.model_dump(mode="json"),
         "job": {name: getattr(request.job, name) for name in JOB_FIELDS},
+        "changed": list(request.changed),
         "command": sys.argv,
         "launch": launch,
         "earlier": _earlier(run) if resumed else [],
@@ -68,7 +71,8 @@ def last_launch(run: Path) -> LastLaunch | None:
     try:
         training = build(Training, data["training"], "env.training")
         settings = build(Checkpointing, data["checkpoint"], "env.checkpoint")
-        return LastLaunch(data["resumed_from"], training, settings, {name: data["job"][name] for name in JOB_FIELDS})
+        job = {name: data["job"][name] for name in JOB_FIELDS}
+        return LastLaunch(data["resumed_from"], training, settings, job, tuple(data["changed"]))
     except (KeyError, TypeError, SpecError):
         return None
 
