@@ -144,7 +144,8 @@ def train(
             console.print(f"note: {note}")
     with progress() as say:
         say("measuring this machine, for a prediction to compare with")
-        machine = launch.machine(request.layout.gpus, request.job.precision) if first or launch.has_gpu() else None
+        needed, limit_s = first or launch.has_gpu(), request.training.timeout_s
+        machine = launch.machine(request.layout.gpus, request.job.precision, limit_s) if needed else None
     run = launch.train(request, out, nproc, machine)
     if run is None:
         return

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -32,10 +33,12 @@ from ultrascale.specs.units import GIB
 from ultrascale.train import checkpoint
 from ultrascale.train.checkpoint import Checkpoint, State
 from ultrascale.train.engine import Engine
+from ultrascale.train.meeting import group_timeout_s
 from ultrascale.train.optimizer import Weight
 from ultrascale.train.pieces import Piece, Pieces, load, save
 
 TOLD_AFTER_S = 2.0
+LONGEST_SAVE_S = 1800.0  # torch's own limit for gloo
 HEAD, EMBEDDING = "head.linear.weight", "embed.tokens.weight"
 
 
@@ -45,7 +48,7 @@ class Keeper:
     def __init__(self, engine: Engine, run: Path, settings: Checkpointing) -> None:
         self.engine, self.run, self.settings = engine, run, settings
         self.moving: Callable[[], None] = lambda: None
-        """called now and then while the loop waits for the disk"""
+        """called every second while the loop waits for the disk"""
         self.group = own_group(engine)
         # Rank 0 alone writes the manifest. The digest is needed for the first one, not for the first step.
         self._data = DataDigest(engine.training, engine.job.model.vocab, run) if engine.mesh.rank == 0 else None
@@ -209,15 +212,15 @@ class DataDigest:
         return self._found.result()
 
 
-def restore(engine: Engine, source: Checkpoint, weights_alone: bool = False) -> None:
-    """Fills an engine from a checkpoint of any layout."""
+def restore(engine: Engine, source: Checkpoint, weights_alone: bool = False, moving: Callable[[], None] | None = None) -> None:
+    """Fills an engine from a checkpoint of any layout; `moving` is called with every part that was read."""
     group = own_group(engine)
     engine.optimizer.continued(0 if weights_alone else source.state.updates)
     rooms = {id(weight): torch.empty(weight.master.shape) for weight in engine.weights if weight.parted}
     pieces = _states(engine, False, engine.optimizer.moments if engine.optimizer.updates else (), rooms)
     randomness = {} if weights_alone else _kept_randomness(engine, source)
     try:
-        load(pieces | randomness, source.folder, source.sums, group)
+        load(pieces | randomness, source.folder, source.sums, group, moving)
     except SpecError as error:
         raise SpecError(f"{error}{checkpoint.others(source.folder)}") from None
     for name in _randomness(engine).get("random", {}):
@@ -239,7 +242,9 @@ def own_group(engine: Engine) -> dist.ProcessGroup | None:
     """A group for checkpoints alone, on the host, so that saving never mixes with what training exchanges."""
     if engine.mesh.world.size == 1:
         return None
-    group = dist.new_group(backend="gloo")
+    # Others wait for the slowest disk, however long that takes; the watchdog notices ranks that are gone.
+    limit_s = max(LONGEST_SAVE_S, group_timeout_s(engine.training.timeout_s))
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit_s))
     assert isinstance(group, dist.ProcessGroup)
     return group
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 PLAN, MEASUREMENT, METRICS = "plan.yaml", "measurement.json", "metrics.jsonl"
 LOCK = ".lock"
+LONGEST_MEASURE_S = 60.0  # of a CPU, which takes some two seconds where nobody else uses it
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,10 @@ def _start(
     board = SharedBoard(world)
     arguments = (request, out, peak, quiet, board, observe or Observer)
     describe = partial(described, request.layout)
-    results: list[Outcome | None] = local.run(_local_rank, world, *arguments, board=board, describe=describe, stoppable=True)
+    last_s = 2 * request.training.timeout_s  # a rank that is stopped after its last collective holds nobody else up
+    results: list[Outcome | None] = local.run(
+        _local_rank, world, *arguments, board=board, describe=describe, stoppable=True, last_s=last_s
+    )
     return results[0]
 
 
@@ -228,13 +232,21 @@ def has_gpu() -> bool:
     return bool(gpu_names())
 
 
-def machine(world: int, precision: str) -> Cluster | None:
-    """This machine, for a prediction; None where its kind is unknown or has no number for that precision."""
+def machine(world: int, precision: str, timeout_s: float = 600.0) -> Cluster | None:
+    """This machine, for a prediction; None where its kind is unknown or has no number for that precision.
+
+    Whatever goes wrong is a note: a run does not end for want of a prediction. `timeout_s`: of the run, whose other ranks may
+    be waiting.
+    """
     import_torch()
     from ultrascale.train.machine import detect
 
     try:
-        cluster = detect(world)
+        cluster = detect(world, min(LONGEST_MEASURE_S, timeout_s / 4))
     except SpecError:
+        return None
+    except Exception as error:
+        reason = str(error).splitlines()[-1] if str(error) else type(error).__name__
+        sys.stderr.write(f"note: no prediction to compare with, since this machine could not be measured: {reason:.300}\n")
         return None
     return cluster if precision in cluster.gpu.peak_tflops else None

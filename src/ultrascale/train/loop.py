@@ -27,6 +27,7 @@ from ultrascale.train.keep import Keeper
 from ultrascale.train.log import MetricsLog, Progress, StepRecord, open_sinks
 from ultrascale.train.request import Request
 from ultrascale.train.stop import StopSignals
+from ultrascale.train.watchdog import Watchdog
 
 
 @dataclass
@@ -66,16 +67,15 @@ class Loop:
         recorder: Recorder | None,
         keeper: Keeper | None,
         signals: StopSignals,
-        at: Callable[[int, str], None],
+        watchdog: Watchdog,
         observer: Observer | None = None,
     ) -> None:
-        """`at(step, doing)` hears what this rank begins with."""
         self.observer = observer or Observer(engine)
-        self.engine, self.recorder, self.keeper, self.signals, self.at = engine, recorder, keeper, signals, at
+        self.engine, self.recorder, self.keeper, self.signals, self.at = engine, recorder, keeper, signals, watchdog.at
         self.watch = Watch()
         self.done = 0
         if keeper is not None:
-            keeper.moving = lambda: at(self.done, "saving")
+            keeper.moving = lambda: watchdog.waits_for_disk(self.done, "saving")
         self.stopped: str | None = None
         self._stalled = 0.0
 
