@@ -211,9 +211,10 @@ def import_torch() -> None:
 def _refuse_used(out: Path) -> None:
     for used in (METRICS, checkpoint.FOLDER):
         if (out / used).exists():
+            kept = checkpoint.newest(out) is not None
+            other = f"go on with it: --resume {out}" if kept else "delete it: it has no checkpoint to resume from"
             raise SpecError(
-                f"--out is {out} but that folder holds a run already ({used}): try another, such as {out}-2, "
-                f"or go on with it: --resume {out}"
+                f"--out is {out} but that folder holds a run already ({used}): try another, such as {out}-2, or {other}"
             )
 
 

@@ -46,7 +46,7 @@ class StepRecord:
     loss_scale: float | None = None
     eval_loss: float | None = None
     checkpoint_s: float | None = None
-    """how long training stood still for a checkpoint"""
+    """how long training stood still for a checkpoint since the last row"""
     balance_loss: float | None = None
     """of the experts, mean over sequences and layers; 1 is even"""
     expert_load: tuple[float, ...] | None = None
