@@ -6,7 +6,7 @@ from the batch, unless both are given.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -130,9 +130,7 @@ def from_words(
         # Named by its run, not itself: a launch that was killed before its first checkpoint is repeated with its settings.
         last = environment.last_launch(resume) if plan is None and kept.folder != resume else None
         repeated = last if last is not None and last.resumed_from == kept.folder.name else None
-        request = from_checkpoint(kept, changes, world, gpu, plan, repeated)
-        allowed |= set() if repeated is None else set(repeated.changed)
-        return _emulated(replace(request, changed=_changed(request, kept, allowed, first, report)), gpu)
+        return _emulated(from_checkpoint(kept, changes, world, gpu, plan, repeated, allowed, first, report), gpu)
     source = checkpoint.resolve(weights) if weights is not None else None
     sources = sum((file is not None, model is not None))
     if sources > 1 or (sources == 0 and source is None):
@@ -161,10 +159,14 @@ def from_checkpoint(
     gpu: bool = True,
     plan: Plan | None = None,
     last: LastLaunch | None = None,
+    allowed: Set[str] = frozenset(),
+    first: bool = True,
+    report: Report | None = None,
 ) -> Request:
     """A run that goes on from where it was kept, cut as before or otherwise; a plan, if given, says how.
 
-    `last`: the launch that resumed from this checkpoint before and saved none, whose settings are taken over.
+    `last`: the launch that resumed from this checkpoint before and saved none, whose settings are taken over. `allowed`,
+    `first`, `report`: as of `from_words`.
     """
     job, layout = (plan.job, plan.layout) if plan is not None else (source.job, source.layout)
     training, settings = source.training, source.state.checkpointing
@@ -177,7 +179,8 @@ def from_checkpoint(
         job, training, settings = job.changed(**last.job), last.training, last.checkpoint
     given = _request(job, layout, changes, world or _processes(layout, changes.layout), training, notes)
     _continues(given, source)
-    return replace(given, checkpoint=settings.changed(**changes.checkpoint), resume=source.folder)
+    changed = _changed(given, source, allowed | set(last.changed if last is not None else ()), first, report)
+    return replace(given, checkpoint=settings.changed(**changes.checkpoint), resume=source.folder, changed=changed)
 
 
 def _taken_over(source: Checkpoint, last: LastLaunch) -> Iterator[str]:
@@ -296,7 +299,7 @@ def _allowed(text: str | None, resume: Path | None) -> set[str]:
     return set(words)
 
 
-def _changed(given: Request, source: Checkpoint, allowed: set[str], first: bool, report: Report | None) -> tuple[str, ...]:
+def _changed(given: Request, source: Checkpoint, allowed: Set[str], first: bool, report: Report | None) -> tuple[str, ...]:
     """What differs in the order or content of the data; SpecError if that was not allowed by name."""
     if not source.step:
         return ()
