@@ -234,7 +234,7 @@ def main() -> None:
     if not file.exists():
         seen = local.run(in_turns, options.processes, wanted, options.turns)
         if options.processes == 1:  # it sends nothing; a plan of more processes on this cluster would
-            seen[0]["links"] = [asdict(cpu_rates(1)[1])]
+            seen[0]["links"] = [asdict(cpu_rates(1, 240.0)[1])]
         file.write_text(json.dumps(seen), encoding="utf-8")
     everyone = json.loads(file.read_text(encoding="utf-8"))
     calibration.show(gather(wanted, options.out, everyone, len(fit)), draws=0)

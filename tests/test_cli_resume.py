@@ -6,9 +6,11 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from conftest import Run
+from ultrascale.data import binary
 from ultrascale.train import checkpoint
 
 WORDS = ("--seq", 32, "train.data=synthetic", "train.lr=1e-3", "train.warmup_steps=0")
@@ -89,6 +91,10 @@ def test_weights_begin_a_new_run(run: Run, kept: Path, tmp_path: Path) -> None:
             "job.batch_tokens is 1024 but the run was trained with 512",
         ),
         (["--resume", "RUN", "--steps", "9", "job.optimizer=sgd"], "job.optimizer is sgd but the run was trained with adamw"),
+        (["--resume", "RUN", "--steps", "9", "--seed", "7"], "train.seed is 7 but the run was trained with 0 up to step 4"),
+        (["--resume", "RUN", "--steps", "9", "--data", "stdlib"], "train.data is 'stdlib' but it is not the data"),
+        (["--resume", "RUN", "--steps", "9", "--allow-changed", "sed"], "did you mean 'seed'"),
+        (["--model", "tiny", "--allow-changed", "seed"], "--allow-changed is about a run that is resumed"),
         (["--resume", "RUN", "--steps", "9", "--model", "tiny"], "--resume brings its own model"),
         (["--resume", "RUN", "--steps", "9", "--weights", "RUN"], "--resume brings its own model"),
         (["--resume", "RUN", "--steps", "9", "layout.tp=3"], "layout.tp is 3"),
@@ -173,9 +179,62 @@ def test_a_run_finds_its_data_from_any_folder_and_knows_it_again(
     assert run("data", "tokenize", "../texts", "-o", "../tokens")[0] == 0
     code, _, said = run("train", "--resume", "../run", "--steps", 4)
     assert code == 2
-    assert "no longer holds what the run was trained on up to step 3" in said.replace("\n", " ")
-    code, _, said = run("train", "--resume", "../run", "--steps", 4, "--data", "../tokens")
+    assert "it is not the data that the run was trained on up to step 3" in said.replace("\n", " ")
+    assert run("train", "--resume", "../run", "--steps", 4, "--data", "../tokens")[0] == 2
+    code, _, said = run("train", "--resume", "../run", "--steps", 4, "--allow-changed", "data")
     assert code == 0, said
+    assert json.loads((tmp_path / "run" / "env.json").read_text())["changed"] == ["data"]
+    code, _, said = run("train", "--resume", "../run", "--steps", 5)  # now it is this data that the run was trained on
+    assert code == 0, said
+
+
+def test_data_of_which_anything_changed_is_refused_unless_allowed(run: Run, tmp_path: Path) -> None:
+    tokens, out = tmp_path / "tokens.bin", tmp_path / "run"
+    text = np.random.default_rng(0).integers(0, 256, 200_000, dtype=np.uint16)
+    text.tofile(tokens)
+    begun = run("train", "--model", "tiny", "--seq", 32, "--steps", 2, "--data", tokens, "--out", out)
+    assert begun[0] == 0, begun
+    text[3_000] ^= 1  # between the windows that a sample of 65 would look at
+    text.tofile(tokens)
+    code, _, said = run("train", "--resume", out, "--steps", 3)
+    assert code == 2
+    assert "it is not the data that the run was trained on up to step 2" in said.replace("\n", " ")
+    text[3_000] ^= 1
+    text.tofile(tmp_path / "moved.bin")
+    code, _, said = run("train", "--resume", out, "--steps", 3, "--data", tmp_path / "moved.bin")
+    assert code == 0, said
+    assert json.loads((out / "env.json").read_text())["changed"] == []
+
+
+def test_changed_document_ends_are_refused_under_a_document_mask(run: Run, tmp_path: Path) -> None:
+    text = np.random.default_rng(0).integers(0, 256, 20_000)
+    for mask, code in (("true", 2), ("false", 0)):
+        tokens, out = tmp_path / f"{mask}.bin", tmp_path / mask
+        binary.write(tokens, text, np.array([5_000, 20_000]), 256)
+        words = ("--seq", 32, "--steps", 2, "--data", tokens, "--out", out, f"train.document_mask={mask}")
+        assert run("train", "--model", "tiny", *words)[0] == 0
+        binary.write(tokens, text, np.array([6_000, 20_000]), 256)
+        assert run("train", "--resume", out, "--steps", 3)[0] == code
+
+
+def test_another_seed_is_used_where_it_is_allowed(run: Run, copied: Path) -> None:
+    code, _, said = run("train", "--resume", copied, "--steps", 6, "--seed", 7, "--allow-changed", "seed,data")
+    assert code == 0, said
+    assert json.loads((copied / "env.json").read_text())["changed"] == ["seed"]
+    assert checkpoint.latest(copied).training.seed == 7
+
+
+def test_a_checkpoint_with_the_fingerprint_of_an_earlier_version_is_compared_that_way(run: Run, copied: Path) -> None:
+    from ultrascale.data.choose import sampled_fingerprint
+
+    source = checkpoint.latest(copied)
+    for added, code in ((1, 2), (0, 0)):
+        manifest = json.loads((source.folder / "checkpoint.json").read_text())
+        manifest["data"] = sampled_fingerprint(source.training, source.job.model.vocab) + added
+        del manifest["checksum"]
+        manifest["checksum"] = checkpoint._checksum(manifest)
+        (source.folder / "checkpoint.json").write_text(json.dumps(manifest))
+        assert run("train", "--resume", copied, "--steps", 6)[0] == code
 
 
 def test_a_folder_that_is_being_trained_is_left_alone(run: Run, copied: Path) -> None:

@@ -59,7 +59,7 @@ def test_a_new_run_starts_anew_and_a_resumed_one_repeats_no_step(tmp_path: Path)
     log.close()
     with log.path.open("a") as file:
         file.write('{"step": 5, "lo')  # the process was ended here
-    again = MetricsLog(tmp_path, resume=True)
+    again = MetricsLog(tmp_path, resume_step=2)
     again.write(record(3, loss=2.0))
     again.write(record(4, loss=2.0))
     again.close()
@@ -69,7 +69,7 @@ def test_a_new_run_starts_anew_and_a_resumed_one_repeats_no_step(tmp_path: Path)
 
 
 def test_resuming_where_there_is_no_file_begins_one(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path, resume=True)
+    log = MetricsLog(tmp_path, resume_step=6)
     log.write(record(7))
     log.close()
     assert [line["step"] for line in lines(log.path)] == [7]

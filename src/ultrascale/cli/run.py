@@ -85,6 +85,10 @@ def train(
         Path | None,
         typer.Option("--weights", help="Begin with the weights of a run or checkpoint, at step 0, with a new optimizer."),
     ] = None,
+    allow_changed: Annotated[
+        str | None,
+        typer.Option("--allow-changed", help="With --resume: what may differ now, [cyan]data[/], [cyan]seed[/] or both."),
+    ] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Of weights and data order (train.seed).")] = None,
     seq: Annotated[str | None, typer.Option("--seq", help="Sequence length (job.seq).")] = None,
     out: Annotated[
@@ -103,20 +107,35 @@ def train(
     [cyan]job.[/] seq batch_tokens precision gradients optimizer; [cyan]checkpoint.[/] every keep background save.
     """
     from ultrascale.show import run as show
-    from ultrascale.show.lines import progress
+    from ultrascale.show.lines import progress, told_now_and_then
     from ultrascale.train import launch
-    from ultrascale.train.checkpoint import run_of
+    from ultrascale.train.checkpoint import run_named, run_of
     from ultrascale.train.log import batch_line
     from ultrascale.train.request import from_words
     from ultrascale.train.world import seat
 
     mine = seat() if nproc is None else None
+    if resume is not None and mine is not None and (run_folder := run_named(resume)).resolve() == (out or run_folder).resolve():
+        # A restart goes on from the newest checkpoint; the one on the command line may have been moved or deleted since.
+        resume = run_folder if launch.is_restart(run_folder, mine) else resume
     options = {"train.steps": steps, "train.seed": seed, "train.data": data, "job.seq": seq}
-    request = from_words(words or [], options, mine.world if mine else nproc, launch.has_gpu(), model, resume, weights)
+    first = mine is None or mine.rank == 0
+    request = from_words(
+        words or [],
+        options,
+        mine.world if mine else nproc,
+        launch.has_gpu(),
+        model,
+        resume,
+        weights,
+        allow_changed,
+        first,
+        told_now_and_then("comparing train.data with the run's"),
+    )
     if out is None:
         new = Path("runs") / f"{request.job.model.name}-{datetime.now():%Y%m%d-%H%M%S}"
         out = run_of(request.resume) if request.resume is not None else new
-    console, first = terminal(to_errors=True), mine is None or mine.rank == 0
+    console = terminal(to_errors=True)
     if first:
         console.print(f"{request.job.model.name}: {request.layout}; {batch_line(request.layout, request.job.seq)}")
         if request.resume is not None:
@@ -125,7 +144,8 @@ def train(
             console.print(f"note: {note}")
     with progress() as say:
         say("measuring this machine, for a prediction to compare with")
-        machine = launch.machine(request.layout.gpus, request.job.precision) if first or launch.has_gpu() else None
+        needed, limit_s = first or launch.has_gpu(), request.training.timeout_s
+        machine = launch.machine(request.layout.gpus, request.job.precision, limit_s) if needed else None
     run = launch.train(request, out, nproc, machine)
     if run is None:
         return

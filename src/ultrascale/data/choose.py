@@ -57,8 +57,8 @@ def _decimal(weight: Fraction) -> str:
     return format(Decimal(weight.numerator) / Decimal(weight.denominator), "f")
 
 
-def fingerprint(training: Training, vocab: int) -> int:
-    """A number that changes when a run's texts do: of their lengths and of windows spread over them."""
+def sampled_fingerprint(training: Training, vocab: int) -> int:
+    """Of the lengths of a run's texts and of 65 windows spread over them: what checkpoints held before data/digest.py."""
     found = corpus(training, vocab)
     texts = [text for text, _ in found.parts] if isinstance(found, Mixture) else [found]
     found_so_far = 0

@@ -64,12 +64,14 @@ def run(
     board: Board | None = None,
     describe: Callable[[int], str] | None = None,
     stoppable: bool = False,
+    last_s: float | None = None,
 ) -> list[Any]:
     """`function(rank, nproc, store, *arguments)` in `nproc` processes; what each returned, in the order of ranks.
 
     `store` is an address that torch.distributed takes as `init_method`. The first rank that fails ends the others and is
     raised as RankError, with its last words on the `board` and its place as `describe` tells it. `stoppable`: ranks save and
-    return on SIGTERM, SIGINT and SIGUSR1, so such signals are handed on to them and waited for.
+    return on SIGTERM, SIGINT and SIGUSR1, so such signals are handed on to them and waited for. `last_s`: how long after the
+    first rank has returned the last one may take.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="ultrascale-") as folder:
@@ -84,7 +86,7 @@ def run(
                 ranks.pipes.append(receiving)
                 ranks.processes.append(process)
             with _handed_on(ranks.processes) if stoppable else nullcontext():
-                results = _collect(ranks, timeout_s)
+                results = _collect(ranks, timeout_s, last_s)
             for process in ranks.processes:
                 process.join(GRACE_S)
             return results
@@ -110,6 +112,12 @@ class _Ranks:
         text = f"the process ended without a word ({ending(process.exitcode, self.kills_before)})"
         said = self.board.last(rank) if self.board is not None else ""
         return _Failure(rank, f"{text}; it was at {said}" if said else text)
+
+    def unanswered(self, ranks: list[int], timeout_s: float) -> str:
+        """A sentence about ranks that have not returned in time, with what they last said."""
+        said = {rank: self.board.last(rank) if self.board is not None else "" for rank in ranks}
+        waiting = ", ".join(f"{rank} (at {word})" if word else str(rank) for rank, word in said.items())
+        return f"no answer within {timeout_s:g} s; still running: rank {waiting}{self.stopped()}"
 
     def stopped(self) -> str:
         """A line about processes that are alive but do not run."""
@@ -194,7 +202,7 @@ def _handed_on(processes: list[Any]) -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-def _collect(ranks: _Ranks, timeout_s: float | None) -> list[Any]:
+def _collect(ranks: _Ranks, timeout_s: float | None, last_s: float | None) -> list[Any]:
     results: dict[int, Any] = {}
     open_pipes = {pipe: rank for rank, pipe in enumerate(ranks.pipes)}
     limit = None if timeout_s is None else time.monotonic() + timeout_s
@@ -203,9 +211,7 @@ def _collect(ranks: _Ranks, timeout_s: float | None) -> list[Any]:
         left = None if limit is None else max(0.0, limit - time.monotonic())
         ready = wait(list(open_pipes), timeout=left)
         if not ready:
-            waiting = ", ".join(map(str, sorted(open_pipes.values())))
-            text = f"no answer within {timeout_s:g} s; still running: rank {waiting}{ranks.stopped()}"
-            raise RankError(min(open_pipes.values()), text)
+            raise RankError(min(open_pipes.values()), ranks.unanswered(sorted(open_pipes.values()), timeout_s or 0.0))
         time.sleep(0.01)  # the rank that failed and those that failed because of it answer together
         for pipe in wait(list(open_pipes), timeout=0):
             assert isinstance(pipe, Connection)
@@ -215,6 +221,8 @@ def _collect(ranks: _Ranks, timeout_s: float | None) -> list[Any]:
             except (EOFError, OSError):  # nothing, or a message cut short
                 fine, value = False, ranks.died(rank)
             if fine:
+                if not results and last_s is not None:
+                    timeout_s, limit = last_s, time.monotonic() + last_s
                 results[rank] = value
             else:
                 failures.append(value)

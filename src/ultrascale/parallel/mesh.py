@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import product
 
 import torch
@@ -73,8 +74,18 @@ class Mesh:
     clock: Clock = field(default_factory=Clock)
 
     @classmethod
-    def build(cls, layout: Layout, kv_heads: int, rank: int = 0, device: torch.device | str = "cpu") -> Mesh:
-        """Joins this rank's groups. A process group for the whole world must exist unless the layout is one process."""
+    def build(
+        cls,
+        layout: Layout,
+        kv_heads: int,
+        rank: int = 0,
+        device: torch.device | str = "cpu",
+        timeout_s: float | None = None,
+    ) -> Mesh:
+        """Joins this rank's groups. A process group for the whole world must exist unless the layout is one process.
+
+        `timeout_s`: of each group's collectives; None: torch's own.
+        """
         place, clock = Place.of(layout, rank), Clock()
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
@@ -83,7 +94,7 @@ class Mesh:
             group = None
             if len(members) > 1:
                 if members not in groups:
-                    groups[members] = join(members)
+                    groups[members] = join(members, timeout_s)
                 group = groups[members]
             return Axis(name, group, members.index(rank), len(members), members, clock)
 
@@ -150,13 +161,14 @@ class Mesh:
         return found
 
 
-def join(members: tuple[int, ...]) -> dist.ProcessGroup:
+def join(members: tuple[int, ...], timeout_s: float | None = None) -> dist.ProcessGroup:
     """A group that only its members make: thousands of ranks need not wait for groups they are not in.
 
     torch names such a group by its members and by how many groups a rank has made before. So all ranks make the same
     number in the same order, and one that has no part in a turn makes a group of its own.
     """
-    group = dist.new_group(list(members), use_local_synchronization=True)
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    group = dist.new_group(list(members), timeout=timeout, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return group
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from ultrascale.specs.units import GIB
 
 PIPE_WIDTH = 150  # where there is no terminal: wide enough that no table is cut
 
@@ -24,6 +28,19 @@ def progress() -> Iterator[Callable[[str], None]]:
     """A line on the error stream that says what is being done, gone when it is done; silent where nobody watches."""
     with Console(stderr=True).status("starting") as status:
         yield lambda text: status.update(Text(text))
+
+
+def told_now_and_then(doing: str) -> Callable[[int, int], None]:
+    """Takes bytes done and in all; says how far it is on the error stream, first after two seconds, then every ten."""
+    due = time.monotonic() + 2.0
+
+    def tell(done: int, total: int) -> None:
+        nonlocal due
+        if time.monotonic() >= due:
+            due = time.monotonic() + 10.0
+            sys.stderr.write(f"{doing}: {done / GIB:,.1f} of {total / GIB:,.1f} GiB\n")
+
+    return tell
 
 
 def heading(console: Console, text: str) -> None:

@@ -1,6 +1,8 @@
 """A run's checkpoints on disk: what one says of itself, which is the newest, how one appears whole or not at all.
 
     runs/first/checkpoints/latest                         the name of the newest complete one
+    runs/first/checkpoints/rollback.json                  a roll-back that is under way (train/rollback.py)
+    runs/first/checkpoints/abandoned-001/step-000400      a checkpoint that a roll-back left behind
     runs/first/checkpoints/step-000200/checkpoint.json    step, job, layout, training, checksums of all that follows
                                        .metadata          torch's index of the parts
                                        __0_0.distcp …     the parts that each rank wrote
@@ -33,9 +35,10 @@ from ultrascale.specs.validate import build
 if TYPE_CHECKING:
     import torch
 
-FOLDER, MANIFEST, LATEST = "checkpoints", "checkpoint.json", "latest"
+FOLDER, MANIFEST, LATEST, ROLLBACK = "checkpoints", "checkpoint.json", "latest", "rollback.json"
 FORMAT = "ultrascale checkpoint 1"
 _NAME = re.compile(r"step-(\d{6,})")
+ABANDONED = re.compile(r"abandoned-(\d{3,})")
 Sums = Mapping[str, Iterable[tuple[int, int, int]]]
 
 
@@ -56,8 +59,8 @@ class State:
     good_steps: int = 0
     """since the loss scale last changed"""
     checkpointing: Checkpointing = field(default_factory=Checkpointing)
-    data: int | None = None
-    """fingerprint of the text that was trained on"""
+    data: str | int | None = None
+    """digest of the data that was trained on (data/digest.py); a number in checkpoints of earlier versions"""
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,45 @@ class Checkpoint:
         return whole
 
 
+@dataclass(frozen=True)
+class Rollback:
+    """A return to an earlier checkpoint, or to an abandoned one. Names are relative to the folder of checkpoints."""
+
+    source: str
+    """the checkpoint to resume from, where it was before: `step-000002`, or `abandoned-001/step-000006`"""
+    moves: tuple[tuple[str, str], ...]
+    """renames in order: the later checkpoints out of the current branch, then those of the source's branch into it"""
+    history: str
+    """the metrics file with the steps up to the source, in the run's folder"""
+    abandoned_metrics: str | None
+    """the name under which the current metrics file is kept, in the run's folder"""
+
+    @property
+    def target(self) -> str:
+        """The source's name once everything is done."""
+        return Path(self.source).name
+
+    @property
+    def abandoned(self) -> tuple[str, ...]:
+        return tuple(to for _, to in self.moves if ABANDONED.match(to))
+
+
+def pending_rollback(run: Path) -> Rollback | None:
+    """The roll-back that was recorded but not finished; SpecError if its record is damaged."""
+    path = run / FOLDER / ROLLBACK
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        moves = tuple((str(old), str(new)) for old, new in data["moves"])
+        return Rollback(str(data["source"]), moves, str(data["history"]), data["abandoned_metrics"])
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SpecError(
+            f"{path} records a roll-back but cannot be read ({type(error).__name__}): delete it, and name the checkpoint to "
+            f"resume from, such as --resume {run / FOLDER / 'step-000100'}"
+        ) from None
+
+
 def open_checkpoint(folder: Path) -> Checkpoint:
     """The checkpoint in this folder; SpecError if it is not one, not whole, or not ours."""
     if not folder.is_dir():
@@ -142,6 +184,10 @@ def latest(run: Path) -> Checkpoint:
 
 
 def newest(run: Path) -> Path | None:
+    """The checkpoint that a run resumes from: never one of an abandoned branch, unless a roll-back to it has begun."""
+    if (pending := pending_rollback(run)) is not None:
+        source = run / FOLDER / pending.source
+        return source if (source / MANIFEST).exists() else run / FOLDER / pending.target
     try:
         named = run / FOLDER / (run / FOLDER / LATEST).read_text(encoding="utf-8").strip()
         if _NAME.fullmatch(named.name) and named.parent == run / FOLDER and (named / MANIFEST).exists():
@@ -160,14 +206,30 @@ def resolve(path: Path) -> Checkpoint:
 
 def run_of(checkpoint: Path) -> Path:
     """The run's folder that a checkpoint lies in."""
-    return (checkpoint if len(checkpoint.parts) > 2 else checkpoint.resolve()).parent.parent
+    whole = checkpoint if len(checkpoint.parts) > 3 else checkpoint.resolve()
+    return whole.parents[2] if ABANDONED.fullmatch(whole.parent.name) else whole.parents[1]
+
+
+def run_named(path: Path) -> Path:
+    """The run's folder that `--resume` names, itself or by one of its checkpoints, which need not exist any more."""
+    return run_of(path) if _NAME.fullmatch(path.name) else path
 
 
 def complete(run: Path) -> list[Path]:
-    folder = run / FOLDER
+    """The complete checkpoints of the current branch, by step."""
+    return complete_in(run / FOLDER)
+
+
+def complete_in(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     return sorted((one for one in folder.iterdir() if _NAME.fullmatch(one.name) and (one / MANIFEST).is_file()), key=step_of)
+
+
+def abandoned_in(run: Path) -> list[Path]:
+    """The folders of abandoned branches, oldest first."""
+    found = [one for one in (run / FOLDER).glob("abandoned-*") if ABANDONED.fullmatch(one.name) and one.is_dir()]
+    return sorted(found, key=lambda one: int(one.name.partition("-")[2]))
 
 
 def step_of(folder: Path) -> int:
@@ -190,20 +252,21 @@ def begin(run: Path) -> None:
 
 
 def commit(run: Path, state: State, sums: Sums, keep: int = 0) -> None:
-    """Makes a partial checkpoint a complete one, and forgets the oldest beyond `keep` (0: none)."""
+    """Makes a partial checkpoint a complete one, and deletes the lowest steps of the branch beyond `keep` (0: none)."""
     partial, final = partial_folder(run, state.step), run / FOLDER / f"step-{state.step:06d}"
     data = _manifest(state, sums)
     write_text(partial / MANIFEST, json.dumps({**data, "checksum": _checksum(data)}) + "\n")
     sync_folder(partial)
-    _set_aside(final)
+    # Before the rename: a kill in between leaves a name without a checkpoint, and newest() takes the highest step. After it,
+    # a kill would leave a checkpoint beyond `latest`, which is what an abandoned one looks like.
+    write_text(final.parent / LATEST, final.name + "\n")
+    _delete(final)
     partial.rename(final)
     sync_folder(final.parent)
-    write_text(final.parent / LATEST, final.name + "\n")
-    sync_folder(final.parent)
     if keep:
-        others = sorted((one for one in complete(run) if one != final), key=lambda one: (one / MANIFEST).stat().st_mtime)
+        others = [one for one in complete(run) if one != final]
         for old in others[: -(keep - 1) or None]:
-            _set_aside(old)
+            _delete(old)
 
 
 def write_weights(
@@ -273,15 +336,17 @@ def _checksum(data: Mapping[str, Any]) -> int:
 
 
 def others(folder: Path) -> str:
-    """Advice after bad news: the complete checkpoints beside this one."""
-    beside = [one for one in complete(run_of(folder)) if one.name != folder.name]
+    """Advice after bad news: the newest complete checkpoint beside this one, or else an abandoned one."""
+    run = run_of(folder)
+    beside = [one for one in complete(run) if one.name != folder.name]
+    beside = beside or [one for branch in abandoned_in(run) for one in complete_in(branch) if one != folder]
     return f"; beside it lies {beside[-1]}: try --resume {beside[-1]}" if beside else ""
 
 
-def _set_aside(folder: Path) -> None:
-    """Gone in one moment, its bytes a little later."""
+def _delete(folder: Path) -> None:
+    """Renames the folder first, so that no incomplete one has a checkpoint's name at any moment."""
     if folder.exists():
-        aside = folder.with_name(f".{folder.name}.old.partial")
-        shutil.rmtree(aside, ignore_errors=True)
-        folder.rename(aside)
-        shutil.rmtree(aside, ignore_errors=True)
+        hidden = folder.with_name(f".{folder.name}.old.partial")
+        shutil.rmtree(hidden, ignore_errors=True)
+        folder.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)

@@ -14,25 +14,31 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from concurrent.futures import Future
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from ultrascale.data import choose
+from ultrascale.data.digest import data_digest
 from ultrascale.specs.checkpointing import Checkpointing
 from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.folders import free_bytes
+from ultrascale.specs.training import Training
 from ultrascale.specs.units import GIB
 from ultrascale.train import checkpoint
 from ultrascale.train.checkpoint import Checkpoint, State
 from ultrascale.train.engine import Engine
+from ultrascale.train.meeting import group_timeout_s
 from ultrascale.train.optimizer import Weight
 from ultrascale.train.pieces import Piece, Pieces, load, save
 
+TOLD_AFTER_S = 2.0
+LONGEST_SAVE_S = 1800.0  # torch's own limit for gloo
 HEAD, EMBEDDING = "head.linear.weight", "embed.tokens.weight"
 
 
@@ -42,9 +48,10 @@ class Keeper:
     def __init__(self, engine: Engine, run: Path, settings: Checkpointing) -> None:
         self.engine, self.run, self.settings = engine, run, settings
         self.moving: Callable[[], None] = lambda: None
-        """called now and then while the loop waits for the disk"""
+        """called every second while the loop waits for the disk"""
         self.group = own_group(engine)
-        self._data = choose.fingerprint(engine.training, engine.job.model.vocab)
+        # Rank 0 alone writes the manifest. The digest is needed for the first one, not for the first step.
+        self._data = DataDigest(engine.training, engine.job.model.vocab, run) if engine.mesh.rank == 0 else None
         self.saved: int | None = None
         """the step of the last complete checkpoint that this run wrote"""
         self._thread: threading.Thread | None = None
@@ -146,7 +153,8 @@ class Keeper:
                 )
 
     def _commit(self, state: State, sums: checkpoint.Sums) -> None:
-        checkpoint.commit(self.run, state, sums, self.settings.keep)
+        assert self._data is not None  # of rank 0, the only one that commits
+        checkpoint.commit(self.run, replace(state, data=self._data.result()), sums, self.settings.keep)
 
     def _state(self, step: int) -> State:
         engine, scale = self.engine, self.engine.scale
@@ -160,7 +168,6 @@ class Keeper:
             loss_scale=scale.value if scale.used else None,
             good_steps=scale.good,
             checkpointing=self.settings,
-            data=self._data,
         )
 
     def _moments(self) -> tuple[str, ...]:
@@ -176,15 +183,44 @@ class Keeper:
         return f"The last complete one is {found.name}." if found else "There is no earlier one."
 
 
-def restore(engine: Engine, source: Checkpoint, weights_alone: bool = False) -> None:
-    """Fills an engine from a checkpoint of any layout."""
+class DataDigest:
+    """The digest of the training data, computed in a thread beside the first steps."""
+
+    def __init__(self, training: Training, vocab: int, run: Path) -> None:
+        self._read = self._total = 0
+        self._found: Future[str] = Future()
+        # A daemon, unlike an executor's threads: a run that fails does not wait for it.
+        threading.Thread(target=self._compute, args=(training, vocab, run), daemon=True).start()
+
+    def _compute(self, training: Training, vocab: int, run: Path) -> None:
+        try:
+            self._found.set_result(data_digest(training, vocab, run, report=self._report))
+        except BaseException as error:
+            self._found.set_exception(error)
+
+    def _report(self, read: int, total: int) -> None:
+        self._read, self._total = read, total
+
+    def result(self) -> str:
+        """Waits for it, and says so where that takes a while."""
+        with suppress(TimeoutError):
+            return self._found.result(TOLD_AFTER_S)
+        sys.stderr.write(
+            "\nnote: the checkpoint waits until all of train.data has been read once, for its digest: "
+            f"{self._read / GIB:,.1f} of {self._total / GIB:,.1f} GiB so far\n"
+        )
+        return self._found.result()
+
+
+def restore(engine: Engine, source: Checkpoint, weights_alone: bool = False, moving: Callable[[], None] | None = None) -> None:
+    """Fills an engine from a checkpoint of any layout; `moving` is called with every part that was read."""
     group = own_group(engine)
     engine.optimizer.continued(0 if weights_alone else source.state.updates)
     rooms = {id(weight): torch.empty(weight.master.shape) for weight in engine.weights if weight.parted}
     pieces = _states(engine, False, engine.optimizer.moments if engine.optimizer.updates else (), rooms)
     randomness = {} if weights_alone else _kept_randomness(engine, source)
     try:
-        load(pieces | randomness, source.folder, source.sums, group)
+        load(pieces | randomness, source.folder, source.sums, group, moving)
     except SpecError as error:
         raise SpecError(f"{error}{checkpoint.others(source.folder)}") from None
     for name in _randomness(engine).get("random", {}):
@@ -206,7 +242,9 @@ def own_group(engine: Engine) -> dist.ProcessGroup | None:
     """A group for checkpoints alone, on the host, so that saving never mixes with what training exchanges."""
     if engine.mesh.world.size == 1:
         return None
-    group = dist.new_group(backend="gloo")
+    # Others wait for the slowest disk, however long that takes; the watchdog notices ranks that are gone.
+    limit_s = max(LONGEST_SAVE_S, group_timeout_s(engine.training.timeout_s))
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit_s))
     assert isinstance(group, dist.ProcessGroup)
     return group
 

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import platform
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ultrascale.cost.estimate import estimate
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.estimate import Estimate
-from ultrascale.specs.files import write_text
 from ultrascale.specs.folders import alone, free_bytes
 from ultrascale.specs.job import OPTIMIZER_STATE_BYTES
 from ultrascale.specs.measurement import Measurement
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import GIB
-from ultrascale.train import checkpoint
+from ultrascale.train import checkpoint, environment, rollback
 from ultrascale.train.outcome import Outcome
 from ultrascale.train.request import Request
 from ultrascale.train.world import Seat, seat
@@ -35,8 +32,9 @@ if TYPE_CHECKING:
 
     Observe = Callable[[Engine], Observer]
 
-PLAN, ENVIRONMENT, MEASUREMENT, METRICS = "plan.yaml", "env.json", "measurement.json", "metrics.jsonl"
+PLAN, MEASUREMENT, METRICS = "plan.yaml", "measurement.json", "metrics.jsonl"
 LOCK = ".lock"
+LONGEST_MEASURE_S = 60.0  # of a CPU, which takes some two seconds where nobody else uses it
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ def train(
     here = mine or Seat()
     goes_on = False
     if here.rank == 0 and out is not None:  # the others hear of it when they have met
-        again = _again(out, here)
+        again = is_restart(out, here)
         if again and (found := checkpoint.newest(out)) is not None:
             request = replace(request, resume=found, weights=None)
             sys.stderr.write(f"started anew: going on from {found}\n")
@@ -88,7 +86,10 @@ def train(
         _room(request, out)
     with _folder(out) if here.rank == 0 and out is not None else nullcontext():
         if here.rank == 0 and out is not None:
+            # The settings first: a relaunch takes them over only if it resumes from the same checkpoint.
             _write_folder(request, predicted, out, goes_on, here.launch)
+            if request.goes_on_in(out):
+                request = _resuming(request, out)
         outcome = _start(request, out, nproc, mine, peak, quiet, observe)
     if outcome is None:
         return None
@@ -120,7 +121,8 @@ def _room(request: Request, out: Path) -> None:
         return
     job, settings = request.job, request.checkpoint
     each = job.model.parameters * (4 + OPTIMIZER_STATE_BYTES[job.optimizer])
-    free, here = free_bytes(out), len(checkpoint.complete(out))
+    last = math.inf if request.resume is None else checkpoint.step_of(request.resume)
+    free, here = free_bytes(out), sum(checkpoint.step_of(one) <= last for one in checkpoint.complete(out))
     if free < each:
         raise SpecError(
             f"a checkpoint of {job.model.name} takes {each / GIB:,.1f} GiB but {free / GIB:,.1f} GiB are free in {out}: "
@@ -134,15 +136,20 @@ def _room(request: Request, out: Path) -> None:
         )
 
 
-def _again(out: Path, here: Seat) -> bool:
+def _resuming(request: Request, out: Path) -> Request:
+    """Records a roll-back before anything else happens, and says what is set aside."""
+    assert request.resume is not None
+    source, rolled_back = rollback.record(out, request.resume)
+    if rolled_back is not None:
+        sys.stderr.write(f"roll-back: {rollback.described(out, rolled_back)}\n")
+    return replace(request, resume=source)
+
+
+def is_restart(out: Path, here: Seat) -> bool:
     """Whether a launcher repeats the command that began the run in this folder: it goes on from what was kept."""
     if here.restarted:
         return True
-    try:
-        before = json.loads((out / ENVIRONMENT).read_text(encoding="utf-8"))
-        return bool(here.launch) and before.get("launch") == here.launch
-    except (OSError, ValueError, AttributeError):
-        return False
+    return bool(here.launch) and environment.launch_of(out) == here.launch
 
 
 def _start(
@@ -166,7 +173,10 @@ def _start(
     board = SharedBoard(world)
     arguments = (request, out, peak, quiet, board, observe or Observer)
     describe = partial(described, request.layout)
-    results: list[Outcome | None] = local.run(_local_rank, world, *arguments, board=board, describe=describe, stoppable=True)
+    last_s = 2 * request.training.timeout_s  # a rank that is stopped after its last collective holds nobody else up
+    results: list[Outcome | None] = local.run(
+        _local_rank, world, *arguments, board=board, describe=describe, stoppable=True, last_s=last_s
+    )
     return results[0]
 
 
@@ -201,9 +211,10 @@ def import_torch() -> None:
 def _refuse_used(out: Path) -> None:
     for used in (METRICS, checkpoint.FOLDER):
         if (out / used).exists():
+            kept = checkpoint.newest(out) is not None
+            other = f"go on with it: --resume {out}" if kept else "delete it: it has no checkpoint to resume from"
             raise SpecError(
-                f"--out is {out} but that folder holds a run already ({used}): try another, such as {out}-2, "
-                f"or go on with it: --resume {out}"
+                f"--out is {out} but that folder holds a run already ({used}): try another, such as {out}-2, or {other}"
             )
 
 
@@ -211,36 +222,8 @@ def _write_folder(request: Request, predicted: Estimate | None, out: Path, goes_
     # Where this machine's rates are not known, the plan keeps the estimate for the cluster it was made for.
     plan = Plan(job=request.job, layout=request.layout, estimate=predicted or estimate(request.job, request.layout))
     plan.save(out / PLAN)
-    earlier = _earlier(out / ENVIRONMENT) if goes_on else []
-    environment = {**_environment(request), "launch": launch, "earlier": earlier}
-    write_text(out / ENVIRONMENT, json.dumps(environment, indent=1) + "\n")
-
-
-def _environment(request: Request) -> dict[str, Any]:
     import_torch()
-    import torch
-
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "machine": platform.machine(),
-        "system": platform.system(),
-        "processes": request.layout.gpus,
-        "layout": str(request.layout),
-        "resumed_from": request.resume.name if request.resume else None,
-        "training": request.training.model_dump(mode="json"),
-        "command": sys.argv,
-    }
-
-
-def _earlier(file: Path) -> list[Any]:
-    """The circumstances of the run until now, oldest first."""
-    try:
-        before = json.loads(file.read_text(encoding="utf-8"))
-        return [*before.pop("earlier", []), before]
-    except (OSError, ValueError, AttributeError):
-        return []
+    environment.write(request, out, launch, goes_on)
 
 
 def has_gpu() -> bool:
@@ -250,13 +233,21 @@ def has_gpu() -> bool:
     return bool(gpu_names())
 
 
-def machine(world: int, precision: str) -> Cluster | None:
-    """This machine, for a prediction; None where its kind is unknown or has no number for that precision."""
+def machine(world: int, precision: str, timeout_s: float = 600.0) -> Cluster | None:
+    """This machine, for a prediction; None where its kind is unknown or has no number for that precision.
+
+    Whatever goes wrong is a note: a run does not end for want of a prediction. `timeout_s`: of the run, whose other ranks may
+    be waiting.
+    """
     import_torch()
     from ultrascale.train.machine import detect
 
     try:
-        cluster = detect(world)
+        cluster = detect(world, min(LONGEST_MEASURE_S, timeout_s / 4))
     except SpecError:
+        return None
+    except Exception as error:
+        reason = str(error).splitlines()[-1] if str(error) else type(error).__name__
+        sys.stderr.write(f"note: no prediction to compare with, since this machine could not be measured: {reason:.300}\n")
         return None
     return cluster if precision in cluster.gpu.peak_tflops else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
 import shutil
 import time
 from collections import deque
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from ultrascale.specs.errors import SpecError
+from ultrascale.specs.folders import sync_folder
 from ultrascale.specs.layout import Layout
 
 FILE = "metrics.jsonl"
@@ -44,7 +46,7 @@ class StepRecord:
     loss_scale: float | None = None
     eval_loss: float | None = None
     checkpoint_s: float | None = None
-    """how long training stood still for a checkpoint"""
+    """how long training stood still for a checkpoint since the last row"""
     balance_loss: float | None = None
     """of the experts, mean over sequences and layers; 1 is even"""
     expert_load: tuple[float, ...] | None = None
@@ -77,38 +79,53 @@ class Sink(Protocol):
 class MetricsLog:
     """metrics.jsonl in a run's folder, one line per record and whole at any moment, and the sinks beside it."""
 
-    def __init__(self, folder: Path, resume: bool = False, sinks: Iterable[Sink] = ()) -> None:
+    def __init__(self, folder: Path, resume_step: int | None = None, sinks: Iterable[Sink] = ()) -> None:
+        """`resume_step`: of a resumed run, the step of its checkpoint: later rows are of steps that are repeated."""
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE
-        self._cut = resume and self.path.exists()
-        self._file = self.path.open("a" if resume else "w", encoding="utf-8")
+        if resume_step is not None and self.path.exists():
+            write_rows(self.path, rows_through(self.path, resume_step))
+        self._file = self.path.open("w" if resume_step is None else "a", encoding="utf-8")
         self._sinks = tuple(sinks)
 
     def write(self, record: StepRecord) -> None:
-        if self._cut:
-            self._forget_from(record.step)
         self._file.write(json.dumps(record.values(), allow_nan=False) + "\n")
         self._file.flush()
         for sink in self._sinks:
             sink.write(record)
+
+    def sync(self) -> None:
+        """Flushes the rows to the disk: a checkpoint must not be there without the rows of its steps."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
         for sink in self._sinks:
             sink.close()
 
-    def _forget_from(self, step: int) -> None:
-        """A run that resumes repeats the steps after its checkpoint; a line cut short by its end goes too."""
-        self._cut = False
-        kept = [line for line in self.path.read_text(encoding="utf-8").splitlines() if _step_of(line) < step]
-        self._file.close()
-        beside = self.path.with_suffix(".tmp")
-        beside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        beside.replace(self.path)
-        self._file = self.path.open("a", encoding="utf-8")
+
+def rows_through(path: Path, step: int) -> list[str]:
+    """The lines of a metrics file up to this step; a line cut short by the end of its process is left out."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    return [line for line in lines if step_of_row(line) <= step]
 
 
-def _step_of(line: str) -> float:
+def write_rows(path: Path, rows: Iterable[str]) -> None:
+    """Replaces the file in one rename, with its bytes on the disk."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.writelines(row + "\n" for row in rows)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def step_of_row(line: str) -> float:
+    """Infinity where the line is no record."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

@@ -27,6 +27,7 @@ from ultrascale.train.keep import Keeper
 from ultrascale.train.log import MetricsLog, Progress, StepRecord, open_sinks
 from ultrascale.train.request import Request
 from ultrascale.train.stop import StopSignals
+from ultrascale.train.watchdog import Watchdog
 
 
 @dataclass
@@ -66,16 +67,15 @@ class Loop:
         recorder: Recorder | None,
         keeper: Keeper | None,
         signals: StopSignals,
-        at: Callable[[int, str], None],
+        watchdog: Watchdog,
         observer: Observer | None = None,
     ) -> None:
-        """`at(step, doing)` hears what this rank begins with."""
         self.observer = observer or Observer(engine)
-        self.engine, self.recorder, self.keeper, self.signals, self.at = engine, recorder, keeper, signals, at
+        self.engine, self.recorder, self.keeper, self.signals, self.at = engine, recorder, keeper, signals, watchdog.at
         self.watch = Watch()
         self.done = 0
         if keeper is not None:
-            keeper.moving = lambda: at(self.done, "saving")
+            keeper.moving = lambda: watchdog.waits_for_disk(self.done, "saving")
         self.stopped: str | None = None
         self._stalled = 0.0
 
@@ -101,13 +101,12 @@ class Loop:
             self.watch = replace(slowed, memory=self.watch.memory)
         if self.keeper is not None and self.done > start:
             self.at(self.done, "saving")
+            if self.recorder is not None:
+                self.recorder.sync()
             self.keeper.demand(self.done)
 
     def _after(self, result: StepResult, seen: Watch) -> None:
         training = self.engine.training
-        if self.keeper is not None and self.keeper.settings.due(self.done) and self.done < training.steps and not result.stop:
-            self.at(self.done, "saving")
-            self._stalled += self.keeper.save(self.done)
         held_out = None
         if training.eval_every and self.done % training.eval_every == 0:
             self.at(self.done, "evaluating")
@@ -116,6 +115,12 @@ class Loop:
             scale = self.engine.scale.value if self.engine.scale.used else None
             self.recorder.record(self.done, result, seen, held_out, scale, self._stalled or None)
         self._stalled = 0.0
+        # After the row of this step: a run that is killed once the checkpoint is there resumes after it and repeats no step.
+        if self.keeper is not None and self.keeper.settings.due(self.done) and self.done < training.steps and not result.stop:
+            self.at(self.done, "saving")
+            if self.recorder is not None:
+                self.recorder.sync()
+            self._stalled += self.keeper.save(self.done)
         if self.engine.mesh.device.type == "cpu" and self.done % heap.EVERY == 0:
             heap.give_back()
 
@@ -156,14 +161,15 @@ class Loop:
 class Recorder:
     """Rank 0's book: metrics.jsonl, other sinks, the line on the screen."""
 
-    def __init__(self, request: Request, out: Path | None, peak_flops: float | None, quiet: bool) -> None:
+    def __init__(self, request: Request, out: Path | None, peak_flops: float | None, quiet: bool, start: int = 0) -> None:
+        """`start`: steps done before this launch."""
         self.request = request
         layout, job = request.layout, request.job
         self.tokens = layout.batch_tokens(job.seq)
         per_token = flops.model_flops(job.model, job.seq)
         self.mfu: Callable[[float], float | None] = lambda rate: rate * per_token / peak_flops if peak_flops else None
         sinks = open_sinks(request.training.log, out, {"layout": str(layout), "model": job.model.name}) if out else []
-        self.log = MetricsLog(out, resume=request.goes_on_in(out), sinks=sinks) if out else None
+        self.log = MetricsLog(out, start if request.goes_on_in(out) else None, sinks) if out else None
         self.progress = None if quiet else Progress(sys.stderr, request.training.steps)
 
     def record(
@@ -202,6 +208,10 @@ class Recorder:
             self.log.write(record)
         if self.progress is not None:
             self.progress.show(record)
+
+    def sync(self) -> None:
+        if self.log is not None:
+            self.log.sync()
 
     def close(self) -> None:
         if self.log is not None:

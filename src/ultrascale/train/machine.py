@@ -10,7 +10,6 @@ import platform
 import re
 import subprocess
 from dataclasses import fields
-from functools import cache
 from pathlib import Path
 from statistics import mean
 
@@ -53,11 +52,16 @@ _ASK = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-def detect(nproc: int) -> Cluster:
-    """This machine with one process per GPU, or with `nproc` processes on its CPU; SpecError for a GPU of unknown kind."""
+def detect(nproc: int, timeout_s: float = 240.0) -> Cluster:
+    """This machine with one process per GPU, or with `nproc` processes on its CPU; SpecError for a GPU of unknown kind.
+
+    `timeout_s`: of a CPU's measurement.
+    """
     names = gpu_names()
     if not names:
-        return _cpu(nproc)
+        if nproc not in _measured:
+            _measured[nproc] = cpu_cluster(nproc, *cpu_rates(nproc, timeout_s), memory_bytes())
+        return _measured[nproc]
     if nproc > len(names):
         raise SpecError(f"nproc is {nproc} but this machine shows {len(names)} GPUs: try {len(names)}")
     kinds = {kind_of_gpu(name) for name in names[:nproc]}
@@ -93,20 +97,18 @@ def kind_of_gpu(name: str) -> str:
     )
 
 
-@cache
-def _cpu(nproc: int) -> Cluster:
-    return cpu_cluster(nproc, *cpu_rates(nproc), memory_bytes())
+_measured: dict[int, Cluster] = {}  # by the number of processes
 
 
-def cpu_rates(nproc: int) -> tuple[Rates, LinkRate]:
+def cpu_rates(nproc: int, timeout_s: float) -> tuple[Rates, LinkRate]:
     """What each of `nproc` processes gets of this CPU while all work, in the mean, and what two of them exchange."""
     import ultrascale.model.transformer  # before the processes fork, so that none of them has to
     import ultrascale.parallel.comm  # noqa: F401
     from ultrascale.parallel.local import run
 
-    each: list[Rates] = run(in_new_thread, nproc, rates_of, timeout_s=120)
+    each: list[Rates] = run(in_new_thread, nproc, rates_of, timeout_s=timeout_s / 2)
     together = Rates(*(mean(getattr(one, field.name) for one in each) for field in fields(Rates)))
-    return together, run(in_new_thread, 2, link_rate, timeout_s=120)[0]
+    return together, run(in_new_thread, 2, link_rate, timeout_s=timeout_s / 2)[0]
 
 
 def cpu_cluster(nproc: int, rates: Rates, link: LinkRate, memory: float) -> Cluster:

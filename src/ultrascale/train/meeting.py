@@ -8,34 +8,45 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
 
 from ultrascale.specs.errors import RunError
 from ultrascale.train.world import Seat
 
 POLL_S = 0.05
+NAMED = 8  # ranks that an error names one by one
 
 
-def meet(seat: Seat, device: torch.device, timeout_s: float) -> None:
-    """Makes this process a rank of the world; RunError if the others do not come."""
+def meet(seat: Seat, device: torch.device, timeout_s: float, on_store: Callable[[Store], None] | None = None) -> None:
+    """Makes this process a rank of the world; RunError if the others do not come.
+
+    `on_store` is given the store before the process groups connect, which a rank that has stopped would hold up.
+    """
     cuda = device.type == "cuda"
-    place, store = seat.address, None
+    place = seat.address
     try:
         if place.startswith("agent://"):
             host, _, port = place.removeprefix("agent://").rpartition(":")
             agents = TCPStore(host, int(port), None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
             store = agreed(agents, seat.rank, seat.world, timeout_s)
+        else:
+            limit = timedelta(seconds=group_timeout_s(timeout_s))
+            store, _, _ = next(rendezvous(place, seat.rank, seat.world, timeout=limit))
+            store.set_timeout(limit)
+        if on_store is not None:
+            on_store(store)
         dist.init_process_group(
             "cuda:nccl,cpu:gloo" if cuda else "gloo",
-            init_method=place if store is None else None,
             store=store,
             rank=seat.rank,
             world_size=seat.world,
-            timeout=timedelta(seconds=2 * timeout_s),  # the watchdog speaks first: it knows more
+            timeout=timedelta(seconds=group_timeout_s(timeout_s)),
             device_id=device if cuda else None,
         )
     except RunError:
@@ -45,6 +56,11 @@ def meet(seat: Seat, device: torch.device, timeout_s: float) -> None:
             f"rank {seat.rank} did not meet the other ranks of {seat.world} at {place}: {str(error).splitlines()[0][:300]} "
             "Are all of them started, and can every host reach that address?"
         ) from error
+
+
+def group_timeout_s(timeout_s: float) -> float:
+    """Of collectives: twice `train.timeout_s`, so that the watchdog reports first, which knows more."""
+    return 2 * timeout_s
 
 
 def agreed(store: Store, rank: int, world: int, timeout_s: float) -> Store:
@@ -60,7 +76,7 @@ def agreed(store: Store, rank: int, world: int, timeout_s: float) -> Store:
         store.add(f"{name}/{rank}", 1)
         answers = [f"{name}/{other}" for other in range(world)]
         while not store.check(answers):
-            _pause(until, f"{world - sum(store.check([key]) for key in answers)} of {world} ranks did not come")
+            _pause(until, lambda: _missing([rank for rank, key in enumerate(answers) if not store.check([key])], world))
         store.set(f"{name}/go", "")
         return PrefixStore(name, store)
     heard: set[str] = set()
@@ -69,11 +85,16 @@ def agreed(store: Store, rank: int, world: int, timeout_s: float) -> Store:
         if proposed not in heard and proposed.startswith(f"{world}-"):
             heard.add(proposed)
             name = proposed if store.add(f"{proposed}/{rank}", 1) == 1 else ""
-        _pause(until, "rank 0 did not come")
+        _pause(until, lambda: "rank 0 did not come")
     return PrefixStore(name, store)
 
 
-def _pause(until: float, what: str) -> None:
+def _missing(ranks: list[int], world: int) -> str:
+    named = ", ".join(map(str, ranks[:NAMED])) + (", …" if len(ranks) > NAMED else "")
+    return f"{len(ranks)} of {world} ranks did not come (rank {named})"
+
+
+def _pause(until: float, what: Callable[[], str]) -> None:
     if time.monotonic() > until:
-        raise RunError(f"ranks could not meet: {what} within train.timeout_s. Look at their logs, machines and links")
+        raise RunError(f"ranks could not meet: {what()} within train.timeout_s. Look at their logs, machines and links")
     time.sleep(POLL_S)

@@ -107,9 +107,18 @@ def save(pieces: Pieces, folder: Path, commit: Callable[[Sums], None], group: Pr
         dcp_save(pieces, storage_writer=writer, planner=_SavePlanner(), process_group=group, no_dist=group is None)
 
 
-def load(pieces: Pieces, folder: Path, sums: Mapping[str, Any], group: ProcessGroup | None) -> None:
-    """Every rank reads its pieces into their tensors, whatever the pieces were when they were written."""
-    reader = Reader(folder, sums)
+def load(
+    pieces: Pieces,
+    folder: Path,
+    sums: Mapping[str, Any],
+    group: ProcessGroup | None,
+    moving: Callable[[], None] | None = None,
+) -> None:
+    """Every rank reads its pieces into their tensors, whatever the pieces were when they were written.
+
+    `moving` is called with every part that was read.
+    """
+    reader = Reader(folder, sums, moving)
     with _told():
         dcp_load(pieces, storage_reader=reader, planner=_LoadPlanner(), process_group=group, no_dist=group is None)
 
@@ -198,9 +207,10 @@ class _Summed(io.RawIOBase):
 class Reader(FileSystemReader):
     """Reads parts whose bytes are what was written; SpecError for any other."""
 
-    def __init__(self, folder: Path, sums: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, sums: Mapping[str, Any], moving: Callable[[], None] | None = None) -> None:
         super().__init__(folder)
         self.folder = folder
+        self.moving = moving or (lambda: None)
         self.sums = {(name, offset): (length, sum) for name, parts in sums.items() for offset, length, sum in parts}
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
@@ -232,6 +242,7 @@ class Reader(FileSystemReader):
         file.seek(place.offset)
         data = file.read(place.length)
         self._check(place.relative_path, place.offset, data, f"what lies at byte {place.offset:,}")
+        self.moving()
         return io.BytesIO(data)
 
     def _check(self, name: str, offset: int, data: bytes, what: str) -> None:

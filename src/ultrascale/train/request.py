@@ -6,13 +6,14 @@ from the batch, unless both are given.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from ultrascale.data import choose
+from ultrascale.data.digest import Report, data_digest
 from ultrascale.specs.checkpointing import Checkpointing, checkpoint_value
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError, nearest
@@ -24,12 +25,15 @@ from ultrascale.specs.plan import Plan
 from ultrascale.specs.training import Training, training_value
 from ultrascale.specs.units import tokens
 from ultrascale.specs.validate import build, shown
-from ultrascale.train import checkpoint, supported
+from ultrascale.train import checkpoint, environment, supported
 from ultrascale.train.checkpoint import Checkpoint
+from ultrascale.train.environment import LastLaunch
 
 SECTIONS = ("layout", "train", "job", "checkpoint")
 JOB_FIELDS = ("seq", "batch_tokens", "precision", "gradients", "optimizer")
 TRY_SEQ, TRY_SEQUENCES = 128, 16  # of a run without a plan: seconds on a laptop, divisible by most small layouts
+CHANGEABLE = ("data", "seed")  # what --allow-changed names
+HASH_THREADS = 4
 TWO_STAGES = ("interleaved", "zb-v", "dualpipe-v")
 
 
@@ -83,6 +87,8 @@ class Request:
     """the checkpoint whose weights are the first ones of this run"""
     notes: tuple[str, ...] = ()
     """what followed from what was given"""
+    changed: tuple[str, ...] = ()
+    """of data and seed, what differs from the run that is resumed, by the user's leave"""
 
     def goes_on_in(self, out: Path) -> bool:
         """Whether this continues the run in that folder, and not another's in a new one."""
@@ -102,12 +108,17 @@ def from_words(
     model: str | None = None,
     resume: Path | None = None,
     weights: Path | None = None,
+    allow_changed: str | None = None,
+    first: bool = True,
+    report: Report | None = None,
 ) -> Request:
     """The plan, model or run and the changes, checked; nothing has started yet.
 
     `options`: changes that have a flag of their own, such as train.steps. `world`: processes; None: one, or as many as the run
-    that is resumed had.
+    that is resumed had. `allow_changed`: of a resumed run, `data`, `seed` or both. `first`: whether this is rank 0, which alone
+    reads the data to compare it; `report` hears how far it is.
     """
+    allowed = _allowed(allow_changed, resume)
     file = words[0] if words and "=" not in words[0] else None
     given = [f"{name}={value}" for name, value in options.items() if value is not None]
     changes = Overrides.parse([*given, *(words if file is None else words[1:])])
@@ -115,7 +126,11 @@ def from_words(
         if model is not None or weights is not None:
             raise SpecError("--resume brings its own model and weights: leave --model and --weights out")
         plan = Plan.load(file) if file is not None else None
-        return _emulated(from_checkpoint(checkpoint.resolve(resume), changes, world, gpu, plan), gpu)
+        kept = checkpoint.resolve(resume)
+        # Named by its run, not itself: a launch that was killed before its first checkpoint is repeated with its settings.
+        last = environment.last_launch(resume) if plan is None and kept.folder != resume else None
+        repeated = last if last is not None and last.resumed_from == kept.folder.name else None
+        return _emulated(from_checkpoint(kept, changes, world, gpu, plan, repeated, allowed, first, report), gpu)
     source = checkpoint.resolve(weights) if weights is not None else None
     sources = sum((file is not None, model is not None))
     if sources > 1 or (sources == 0 and source is None):
@@ -138,20 +153,49 @@ def _emulated(request: Request, gpu: bool) -> Request:
 
 
 def from_checkpoint(
-    source: Checkpoint, changes: Overrides, world: int | None = None, gpu: bool = True, plan: Plan | None = None
+    source: Checkpoint,
+    changes: Overrides,
+    world: int | None = None,
+    gpu: bool = True,
+    plan: Plan | None = None,
+    last: LastLaunch | None = None,
+    allowed: Set[str] = frozenset(),
+    first: bool = True,
+    report: Report | None = None,
 ) -> Request:
-    """A run that goes on from where it was kept, cut as before or otherwise; a plan, if given, says how."""
+    """A run that goes on from where it was kept, cut as before or otherwise; a plan, if given, says how.
+
+    `last`: the launch that resumed from this checkpoint before and saved none, whose settings are taken over. `allowed`,
+    `first`, `report`: as of `from_words`.
+    """
     job, layout = (plan.job, plan.layout) if plan is not None else (source.job, source.layout)
+    training, settings = source.training, source.state.checkpointing
     _same_model(job.model, source.job.model, source.folder)
     notes: list[str] = []
     if plan is not None:
         job = _computable(job, changes, gpu, notes)
-    given = _request(job, layout, changes, world or _processes(layout, changes.layout), source.training, notes)
+    if last is not None:
+        notes.extend(_taken_over(source, last))
+        job, training, settings = job.changed(**last.job), last.training, last.checkpoint
+    given = _request(job, layout, changes, world or _processes(layout, changes.layout), training, notes)
     _continues(given, source)
-    if source.step and "data" not in changes.train:
-        _same_data(given, source)
-    settings = source.state.checkpointing.changed(**changes.checkpoint)
-    return replace(given, checkpoint=settings, resume=source.folder)
+    changed = _changed(given, source, allowed | set(last.changed if last is not None else ()), first, report)
+    return replace(given, checkpoint=settings.changed(**changes.checkpoint), resume=source.folder, changed=changed)
+
+
+def _taken_over(source: Checkpoint, last: LastLaunch) -> Iterator[str]:
+    """A note of the settings in which the last launch differs from the checkpoint."""
+    before = {"train": source.training.model_dump(), "checkpoint": source.state.checkpointing.model_dump()}
+    before["job"] = {name: getattr(source.job, name) for name in last.job}
+    after = {"train": last.training.model_dump(), "checkpoint": last.checkpoint.model_dump(), "job": last.job}
+    changed = [
+        f"{section}.{name}={value}"
+        for section, fields in after.items()
+        for name, value in fields.items()
+        if value != before[section][name]
+    ]
+    if changed:
+        yield f"as the last launch from this checkpoint was given, which saved none: {' '.join(changed)}"
 
 
 def from_plan(plan: Plan, overrides: Overrides, world: int, training: Training | None = None, gpu: bool = True) -> Request:
@@ -243,13 +287,48 @@ def _same_model(given: Model, kept: Model, folder: Path) -> None:
             )
 
 
-def _same_data(given: Request, source: Checkpoint) -> None:
-    now = choose.fingerprint(given.training, given.job.model.vocab)
-    if now != source.state.data:
-        raise SpecError(
-            f"train.data is {shown(given.training.data)} but it no longer holds what the run was trained on up to step "
-            f"{source.step}: bring that back, or go on with it all the same: --data {given.training.data}"
-        )
+def _allowed(text: str | None, resume: Path | None) -> set[str]:
+    if text is None:
+        return set()
+    if resume is None:
+        raise SpecError("--allow-changed is about a run that is resumed: add --resume runs/first, or leave it out")
+    words = [word.strip().lower() for word in text.split(",")]
+    for word in words:
+        if word not in CHANGEABLE:
+            raise SpecError(f"--allow-changed is {shown(text)}: {nearest(word, CHANGEABLE)}, such as --allow-changed data,seed")
+    return set(words)
+
+
+def _changed(given: Request, source: Checkpoint, allowed: Set[str], first: bool, report: Report | None) -> tuple[str, ...]:
+    """What differs in the order or content of the data; SpecError if that was not allowed by name."""
+    if not source.step:
+        return ()
+    changed = []
+    if given.training.seed != source.training.seed:
+        changed.append("seed")
+        if "seed" not in allowed:
+            raise SpecError(
+                f"train.seed is {given.training.seed} but the run was trained with {source.training.seed} up to step "
+                f"{source.step}: leave it out, or read the data in another order from here on with --allow-changed seed"
+            )
+    if first and not _same_data(given, source, report):
+        changed.append("data")
+        if "data" not in allowed:
+            raise SpecError(
+                f"train.data is {shown(given.training.data)} but it is not the data that the run was trained on up to step "
+                f"{source.step} (tokens, mixture weights, tokenizer, or document ends under train.document_mask differ): "
+                "restore it, or train on the new data from here on with --allow-changed data"
+            )
+    return tuple(changed)
+
+
+def _same_data(given: Request, source: Checkpoint, report: Report | None) -> bool:
+    vocab, kept = given.job.model.vocab, source.state.data
+    # The seed is compared by itself, and the mask is a setting: with the run's own, only the data can make a difference.
+    same = given.training.changed(seed=source.training.seed, document_mask=source.training.document_mask)
+    if isinstance(kept, str):
+        return kept == data_digest(same, vocab, checkpoint.run_of(source.folder), HASH_THREADS, report)
+    return kept is None or kept == choose.sampled_fingerprint(same, vocab)
 
 
 def _continues(given: Request, source: Checkpoint) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from ultrascale.cost import flops
 from ultrascale.model import flex, grouped
@@ -21,7 +22,7 @@ from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.measurement import MeasuredStage, MeasuredTime, Measurement
 from ultrascale.specs.units import GIB
-from ultrascale.train import checkpoint
+from ultrascale.train import checkpoint, rollback
 from ultrascale.train.board import Board, SharedBoard, StoreBoard
 from ultrascale.train.build import compute_format
 from ultrascale.train.data import Batches, corpus
@@ -29,7 +30,7 @@ from ultrascale.train.engine import Engine
 from ultrascale.train.keep import Keeper, restore
 from ultrascale.train.kernels import why_not_fused
 from ultrascale.train.loop import Loop, Observer, Recorder, Watch
-from ultrascale.train.meeting import meet
+from ultrascale.train.meeting import group_timeout_s, meet
 from ultrascale.train.memory_advice import held, is_out_of_memory, out_of_memory
 from ultrascale.train.outcome import Outcome
 from ultrascale.train.request import Request
@@ -57,25 +58,29 @@ def run_rank(
     stuck; without them torch's store and the error stream serve. `observe`: makes who looks on.
     """
     threads = torch.get_num_threads()
-    device = join(seat, request.training.timeout_s)
+    limit_s, describe = request.training.timeout_s, partial(described, request.layout)
+    # Without a shared board: one of this rank's own, until there is a store.
+    watchdog = Watchdog(board or SharedBoard(seat.world), seat.rank, seat.world, limit_s, describe, on_stuck)
+    device = device_of(seat)
     try:
-        if board is None and seat.world > 1:
-            board = StoreBoard(dist.distributed_c10d._get_default_store(), seat.world)
-        limit_s = request.training.timeout_s
-        describe = partial(described, request.layout)
-        watchdog = Watchdog(board or SharedBoard(1), seat.rank, seat.world, limit_s, describe, on_stuck)
-        try:
-            return _train(_as_first(request, seat), seat, out, peak_flops, quiet, device, watchdog, observe)
-        except (SpecError, RunError):
-            raise
-        except Exception as error:
-            if lost_a_peer(error):
-                raise RunError(watchdog.explain(error)) from error
-            if is_out_of_memory(error):
-                place = Place.of(request.layout, seat.rank)
-                raise RunError(out_of_memory(request, watchdog.step, str(error), held(device), place)) from error
-            error.add_note(f"This was rank {seat.rank}{f' ({where})' if (where := describe(seat.rank)) else ''}, {watchdog}")
-            raise
+        with watchdog:
+            watchdog.at(0, "joining")
+            join(seat, limit_s, None if board is not None else lambda store: watchdog.use(StoreBoard(store, seat.world)))
+            watchdog.at(0, "agreeing on the checkpoint to resume from")
+            outcome = _train(_as_first(request, seat, out), seat, out, peak_flops, quiet, device, watchdog, observe)
+            watchdog.at(watchdog.step, "leaving")
+            leave()
+            return outcome
+    except (SpecError, RunError):
+        raise
+    except Exception as error:
+        if lost_a_peer(error):
+            raise RunError(watchdog.explain(error)) from error
+        if is_out_of_memory(error):
+            place = Place.of(request.layout, seat.rank)
+            raise RunError(out_of_memory(request, watchdog.step, str(error), held(device), place)) from error
+        error.add_note(f"This was rank {seat.rank}{f' ({where})' if (where := describe(seat.rank)) else ''}, {watchdog}")
+        raise
     finally:
         leave()
         torch.set_num_threads(threads)  # a run in the caller's own process leaves it as it was
@@ -95,24 +100,30 @@ def _train(
     watchdog: Watchdog,
     observe: Callable[[Engine], Observer],
 ) -> Outcome | None:
-    mesh = Mesh.build(request.layout, request.job.model.kv_heads, seat.rank, device)
     training, job, layout = request.training, request.job, request.layout
+    watchdog.at(0, "building")
+    mesh = Mesh.build(layout, job.model.kv_heads, seat.rank, device, group_timeout_s(training.timeout_s))
     batches = Batches(corpus(training, job.model.vocab), job.seq, layout.mbs * layout.dp * layout.gas, training.seed)
     engine = Engine(job, mesh, training, batches)
-    start = _restored(engine, request)
+    watchdog.at(0, "restoring")
+    start = _restored(engine, request, lambda: watchdog.at(0, "restoring"))
+    watchdog.at(start, "preparing checkpoints")
     keeper = None
     if out is not None and request.checkpoint.save:
         keeper = Keeper(engine, out, request.checkpoint)
+        if request.goes_on_in(out):
+            keeper.saved = start
     if seat.rank == 0 and not quiet:
         sys.stderr.writelines(f"note: {line}\n" for line in _notes(engine))
-    recorder = Recorder(request, out, peak_flops, quiet) if seat.rank == 0 else None
-    with StopSignals() as signals, watchdog:
-        loop = Loop(engine, recorder, keeper, signals, watchdog.at, observe(engine))
+    recorder = Recorder(request, out, peak_flops, quiet, start) if seat.rank == 0 else None
+    with StopSignals() as signals:
+        loop = Loop(engine, recorder, keeper, signals, watchdog, observe(engine))
         try:
             loop.run(start)
         finally:
             if recorder is not None:
                 recorder.close()
+    watchdog.at(loop.done, "gathering measurements")
     measured = None if loop.stopped or loop.watch.memory is None else _measurement(engine, loop.watch, peak_flops)
     kept = None if keeper is None or out is None else checkpoint.newest(out)
     observed = loop.observer.report()
@@ -139,8 +150,10 @@ def _notes(engine: Engine) -> list[str]:
     return lines
 
 
-def _as_first(request: Request, seat: Seat) -> Request:
-    """Goes on from where rank 0 says: it alone looked, before anything was written."""
+def _as_first(request: Request, seat: Seat, out: Path | None) -> Request:
+    """Resumes from rank 0's checkpoint: it alone looked, and finishes a roll-back once every rank has read its request."""
+    if seat.rank == 0 and out is not None and request.goes_on_in(out) and (moved := rollback.finish(out)) is not None:
+        request = replace(request, resume=moved)
     if seat.world == 1:
         return request
     said = [(request.resume, request.weights)]
@@ -148,29 +161,34 @@ def _as_first(request: Request, seat: Seat) -> Request:
     return replace(request, resume=said[0][0], weights=said[0][1])
 
 
-def _restored(engine: Engine, request: Request) -> int:
+def _restored(engine: Engine, request: Request, moving: Callable[[], None]) -> int:
     """The step that a run begins with."""
     if request.weights is not None:
-        restore(engine, checkpoint.open_checkpoint(request.weights), weights_alone=True)
+        restore(engine, checkpoint.open_checkpoint(request.weights), weights_alone=True, moving=moving)
     if request.resume is None:
         return 0
     source = checkpoint.open_checkpoint(request.resume)
-    restore(engine, source)
+    restore(engine, source, moving=moving)
     return source.step
 
 
-def join(seat: Seat, timeout_s: float) -> torch.device:
-    """Takes this process's seat in the world and a device of its own."""
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", seat.local_rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
-    if cuda:
+def device_of(seat: Seat) -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", seat.local_rank % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def join(seat: Seat, timeout_s: float, on_store: Callable[[Store], None] | None = None) -> torch.device:
+    """Takes this process's seat in the world and a device of its own; `on_store` is given the store of the rendezvous."""
+    device = device_of(seat)
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
         from ultrascale.train.rates import cores
 
         torch.set_num_threads(max(1, cores() // seat.local_world))
     if seat.world > 1:
-        meet(seat, device, timeout_s)
+        meet(seat, device, timeout_s, on_store)
     return device
 
 

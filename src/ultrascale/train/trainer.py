@@ -44,7 +44,10 @@ class Trainer:
         """A run that goes on from its newest checkpoint (or from the one that is named), cut as before or otherwise."""
         trainer, mine = cls.__new__(cls), seat()
         world = mine.world if mine is not None else processes
-        trainer.request = from_checkpoint(resolve(Path(run)), Overrides(layout=layout), world, gpu=launch.has_gpu())
+        first = mine is None or mine.rank == 0
+        trainer.request = from_checkpoint(
+            resolve(Path(run)), Overrides(layout=layout), world, gpu=launch.has_gpu(), first=first
+        )
         trainer.world = trainer.request.layout.gpus
         trainer.nproc = None if mine is not None else trainer.world
         return trainer
@@ -53,5 +56,5 @@ class Trainer:
         """Trains, measures and compares; None on every rank of torchrun but the first. A resumed run stays in its folder."""
         if out is None and self.request.resume is not None:
             out = run_of(self.request.resume)
-        machine = launch.machine(self.request.layout.gpus, self.request.job.precision)
+        machine = launch.machine(self.request.layout.gpus, self.request.job.precision, self.request.training.timeout_s)
         return launch.train(self.request, None if out is None else Path(out), self.nproc, machine, quiet)

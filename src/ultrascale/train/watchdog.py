@@ -6,6 +6,7 @@ does, and lives; whoever has not moved for too long reads the board twice and na
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -21,6 +22,7 @@ from ultrascale.train.board import Board, Note, silent
 NAMED = 8  # ranks that a report names one by one
 LOOKS = 2.5  # beats between two looks, at least, before a rank is called silent
 LONGEST_LOOK_S = 10.0  # while an error is explained
+SAME = "Every rank lives and says the same"
 LONGEST_READ_S = 20.0  # of every rank's note from a store
 
 
@@ -48,6 +50,7 @@ class Watchdog:
         self._note = Note(0, "starting", time.time())
         self._moved = time.monotonic()
         self._beats = 0
+        self._waits_for_disk = False
         self._ended, self._silent = threading.Event(), threading.Event()
         # Two threads: writing to a store whose host is stopped never returns, and that must not stop the watching.
         self._threads = [
@@ -75,12 +78,25 @@ class Watchdog:
     def __str__(self) -> str:
         return str(self._note)
 
+    def use(self, board: Board) -> None:
+        """From now on ranks write there: a store exists only once they have met."""
+        self._board = board
+        self._interval_s = min(board.beat_s, self._timeout_s / 8)
+
     def at(self, step: int, doing: str) -> None:
         """This rank begins with that now. Costs no system call."""
         self._note = Note(step, doing, time.time(), self._beats)
         self._moved = time.monotonic()
+        self._waits_for_disk = False
         if self._board.immediate:
             self._board.write(self._rank, self._note)
+
+    def waits_for_disk(self, step: int, doing: str) -> None:
+        """As `at`, to be repeated while a disk is waited for, which may take long: only a rank that is silent ends the run."""
+        if not self._waits_for_disk or self._note.doing != doing:
+            self.at(step, doing)
+        self._moved = time.monotonic()
+        self._waits_for_disk = True
 
     def explain(self, error: BaseException) -> str:
         """An error of gloo, NCCL or the store as a sentence: where this rank was, and who is gone."""
@@ -93,14 +109,22 @@ class Watchdog:
 
     def _watch(self) -> None:
         looks: list[Mapping[int, Note] | None] = []  # None: the store did not answer
+        disk = _Silence(self._timeout_s)
         while not self._sleep():
             still_s = time.monotonic() - self._moved
+            if self._waits_for_disk and (gone := disk.ranks(self._read)):
+                self._on_stuck(self._report_silent(gone))
+                os._exit(1)
             if still_s < self._timeout_s / 2:
                 looks = []
             elif not looks:
                 looks = [self._read()]
             elif still_s >= self._timeout_s:
-                self._on_stuck(self._report(still_s, looks[0]))
+                report = self._report(still_s, looks[0])
+                if SAME in report and waiting.collective() is not None:
+                    # Somebody hangs outside of the collective that the others wait in, and knows best where: it reports first.
+                    time.sleep(min(LOOKS * self._interval_s, LONGEST_LOOK_S))
+                self._on_stuck(report)
                 os._exit(1)  # the main thread waits in a call that nothing can interrupt
 
     def _sleep(self) -> bool:
@@ -145,6 +169,16 @@ class Watchdog:
             ]
         )
 
+    def _report_silent(self, notes: Mapping[int, Note]) -> str:
+        ranks = sorted(notes)
+        return "\n".join(
+            [
+                f"{self._name(self._rank)} waits for ranks that have been silent for {self._timeout_s:.0f} s: {self._note}",
+                *self._lines(ranks, notes, "is silent: stopped, dead or out of reach; it last said"),
+                _look_at(ranks),
+            ]
+        )
+
     def _who(self, before: Mapping[int, Note] | None, now: Mapping[int, Note] | None) -> list[str]:
         """Lines about the ranks that hold this one up."""
         if now is None or before is None:
@@ -167,14 +201,9 @@ class Watchdog:
             *self._lines(apart, now, "is elsewhere:"),
         ]
         if gone or never:
-            culprits = ", ".join(map(str, (gone + never)[:NAMED]))
-            lines.append(
-                f"Look at rank {culprits}: its process (a state of T is stopped), its machine's log, its memory, its link."
-            )
+            lines.append(_look_at(gone + never))
         elif not lines:
-            lines.append(
-                "Every rank lives and says the same: the exchange itself failed, or ranks disagree about what to exchange."
-            )
+            lines.append(f"{SAME}: the exchange itself failed, or ranks disagree about what to exchange.")
         return lines
 
     def _lines(self, ranks: list[int], notes: Mapping[int, Note], words: str) -> Iterable[str]:
@@ -187,6 +216,33 @@ class Watchdog:
     def _name(self, rank: int) -> str:
         place = self._describe(rank)
         return f"rank {rank} ({place})" if place else f"rank {rank}"
+
+
+class _Silence:
+    """Which ranks have not beaten for a time, looked at now and then."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._looked = -math.inf
+        self._heard: dict[int, tuple[int, float]] = {}
+
+    def ranks(self, read: Callable[[], Mapping[int, Note] | None]) -> dict[int, Note]:
+        """The silent ranks with what they last said."""
+        now = time.monotonic()
+        if now - self._looked < self._timeout_s / 4:
+            return {}
+        if now - self._looked > self._timeout_s:  # not in the last wait: what was heard then says nothing
+            self._heard = {}
+        self._looked, notes = now, read() or {}
+        for rank, note in notes.items():
+            if self._heard.get(rank, (-1, now))[0] != note.beat:
+                self._heard[rank] = (note.beat, now)
+        return {rank: notes[rank] for rank, (_, at) in self._heard.items() if rank in notes and now - at >= self._timeout_s}
+
+
+def _look_at(ranks: list[int]) -> str:
+    named = ", ".join(map(str, ranks[:NAMED]))
+    return f"Look at rank {named}: its process (a state of T is stopped), its machine's log, its memory, its link."
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,0 +1,112 @@
+"""The digest of training data: it changes with every token, weight and document end that counts, and with nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ultrascale.data import binary, digest
+from ultrascale.data.digest import data_digest
+from ultrascale.specs.training import Training
+
+VOCAB, TOKENS = 1000, 10_000
+TEXT = np.random.default_rng(0).integers(0, VOCAB, TOKENS)
+ENDS = np.array([10, 5_000, TOKENS])
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    binary.write(tmp_path / "a.bin", TEXT, ENDS, VOCAB)
+    return tmp_path / "a.bin"
+
+
+def of(data: object, mask: bool = False, **fields: object) -> str:
+    return data_digest(Training(data=str(data), document_mask=mask, **fields), VOCAB)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("place", [0, 1234, TOKENS - 1])
+def test_every_token_counts(file: Path, tmp_path: Path, place: int) -> None:
+    text = TEXT.copy()
+    text[place] = (text[place] + 1) % VOCAB
+    binary.write(tmp_path / "b.bin", text, ENDS, VOCAB)
+    assert of(tmp_path / "b.bin") != of(file)
+
+
+def test_document_ends_count_under_a_mask_alone(file: Path, tmp_path: Path) -> None:
+    binary.write(tmp_path / "b.bin", TEXT, np.array([11, 5_000, TOKENS]), VOCAB)
+    assert of(tmp_path / "b.bin") == of(file)
+    assert of(tmp_path / "b.bin", mask=True) != of(file, mask=True)
+
+
+def test_paths_seeds_and_the_scale_of_weights_do_not_count(file: Path, tmp_path: Path) -> None:
+    binary.write(tmp_path / "b.bin", TEXT, ENDS, VOCAB)
+    assert of(tmp_path / "b.bin", seed=3) == of(file)
+    assert of(f"{file}:0.7,stdlib:0.3") == of(f"{tmp_path / 'b.bin'}:7,stdlib:3")
+    assert of("synthetic", seed=3) == of("synthetic")
+    assert len({of(file), of(f"{file}:0.7,stdlib:0.3"), of(f"{file}:0.6,stdlib:0.4"), of("stdlib"), of("synthetic")}) == 5
+
+
+def test_the_tokenizer_counts(tmp_path: Path) -> None:
+    found = []
+    for sha in ("a" * 64, "b" * 64):
+        folder = tmp_path / sha[:1]
+        folder.mkdir()
+        binary.write(folder / "tokens.bin", TEXT, ENDS, VOCAB)
+        inputs = {"path": "texts", "files": 1, "bytes": 1, "field": "text"}
+        facts = {"tokenizer": "tokenizer.json", "tokenizer_sha256": sha, "vocab": VOCAB, "eod": 0, "tokens": TOKENS}
+        facts |= {"documents": len(ENDS), "dtype": "uint16", "inputs": inputs}
+        (folder / "data.json").write_text(json.dumps(facts))
+        found.append(of(folder))
+    assert found[0] != found[1]
+
+
+def test_pieces_on_several_threads_give_the_same_and_report_every_byte(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digest, "PIECE_BYTES", 1000)
+    training, told = Training(data=str(file)), list[tuple[int, int]]()
+    alone = data_digest(training, VOCAB, report=lambda done, total: told.append((done, total)))
+    assert data_digest(training, VOCAB, threads=4) == alone
+    assert told[-1] == (2 * TOKENS, 2 * TOKENS)
+    assert len(told) == 20
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    calls, hashed = 0, digest._piece_digest
+
+    def count(piece: Any) -> bytes:
+        nonlocal calls
+        calls += 1
+        return hashed(piece)
+
+    monkeypatch.setattr(digest, "_piece_digest", count)
+    return lambda: calls
+
+
+def test_a_large_set_is_hashed_once_by_a_run_until_its_file_changes(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digest, "CACHED_BYTES", 1)
+    calls, training = counted(monkeypatch), Training(data=str(file))
+    first = data_digest(training, VOCAB, tmp_path)
+    assert data_digest(training, VOCAB, tmp_path) == first
+    assert calls() == 1
+    os.utime(file, ns=(1, 1))
+    assert data_digest(training, VOCAB, tmp_path) == first
+    assert calls() == 2
+    (tmp_path / "other").mkdir()
+    assert data_digest(training, VOCAB, tmp_path / "other") == first  # another run has not read it yet
+    assert calls() == 3
+    (tmp_path / digest.CACHE).write_text("damaged")
+    assert data_digest(training, VOCAB, tmp_path) == first
+
+
+def test_a_small_set_is_hashed_each_time(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, training = counted(monkeypatch), Training(data=str(file))
+    assert data_digest(training, VOCAB, tmp_path) == data_digest(training, VOCAB, tmp_path)
+    assert calls() == 2
+    assert not (tmp_path / digest.CACHE).exists()
