@@ -36,6 +36,17 @@ CONFIGS = {
         vocab_size=96,
         num_local_experts=3,
     ),
+    "yarn-and-exact-gelu": transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=96,
+        hidden_act="gelu",
+        max_position_embeddings=64,
+        rope_parameters={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0},
+    ),
     "gpt2": transformers.GPT2Config(n_layer=2, n_embd=32, n_head=4, n_positions=64, vocab_size=96),
 }
 
