@@ -86,7 +86,7 @@ def _backward(grad: Tensor, weight: Tensor, both: Tensor) -> tuple[Tensor, Tenso
         return to_both, gated
 
     def plain() -> tuple[Tensor, Tensor]:
-        opened, up = both.unflatten(-1, (-1, 2)).unbind(-1)
+        opened, up = both.reshape(len(both), -1, 2).unbind(-1)
         to_gated, silu = grad @ weight, F.silu(opened)
         to_opened = torch.ops.aten.silu_backward(to_gated * up, opened)
         return torch.stack((to_opened, to_gated * silu), dim=-1).flatten(-2), silu * up
