@@ -16,6 +16,7 @@ from ultrascale.export.common import Engine
 from ultrascale.export.read import plan_from
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
+from ultrascale.specs.validate import build
 
 ENGINES = [engine for engines in targets.ENGINES.values() for engine in engines]
 
@@ -204,3 +205,66 @@ def test_header_lines_are_read_whatever_is_in_a_value() -> None:
     }
     lines = header.lines(missing, Layout(dp=2, zero=2), {"layout.zero": "has (its) own"}, "X")
     assert header.found("\n".join(f"# {line}" for line in lines)) == missing
+
+
+SCALINGS: dict[str, dict[str, object]] = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "linear, no whole factor": {"rope_type": "linear", "factor": 2.5},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_positions": 4096, "attention_factor": 1.25},
+    "llama3 of another context": {"factor": 4.0, "original_max_positions": 4096},
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=titles)
+@pytest.mark.parametrize("case", SCALINGS)
+@pytest.mark.parametrize("base", ["llama-2-7b", "llama-3.1-8b"])
+def test_rotary_scaling_comes_back(engine: Engine, case: str, base: str, tmp_path: Path) -> None:
+    plan = plan_of("sharded")
+    model = build(Model, {**Model.load(base).model_dump(), "rope_scaling": SCALINGS[case]}, "model")
+    files, _ = write.for_engine(engine, plan.job.changed(model=model), plan.layout)
+    write.into(tmp_path, files, force=False)
+    assert plan_from(tmp_path / engine.config).plan.job.model == model
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=titles)
+@pytest.mark.parametrize("activation", ["gelu", "gelu_exact", "geglu", "geglu_exact"])
+@pytest.mark.parametrize("biases", [True, False])
+def test_either_gelu_comes_back(engine: Engine, activation: str, biases: bool, tmp_path: Path) -> None:
+    plan = plan_of("sharded")
+    fields = {**Model.load("gpt2").model_dump(), "max_positions": 8192, "activation": activation, "mlp_bias": biases}
+    model = build(Model, {**fields, "attention_output_bias": biases}, "model")
+    files, _ = write.for_engine(engine, plan.job.changed(model=model), plan.layout)
+    write.into(tmp_path, files, force=False)
+    assert plan_from(tmp_path / engine.config).plan.job.model == model
+
+
+def said_to_megatron(**changes: object) -> tuple[str, list[str]]:
+    plan = plan_of("sharded")
+    model = build(Model, {**Model.load("llama-2-7b").model_dump(), "max_positions": 131072, **changes}, "model")
+    files, lines = write.for_engine(targets.ENGINES["megatron"][0], plan.job.changed(model=model), plan.layout)
+    return files[0].text, [line for line in lines if line.startswith(header.UNSAID)]
+
+
+def test_megatron_is_told_of_scaling_only_what_it_computes() -> None:
+    text, lines = said_to_megatron(rope_scaling=SCALINGS["linear"])
+    assert "--rotary-seq-len-interpolation-factor 4" in text
+    assert "--use-rope-scaling" not in text
+    assert not any("rope_scaling" in line for line in lines)
+    for case in ("linear, no whole factor", "dynamic", "yarn"):
+        text, lines = said_to_megatron(rope_scaling=SCALINGS[case])
+        assert "--use-rope-scaling" not in text
+        assert "interpolation-factor" not in text
+        assert any(f"rope_scaling.rope_type = {case.split(',')[0]} (Megatron-LM has Llama 3's" in line for line in lines)
+
+
+def test_megatrons_gelu_is_the_exact_one_where_no_kernel_adds_a_bias() -> None:
+    biases = dict.fromkeys(("qkv_bias", "attention_output_bias", "mlp_bias"), True)
+    text, lines = said_to_megatron(activation="gelu_exact", **biases)
+    assert "--no-bias-gelu-fusion" in text
+    assert not lines
+    text, lines = said_to_megatron(activation="gelu", **biases)
+    assert "--no-bias-gelu-fusion" not in text
+    assert not lines
+    assert not said_to_megatron(activation="gelu_exact")[1]
+    assert "model.activation = gelu (Megatron-LM has" in said_to_megatron(activation="gelu")[1][0]

@@ -152,18 +152,3 @@ def test_why_it_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(borrowed, "installed", lambda _: True)
     assert flash.why_not(torch.bfloat16) is None
     assert "float32" in (flash.why_not(torch.float32) or "")
-
-
-def test_a_package_of_the_older_name_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """flash-attn 2 is `flash_attn`, too, and has no `cute`."""
-    borrowed.installed.cache_clear()
-    monkeypatch.setattr(borrowed, "find_spec", lambda name: None)
-    assert not borrowed.installed("flash_attn.cute")
-
-    def no_parent(name: str) -> None:
-        raise ModuleNotFoundError(name)
-
-    borrowed.installed.cache_clear()
-    monkeypatch.setattr(borrowed, "find_spec", no_parent)
-    assert not borrowed.installed("flash_attn.cute")
-    borrowed.installed.cache_clear()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from ultrascale.kernels import float8, fused
 from ultrascale.model.transformer import Block, Transformer
 from ultrascale.specs.model import Model
+from ultrascale.specs.validate import build
 
 MODEL = Model(name="m", layers=2, hidden=48, ffn=80, heads=4, kv_heads=2, head_dim=16, vocab=64, rope_theta=10000.0)
 
@@ -32,6 +35,22 @@ def train_alike(plain: Transformer, ours: Transformer) -> None:
     found.backward()
     for (name, theirs), mine in zip(plain.named_parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_positions": 4, "attention_factor": 1.5},
+    ],
+)
+def test_scaled_positions_in_a_fused_block(scaling: dict[str, Any]) -> None:
+    model = build(Model, {**MODEL.model_dump(), "max_positions": 4, "rope_scaling": scaling}, "model")
+    plain, ours = built(model), built(model)
+    assert not torch.allclose(loss_of(plain), loss_of(built()), rtol=1e-6)
+    fused.apply(ours)
+    train_alike(plain, ours)
 
 
 @pytest.mark.parametrize("joined", [False, True])

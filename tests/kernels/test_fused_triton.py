@@ -52,10 +52,12 @@ def test_norm_backward(rows: int, width: int, kernels: ModuleType) -> None:
     same(kernels.norm_backward(*(one.to(DEVICE) for one in arguments)), fused.norm_backward(*arguments))
 
 
+@pytest.mark.parametrize("factor", [1.0, 1.25])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 1)])
-def test_rotation(heads: int, kv_heads: int, kernels: ModuleType) -> None:
+def test_rotation(heads: int, kv_heads: int, factor: float, kernels: ModuleType) -> None:
+    """Also by tables that YaRN's attention factor makes larger."""
     angles = numbers(5, 8).repeat(1, 2)
-    rope = angles.cos(), angles.sin()
+    rope = factor * angles.cos(), factor * angles.sin()
     there = tuple(table.to(DEVICE) for table in rope)
     qkv = numbers(10, heads + 2 * kv_heads, 16)
     wanted, found = qkv.clone(), qkv.to(DEVICE, copy=True)

@@ -104,6 +104,14 @@ CASES: dict[str, tuple[Facts, str, str, str]] = {
     "GPU unknown": (changed(NODE, gpus=(replace(GPU, name="NVIDIA L40"),)), "GPUs", "warn", "no peak of this kind"),
     "Hopper without FlashAttention": (NODE, "attention", "ok", r"pip install 'ultrascale\[flash\]'"),
     "with it": (packages(NODE, **{"flash-attn-4": "4.0.0b36"}), "attention", "ok", "FlashAttention 4.0.0b36 where a run finds"),
+    "half installed": (
+        changed(
+            packages(NODE, **{"flash-attn-4": "4.0.0b36"}), import_problems={"flash-attn-4": "RuntimeError: No CTK flavor"}
+        ),
+        "attention",
+        "warn",
+        r"flash-attn-4 cannot be imported \(RuntimeError: No CTK flavor\): runs use torch's kernels",
+    ),
     "Ampere": (
         changed(NODE, gpus=(replace(GPU, name="NVIDIA A100-SXM4-80GB"),)),
         "attention",

@@ -1,7 +1,7 @@
 """Faults planted into a parallel technique, each found by `verify` and located to the module where it first shows.
 
-Among them those reported in public for another engine: Megatron-LM issues 673 (loss scaled by cp), 7452 (a replicated weight whose
-gradient is a partial sum over tp) and pull request 5916 (experts missing in the gradient norm under ep × tp).
+Among them those reported in public for another engine: Megatron-LM issues 673 (loss scaled by cp), 7452 (a replicated weight
+whose gradient is a partial sum over tp) and pull request 5916 (experts missing in the gradient norm under ep × tp).
 """
 
 from __future__ import annotations

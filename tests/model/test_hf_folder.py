@@ -37,6 +37,22 @@ CONFIGS: dict[str, transformers.PretrainedConfig] = {
         **SHAPE, head_dim=16, tie_word_embeddings=True, rope_parameters={**LLAMA3, "original_max_position_embeddings": 16}
     ),
     "llama with biases": transformers.LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True, hidden_act="gelu_pytorch_tanh"),
+    "llama, linear positions": transformers.LlamaConfig(**SHAPE, rope_parameters={"rope_type": "linear", "factor": 2.0}),
+    "llama, dynamic positions": transformers.LlamaConfig(
+        **SHAPE, max_position_embeddings=8, rope_parameters={"rope_type": "dynamic", "factor": 2.0}
+    ),
+    "qwen2.5, yarn": transformers.Qwen2Config(
+        **SHAPE,
+        max_position_embeddings=32,
+        rope_parameters={
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.5,
+            "original_max_position_embeddings": 8,
+        },
+    ),
+    "llama, exact gelu": transformers.LlamaConfig(**SHAPE, hidden_act="gelu"),
     "mistral": transformers.MistralConfig(**SHAPE, sliding_window=5),
     "qwen2.5": transformers.Qwen2Config(**SHAPE, tie_word_embeddings=True),
     "qwen3": transformers.Qwen3Config(**SHAPE, head_dim=24),
@@ -44,6 +60,7 @@ CONFIGS: dict[str, transformers.PretrainedConfig] = {
         **SHAPE, head_dim=8, use_sliding_window=True, sliding_window=6, max_window_layers=0
     ),
     "mixtral": transformers.MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
+    "mixtral, exact gelu": transformers.MixtralConfig(**SHAPE, num_local_experts=3, hidden_act="gelu"),
     "mixtral with a window": transformers.MixtralConfig(**SHAPE, num_local_experts=5, num_experts_per_tok=1, sliding_window=5),
     "qwen3-moe": transformers.Qwen3MoeConfig(**SHAPE, **QWEN_EXPERTS, head_dim=16, norm_topk_prob=True),
     "qwen3-moe weighed as scored": transformers.Qwen3MoeConfig(
@@ -265,13 +282,12 @@ BROKEN: dict[str, tuple[str, Callable[[Path], object], str]] = {
     ),
     "another vocabulary": ("llama", lambda f: change_config(f, vocab_size=100), r"asks for \[100, 32\]"),
     "other heads": ("llama", lambda f: change_config(f, num_key_value_heads=4), r"k_proj.* asks for \[32, 32\]"),
-    "yarn": ("llama", lambda f: change_config(f, rope_parameters={"rope_type": "yarn"}), "rope_type is 'yarn'"),
+    "longrope": ("llama", lambda f: change_config(f, rope_parameters={"rope_type": "longrope"}), "rope_type is 'longrope'"),
     "partly turned": (
         "llama",
         lambda f: change_config(f, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
         "partial_rotary_factor is 0.5",
     ),
-    "exact gelu": ("llama", lambda f: change_config(f, hidden_act="gelu"), "hidden_act is 'gelu' .*tanh"),
     "unknown activation": ("llama", lambda f: change_config(f, hidden_act="mish"), "hidden_act is 'mish'"),
     "quantized": ("llama", lambda f: change_config(f, quantization_config={"bits": 4}), "quantization_config is a mapping"),
     "tied, with another head": ("llama", lambda f: change_config(f, tie_word_embeddings=True), "lm_head.weight differs"),

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ultrascale.model.operators import LayerNorm, RMSNorm, geglu, rms_norm, swiglu
+from ultrascale.model.operators import LayerNorm, RMSNorm, geglu, geglu_exact, rms_norm, swiglu
 
 
 def plain_norm(x: Tensor, weight: Tensor, eps: float = 1e-3) -> Tensor:
@@ -21,6 +21,7 @@ OPERATORS: list[tuple[Callable[..., Tensor], Callable[..., Tensor], list[tuple[i
     (lambda x, weight: rms_norm(x, weight, 1e-3), plain_norm, [(2, 3, 4, 6), (6,)]),
     (swiglu, lambda gate, up: gate * torch.sigmoid(gate) * up, [(2, 3, 5), (2, 3, 5)]),
     (geglu, lambda gate, up: F.gelu(gate, approximate="tanh") * up, [(2, 3, 5), (2, 3, 5)]),
+    (geglu_exact, lambda gate, up: gate * torch.special.ndtr(gate) * up, [(2, 3, 5), (2, 3, 5)]),
 ]
 
 

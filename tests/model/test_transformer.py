@@ -261,7 +261,9 @@ def saved_bytes(model: Model, length: int, batch: int = 1) -> int:
     return sum(size for address, size in kept.items() if address not in known)
 
 
-@pytest.mark.parametrize("change", [{}, {"activation": "geglu"}, {"norm": "layernorm", "activation": "gelu"}])
+@pytest.mark.parametrize(
+    "change", [{}, {"activation": "geglu"}, {"activation": "geglu_exact"}, {"norm": "layernorm", "activation": "gelu"}]
+)
 def test_a_block_keeps_what_the_memory_law_counts(change: dict[str, Any]) -> None:
     model, length = Model.load("tiny").model_copy(update=change), 256
     job = Job(model=model, cluster=Cluster.load("1xh100"), seq=length, batch_tokens=length, precision="fp32")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from ultrascale.parallel.context import ContextCore, positions
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.layout import ContextParallel
 from ultrascale.specs.model import Model
+from ultrascale.specs.validate import build
 
 torch.set_num_threads(1)
 
@@ -226,17 +228,38 @@ def test_a_model_learns_the_same(variant: ContextParallel) -> None:
         torch.testing.assert_close(total, wanted, rtol=1e-9, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def learned_in_ranks(rank: int, nproc: int, store: str, variant: ContextParallel) -> dict[str, Tensor]:
+# All of these change with the length of the whole sequence or with global positions beyond the original context.
+SCALINGS: dict[str, dict[str, Any]] = {
+    "dynamic": {"rope_type": "dynamic", "factor": 3.0},
+    "linear": {"rope_type": "linear", "factor": 2.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_positions": 4},
+}
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_scaled_positions_are_those_of_the_whole_sequence(variant: ContextParallel, scaling: str) -> None:
+    model = build(Model, {**MODEL.model_dump(), "max_positions": 5, "rope_scaling": SCALINGS[scaling]}, "model")
+    alone = learned(ALONE, variant, model)
+    plain = learned(ALONE, variant, MODEL)
+    assert not torch.allclose(alone["loss"], plain["loss"], rtol=1e-6)
+    ranks = local.run(learned_in_ranks, 2, variant, model, timeout_s=60)
+    for name, wanted in alone.items():
+        total = torch.stack([one[name] for one in ranks]).sum(0)
+        torch.testing.assert_close(total, wanted, rtol=1e-9, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def learned_in_ranks(rank: int, nproc: int, store: str, variant: ContextParallel, spec: Model = MODEL) -> dict[str, Tensor]:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
     try:
-        return learned(Axis("cp", dist.group.WORLD, rank, nproc, (0, 1)), variant)
+        return learned(Axis("cp", dist.group.WORLD, rank, nproc, (0, 1)), variant, spec)
     finally:
         dist.destroy_process_group()
 
 
-def learned(axis: Axis, variant: ContextParallel) -> dict[str, Tensor]:
+def learned(axis: Axis, variant: ContextParallel, spec: Model = MODEL) -> dict[str, Tensor]:
     torch.manual_seed(3)
-    model = Transformer(MODEL).double()
+    model = Transformer(spec).double()
     tokens, targets = torch.randint(0, MODEL.vocab, (2, 2, 12))
     context.apply(model, axis, variant)
     own = positions(12, axis, variant)

@@ -8,7 +8,7 @@ import pytest
 
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.hf import FAMILIES
-from ultrascale.specs.model import Model
+from ultrascale.specs.model import Model, RopeScaling
 
 Config = dict[str, Any]
 
@@ -213,7 +213,21 @@ def test_sliding_windows() -> None:
         ("llama-2-7b", {"rms_norm_eps": 0}, "config.rms_norm_eps is 0 but must be a number greater than 0: try 1e-06"),
         ("llama-2-7b", {"rope_theta": "big"}, "config.rope_theta is 'big' but must be a number greater than 0: try 10000"),
         ("llama-2-7b", {"rope_scaling": 2}, "config.rope_scaling is 2 but must be a mapping"),
-        ("llama-2-7b", {"rope_scaling": {"type": "linear"}}, "config.rope_scaling.rope_type is 'linear' but only 'default'"),
+        (
+            "llama-2-7b",
+            {"rope_scaling": {"type": "longrope"}},
+            "rope_type is 'longrope' but only 'default', 'dynamic', 'linear', 'llama3', 'yarn' can be computed",
+        ),
+        ("llama-2-7b", {"rope_parameters": {"rope_type": ["yarn"]}}, "config.rope_parameters.rope_type is a list but only"),
+        ("llama-2-7b", {"rope_scaling": {"type": "linear"}}, "model.rope_scaling.factor is missing"),
+        ("llama-2-7b", {"rope_scaling": {"type": "linear", "factor": "2"}}, "model.rope_scaling.factor is '2' but must be"),
+        ("llama-2-7b", {"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_scaling.original_max_positions is missing"),
+        ("llama-2-7b", {"rope_scaling": {"type": "dynamic", "factor": 4}}, "model.max_positions is missing but rope_scaling."),
+        (
+            "llama-2-7b",
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "config.rope_parameters has a mapping for each kind of layer",
+        ),
         ("llama-2-7b", {"rope_scaling": LLAMA3}, "model.rope_scaling.original_max_positions is missing"),
         ("llama-2-7b", {"mlp_bias": "no"}, "config.mlp_bias is 'no' but must be true or false"),
         ("llama-2-7b", {"num_key_value_heads": 5}, "model.kv_heads is 5 but must divide heads = 32: try 4 or 8"),
@@ -229,6 +243,46 @@ def test_what_cannot_be_read_gets_a_sentence(name: str, change: Config, sentence
     with pytest.raises(SpecError) as caught:
         Model.from_hf({**CONFIGS[name], **change})
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
+        {"rope_scaling": {"rope_type": "proportional"}},
+        {"hidden_act": "quick_gelu"},
+        {"hidden_act": "relu"},
+    ],
+)
+def test_nobody_is_told_to_take_what_computes_something_else(change: Config) -> None:
+    with pytest.raises(SpecError) as caught:
+        Model.from_hf({**CONFIGS["llama-2-7b"], **change})
+    assert "try " not in str(caught.value)
+    assert "did you mean" not in str(caught.value)
+    assert "computes something else" in str(caught.value)
+
+
+def test_rotary_scaling_is_read_where_transformers_reads_it() -> None:
+    base = {**CONFIGS["llama-2-7b"], "max_position_embeddings": 4096}
+
+    def scaling(**fields: Any) -> RopeScaling:
+        found = Model.from_hf({**base, **fields}).rope_scaling
+        assert found is not None
+        return found
+
+    yarn = {"type": "yarn", "factor": 8}
+    assert scaling(rope_scaling=yarn) == RopeScaling(rope_type="yarn", factor=8.0, original_max_positions=4096)
+    own = {**yarn, "original_max_position_embeddings": 1024}
+    assert scaling(rope_scaling=own).original_max_positions == 1024
+    assert scaling(rope_scaling=own, original_max_position_embeddings=512).original_max_positions == 512
+    assert scaling(rope_scaling={**own, "factor": None}).factor == 4.0
+    assert scaling(rope_scaling={**yarn, "beta_fast": 0, "beta_slow": None}).beta_fast == 32.0
+    assert scaling(rope_scaling={**yarn, "mscale": 1.0, "mscale_all_dim": 0}).mscale is None
+    assert scaling(rope_scaling={**yarn, "mscale": 1.0, "mscale_all_dim": 0.5}).mscale_all_dim == 0.5
+    assert not scaling(rope_scaling={**yarn, "truncate": None}).truncate
+    newer = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
+    assert scaling(rope_parameters=newer) == RopeScaling(rope_type="linear", factor=2.0)
+    assert scaling(rope_parameters=newer, rope_scaling=yarn).rope_type == "yarn"
 
 
 def test_a_config_must_be_a_mapping() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.hf import model_from_hf
 from ultrascale.specs.hf_config import ARCHITECTURES, config_of
-from ultrascale.specs.model import Model
+from ultrascale.specs.model import ROPE_FIELDS, Model
 
 TOLD_ELSEWHERE = {"name", "source"}
 TINY, GPT2 = Model.load("tiny"), Model.load("gpt2")
@@ -36,24 +36,24 @@ def models(draw: st.DrawFn) -> Model:
     }
     if family == "gpt2":
         fields |= dict.fromkeys(("qkv_bias", "attention_output_bias", "mlp_bias"), True)
-        fields |= {"positions": "learned", "norm": "layernorm", "activation": draw(st.sampled_from(["gelu", "relu"]))}
+        fields |= {
+            "positions": "learned",
+            "norm": "layernorm",
+            "activation": draw(st.sampled_from(["gelu", "gelu_exact", "relu"])),
+        }
         return Model(**fields, max_positions=draw(st.integers(1, 2048)))
     fields |= {
         "hidden": draw(st.integers(1, 4096)),
         "kv_heads": kv_heads,
         "head_dim": head_dim,
-        "activation": draw(st.sampled_from(["swiglu", "geglu"])),
+        "activation": draw(st.sampled_from(["swiglu", "geglu", "geglu_exact"])),
         "rope_theta": draw(st.sampled_from([10_000.0, 500_000.0, 1e6])),
         "max_positions": draw(st.none() | st.integers(1, 2**20)),
     }
     if draw(st.booleans()):
-        low = draw(st.floats(0.5, 2))
-        fields["rope_scaling"] = {
-            "factor": draw(st.floats(1.5, 32)),
-            "low_freq_factor": low,
-            "high_freq_factor": low + draw(st.floats(0.5, 8)),
-            "original_max_positions": draw(st.integers(1, 8192)),
-        }
+        fields["rope_scaling"] = draw(scalings())
+        if fields["rope_scaling"]["rope_type"] == "dynamic":
+            fields |= {"max_positions": draw(st.integers(1, 2**20)), "head_dim": head_dim + 2}
     biased = draw(st.booleans())
     window = st.integers(1, 8192)
     fields |= {
@@ -78,6 +78,22 @@ def models(draw: st.DrawFn) -> Model:
     if family in ("mixtral", "qwen2_moe", "qwen3_moe"):
         fields |= draw(experts(family, fields))
     return Model(**fields)
+
+
+@st.composite
+def scalings(draw: st.DrawFn) -> dict[str, Any]:
+    kind = draw(st.sampled_from(sorted(ROPE_FIELDS)))
+    fields: dict[str, Any] = {"rope_type": kind, "factor": draw(st.floats(1.5, 32))}
+    if kind in ("llama3", "yarn"):
+        fields["original_max_positions"] = draw(st.integers(1, 8192))
+    if kind == "llama3":
+        low = draw(st.floats(0.5, 2))
+        fields |= {"low_freq_factor": low, "high_freq_factor": low + draw(st.floats(0.5, 8))}
+    if kind == "yarn":
+        fields |= {"beta_fast": draw(st.floats(8, 64)), "beta_slow": draw(st.floats(0.5, 4)), "truncate": draw(st.booleans())}
+        scores = [{}, {"attention_factor": 1.5}, {"mscale": 1.0, "mscale_all_dim": 0.5}]
+        fields |= draw(st.sampled_from(scores))
+    return fields
 
 
 @st.composite

@@ -300,7 +300,7 @@ def test_a_folder_without_config_says_so(tmp_path: Path) -> None:
         ({"ffn": 0}, "model.ffn is 0 but 2 layers have a dense MLP: try 256"),
         (
             {"activation": "swigl"},
-            "model.activation is 'swigl' but must be 'swiglu', 'geglu', 'gelu' or 'relu': did you",
+            "model.activation is 'swigl' but must be 'swiglu', 'geglu', 'geglu_exact', 'gelu', 'gelu_exact' or 'relu': did you",
         ),
         ({"moe": 5}, "model.moe is 5 but must be a mapping of fields to values: try {experts: 8, top_k: 2"),
         ({"moe": {**MOE, "top_k": 8}}, "model.moe.top_k is 8 but there are only experts = 4: try 2"),
@@ -314,6 +314,47 @@ def test_a_folder_without_config_says_so(tmp_path: Path) -> None:
         (
             {"rope_scaling": {"factor": 8.0, "original_max_positions": 8192, "low_freq_factor": 4.0}},
             "model.rope_scaling.high_freq_factor is 4 but must be greater than low_freq_factor = 4: try 16",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarm", "factor": 8.0}},
+            "model.rope_scaling.rope_type is 'yarm' but must be 'llama3', 'linear', 'dynamic' or 'yarn': did you mean 'yarn'",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 8.0, "beta_fast": 16.0}},
+            "model.rope_scaling.beta_fast is 16.0 but rope_type linear does not read it: leave it out",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 8.0}},
+            "model.rope_scaling.original_max_positions is missing: give it, e.g. 8192",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_positions": 64, "mscale": 1.0}},
+            "model.rope_scaling.mscale_all_dim is missing but mscale is 1: give both or neither, e.g. 1.0",
+        ),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 8.0,
+                    "original_max_positions": 64,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 1.0,
+                    "attention_factor": 1.5,
+                }
+            },
+            "model.rope_scaling.attention_factor is 1.5 but it follows from mscale",
+        ),
+        (
+            {"rope_theta": 1.0, "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_positions": 64}},
+            "model.rope_theta is 1 but rope_scaling.rope_type: yarn needs a base greater than 1: try 10000",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "model.max_positions is missing but rope_scaling.rope_type: dynamic changes the base of longer sequences",
+        ),
+        (
+            {"head_dim": 2, "max_positions": 64, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "model.head_dim is 2 but rope_scaling.rope_type: dynamic needs more than 2: try 64",
         ),
         ({"mla": {}}, "model.mla.kv_lora_rank is missing: give it, e.g. 512; model.mla.qk_nope_head_dim is missing"),
     ],

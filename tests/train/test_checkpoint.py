@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import pickle
+import zlib
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from parallel.harness import in_ranks, job_of, one_process, relative, training_of
 from ultrascale.specs.checkpointing import Checkpointing
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.layout import Layout
 from ultrascale.train import checkpoint
+from ultrascale.train.convert import to_hf
 from ultrascale.train.engine import Engine
 from ultrascale.train.keep import Keeper, restore
 
@@ -325,22 +332,79 @@ def test_a_file_cut_short_is_found(copy_of: Path, name: str, way: str) -> None:
         load_all(copy_of)
 
 
+def reseal(folder: Path, index: bytes) -> None:
+    """Another index, with checksums to match."""
+    (folder / ".metadata").write_bytes(index)
+    manifest = json.loads((folder / "checkpoint.json").read_text())
+    manifest.pop("checksum")
+    manifest["files"][".metadata"] = [[0, len(index), zlib.crc32(index)]]
+    manifest["checksum"] = checkpoint._checksum(manifest)
+    (folder / "checkpoint.json").write_text(json.dumps(manifest))
+
+
+def bare(kind: type) -> Any:
+    """An object as a pickle can make it: without any of its fields."""
+    return kind.__new__(kind)
+
+
+def another_model(index: Metadata) -> None:
+    index.state_dict_metadata = {name.replace("model.", "optimizer.m."): one for name, one in index.state_dict_metadata.items()}
+    places: dict[Any, Any] = index.storage_data
+    index.storage_data = {MetadataIndex(at.fqn.replace("model.", "optimizer.m."), at.offset): one for at, one in places.items()}
+
+
+def another_shape(index: Metadata) -> None:
+    entry = next(one for name, one in index.state_dict_metadata.items() if name.startswith("model."))
+    entry.size = torch.Size((*entry.size, 1))
+
+
+FOREIGN: dict[str, Callable[[Metadata], Any]] = {
+    "a mapping": lambda index: {"step": 3, "model": [1, 2]},
+    "text": lambda index: "a checkpoint",
+    "no fields": lambda index: bare(Metadata),
+    "no tensors": lambda index: Metadata({}),
+    "tensors that are none": lambda index: Metadata({"model.x": 3}),  # type: ignore[dict-item]
+    "objects": lambda index: Metadata({"model.x": BytesStorageMetadata()}, storage_data={}),
+    "tensors without fields": lambda index: Metadata({"model.x": bare(TensorStorageMetadata)}, storage_data={}),
+    "names of another program": lambda index: Metadata({f"net.{name}": one for name, one in index.state_dict_metadata.items()}),
+    "names that are no text": lambda index: Metadata(dict(enumerate(index.state_dict_metadata.values()))),  # type: ignore[arg-type]
+    "random states of nobody": lambda index: Metadata({"random.rank-x": BytesStorageMetadata()}, storage_data={}),
+    "no places": lambda index: Metadata(index.state_dict_metadata),
+    "places that are none": lambda index: Metadata(
+        index.state_dict_metadata, storage_data=dict.fromkeys(index.storage_data, "here")
+    ),
+    "places without fields": lambda index: Metadata(
+        index.state_dict_metadata, storage_data={at: bare(_StorageInfo) for at in index.storage_data}
+    ),
+    "tensors of another model": another_model,
+    "tensors of another shape": another_shape,
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_an_index_of_another_program_is_refused_in_a_sentence(copy_of: Path, kind: str) -> None:
+    index = pickle.loads((copy_of / ".metadata").read_bytes())
+    reseal(copy_of, pickle.dumps(FOREIGN[kind](index) or index))
+    with pytest.raises(SpecError, match=r"checkpoint .*(cannot be used \(|has no |but this run has ).*: try another"):
+        load_all(copy_of)
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_convert_refuses_it_too(copy_of: Path, kind: str, tmp_path: Path) -> None:
+    index = pickle.loads((copy_of / ".metadata").read_bytes())
+    reseal(copy_of, pickle.dumps(FOREIGN[kind](index) or index))
+    with pytest.raises(SpecError, match=r"checkpoint .*: try another"):
+        to_hf(copy_of, tmp_path / "out")
+
+
 def test_an_index_that_names_other_code_is_not_run(copy_of: Path) -> None:
     import os
-    import pickle
-    import zlib
 
     class Evil:
         def __reduce__(self) -> Any:
             return os.system, (f"touch {copy_of / 'ran'}",)
 
-    data = pickle.dumps(Evil())
-    (copy_of / ".metadata").write_bytes(data)
-    manifest = json.loads((copy_of / "checkpoint.json").read_text())
-    manifest.pop("checksum")
-    manifest["files"][".metadata"] = [[0, len(data), zlib.crc32(data)]]
-    manifest["checksum"] = checkpoint._checksum(manifest)
-    (copy_of / "checkpoint.json").write_text(json.dumps(manifest))
+    reseal(copy_of, pickle.dumps(Evil()))
     with pytest.raises(SpecError, match=r"it names posix\.system"):
         load_all(copy_of)
     assert not (copy_of / "ran").exists()
@@ -365,6 +429,50 @@ def full_disk(engine: Engine, run: Path) -> tuple[list[int | None], str | None]:
         seen.append(keeper.saved)
         failed = str(keeper._error) if number == 1 else failed
     return seen, failed
+
+
+class FullAfter:
+    """A file on a disk that has room for some bytes more."""
+
+    def __init__(self, file: Any, room: int) -> None:
+        self.file, self.room = file, room
+
+    def __enter__(self) -> FullAfter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    def write(self, data: Any) -> int:
+        self.room -= len(data)
+        if self.room < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return int(self.file.write(data))
+
+
+def full_amid_a_tensor(engine: Engine, run: Path, rank: int) -> None:
+    """The disk of one rank is full in the middle of what torch writes, where it has an error of its own to raise."""
+    keeper = Keeper(engine, run, Checkpointing())
+    plain = Path.open
+    if engine.mesh.rank == rank:
+        Path.open = lambda path, mode="r", **more: FullAfter(plain(path, mode, **more), 3000)  # type: ignore[assignment]
+    keeper.save(1, wait=True)
+    Path.open = plain  # type: ignore[method-assign]
+    keeper.save(2, wait=True)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_disk_that_is_full_amid_a_tensor_is_told_alike_on_every_rank(
+    rank: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    in_ranks(full_amid_a_tensor, job_of("llama"), LAYOUTS["dp2"], TRAINING, tmp_path, rank)
+    told = capfd.readouterr().err
+    assert "the checkpoint of step 1 failed: no space left on the disk (" in told
+    assert "inline_container" not in told
+    assert [folder.name for folder in checkpoint.complete(tmp_path)] == ["step-000002"]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")

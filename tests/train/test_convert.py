@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,7 +13,10 @@ import transformers
 from safetensors.torch import load_file
 
 from ultrascale.model.hf_folder import Folder
+from ultrascale.specs import hf
 from ultrascale.specs.errors import SpecError
+from ultrascale.specs.hf_config import ARCHITECTURES
+from ultrascale.specs.model import RopeType
 from ultrascale.specs.plan import Plan
 from ultrascale.train import checkpoint
 from ultrascale.train.convert import Converted, convert
@@ -35,6 +39,17 @@ CONFIGS = {
         num_key_value_heads=2,
         vocab_size=96,
         num_local_experts=3,
+    ),
+    "yarn-and-exact-gelu": transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=96,
+        hidden_act="gelu",
+        max_position_embeddings=64,
+        rope_parameters={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0},
     ),
     "gpt2": transformers.GPT2Config(n_layer=2, n_embd=32, n_head=4, n_positions=64, vocab_size=96),
 }
@@ -204,3 +219,26 @@ def test_a_flipped_byte_in_the_run_leaves_nothing(theirs: Path, tmp_path: Path) 
     with pytest.raises(SpecError, match="is damaged"):
         convert([str(tmp_path / "x"), "hf", str(tmp_path / "out")])
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def families_of(text: str) -> set[str]:
+    """What stands between `Families:` and the end of that part of the sentence, as model_types."""
+    listed = re.split(r"[.;]", " ".join(text.split()).partition("Families: ")[2])[0]
+    return {re.sub(r"[^a-z0-9]", "", name.lower()) for name in re.split(r", | and ", listed)}
+
+
+def test_help_and_docs_name_the_families_that_are_converted(run: Any) -> None:
+    _, told, _ = run("convert", "--help")
+    page = (Path(__file__).parents[2] / "docs" / "keeping.md").read_text(encoding="utf-8")
+    known = {family.replace("_", "") for family in ARCHITECTURES}
+    assert families_of(told) == known
+    assert families_of(page) == known
+
+
+def test_docs_name_the_scalings_and_activations_that_are_computed() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "keeping.md").read_text(encoding="utf-8")
+    rows = {row.split("|")[1].strip(): row.split("|")[2] for row in page.splitlines() if row.startswith("| `")}
+    scalings = re.findall(r"`([^`]+)`", rows["`rope_scaling` or `rope_parameters`"])
+    assert set(scalings) == {"default", *get_args(RopeType)}
+    activations = re.findall(r"`([^`]+)`", rows["`hidden_act`, `activation_function`"])
+    assert set(activations) | {"swish"} == {*hf._GATED, *hf._PLAIN}

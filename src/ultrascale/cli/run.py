@@ -219,7 +219,9 @@ def convert(
         typer.Option("--tokenizer", help="A tokenizer.json, or a folder with one, to go with weights that are written out."),
     ] = None,
 ) -> None:
-    """Weights in and out: Llama, Mistral, Qwen2.5, Qwen3 and GPT-2 folders of safetensors, one tensor in memory at a time.
+    """Weights in and out, from and to Hugging Face folders of safetensors, one tensor in memory at a time.
+
+    Families: Llama, Mistral, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE and GPT-2.
 
     [dim]ultrascale convert hf ./llama-dir runs/x && ultrascale train --resume runs/x --nproc 4 job.seq=2048 layout.tp=2[/]
     [dim]ultrascale convert runs/x hf ./out --tokenizer ./llama-dir[/]

@@ -18,7 +18,7 @@ from ultrascale.specs.framework import Framework
 from ultrascale.specs.gpu import GPU
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.model import MLA, Model, MoE, RopeScaling
+from ultrascale.specs.model import MLA, ROPE_FIELDS, Model, MoE, RopeScaling
 from ultrascale.specs.plan import job_to_mapping
 from ultrascale.specs.validate import build, shown
 
@@ -50,7 +50,10 @@ def of(job: Job, layout: Layout) -> Fields:
 def of_model(model: Model) -> Fields:
     fields: Fields = {}
     for name, value in model.model_dump().items():
-        if isinstance(value, Mapping):
+        if name == "rope_scaling" and model.rope_scaling is not None:
+            read = ("rope_type", "factor", *ROPE_FIELDS[model.rope_scaling.rope_type])
+            fields |= {f"model.{name}.{inner}": value[inner] for inner in read}
+        elif isinstance(value, Mapping):
             fields |= {f"model.{name}.{inner}": one for inner, one in value.items()}
         else:
             fields[f"model.{name}"] = value

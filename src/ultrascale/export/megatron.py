@@ -7,6 +7,7 @@ from ultrascale.export.common import Engine, File, lowest_rate, quoted, steps
 from ultrascale.export.megatron_model import CONTEXT, SHARDING, STATES, Arguments, Script
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
+from ultrascale.specs.model import RopeScaling
 from ultrascale.specs.training import Training
 
 TITLE = "Megatron-LM"
@@ -155,7 +156,11 @@ ENGINE = Engine(
         "job.gradients": "a setting of bf16 training",
         "model.vocab": "Megatron-LM pads it to a multiple of tp",
         "model.max_positions": "Megatron-LM's positions reach at least as far as a sequence",
-        "model.activation": "Megatron-LM has gelu, swiglu and squared relu",
+        "model.activation": "Megatron-LM has swiglu, squared relu, and gelu: tanh's with biases, else the exact one",
+        **dict.fromkeys(
+            (f"model.rope_scaling.{name}" for name in RopeScaling.model_fields),
+            "Megatron-LM has Llama 3's scaling of a context of 8192, and linear interpolation by whole factors",
+        ),
         "model.qkv_bias": "Megatron-LM has biases everywhere, in qkv alone, or nowhere",
         "model.attention_output_bias": "Megatron-LM has biases everywhere, in qkv alone, or nowhere",
         "model.mlp_bias": "Megatron-LM has biases everywhere, in qkv alone, or nowhere",

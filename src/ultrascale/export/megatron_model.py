@@ -9,7 +9,7 @@ from typing import Any
 from ultrascale.export.fields import Fields
 from ultrascale.export.keys import Keys
 from ultrascale.specs.errors import SpecError
-from ultrascale.specs.model import MLA, Model, MoE
+from ultrascale.specs.model import MLA, Model, MoE, RopeScaling
 
 Arguments = dict[str, Any]
 CONTEXT = {"zigzag": "p2p", "allgather": "allgather", "ulysses": "a2a"}  # p2p is the balanced ring
@@ -17,6 +17,7 @@ SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3
 STATES = {"adamw": "fp32", "adamw-bf16": "bf16", "adamw-8bit": "fp8"}
 _POSITIONS = {"rope": "rotary", "learned_absolute": "learned", "none": "none"}
 _LLAMA_CONTEXT = 8192  # what --use-rope-scaling takes as the original context
+_INTERPOLATION = "--rotary-seq-len-interpolation-factor"
 _PATTERN = re.compile(r"\(?\[0\]\*(\d{1,5})\+\[1\]\*(\d{1,5})\)?")
 
 
@@ -53,9 +54,11 @@ def arguments(model: Model, seq: int, tp: int) -> Arguments:
     if model.positions == "rotary":
         found["--rotary-base"] = int(model.rope_theta)
         if model.rope_scaling is not None:
-            found |= {"--use-rope-scaling": True, "--rope-scaling-factor": model.rope_scaling.factor}
+            found |= _scaled_rotary(model.rope_scaling)
     if model.activation in ("swiglu", "relu"):
         found["--swiglu" if model.activation == "swiglu" else "--squared-relu"] = True
+    elif model.activation == "gelu_exact" and model.mlp_bias and model.attention_output_bias:
+        found["--no-bias-gelu-fusion"] = True  # the fused kernel has the tanh approximation
     if not (model.mlp_bias and model.attention_output_bias):
         found["--disable-bias-linear"] = True
         if model.qkv_bias:
@@ -67,6 +70,15 @@ def arguments(model: Model, seq: int, tp: int) -> Arguments:
     if model.sliding_window is not None:
         found["--window-size"] = f"{model.sliding_window - 1},0"
     return found | (_experts(model, model.moe) if model.moe else {})
+
+
+def _scaled_rotary(scaling: RopeScaling) -> Arguments:
+    """Llama 3's scaling, and whole factors of linear interpolation; nothing for others."""
+    if scaling.rope_type == "llama3":
+        return {"--use-rope-scaling": True, "--rope-scaling-factor": scaling.factor}
+    if scaling.rope_type == "linear" and scaling.factor.is_integer():
+        return {_INTERPOLATION: int(scaling.factor)}
+    return {}
 
 
 def _latent(mla: MLA) -> Arguments:
@@ -122,7 +134,7 @@ def read(keys: Keys, seq: int, tp: int, vocab: int | None, notes: list[str]) -> 
         "model.kv_heads": groups if grouped else heads,
         "model.ffn": width,
         "model.vocab": _vocabulary(keys, tp, vocab, notes),
-        "model.activation": _activation(keys, swiglu, notes),
+        "model.activation": _activation(keys, swiglu, biases, notes),
         "model.norm": keys.word("--normalization", {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}, "LayerNorm"),
         "model.norm_eps": keys.number("--norm-epsilon", 1e-5),
         "model.positions": positions,
@@ -143,12 +155,19 @@ def read(keys: Keys, seq: int, tp: int, vocab: int | None, notes: list[str]) -> 
 
 def _read_rotary(keys: Keys, positions: str) -> Fields:
     base, scaled = keys.number("--rotary-base", 10000.0), keys.flag("--use-rope-scaling")
-    factor = keys.number("--rope-scaling-factor", 8.0)
+    factor, slower = keys.number("--rope-scaling-factor", 8.0), keys.whole(_INTERPOLATION, 1)
     if positions != "rotary":
         return {}
-    if not scaled:
+    if scaled and slower > 1:
+        raise SpecError(
+            f"{keys.where}: {_INTERPOLATION} is {slower} beside --use-rope-scaling but a plan has one of them: "
+            "try without the other"
+        )
+    if not scaled and slower == 1:
         return {"model.rope_theta": base}
-    scaling = {"factor": factor, "original_max_positions": _LLAMA_CONTEXT}
+    scaling: Fields = {"rope_type": "linear", "factor": float(slower)}
+    if scaled:
+        scaling = {"rope_type": "llama3", "factor": factor, "original_max_positions": _LLAMA_CONTEXT}
     return {"model.rope_theta": base, **{f"model.rope_scaling.{name}": value for name, value in scaling.items()}}
 
 
@@ -208,7 +227,9 @@ def _window(keys: Keys) -> int:
     return int(left) + 1
 
 
-def _activation(keys: Keys, swiglu: bool, notes: list[str]) -> str:
+def _activation(keys: Keys, swiglu: bool, biases: bool, notes: list[str]) -> str:
+    # Plain gelu is torch's exact one but in the kernel that adds its bias, which needs one and has the tanh approximation.
+    fused = biases and not keys.flag("--no-bias-gelu-fusion")
     relu, quick = keys.flag("--squared-relu"), keys.flag("--quick-geglu")
     if sum((swiglu, relu, quick)) > 1:
         raise SpecError(
@@ -216,7 +237,7 @@ def _activation(keys: Keys, swiglu: bool, notes: list[str]) -> str:
         )
     if relu:
         notes.append("--squared-relu is counted as relu, whose cost is the same")
-    return "swiglu" if swiglu else "relu" if relu else "geglu" if quick else "gelu"
+    return "swiglu" if swiglu else "relu" if relu else "geglu" if quick else "gelu" if fused else "gelu_exact"
 
 
 def _vocabulary(keys: Keys, tp: int, known: int | None, notes: list[str]) -> int:

@@ -1,7 +1,8 @@
 """Causal attention by FlashAttention 4, where its package is installed (the extra `flash`).
 
 Its kernels are written in Python and compiled on the machine at hand for the shape at hand. Here they are two operators of
-torch, so that blocks with them compile, FLOPs are counted, and selective recomputation can keep what they made.
+torch, so that blocks with them compile, FLOPs are counted, and selective recomputation can keep what they made. Where the
+package fails in a run, both compute what torch's own kernels do.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ultrascale.kernels import borrowed
+from ultrascale.kernels.borrowed import FLASH_ATTENTION_4
+from ultrascale.model import attention
 
 
 def why_not(dtype: torch.dtype) -> str | None:
     """Why it is not asked; None: it is."""
-    return borrowed.why_not("flash-attn-4", "flash_attn.cute", dtype)
+    return FLASH_ATTENTION_4.why_not(dtype)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -41,8 +43,16 @@ def _package() -> ModuleType:
 @torch.library.custom_op("ultrascale::flash", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """The output, and each row's logarithm of its scores' sum, [b, heads, s] in fp32, which backward needs."""
-    out, sums, *_ = _package()._flash_attn_fwd(q, k, v, causal=True, return_lse=True)
-    return out, sums.contiguous()
+
+    def kernel() -> tuple[Tensor, Tensor]:
+        out, sums, *_ = _package()._flash_attn_fwd(q, k, v, causal=True, return_lse=True)
+        return out, sums.contiguous()
+
+    def plain() -> tuple[Tensor, Tensor]:
+        out, sums = attention.attend(q, k, v, True, q.shape[-1] ** -0.5)
+        return out.contiguous(), sums.contiguous()
+
+    return FLASH_ATTENTION_4.call(kernel, plain)
 
 
 @_forward.register_fake
@@ -53,12 +63,20 @@ def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("ultrascale::flash_backward", mutates_args=())
 def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    to_q, to_k, to_v = (x.new_empty(x.shape) for x in (q, k, v))
-    _package()._flash_attn_bwd(
-        q, k, v, out, grad.contiguous(), sums, causal=True, dq=to_q, dk=to_k, dv=to_v,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )  # fmt: skip
-    return to_q, to_k, to_v
+    def kernel() -> tuple[Tensor, Tensor, Tensor]:
+        to_q, to_k, to_v = (x.new_empty(x.shape) for x in (q, k, v))
+        _package()._flash_attn_bwd(
+            q, k, v, out, grad.contiguous(), sums, causal=True, dq=to_q, dk=to_k, dv=to_v,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )  # fmt: skip
+        return to_q, to_k, to_v
+
+    def plain() -> tuple[Tensor, Tensor, Tensor]:
+        found = attention.attend_backward(grad.contiguous(), q, k, v, out, sums, True, q.shape[-1] ** -0.5)
+        to_q, to_k, to_v = (one.contiguous() for one in found)
+        return to_q, to_k, to_v
+
+    return FLASH_ATTENTION_4.call(kernel, plain)
 
 
 @_backward.register_fake

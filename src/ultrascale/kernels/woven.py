@@ -3,6 +3,7 @@
 A product's numbers are gated while they are in registers: forward reads nothing twice, and in backward the gated numbers'
 gradient never leaves the multiprocessor. For that a number's gate and up lie side by side in memory, woven, and not one half
 after the other; so do the rows of both weights where cuBLAS goes on with what these kernels made, which are copied for it.
+Where quack fails in a run, plain formulas compute the same in the same layout.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ultrascale.kernels import borrowed
+from ultrascale.kernels.borrowed import QUACK
 from ultrascale.kernels.fused import Gates, joined
 
 # Tiles and clusters that were the fastest of ten on an H200 for 16,384 × 3072 and 32,768 × 2048 (docs/kernels/gate.md).
@@ -21,7 +23,7 @@ _FORWARD, _BACKWARD = (128, 192), (128, 128)
 
 def why_not(dtype: torch.dtype) -> str | None:
     """Why it is not asked; None: it is."""
-    return borrowed.why_not("quack-kernels", "quack.gemm_interface", dtype)
+    return QUACK.why_not(dtype)
 
 
 class Woven(Gates):
@@ -54,10 +56,18 @@ def _options(tile: tuple[int, int], device: torch.device) -> dict[str, Any]:
 @torch.library.custom_op("ultrascale::gated", mutates_args=())
 def _forward(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """x [n, h] by gate's rows and up's after them [2·f, h]: both products [n, 2·f], woven, and the gated numbers [n, f]."""
-    from quack.gemm_interface import gemm_gated  # type: ignore[import-not-found]
 
-    both, gated = gemm_gated(x, weight.t(), concat_layout=("B",), **_options(_FORWARD, x.device))
-    return both, gated
+    def kernel() -> tuple[Tensor, Tensor]:
+        from quack.gemm_interface import gemm_gated  # type: ignore[import-not-found]
+
+        both, gated = gemm_gated(x, weight.t(), concat_layout=("B",), **_options(_FORWARD, x.device))
+        return both, gated
+
+    def plain() -> tuple[Tensor, Tensor]:
+        opened, up = (x @ weight.t()).chunk(2, dim=-1)
+        return torch.stack((opened, up), dim=-1).flatten(-2), F.silu(opened) * up
+
+    return QUACK.call(kernel, plain)
 
 
 @_forward.register_fake
@@ -68,10 +78,20 @@ def _(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("ultrascale::gated_backward", mutates_args=())
 def _backward(grad: Tensor, weight: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
     """grad [n, h] by the last weight [h, f] is the gated numbers' gradient; given are those of both, woven, and the numbers."""
-    from quack.gemm_interface import gemm_dgated
 
-    to_both, gated = gemm_dgated(grad, weight, both, **_options(_BACKWARD, grad.device))
-    return to_both, gated
+    def kernel() -> tuple[Tensor, Tensor]:
+        from quack.gemm_interface import gemm_dgated
+
+        to_both, gated = gemm_dgated(grad, weight, both, **_options(_BACKWARD, grad.device))
+        return to_both, gated
+
+    def plain() -> tuple[Tensor, Tensor]:
+        opened, up = both.reshape(len(both), -1, 2).unbind(-1)
+        to_gated, silu = grad @ weight, F.silu(opened)
+        to_opened = torch.ops.aten.silu_backward(to_gated * up, opened)
+        return torch.stack((to_opened, to_gated * silu), dim=-1).flatten(-2), silu * up
+
+    return QUACK.call(kernel, plain)
 
 
 @_backward.register_fake

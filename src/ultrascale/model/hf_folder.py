@@ -112,21 +112,21 @@ def _model(path: Path) -> Model:
 
 
 def _refuse_other_computing(config: Mapping[str, Any], model: Model, file: Path) -> None:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     for key, allowed in _ONLY.items():
         value = rope.get(key, config.get(key))
         if value not in allowed:
             raise SpecError(
-                f"config.{key} is {shown(value)} in {file} but the engine only computes without it: try {shown(None)}"
+                f"config.{key} is {shown(value)} in {file} but the engine only computes without it: "
+                "give the folder of a model without it"
             )
-    # The exact gelu and its tanh approximation cost the same, and so are one word in a Model.
-    for key in ("hidden_act", "activation_function"):
-        if config.get(key) == "gelu":
-            raise SpecError(f"config.{key} is 'gelu' in {file} but the engine has its tanh approximation alone: try 'gelu_new'")
     kinds = config.get("layer_types")
     kind = "full_attention" if model.sliding_window is None else "sliding_attention"
     if kinds is not None and (not isinstance(kinds, list) or any(one != kind for one in kinds)):
-        raise SpecError(f"config.layer_types in {file} must be {kind} in every layer, as the other fields say: try without it")
+        raise SpecError(
+            f"config.layer_types in {file} must be {kind} in every layer, as the other fields say: "
+            "give the folder of a model whose layers are alike"
+        )
 
 
 def _entries(path: Path) -> dict[str, _Entry]:

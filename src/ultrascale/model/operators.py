@@ -30,10 +30,17 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
-    """gelu(gate) · up."""
+    """gelu(gate) · up, with the tanh approximation."""
     if torch.compiler.is_compiling():
         return gelu(gate) * up
-    return _GeGLU.apply(gate, up)  # type: ignore[no-untyped-call, no-any-return]
+    return _GeGLU.apply(gate, up, "tanh")  # type: ignore[no-untyped-call, no-any-return]
+
+
+def geglu_exact(gate: Tensor, up: Tensor) -> Tensor:
+    """gelu(gate) · up, with the exact gelu."""
+    if torch.compiler.is_compiling():
+        return F.gelu(gate) * up
+    return _GeGLU.apply(gate, up, "none")  # type: ignore[no-untyped-call, no-any-return]
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -41,7 +48,15 @@ def gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-ACTIVATIONS: dict[str, Callable[..., Tensor]] = {"swiglu": swiglu, "geglu": geglu, "gelu": gelu, "relu": F.relu}
+ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
+    "swiglu": swiglu,
+    "geglu": geglu,
+    "geglu_exact": geglu_exact,
+    "gelu": gelu,
+    "gelu_exact": F.gelu,
+    "relu": F.relu,
+}
+"""by the Model's name"""
 
 
 class RMSNorm(nn.Module):
@@ -107,12 +122,14 @@ class _SwiGLU(torch.autograd.Function):
 
 class _GeGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, approximate: str) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return gelu(gate) * up
+        ctx.approximate = approximate
+        return F.gelu(gate, approximate=approximate) * up
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
-        return torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh"), grad * gelu(gate)
+        to_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate=ctx.approximate)
+        return to_gate, grad * F.gelu(gate, approximate=ctx.approximate), None

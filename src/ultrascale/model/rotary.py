@@ -13,11 +13,16 @@ Rope = tuple[Tensor, Tensor]
 """cos and sin, each [s, head_dim], fp32"""
 
 
-def tables(model: Model, positions: Tensor) -> Rope:
-    """Computed anew in each forward pass, never a buffer: a model built on the meta device has nothing to fill in."""
-    angles = torch.outer(positions.float(), _frequencies(model, positions.device))
+def tables(model: Model, positions: Tensor, length: int | None = None) -> Rope:
+    """Computed anew in each forward pass, never a buffer: a model built on the meta device has nothing to fill in.
+
+    `length`: of the whole sequence, where `positions` are one context-parallel rank's part of it.
+    """
+    frequencies = _frequencies(model, len(positions) if length is None else length, positions.device)
+    angles = torch.outer(positions.float(), frequencies)
     angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
+    factor = 1.0 if model.rope_scaling is None else attention_factor(model.rope_scaling)
+    return (angles.cos(), angles.sin()) if factor == 1.0 else (angles.cos() * factor, angles.sin() * factor)
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
@@ -27,15 +32,66 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-def _frequencies(model: Model, device: torch.device) -> Tensor:
+def attention_factor(scaling: RopeScaling) -> float:
+    """What cos and sin are multiplied by, so that scores are by its square (YaRN, section 3.4); 1 for other types."""
+    if scaling.rope_type != "yarn":
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.mscale is None or scaling.mscale_all_dim is None:
+        return _mscale(scaling.factor, 1.0)
+    return _mscale(scaling.factor, scaling.mscale) / _mscale(scaling.factor, scaling.mscale_all_dim)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _frequencies(model: Model, length: int, device: torch.device) -> Tensor:
     exponents = torch.arange(0, model.head_dim, 2, device=device).float() / model.head_dim
-    frequencies = 1.0 / model.rope_theta**exponents
-    return frequencies if model.rope_scaling is None else _stretch(frequencies, model.rope_scaling)
+    scaling = model.rope_scaling
+    theta = model.rope_theta
+    if scaling is not None and scaling.rope_type == "dynamic":
+        theta = _ntk_base(model, scaling.factor, length)
+    frequencies = 1.0 / theta**exponents
+    if scaling is None or scaling.rope_type == "dynamic":
+        return frequencies
+    if scaling.rope_type == "linear":
+        return frequencies / scaling.factor
+    kept = _kept_by_yarn(model, scaling, device) if scaling.rope_type == "yarn" else _kept_by_llama3(frequencies, scaling)
+    return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
-def _stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3.1's: waves longer than the original context are slowed by `factor`, short ones kept, a ramp between."""
+def _ntk_base(model: Model, factor: float, length: int) -> float:
+    """The base for a sequence of `length` tokens: larger where it is longer than max_positions, as in `transformers`."""
+    assert model.max_positions is not None
+    beyond = max(length, model.max_positions) / model.max_positions - 1
+    return model.rope_theta * math.pow(1 + factor * beyond, model.head_dim / (model.head_dim - 2))
+
+
+def _kept_by_llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Share of each frequency that is not slowed: 0 for waves longer than the original context, 1 for short ones, a ramp."""
+    assert scaling.original_max_positions is not None
     turns = scaling.original_max_positions * frequencies / (2 * math.pi)  # in the original context
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = kept.clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / scaling.factor)
+    return kept.clamp(0, 1)
+
+
+def _kept_by_yarn(model: Model, scaling: RopeScaling, device: torch.device) -> Tensor:
+    """The same for YaRN (section 3.2): the ramp is over dimensions, between those that turn beta_fast and beta_slow times."""
+    original = scaling.original_max_positions
+    assert original is not None
+    dim = model.head_dim
+
+    def dimension(turns: float) -> float:
+        """The one whose wave turns so often in the original context."""
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(model.rope_theta))
+
+    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001  # as in `transformers`: a step, and no division by zero
+    ramp = (torch.arange(dim // 2, device=device).float() - low) / (high - low)
+    return 1 - ramp.clamp(0, 1)

@@ -175,6 +175,8 @@ class Transformer(nn.Module):
         # Keyed by the layer's index in the whole model: a parameter has one name, whatever the stage that holds it.
         self.blocks = nn.ModuleDict({str(index): Block(model, index) for index in layers})
         self.head = Head(model) if head else None
+        self.context_ranks = 1
+        """ranks that share a sequence by context parallelism: it is so many times as long as the positions given"""
         self.tie()
 
     def each_block(self) -> list[Block]:
@@ -202,7 +204,8 @@ class Transformer(nn.Module):
         Hidden states without a head; with one, logits, or the summed loss of `targets` [b, s]. With `documents` [b, s], which
         number the tokens' documents, attention stays within a document.
         """
-        rope = tables(self.model, positions) if self.model.positions == "rotary" else None
+        length = len(positions) * self.context_ranks
+        rope = tables(self.model, positions, length) if self.model.positions == "rotary" else None
         if self.embed is not None:
             x = self.embed(x, positions)
         if rope is not None and not x.is_cuda:  # once: each block would keep copies of its own, which a GPU's kernels do not

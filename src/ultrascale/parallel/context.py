@@ -44,6 +44,7 @@ def apply(model: nn.Module, axis: Axis, variant: ContextParallel, seq: int | Non
     """Replaces the core of every attention. A sliding window that spans the whole of `seq` is no window."""
     if axis.size == 1:
         return
+    model.context_ranks = axis.size  # type: ignore[assignment]  # rotary scaling may depend on the whole length
     for block in cast(nn.ModuleDict, model.blocks).values():
         attention = cast(Attention, block.attention)
         window = attention.core.sliding_window

@@ -96,6 +96,13 @@ def run(
                 pipe.close()
 
 
+def fork(function: Callable[[], None]) -> Any:
+    """A started process that runs `function`; it may lead a session of its own, so that it and its ranks end together."""
+    process = multiprocessing.get_context("fork").Process(target=function)
+    process.start()
+    return process
+
+
 @dataclass(frozen=True)
 class _Ranks:
     """What the parent knows of its children."""

@@ -16,8 +16,10 @@ from ultrascale.specs.validate import build, shown
 
 Fields = dict[str, Any]
 
-_GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_new": "geglu", "gelu_pytorch_tanh": "geglu"}
-_PLAIN = {"gelu": "gelu", "gelu_new": "gelu", "gelu_fast": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
+# In transformers "gelu" is the exact one; the others are names of the tanh approximation.
+_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+_GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu_exact", **dict.fromkeys(_TANH, "geglu")}
+_PLAIN = {"gelu": "gelu_exact", **dict.fromkeys(_TANH, "gelu"), "relu": "relu"}
 
 
 def model_from_hf(config: Mapping[str, Any], name: str | None = None) -> Model:
@@ -197,24 +199,72 @@ def _common(config: Mapping[str, Any]) -> Fields:
 
 def _positions(config: Mapping[str, Any], theta: float = 10_000.0) -> Fields:
     """Rotary wavelengths: newer releases of transformers write in rope_parameters what rope_theta and rope_scaling held."""
-    where = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
+    where = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"  # transformers reads the former first
     rope = config.get(where)
     if rope is not None and not isinstance(rope, Mapping):
         raise SpecError(f"config.{where} is {shown(rope)} but must be a mapping: try {{rope_theta: 10000.0}} or leave it out")
+    if rope is not None and any(isinstance(value, Mapping) for value in rope.values()):
+        raise SpecError(
+            f"config.{where} has a mapping for each kind of layer but all layers must have the same: "
+            "give a model whose layers are alike"
+        )
     rope = {"rope_theta": _number(config, "rope_theta", theta), **(rope or {})}
     fields = {"rope_theta": _number(rope, "rope_theta", theta)}
     kind = rope.get("rope_type", rope.get("type", "default"))
     # Latent attention is planned, not trained, and DeepSeek's yarn changes no cost.
     if kind == "default" or "kv_lora_rank" in config:
         return fields
-    if kind != "llama3":
+    if not isinstance(kind, str) or kind not in _SCALINGS:
+        known = ", ".join(["'default'", *(f"'{name}'" for name in _SCALINGS)])
         raise SpecError(
-            f"config.{where}.rope_type is {shown(kind)} but only 'default' and 'llama3' are known: "
-            f"try 'default', which has the same cost"
+            f"config.{where}.rope_type is {shown(kind)} but only {known} can be computed, and each computes something else: "
+            "give a model with one of these"
         )
-    keys = {key: key for key in ("factor", "low_freq_factor", "high_freq_factor")}
-    keys["original_max_positions"] = "original_max_position_embeddings"
-    return {**fields, "rope_scaling": {field: rope[key] for field, key in keys.items() if key in rope}}
+    return {**fields, "rope_scaling": {"rope_type": kind, **_SCALINGS[kind](config, rope)}}
+
+
+def _factor_alone(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Fields:
+    """dynamic reads max_position_embeddings too, which is the model's max_positions."""
+    return _present(rope, "factor")
+
+
+def _llama3(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Fields:
+    return {**_present(rope, "factor", "low_freq_factor", "high_freq_factor"), **_original(config, rope)}
+
+
+def _yarn(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Fields:
+    original = _original(config, rope)
+    fields = {**_present(rope, "factor", "attention_factor"), **original}
+    if "factor" not in fields and original:  # null: the ratio of the two lengths, as transformers takes it
+        fields["factor"] = _count(config, "max_position_embeddings") / original["original_max_positions"]
+    # transformers reads mscale only where both are given (0 is none) and attention_factor is not, and 0 as the default betas.
+    if "attention_factor" not in fields and rope.get("mscale") and rope.get("mscale_all_dim"):
+        fields |= _present(rope, "mscale", "mscale_all_dim")
+    fields |= {key: rope[key] for key in ("beta_fast", "beta_slow") if rope.get(key)}
+    if "truncate" in rope:
+        fields["truncate"] = False if rope["truncate"] is None else rope["truncate"]
+    return fields
+
+
+_SCALINGS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Fields]] = {
+    "dynamic": _factor_alone,
+    "linear": _factor_alone,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
+"""rope_type -> fields of RopeScaling, of the config and its rope mapping"""
+
+
+def _present(rope: Mapping[str, Any], *keys: str) -> Fields:
+    return {key: rope[key] for key in keys if rope.get(key) is not None}
+
+
+def _original(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Fields:
+    """transformers takes the config's own key before the mapping's, and max_position_embeddings where there is neither."""
+    key = "original_max_position_embeddings"
+    places = [(config, key), (rope, key), (config, "max_position_embeddings")]
+    found = next((mapping[name] for mapping, name in places if mapping.get(name) is not None), None)
+    return {} if found is None else {"original_max_positions": found}
 
 
 def _sparse(config: Mapping[str, Any], shared: Fields) -> Fields:
@@ -245,8 +295,8 @@ def _window(config: Mapping[str, Any], first: int = 28) -> Fields:
         return {}
     if first > 0:
         raise SpecError(
-            f"config.max_window_layers is {first} but a window must bind every layer or none: try 0, "
-            f"or use_sliding_window: false"
+            f"config.max_window_layers is {first} but a window must bind every layer or none, which is another model: "
+            f"give one with max_window_layers: 0 or use_sliding_window: false"
         )
     return {"sliding_window": _count(config, "sliding_window")}
 
@@ -287,12 +337,17 @@ def _flag(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
 
 def _only(config: Mapping[str, Any], key: str, allowed: int | bool) -> None:
     if config.get(key, allowed) != allowed:
-        raise SpecError(f"config.{key} is {shown(config[key])} but only {shown(allowed)} can be planned: try {shown(allowed)}")
+        raise SpecError(
+            f"config.{key} is {shown(config[key])} but only {shown(allowed)} can be planned, which is another model: "
+            f"give one with {key}: {shown(allowed)}"
+        )
 
 
 def _activation(config: Mapping[str, Any], key: str, known: Mapping[str, str], default: str) -> str:
     value = config.get(key, default)
     if not isinstance(value, str) or value not in known:
-        hint = nearest(value if isinstance(value, str) else "", known)
-        raise SpecError(f"config.{key} is {shown(value)}, which Ultrascale cannot read: {hint}")
+        raise SpecError(
+            f"config.{key} is {shown(value)} but only {', '.join(sorted(known))} can be computed, and each computes something "
+            "else: give a model with one of these"
+        )
     return known[value]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from ultrascale.specs.errors import SpecError
-from ultrascale.specs.model import Model, MoE
+from ultrascale.specs.model import ROPE_FIELDS, Model, MoE
 from ultrascale.specs.validate import shown
 
 Dtype = Literal["bf16", "fp32"]
@@ -26,7 +26,14 @@ ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
-_ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh", "gelu": "gelu_new", "relu": "relu"}
+_ACTIVATIONS = {
+    "swiglu": "silu",
+    "geglu": "gelu_pytorch_tanh",
+    "geglu_exact": "gelu",
+    "gelu": "gelu_new",
+    "gelu_exact": "gelu",
+    "relu": "relu",
+}
 
 
 def config_of(model: Model, dtype: str) -> Config:
@@ -197,10 +204,9 @@ def _scaling(model: Model) -> Config | None:
     scaling = model.rope_scaling
     if scaling is None:
         return None
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_max_positions,
-    }
+    config: Config = {"rope_type": scaling.rope_type, "factor": scaling.factor}
+    for field in ROPE_FIELDS[scaling.rope_type]:
+        value = getattr(scaling, field)
+        if value is not None:
+            config["original_max_position_embeddings" if field == "original_max_positions" else field] = value
+    return config

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.files import read_mapping
-from ultrascale.specs.validate import build
+from ultrascale.specs.validate import build, shown
 
 # Strict: a count that arrives as 1.5, true or "32" is a mistake in the file, never something to round or parse.
 # The upper bound keeps every product of two counts inside 64 bits.
@@ -42,24 +42,82 @@ class MLA(BaseModel):
     v_head_dim: Count = Field(examples=[128])
 
 
+RopeType = Literal["llama3", "linear", "dynamic", "yarn"]
+
+
 class RopeScaling(BaseModel):
-    """Llama 3.1's stretching of rotary positions: waves longer than the original context are slowed by `factor`."""
+    """Rotary positions beyond the context a model was first trained with, by the `rope_type` of Hugging Face configs.
+
+    - `llama3`: waves longer than the original context are slowed by `factor`, short ones kept, a ramp between (Llama 3.1).
+    - `linear`: all waves are slowed by `factor` (position interpolation, Chen et al. 2023).
+    - `dynamic`: NTK scaling; the base grows with a sequence that is longer than the model's max_positions.
+    - `yarn`: a ramp by the number of turns in the original context, and larger scores (YaRN, Peng et al. 2023).
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    rope_type: RopeType = "llama3"
     factor: Factor = Field(examples=[8.0])
-    low_freq_factor: Factor = Field(default=1.0, description="Waves that turn fewer times in the original context slow down.")
-    high_freq_factor: Factor = Field(default=4.0, description="Waves that turn more often stay as they are.")
-    original_max_positions: Count = Field(examples=[8192])
+    low_freq_factor: Factor = Field(
+        default=1.0, description="llama3: waves that turn fewer times in the original context slow down."
+    )
+    high_freq_factor: Factor = Field(default=4.0, description="llama3: waves that turn more often stay as they are.")
+    original_max_positions: Count | None = Field(
+        default=None, description="llama3 and yarn: the original context, in tokens.", examples=[8192]
+    )
+    attention_factor: Factor | None = Field(
+        default=None, description="yarn: cos and sin are multiplied by it; None: it follows from factor and mscale."
+    )
+    mscale: Factor | None = Field(default=None, description="yarn: weight of log(factor) in attention_factor's numerator.")
+    mscale_all_dim: Factor | None = Field(default=None, description="yarn: the same in its denominator.")
+    beta_fast: Factor = Field(default=32.0, description="yarn: waves that turn more often stay as they are.")
+    beta_slow: Factor = Field(default=1.0, description="yarn: waves that turn fewer times slow down.")
+    truncate: Flag = Field(default=True, description="yarn: the ends of the ramp are rounded to whole dimensions.")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        read = {"rope_type", "factor", *ROPE_FIELDS[self.rope_type]}
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if name not in read and value != field.default:
+                raise ValueError(
+                    f"model.rope_scaling.{name} is {shown(value)} but rope_type {self.rope_type} does not read it: leave it out"
+                )
+        if "original_max_positions" in read and self.original_max_positions is None:
+            raise ValueError("model.rope_scaling.original_max_positions is missing: give it, e.g. 8192")
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"model.rope_scaling.high_freq_factor is {self.high_freq_factor:g} but must be greater than "
                 f"low_freq_factor = {self.low_freq_factor:g}: try {4 * self.low_freq_factor:g}"
             )
+        if (self.mscale is None) != (self.mscale_all_dim is None):
+            given, other = ("mscale", "mscale_all_dim") if self.mscale_all_dim is None else ("mscale_all_dim", "mscale")
+            raise ValueError(
+                f"model.rope_scaling.{other} is missing but {given} is {getattr(self, given):g}: give both or neither, e.g. 1.0"
+            )
+        if self.mscale is not None and self.attention_factor is not None:
+            raise ValueError(
+                f"model.rope_scaling.attention_factor is {self.attention_factor:g} but it follows from mscale: "
+                "leave it out, or mscale and mscale_all_dim"
+            )
         return self
+
+
+ROPE_FIELDS: dict[RopeType, tuple[str, ...]] = {
+    "llama3": ("low_freq_factor", "high_freq_factor", "original_max_positions"),
+    "linear": (),
+    "dynamic": (),
+    "yarn": (
+        "original_max_positions",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+    ),
+}
+"""what each type reads beside its factor"""
 
 
 class MoE(BaseModel):
@@ -137,8 +195,10 @@ class Model(BaseModel):
     head_dim: Count = Field(default_factory=lambda known: _default_head_dim(known), examples=[128])
     ffn: CountOrZero = Field(default=0, description="Dense MLP width; 0 when every layer is MoE.", examples=[14336])
     vocab: Count = Field(examples=[128256])
-    activation: Literal["swiglu", "geglu", "gelu", "relu"] = Field(
-        default="swiglu", description="gelu and the gate of geglu are the tanh approximation (gelu_new), as in GPT-2."
+    activation: Literal["swiglu", "geglu", "geglu_exact", "gelu", "gelu_exact", "relu"] = Field(
+        default="swiglu",
+        description="gelu and the gate of geglu are the tanh approximation (gelu_new), as in GPT-2; "
+        "gelu_exact and geglu_exact compute x·Φ(x) by erf (Hugging Face's gelu).",
     )
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: Factor = Field(default=1e-5, description="Added to the variance inside every norm.", examples=[1e-5])
@@ -204,7 +264,7 @@ class Model(BaseModel):
     @property
     def gated(self) -> bool:
         """Gated MLPs have three matrices (gate, up, down), plain ones two."""
-        return self.activation in ("swiglu", "geglu")
+        return self.activation in ("swiglu", "geglu", "geglu_exact")
 
     @property
     def qk_head_dim(self) -> int:
@@ -359,6 +419,8 @@ def _problems(model: Model) -> Iterator[str]:
         )
     if model.positions == "learned" and model.max_positions is None:
         yield "model.max_positions is missing but positions: learned needs a table of that length: try 2048"
+    if model.rope_scaling is not None:
+        yield from _rope_problems(model, model.rope_scaling.rope_type)
     if model.moe and model.moe.dense_layers > model.layers:
         yield (
             f"model.moe.dense_layers is {model.moe.dense_layers} but there are only layers = {model.layers}: "
@@ -366,6 +428,20 @@ def _problems(model: Model) -> Iterator[str]:
         )
     if model.dense_layers and not model.ffn:
         yield f"model.ffn is 0 but {model.dense_layers} layers have a dense MLP: try {4 * model.hidden}"
+
+
+def _rope_problems(model: Model, rope_type: RopeType) -> Iterator[str]:
+    if rope_type == "dynamic" and model.max_positions is None:
+        yield (
+            "model.max_positions is missing but rope_scaling.rope_type: dynamic changes the base of longer sequences: "
+            "give it, e.g. 2048"
+        )
+    if rope_type == "dynamic" and model.head_dim <= 2:
+        yield f"model.head_dim is {model.head_dim} but rope_scaling.rope_type: dynamic needs more than 2: try 64"
+    if rope_type == "yarn" and model.rope_theta <= 1:
+        yield (
+            f"model.rope_theta is {model.rope_theta:g} but rope_scaling.rope_type: yarn needs a base greater than 1: try 10000"
+        )
 
 
 def _near_divisors(whole: int, given: int) -> str:

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ultrascale.kernels import flash
+from ultrascale.kernels.borrowed import FLASH_ATTENTION_4, one_line
 from ultrascale.model.transformer import Core
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.train.build import COMPUTE
-from ultrascale.train.timing import Recorded, said
+from ultrascale.train.timing import Recorded
 
 BACKENDS = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
@@ -88,9 +89,10 @@ def timed(shape: Shape, device: torch.device) -> Timed | None:
                 continue
         if times and flash.why_not(shape.dtype) is None:
             try:
-                times[FLASH_4] = _time_ms(FLASH_4, shape, device)
+                with FLASH_ATTENTION_4.raising():
+                    times[FLASH_4] = _time_ms(FLASH_4, shape, device)
             except Exception as error:  # a compiler of its own, whose errors are of many kinds: a run does without it
-                failed = said(error)
+                failed = one_line(error)
     torch.cuda.empty_cache()  # of shapes that the model may not have
     return Timed(dict(sorted(times.items(), key=lambda item: item[1])), failed) if times else None
 

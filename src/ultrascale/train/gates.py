@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from ultrascale.kernels import woven
+from ultrascale.kernels.borrowed import QUACK, one_line
 from ultrascale.kernels.fused import FusedBlock, Gates
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import Training
 from ultrascale.train.build import COMPUTE
 from ultrascale.train.kernels import why_not_fused
-from ultrascale.train.timing import Recorded, in_turns_ms, said
+from ultrascale.train.timing import Recorded, in_turns_ms
 
 ROUNDS, TURN_MS = 5, 100.0  # for as long as it takes until a card's power limit sets the clock, as it does in training
 SLACK = 1.02
@@ -59,11 +60,12 @@ def fastest(job: Job, layout: Layout, training: Training, device: torch.device) 
 def timed(tokens: int, hidden: int, ffn: int, dtype: torch.dtype, device: torch.device) -> Timed | None:
     """None: there is no memory for such products."""
     try:
-        times = _times_ms({"between": Gates(), "within": woven.Woven()}, tokens, hidden, ffn, dtype, device)
+        with QUACK.raising():
+            times = _times_ms({"between": Gates(), "within": woven.Woven()}, tokens, hidden, ffn, dtype, device)
     except torch.OutOfMemoryError:
         return None
     except Exception as error:  # a compiler of its own, whose errors are of many kinds: a run does without it
-        return Timed(None, None, said(error))
+        return Timed(None, None, one_line(error))
     finally:
         torch.cuda.empty_cache()
     return Timed(times["between"], times["within"])

@@ -174,7 +174,7 @@ class Keeper:
         return self.engine.optimizer.moments if self.engine.optimizer.updates else ()
 
     def _reason(self, error: BaseException | None) -> str:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return f"no space left on the disk ({free_bytes(self.run) / GIB:,.1f} GiB free in {self.run})"
         return str(error).splitlines()[0] if error and str(error) else type(error).__name__
 

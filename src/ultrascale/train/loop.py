@@ -51,6 +51,9 @@ class Observer:
         """Runs the one step whose memory is counted."""
         return account(self.engine, step)
 
+    def phase(self, step: int, doing: str) -> None:
+        """A phase of a step begins: reading, forward and backward, update, saving or evaluating."""
+
     def stepped(self) -> None:
         """A step is over."""
 
@@ -71,13 +74,18 @@ class Loop:
         observer: Observer | None = None,
     ) -> None:
         self.observer = observer or Observer(engine)
-        self.engine, self.recorder, self.keeper, self.signals, self.at = engine, recorder, keeper, signals, watchdog.at
+        self.engine, self.recorder, self.keeper, self.signals, self.watchdog = engine, recorder, keeper, signals, watchdog
         self.watch = Watch()
         self.done = 0
         if keeper is not None:
             keeper.moving = lambda: watchdog.waits_for_disk(self.done, "saving")
         self.stopped: str | None = None
         self._stalled = 0.0
+
+    def at(self, step: int, doing: str) -> None:
+        """This rank begins a phase of a step."""
+        self.watchdog.at(step, doing)
+        self.observer.phase(step, doing)
 
     def run(self, start: int) -> None:
         training = self.engine.training

@@ -7,8 +7,10 @@ with the few classes that an index needs, and nothing else it may name.
 from __future__ import annotations
 
 import io
+import math
 import os
 import pickle
+import re
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +24,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
@@ -78,11 +86,24 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         # The default looks into its objects for tensors to move; pieces are none.
         pieces = {f"{section}.{name}": piece for section, named in state_dict.items() for name, piece in named.items()}
+        entries = metadata.state_dict_metadata if metadata is not None else {}
+        for name, piece in pieces.items():
+            entry = entries.get(name)
+            if not isinstance(entry, TensorStorageMetadata):
+                raise SpecError(f"checkpoint {self.folder} has no {name} but this run needs it: try another")
+            if tuple(entry.size) != piece.shape:
+                raise SpecError(
+                    f"checkpoint {self.folder}: {name} is {list(entry.size)} but this run has {list(piece.shape)}: try another"
+                )
         self.flatten_state_dict = False
         self.state_dict, self.metadata, self.is_coordinator = pieces, metadata, is_coordinator
 
@@ -120,7 +141,7 @@ def load(
     """
     reader = Reader(folder, sums, moving)
     with _told():
-        dcp_load(pieces, storage_reader=reader, planner=_LoadPlanner(), process_group=group, no_dist=group is None)
+        dcp_load(pieces, storage_reader=reader, planner=_LoadPlanner(folder), process_group=group, no_dist=group is None)
 
 
 @contextmanager
@@ -184,7 +205,13 @@ def _write(file: BinaryIO, name: str, item: WriteItem, planner: SavePlanner) -> 
     # A tensor that is part of a larger one would take all of that along.
     apart = tensor.untyped_storage().nbytes() == tensor.nbytes
     summed = _Summed(file)
-    torch.save(tensor.detach().contiguous() if apart else tensor.detach().clone(), cast(IO[bytes], summed))
+    try:
+        torch.save(tensor.detach().contiguous() if apart else tensor.detach().clone(), cast(IO[bytes], summed))
+    except RuntimeError:
+        # torch ends its archive even after a write that failed, and then raises its own error about the archive's length.
+        if summed.error is not None:
+            raise summed.error from None
+        raise
     return WriteResult(item.index, summed.length, _Stored(name, summed.offset, summed.length, checksum=summed.checksum))
 
 
@@ -194,6 +221,8 @@ class _Summed(io.RawIOBase):
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self.offset, self.length, self.checksum = file.tell(), 0, 0
+        self.error: OSError | None = None
+        """the first one of the file"""
 
     def writable(self) -> bool:
         return True
@@ -201,7 +230,11 @@ class _Summed(io.RawIOBase):
     def write(self, data: Any) -> int:
         self.checksum = zlib.crc32(data, self.checksum)
         self.length += len(data)
-        return self._file.write(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
 
 
 class Reader(FileSystemReader):
@@ -222,14 +255,12 @@ class Reader(FileSystemReader):
         self._check(INDEX, 0, data, "its index")
         try:
             metadata = _IndexUnpickler(io.BytesIO(data)).load()
-        except Exception as error:
-            raise SpecError(f"checkpoint {self.folder} has an index that cannot be used ({error}): try another") from None
-        if not isinstance(metadata, Metadata):
-            raise SpecError(f"checkpoint {self.folder} has an index of another kind: try another")
-        for index, place in (metadata.storage_data or {}).items():
-            if Path(place.relative_path).name != place.relative_path:
-                raise SpecError(f"checkpoint {self.folder}: {index.fqn} lies in {place.relative_path}, outside the folder")
-        return metadata
+            problem = _problem(metadata) if isinstance(metadata, Metadata) else "it is of another kind"
+        except Exception as error:  # a pickle can hold any object in any field
+            problem = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        if problem:
+            raise SpecError(f"checkpoint {self.folder} has an index that cannot be used ({problem}): try another")
+        return cast(Metadata, metadata)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         try:
@@ -253,6 +284,24 @@ class Reader(FileSystemReader):
             raise SpecError(f"checkpoint {self.folder}: {name} is damaged: {what} is not what was written")
 
 
+def _problem(metadata: Metadata) -> str:
+    """What in an index is not as `save` writes it, in words; empty: nothing."""
+    places: Mapping[Any, Any] = metadata.storage_data
+    for name, entry in metadata.state_dict_metadata.items():
+        if not _NAME.fullmatch(name) or not isinstance(entry, TensorStorageMetadata):
+            return f"it names {name!r:.60}, which is no part of a run"
+        if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size):
+            return f"its parts of {name:.60} are not the whole"
+        for chunk in entry.chunks:
+            place = places.get(MetadataIndex(name, chunk.offsets))
+            if not isinstance(place, _StorageInfo):
+                return f"it does not say where {name:.60} lies"
+            if Path(place.relative_path).name != place.relative_path:
+                return f"{name:.60} lies in {place.relative_path:.60}, outside the folder"
+    return ""
+
+
+_NAME = re.compile(r"(model|optimizer\.\w+)\..+|random\.rank-\d+(-cuda)?")
 _INDEX_CLASSES = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata",

@@ -385,7 +385,10 @@ def _resized(cluster: Cluster, world: int) -> Cluster:
     per_node = min(cluster.gpus_per_node, world)
     while world % per_node:
         per_node -= 1
-    return cluster.model_copy(update={"nodes": world // per_node, "gpus_per_node": per_node})
+    domain = cluster.link_domain
+    if domain % per_node and per_node % domain:
+        domain = per_node
+    return cluster.model_copy(update={"nodes": world // per_node, "gpus_per_node": per_node, "link_domain": domain})
 
 
 def _world_sentence(job: Job, layout: Layout, training: Training, world: int) -> str:

@@ -43,8 +43,3 @@ def in_turns_ms(pieces: dict[str, Recorded], rounds: int, turn_ms: float) -> dic
             once = piece.times_ms(1)[0]
             times[name] += piece.times_ms(max(REPLAYED, round(turn_ms / once / TIMED)))
     return {name: statistics.median(each) for name, each in times.items()}
-
-
-def said(error: Exception) -> str:
-    """What a kernel that fails says, in one line."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]

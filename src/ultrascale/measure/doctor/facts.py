@@ -1,4 +1,4 @@
-"""What can be learnt about this machine in a second or two, without torch and without touching a GPU: facts, no judgement.
+"""What can be learnt about this machine in some seconds, without torch here and without touching a GPU: facts, no judgement.
 
 Whatever cannot be asked here (no nvidia-smi, no /sys, no /dev/shm) is left empty; nothing raises.
 """
@@ -11,6 +11,8 @@ import re
 import resource
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -19,11 +21,13 @@ from dataclasses import dataclass, field
 from importlib import metadata, util
 from pathlib import Path
 
+from ultrascale.kernels import borrowed
 from ultrascale.measure.doctor.nvidia import GPUFact, ask_gpus, ask_links
 from ultrascale.train.machine import memory_bytes
 from ultrascale.train.rates import cores
 
-PACKAGES = ("torch", "numpy", "pydantic", "safetensors", "tokenizers", "pyarrow", "flash-attn-4")
+PACKAGES = ("torch", "numpy", "pydantic", "safetensors", "tokenizers", "pyarrow", *(one.name for one in borrowed.PACKAGES))
+IMPORT_S = 60.0  # more than a slow disk takes for torch and an optional package
 MOST_WRITTEN, BLOCK, LONGEST_S = 64 * 2**20, 4 * 2**20, 1.0  # of the trial of the disk
 _USED = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -48,6 +52,8 @@ class Facts:
     python: str = ""
     packages: Mapping[str, str | None] = field(default_factory=dict)
     """version, or None where it is not installed"""
+    import_problems: Mapping[str, str] = field(default_factory=dict)
+    """optional packages of kernels that are installed and cannot be imported -> why"""
     torch_cuda: str | None = None
     """the CUDA that torch was built for"""
     cores: int = 1
@@ -81,6 +87,11 @@ def gather(place: Path = Path("runs"), say: Callable[[str], None] = lambda _: No
     say("asking nvidia-smi for GPUs")
     gpus, gpu_problem = ask_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
     links = ask_links() if len(gpus) > 1 else {}
+    # Only where there is a GPU to compute on: without one, some cannot be imported for that reason alone.
+    tried = [one for one in borrowed.PACKAGES if gpus and packages[one.name] is not None]
+    if tried:
+        say(f"importing {' and '.join(one.name for one in tried)}")
+    problems = {one.name: problem for one in tried if (problem := try_import(one.module))}
     say("trying the network")
     master = environment.get("MASTER_ADDR")
     host_problem = resolves(socket.gethostname())
@@ -90,6 +101,7 @@ def gather(place: Path = Path("runs"), say: Callable[[str], None] = lambda _: No
     return Facts(
         python=platform.python_version(),
         packages=packages,
+        import_problems=problems,
         torch_cuda=torch_cuda(),
         cores=cores(),
         memory_bytes=memory_bytes(),
@@ -121,6 +133,22 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def try_import(module: str, within_s: float = IMPORT_S) -> str:
+    """Empty when the module can be imported; in a process of its own, since it loads torch and may end it."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", f"import {module}"], capture_output=True, text=True, errors="replace", timeout=within_s
+        )
+    except subprocess.TimeoutExpired:
+        return f"it was not imported in {within_s:.0f} s"
+    except OSError as error:
+        return f"Python cannot be started ({error.strerror or error})"
+    if done.returncode == 0:
+        return ""
+    lines = done.stderr.strip().splitlines()
+    return lines[-1][:200] if lines else f"Python ended with {done.returncode}"
 
 
 def torch_cuda() -> str | None:

@@ -93,6 +93,10 @@ def gpus(facts: Facts) -> Finding:
 
 
 def attention(facts: Facts) -> Finding:
+    if facts.import_problems:
+        broken = "; ".join(f"{name} cannot be imported ({why})" for name, why in facts.import_problems.items())
+        advice = f"pip install --force-reinstall 'ultrascale[flash]', or pip uninstall {' '.join(facts.import_problems)}"
+        return Finding("attention", "warn", f"{broken}: runs use torch's kernels", advice)
     version = facts.packages.get("flash-attn-4")
     if version is not None:
         return Finding("attention", "ok", f"FlashAttention {version} where a run finds it faster than torch's kernels")

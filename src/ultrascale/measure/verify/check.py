@@ -1,4 +1,4 @@
-"""Does a layout compute what one process computes? Losses, gradient norms and every gradient; where they differ, the first module.
+"""Does a layout compute what one process computes? Losses, norms and every gradient; where they differ, the first module.
 
 One process runs the whole batch and writes what it made to a file; each rank of the layout compares its own parts with slices
 of that file, within bounds that rounding explains (recording.py). A layout that differs runs again with every module traced.

@@ -328,7 +328,7 @@ class Drawing:
         fields["end"] = pick(("done", "stop", "kill", "kill", "kill")) if fields["steps"] == STEPS else "done"
         if fields["end"] != "done":
             at = fields["at"] = self.random.randint(2 if number == 0 else 3, STEPS - 1)
-            happens = [phase for phase in PHASES[:3]]
+            happens = list(PHASES[:3])
             happens += ["saving"] if at % fields["save_every"] == 0 else []
             happens += ["evaluating"] if fields["eval_every"] and at % fields["eval_every"] == 0 else []
             fields["phase"] = pick(happens) if fields["end"] == "kill" else "update"

@@ -146,7 +146,7 @@ class Perturbation:
     def _both_ways(self, eps: float, tensor: Tensor) -> Tensor:
         moved = tensor + (self._moved(eps, tensor) - tensor).detach()
         if moved.requires_grad:
-            moved.register_hook(partial(self._moved, eps))
+            moved.register_hook(partial(self._moved, eps))  # type: ignore[no-untyped-call]
         return moved
 
     @torch.no_grad()

@@ -83,6 +83,7 @@ def check_program(program: Program) -> Verdict:
         run = Path(folder) / "run"
         try:
             history = execute(program, run)
+            verdict: Verdict
             (verdict,) = local.run(_judge, 1, program, run, history, Path(folder), timeout_s=LONGEST_LAUNCH_S)
         except (RunError, SpecError) as failure:
             verdict = Verdict(program, math.inf, problem=str(failure).strip().splitlines()[-1])
@@ -120,9 +121,8 @@ def _launch(
 ) -> None:
     """One launch in a process of its own, as its own process group."""
     one = program.launches[number]
-    words = (
-        [word for earlier in range(number + 1) for word in program.words(earlier)] if source is None else program.words(number)
-    )
+    first = number if source is not None else 0  # a run that begins anew needs the settings of its first launch too
+    words = [word for earlier in range(first, number + 1) for word in program.words(earlier)]
     errors = run.parent / f"launch-{number}.txt"
 
     def start() -> None:
@@ -130,8 +130,8 @@ def _launch(
         with errors.open("w") as file:
             os.dup2(file.fileno(), 2)
         try:
-            options = {"model": str(model)} if source is None else {"resume": source}
-            request = from_words(words, {}, one.layout.gpus, False, **options)  # type: ignore[arg-type]
+            options: dict[str, Any] = {"model": str(model)} if source is None else {"resume": source}
+            request = from_words(words, {}, one.layout.gpus, False, **options)
             launch.train(request, run, one.layout.gpus, quiet=True, observe=observe)
         except (SpecError, RunError) as error:
             sys.stderr.write(f"\n{error}\n")
@@ -197,7 +197,7 @@ def _judge(rank: int, nproc: int, store: str, program: Program, run: Path, histo
     if missing := sorted(set(whole) - set(result.errors)):
         return Verdict(program, math.inf, problem=f"the run lacks {missing[0]} (and {len(missing) - 1} more)")
     worst = max(result.errors, key=lambda key: result.errors[key][1])
-    return Verdict(program, result.errors[worst][1], worst, difference=_told(reference, whole, result, rows, history))
+    return Verdict(program, result.errors[worst][1], worst, difference=_told(reference, result, rows, history))
 
 
 def step_plans(program: Program, history: History, traced: int | None = None) -> list[StepPlan]:
@@ -230,15 +230,9 @@ def _kept(source: Checkpoint, step: int) -> list[tuple[str, torch.Tensor]]:
     """Weights and optimizer states of a checkpoint, whole."""
     rooms: dict[str, torch.Tensor] = {}
     pieces: dict[str, dict[str, Piece]] = {}
+    sections = ("model", *(f"optimizer.{moment}" for moment in source.state.moments))
     for stored, entry in source.names.items():
-        section = next(
-            (
-                known
-                for known in ("model", *(f"optimizer.{one}" for one in source.state.moments))
-                if stored.startswith(f"{known}.")
-            ),
-            None,
-        )
+        section = next((known for known in sections if stored.startswith(f"{known}.")), None)
         if section is not None:
             name, shape = stored.removeprefix(f"{section}."), tuple(entry.size)
             key = f"{step}/{'weight' if section == 'model' else section.removeprefix('optimizer.')}/{name}"
@@ -252,9 +246,8 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _told(
-    reference: Reference, whole: dict[str, torch.Tensor], result: RankResult, rows: Sequence[dict[str, Any]], history: History
-) -> str:
+def _told(reference: Reference, result: RankResult, rows: Sequence[dict[str, Any]], history: History) -> str:
+    whole = reference.whole()
     for key in reference.keys:
         error, excess = result.errors[key]
         if excess > 1:

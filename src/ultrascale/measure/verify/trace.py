@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ class Tracer:
             for key, tensor in tensors_of(name, output):
                 self._keep(self.trace.forward, key, rows, tensor)
                 if tensor.requires_grad and not name.endswith("router"):
-                    tensor.register_hook(lambda grad, key=key: self._keep(self.trace.backward, key, rows, grad))
+                    tensor.register_hook(partial(self._keep, self.trace.backward, key, rows))  # type: ignore[no-untyped-call]
 
         return record
 
