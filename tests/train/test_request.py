@@ -11,7 +11,7 @@ from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 from ultrascale.specs.plan import Plan
-from ultrascale.train.request import TRY_SEQUENCES, Overrides, from_model, from_plan
+from ultrascale.train.request import TRY_SEQUENCES, Overrides, _resized, from_model, from_plan
 
 TINY = Model.load("tiny")
 
@@ -151,3 +151,11 @@ def test_what_experts_cannot_do_is_refused(model, words, says):
 def test_experts_with_biases_are_refused():
     with pytest.raises(SpecError, match=r"model.mlp_bias is true .* the engine's experts have no biases"):
         from_model(Model.load("tiny-moe").model_copy(update={"mlp_bias": True}), Overrides(), 1)
+
+
+@pytest.mark.parametrize("before", range(1, 10))
+@pytest.mark.parametrize("after", range(1, 10))
+def test_a_cluster_of_any_size_becomes_one_of_any_other(before: int, after: int) -> None:
+    """A run of three processes resumes with two: what stands in for the machine must be a cluster that a file can hold."""
+    resized = _resized(Cluster.load(f"{before}xh100"), after)
+    assert Cluster.model_validate(dict(resized)).gpus == after
