@@ -163,44 +163,107 @@ def verify(
     ] = None,
     world: Annotated[int | None, typer.Option("--world", help="Compositions of so many processes, without a plan.")] = None,
     only: Annotated[
-        str | None, typer.Option("--only", help="Those that use each of these: [cyan]pp,cp[/] (dp tp pp cp zero recompute).")
+        str | None, typer.Option("--only", help="Those that use each of these: [cyan]pp,cp[/] (dp tp pp cp ep zero recompute).")
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every composition, not a spread of them.")] = False,
     model: Annotated[str, typer.Option("--model", "-m", help="The model to verify on, with --world.")] = "tiny",
+    precision: Annotated[
+        str, typer.Option("--precision", help="fp32, bf16, fp16 or fp8; bounds follow from its rounding.")
+    ] = "fp32",
+    runs: Annotated[
+        int | None, typer.Option("--runs", min=1, max=100_000, help="Draw so many whole runs: killed, resumed, rolled back.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the drawing, with --runs.")] = 0,
+    processes: Annotated[
+        int, typer.Option("--processes", min=1, max=8, help="At most so many for one launch, with --runs.")
+    ] = 4,
+    program: Annotated[
+        Path | None, typer.Option("--program", help="One run as a file, such as --runs writes where one fails.")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every difference there.", metavar="OUT.JSON")] = None,
 ) -> None:
-    """Prove that a layout computes what one process computes: losses of three steps, every gradient, in fp32, within 1e-5.
+    """Prove that a layout, or a whole run, computes what one process computes, within what rounding explains.
 
     [dim]ultrascale verify plan.yaml[/]
     [dim]ultrascale verify --world 8 --only pp,cp[/]
+    [dim]ultrascale verify --runs 50 --seed 7[/]
 
-    Exit 1 if any layout differs.
+    A layout: losses of three steps and every gradient; where they differ, the first module. A run: every loss, gradient norm,
+    evaluation and expert count, and at its end every weight and optimizer state. Exit 1 if anything differs.
     """
-    from ultrascale.show import run as show
     from ultrascale.specs.errors import SpecError
+
+    asked = [words, world is not None, runs is not None, program is not None]
+    if sum(map(bool, asked)) != 1:
+        raise SpecError("verify takes a plan, --world, --runs or --program, one of them: try `ultrascale verify --world 4`")
+    if runs is not None or program is not None:
+        same = _verify_runs(runs, seed, processes, program, json_file)
+    else:
+        same = _verify_layouts(words or [], world, only, everything, model, precision, json_file)
+    if not same:
+        raise typer.Exit(NO)
+
+
+def _verify_layouts(
+    words: list[str],
+    world: int | None,
+    only: str | None,
+    everything: bool,
+    model: str,
+    precision: str,
+    json_file: Path | None,
+) -> bool:
+    from ultrascale.show import verify as show
     from ultrascale.train import launch
 
     launch.import_torch()
-    from ultrascale.measure.verify import check as measure
-    from ultrascale.measure.verify import small
+    from ultrascale.measure.verify import check, small
 
-    if (world is None) == (not words):
-        raise SpecError("verify takes a plan or --world, one of them: try `ultrascale verify --world 4`")
-    job, layouts, notes = small.to_verify(words or [], world, only, everything, model)
+    job, layouts, notes = small.to_verify(words, world, only, everything, model, precision)
     for note in notes:
         typer.echo(f"note: {note}", err=True)
     found = []
-    for number, difference in enumerate(measure.verify(job, layouts), 1):
+    for number, difference in enumerate(check.verify(job, layouts), 1):
         found.append(difference)
-        typer.echo(f"{number:>{len(str(len(layouts)))}}/{len(layouts)}  {show.verify_row(difference)}")
-    wrong = [one for one in found if not one.ok]
-    write_json(json_file, show.verify_json(found))
+        typer.echo(f"{number:>{len(str(len(layouts)))}}/{len(layouts)}  {show.layout_row(difference)}")
+    same = sum(one.ok for one in found)
+    write_json(json_file, show.layouts_json(found))
     typer.echo(
-        f"{len(found) - len(wrong)} of {len(found)} layouts compute what one process computes "
-        f"(bound {measure.BOUND:g} relative, {measure.STEPS} steps, fp32)"
+        f"{same} of {len(found)} layouts compute what one process computes ({check.STEPS} steps, {job.precision}; bounds: "
+        "what one rounding per module changes)"
     )
-    if wrong:
-        raise typer.Exit(NO)
+    return same == len(found)
+
+
+def _verify_runs(runs: int | None, seed: int, processes: int, program: Path | None, json_file: Path | None) -> bool:
+    from ultrascale.measure.verify.programs import Drawing, Program
+    from ultrascale.show import verify as show
+    from ultrascale.show.lines import progress
+    from ultrascale.train import launch
+
+    given = None if program is None else Program.load(program)
+    launch.import_torch()
+    from ultrascale.measure.verify import runs as verifying
+
+    drawing, verdicts, count = Drawing(seed, processes), [], runs or 1
+    with progress() as say:
+        for number in range(1, count + 1):
+            say(f"run {number} of {count}")
+            verdict = verifying.check_program(given or drawing.next())
+            typer.echo(f"{number:>{len(str(count))}}/{count}  {show.program_row(verdict)}")
+            if not verdict.ok:
+                verdict = verifying.shortened(verdict, say)
+                folder = Path("verify-failed") / f"seed-{seed}-{number}"
+                for line in show.failure(verdict, folder):
+                    typer.echo(line)
+            verdicts.append(verdict)
+    same = sum(one.ok for one in verdicts)
+    write_json(json_file, show.programs_json(verdicts, drawing.covered))
+    if runs is not None:
+        for line in show.coverage(drawing):
+            typer.echo(line)
+    typer.echo(f"{same} of {count} runs are those of one uninterrupted process, to what rounding explains")
+    return same == count
 
 
 @app.command(rich_help_panel=RUN)

@@ -1,8 +1,7 @@
-"""`ultrascale train` and `verify` in the terminal: predicted beside measured, and layouts beside one process."""
+"""`ultrascale train` in the terminal: predicted beside measured, or where a run was stopped."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -12,7 +11,6 @@ from ultrascale.show.compare import show_terms
 from ultrascale.show.lines import labelled
 
 if TYPE_CHECKING:
-    from ultrascale.measure.verify.check import Difference
     from ultrascale.train.launch import Run
 
 
@@ -47,32 +45,4 @@ def run_json(run: Run) -> dict[str, Any]:
         "stopped": run.outcome.stopped,
         "checkpoint": None if run.outcome.kept is None else str(run.outcome.kept),
         "measured": None if run.outcome.measured is None else run.outcome.measured.model_dump(mode="json"),
-    }
-
-
-def verify_row(difference: Difference) -> str:
-    mark = "ok  " if difference.ok else "DIFFERS"
-    if difference.problem:
-        return f"{mark} {difference.layout}: {difference.problem}"
-    return f"{mark} loss {difference.loss_error:.1e}  gradient {difference.grad_error:.1e}  {difference.layout}" + (
-        "" if difference.ok else f"  (worst: {difference.worst})"
-    )
-
-
-def verify_json(differences: Sequence[Difference]) -> dict[str, Any]:
-    def number(value: float) -> float | None:
-        return value if value < float("inf") else None
-
-    return {
-        "layouts": [
-            {
-                "layout": one.layout.model_dump(mode="json"),
-                "loss_error": number(one.loss_error),
-                "grad_error": number(one.grad_error),
-                "ok": one.ok,
-                "worst": one.worst,
-                "problem": one.problem or None,
-            }
-            for one in differences
-        ]
     }

@@ -94,6 +94,9 @@ class Launch(BaseModel):
     rank: int | None = None
     """that is killed; None: all of them and their launcher"""
 
+    def to_the_end(self) -> Launch:
+        return self.model_copy(update={"end": "done", "steps": STEPS, "at": 0, "rank": None, "phase": "update"})
+
     def words(self, fields: Sequence[str]) -> list[str]:
         """The overrides of `ultrascale train` that say so; `fields`: of the layout."""
         values = self.layout.model_dump()
@@ -294,7 +297,7 @@ class Drawing:
             layout = before.layout if same and before is not None else self._layout(model)
             launches.append(self._launch(layout, before, number))
         # Whatever happened before, the last launch trains to the end.
-        launches[-1] = launches[-1].model_copy(update={"end": "done", "steps": STEPS, "at": 0, "rank": None, "phase": "update"})
+        launches[-1] = launches[-1].to_the_end()
         return Program(model=model, precision=precision, optimizer=optimizer, training=training, launches=tuple(launches))
 
     def _training(self, model: str) -> dict[str, Any]:
@@ -356,8 +359,8 @@ def simpler(program: Program) -> Iterator[Program]:
     launches = program.launches
     for number in range(len(launches)):
         if len(launches) > 1:
-            rest = launches[:number] + launches[number + 1 :]
-            yield program.model_copy(update={"launches": rest})
+            *earlier, last = launches[:number] + launches[number + 1 :]
+            yield program.model_copy(update={"launches": (*earlier, last.to_the_end())})
     plain: dict[str, Any] = {"model": "llama", "precision": "fp32", "optimizer": "adamw"}
     for name, value in plain.items():
         if getattr(program, name) != value:

@@ -15,9 +15,10 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,8 @@ class Verdict:
     """why there is nothing to compare, or what the run's files say wrongly"""
     difference: str = ""
     """the first number that differs"""
+    first: tuple[int, int] | None = None
+    """its step and launch"""
     where: str = ""
     """the first module of that step that differs"""
     seconds: float = 0.0
@@ -68,12 +71,22 @@ class Verdict:
 class History:
     """The launches that computed each step of the run as it is now."""
 
-    starts: Sequence[tuple[int, int]]
+    starts: tuple[tuple[int, int], ...] = ()
     """of each launch that ran: the steps done before it, and its number in the program"""
+    rows: tuple[dict[str, Any], ...] = ()
+    """of metrics.jsonl, as the last of these launches left it"""
 
     def launch_of(self, step: int) -> int:
         """The launch that computed a step, counted from 1: the last that began before it."""
         return next(number for start, number in reversed(self.starts) if start < step)
+
+
+def _rows(run: Path) -> tuple[dict[str, Any], ...]:
+    try:
+        lines = (run / FILE).read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:  # killed before its first step
+        return ()
+    return tuple(json.loads(line) for line in lines if line.endswith("}"))  # a kill may cut the last one short
 
 
 def check_program(program: Program) -> Verdict:
@@ -82,18 +95,21 @@ def check_program(program: Program) -> Verdict:
     with tempfile.TemporaryDirectory(prefix="ultrascale-") as folder:
         run = Path(folder) / "run"
         try:
-            history = execute(program, run)
+            histories = execute(program, run)
             verdict: Verdict
-            (verdict,) = local.run(_judge, 1, program, run, history, Path(folder), timeout_s=LONGEST_LAUNCH_S)
+            (verdict,) = local.run(_judge, 1, program, run, histories, Path(folder), timeout_s=LONGEST_LAUNCH_S)
         except (RunError, SpecError) as failure:
             verdict = Verdict(program, math.inf, problem=str(failure).strip().splitlines()[-1])
     return replace(verdict, seconds=time.monotonic() - began)
 
 
-def execute(program: Program, run: Path, observe: Callable[[int, Engine], Observer] | None = None) -> History:
-    """All launches of a program, one after the other; RunError where one ends otherwise than it should."""
+def execute(program: Program, run: Path, observe: Callable[[int, Engine], Observer] | None = None) -> list[History]:
+    """All launches of a program, one after the other: the run's history after each.
+
+    RunError where one ends otherwise than it should.
+    """
     _, model = program.save(run.parent / "program")
-    starts: list[tuple[int, int]] = []
+    histories = [History()]
     for number, one in enumerate(program.launches):
         source = _source(run, one)
         if source is None and run.exists():
@@ -101,10 +117,10 @@ def execute(program: Program, run: Path, observe: Callable[[int, Engine], Observ
         start = 0 if source is None else checkpoint.step_of(source)
         if start >= one.steps:
             continue
-        starts = [(begun, earlier) for begun, earlier in starts if source is not None]
-        starts.append((start, number))
+        before = histories[-1].starts if source is not None else ()
         _launch(program, number, run, source, model, partial(_Events, one, observe and partial(observe, number)))
-    return History(starts)
+        histories.append(History((*before, (start, number)), _rows(run)))
+    return histories[1:]
 
 
 def _source(run: Path, one: Launch) -> Path | None:
@@ -177,27 +193,46 @@ class _Events(Observer):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _judge(rank: int, nproc: int, store: str, program: Program, run: Path, history: History, folder: Path) -> Verdict:
+def _judge(rank: int, nproc: int, store: str, program: Program, run: Path, histories: list[History], folder: Path) -> Verdict:
     """What the run's files say, beside a reference that this process makes."""
-    rows = [json.loads(line) for line in (run / FILE).read_text(encoding="utf-8").splitlines()]
+    history, rows = histories[-1], histories[-1].rows
     steps = [row["step"] for row in rows]
     if steps != list(range(1, STEPS + 1)):
         return Verdict(program, math.inf, problem=f"metrics.jsonl has the steps {steps}, not each of 1 to {STEPS} once")
     plans = step_plans(program, history)
-    for row, plan in zip(rows, plans, strict=True):
-        if (wanted := learning_rate(plan.training, plan.number)) != row["lr"]:
+    rates = [learning_rate(plan.training, plan.number) for plan in plans]
+    for row, wanted in zip(rows, rates, strict=True):
+        if wanted != row["lr"]:
             return Verdict(program, math.inf, problem=f"step {row['step']} has the learning rate {row['lr']}, not {wanted}")
     reference = make_reference(program.job(1), SEQUENCES, plans, folder / "reference.pt")
     whole = reference.whole()
-    result = RankResult()
-    for key, value in (*_recorded(rows), *_kept(checkpoint.latest(run), STEPS)):
-        if key not in whole:
-            return Verdict(program, math.inf, problem=f"the run has {key}, which one process does not")
-        result.errors[key] = reference.bounds.excess(key, value, whole[key])
-    if missing := sorted(set(whole) - set(result.errors)):
-        return Verdict(program, math.inf, problem=f"the run lacks {missing[0]} (and {len(missing) - 1} more)")
-    worst = max(result.errors, key=lambda key: result.errors[key][1])
-    return Verdict(program, result.errors[worst][1], worst, difference=_told(reference, result, rows, history))
+    errors: dict[str, tuple[float, float, int]] = {}
+    """by key: relative difference, the same over its bound, and the launch that made it"""
+
+    def compare(history: History, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for key, value in named:
+            if key in whole:
+                found = (*reference.bounds.excess(key, value, whole[key]), history.launch_of(int(key.split("/")[0])))
+                errors[key] = max(found, errors.get(key, found))
+
+    final = [*_recorded(rows), *_kept(checkpoint.latest(run), STEPS)]
+    if unknown := sorted({key for key, _ in final} ^ set(whole)):
+        return Verdict(program, math.inf, problem=f"of the run and one process, only one has {unknown[0]}")
+    compare(history, final)
+    for earlier in histories[:-1]:  # with what a kill lost or a roll-back abandoned, as far as it was to be the same
+        pairs = takewhile(
+            lambda pair: pair[0]["lr"] == learning_rate(pair[1].training, pair[1].number), zip(earlier.rows, plans)
+        )
+        compare(earlier, _recorded([row for row, _ in pairs]))
+    worst = max(errors, key=lambda key: errors[key][1])
+    first = next((key for key in reference.keys if errors[key][1] > 1), None)
+    if first is None:
+        return Verdict(program, errors[worst][1], worst)
+    step, section, *name = first.split("/")
+    error, _, number = errors[first]
+    what = " ".join([section, *name]) + ("" if name else f" (in one process {float(whole[first].max()):.6g})")
+    told = f"step {step} of launch {number + 1}: {what} is off by {error:.1e} of its largest entry"
+    return Verdict(program, errors[worst][1], worst, difference=told, first=(int(step), number))
 
 
 def step_plans(program: Program, history: History, traced: int | None = None) -> list[StepPlan]:
@@ -246,21 +281,6 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _told(reference: Reference, result: RankResult, rows: Sequence[dict[str, Any]], history: History) -> str:
-    whole = reference.whole()
-    for key in reference.keys:
-        error, excess = result.errors[key]
-        if excess > 1:
-            step, section, *name = key.split("/")
-            launch_number = history.launch_of(int(step)) + 1
-            if not name and section != "expert_tokens":
-                one, other = rows[int(step) - 1][section], float(whole[key])
-                return f"step {step} (launch {launch_number}): {section} is {one:.6g}, in one process {other:.6g}"
-            what = f"{section} {name[0]}" if name else section
-            return f"step {step} (launch {launch_number}): {what} is off by {error:.1e} of its largest entry"
-    return ""
-
-
 def shortened(failed: Verdict, say: Callable[[str], None] = lambda text: None) -> Verdict:
     """The shortest program found that still fails."""
     best, tries = failed, 0
@@ -271,7 +291,7 @@ def shortened(failed: Verdict, say: Callable[[str], None] = lambda text: None) -
             tries += 1
             say(f"making it shorter: try {tries}, {len(best.program.launches)} launches")
             verdict = check_program(candidate)
-            if not verdict.ok:
+            if not verdict.ok and bool(verdict.problem) == bool(failed.problem):
                 best = verdict
                 break
             if tries >= MOST_TRIES:
@@ -283,16 +303,15 @@ def shortened(failed: Verdict, say: Callable[[str], None] = lambda text: None) -
 
 def _located(failed: Verdict) -> str:
     """The first module that differs in the first step that does, in the launch that computed it."""
-    if failed.problem or not failed.difference:
+    if failed.first is None:
         return ""
-    step = int(failed.difference.split()[1])
+    step, number = failed.first
     with tempfile.TemporaryDirectory(prefix="ultrascale-") as folder:
         run, program = Path(folder) / "run", failed.program
         try:
-            history = execute(program, run)
+            history = next(one for one in reversed(execute(program, run)) if one.launch_of(step) == number)
             plans = step_plans(program, history, traced=step)
             reference = make_reference(program.job(1), SEQUENCES, plans, Path(folder) / "traced.pt")
-            number = history.launch_of(step)
             out = Path(folder) / "traces"
             out.mkdir()
             shutil.rmtree(run)

@@ -14,6 +14,7 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model, MoE
 from ultrascale.specs.plan import Plan
 from ultrascale.train.request import Overrides, from_plan
+from ultrascale.train.supported import PRECISIONS
 
 MOST_PROCESSES = 16
 MOST_SEQUENCES = 32  # per data rank
@@ -22,13 +23,13 @@ SPREAD = 24  # layouts that `verify --world` tries without --all
 
 
 def to_verify(
-    words: list[str], world: int | None, only: str | None, everything: bool, model: str
+    words: list[str], world: int | None, only: str | None, everything: bool, model: str, precision: str = "fp32"
 ) -> tuple[Job, list[Layout], tuple[str, ...]]:
     """A plan and its changes, or every kind of layout of `world` processes: the job, its layouts, what was made smaller."""
     if world is None:
         plan, changes = Plan.load(words[0]), Overrides.parse(words[1:])
         request = from_plan(plan, changes, plan.layout.changed(**changes.layout).gpus)
-        small = reduced(request.job, request.layout)
+        small = reduced(request.job, request.layout, _known(precision))
         return small.job, [small.layout], small.notes
     if not 1 <= world <= MOST_PROCESSES:
         raise SpecError(f"--world is {world} but must be from 1 to {MOST_PROCESSES}, such as 8")
@@ -36,16 +37,22 @@ def to_verify(
     if shape.parameters > LARGEST:
         raise SpecError(f"--model is {model} with {shape.parameters:,} parameters, too many to try every layout: try tiny")
     sequences = 16 if 16 % world == 0 else 4 * world
-    job = small_job(shape, world, sequences=sequences)
+    job = small_job(shape, world, sequences=sequences, precision=_known(precision))
     layouts = compositions(job, world, [word.strip() for word in only.split(",") if word.strip()] if only else [])
     if not layouts:
         raise SpecError(f"no layout of {world} processes uses {only}: try --world 8, or fewer words in --only")
     return job, layouts if everything else spread(layouts, SPREAD), ()
 
 
-def small_job(model: Model, world: int, seq: int = 64, sequences: int = 16) -> Job:
-    """A job for `verify`: fp32, a short sequence, a small batch."""
-    return Job(model=model, cluster=Cluster.load(f"{world}xh100"), seq=seq, batch_tokens=seq * sequences, precision="fp32")
+def _known(precision: str) -> str:
+    if precision not in PRECISIONS:
+        raise SpecError(f"--precision is '{precision:.20}' but must be one of {', '.join(PRECISIONS)}: try fp32")
+    return precision
+
+
+def small_job(model: Model, world: int, seq: int = 64, sequences: int = 16, precision: str = "fp32") -> Job:
+    """A job for `verify`: a short sequence, a small batch."""
+    return Job(model=model, cluster=Cluster.load(f"{world}xh100"), seq=seq, batch_tokens=seq * sequences, precision=precision)
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ class Reduced:
     notes: tuple[str, ...]
 
 
-def reduced(job: Job, layout: Layout) -> Reduced:
+def reduced(job: Job, layout: Layout, precision: str = "fp32") -> Reduced:
     """Axes, stages, schedule and variants stay: what is proven is the layout, not the model's width."""
     notes = []
     model = job.model
@@ -86,9 +93,9 @@ def reduced(job: Job, layout: Layout) -> Reduced:
     seq = min(job.seq, max(64, 8 * layout.cp * layout.tp))
     if seq < job.seq:
         notes.append(f"sequences of {seq} tokens instead of {job.seq:,}")
-    if job.precision != "fp32":
-        notes.append(f"fp32 instead of {job.precision}: rounding would hide mistakes")
-    return Reduced(small_job(model, cut.gpus, seq, cut.dp * cut.mbs * cut.gas), cut, tuple(notes))
+    if job.precision != precision:
+        notes.append(f"{precision} instead of {job.precision} (--precision {job.precision} verifies that, within wider bounds)")
+    return Reduced(small_job(model, cut.gpus, seq, cut.dp * cut.mbs * cut.gas, precision), cut, tuple(notes))
 
 
 def _narrow(model: Model, tp: int, ep: int) -> Model:

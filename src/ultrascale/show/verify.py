@@ -1,0 +1,118 @@
+"""`ultrascale verify` in the terminal: layouts and programs beside one process, and which pairs of features were covered."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ultrascale.measure.verify.programs import Drawing, Launch
+
+if TYPE_CHECKING:
+    from ultrascale.measure.verify.check import Difference
+    from ultrascale.measure.verify.runs import Verdict
+
+COLUMNS = string.ascii_lowercase + string.ascii_uppercase + string.digits
+
+
+def layout_row(difference: Difference) -> str:
+    mark = "ok  " if difference.ok else "DIFFERS"
+    if difference.problem:
+        return f"{mark} {difference.layout}: {difference.problem}" + _where(difference.where)
+    return (
+        f"{mark} loss {difference.loss_error:.1e}  gradient {difference.grad_error:.1e}  {difference.excess:.2f} of the bound  "
+        f"{difference.layout}" + ("" if difference.ok else _where(difference.where or difference.worst))
+    )
+
+
+def _where(text: str) -> str:
+    return f"\n    first difference: {text}" if text else ""
+
+
+def layouts_json(differences: Sequence[Difference]) -> dict[str, Any]:
+    return {
+        "layouts": [
+            {
+                "layout": one.layout.model_dump(mode="json"),
+                "loss_error": _finite(one.loss_error),
+                "grad_error": _finite(one.grad_error),
+                "over_bound": _finite(one.excess),
+                "ok": one.ok,
+                "worst": one.worst,
+                "where": one.where or None,
+                "problem": one.problem or None,
+            }
+            for one in differences
+        ]
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if value < float("inf") else None
+
+
+def program_row(verdict: Verdict) -> str:
+    mark = "ok  " if verdict.ok else "DIFFERS"
+    program = verdict.program
+    kind = " ".join([program.model, program.precision, program.optimizer, *program.training])
+    told = verdict.problem or (f"{verdict.excess:.2f} of the bound" if verdict.ok else verdict.difference)
+    return f"{mark} {verdict.seconds:5.1f} s  {told}  {kind}: {' | '.join(map(_launch, program.launches))}"
+
+
+def _launch(launch: Launch) -> str:
+    begin = "" if launch.roll_back is None else f"roll back to {launch.roll_back}, "
+    extra = f", {ending}" if (ending := launch.ending()) else ""
+    return f"{begin}{launch.layout}{extra}"
+
+
+def failure(verdict: Verdict, folder: Path) -> Iterator[str]:
+    """A failed program as commands that repeat it."""
+    file, model = verdict.program.save(folder)
+    yield f"The shortest program that still fails is in {file}. It differs first in {verdict.difference or verdict.problem}"
+    if verdict.where:
+        yield f"The first module that differs: {verdict.where}"
+    yield f"Run it again:  ultrascale verify --program {file}"
+    yield "Or step by step:"
+    yield from (f"  {line}" for line in verdict.program.commands(folder / "run", model))
+
+
+def coverage(drawing: Drawing) -> Iterator[str]:
+    """Which features ran together, and how often: a triangle with one character for each pair."""
+    features = sorted({feature for pair in drawing.possible for feature in pair})
+    width = max(map(len, features), default=0)
+    letters = dict(zip(features, COLUMNS, strict=False))
+    covered = sum(pair in drawing.covered for pair in drawing.possible)
+    yield (
+        f"{covered:,} pairs of features ran together, of {len(drawing.possible):,} that were drawn "
+        "(digits: programs with both, 9 or more as 9; 0: drawn but not run; ·: never together)"
+    )
+    yield f"{'':{width}}   {''.join(letters.get(feature, '?') for feature in features)}"
+    for number, feature in enumerate(features):
+        cells = [_cell(drawing, (other, feature)) for other in features[:number]]
+        yield f"{feature:{width}} {letters.get(feature, '?')} {''.join(cells)}".rstrip()
+
+
+def _cell(drawing: Drawing, pair: tuple[str, str]) -> str:
+    if pair in drawing.covered:
+        return str(min(9, drawing.covered[pair]))
+    return "0" if pair in drawing.possible else "·"
+
+
+def programs_json(verdicts: Sequence[Verdict], covered: Mapping[tuple[str, str], int]) -> dict[str, Any]:
+    return {
+        "programs": [
+            {
+                "program": one.program.model_dump(mode="json", exclude_defaults=True),
+                "ok": one.ok,
+                "over_bound": _finite(one.excess),
+                "worst": one.worst,
+                "difference": one.difference or None,
+                "where": one.where or None,
+                "problem": one.problem or None,
+                "seconds": round(one.seconds, 2),
+            }
+            for one in verdicts
+        ],
+        "pairs": [{"features": list(pair), "programs": count} for pair, count in sorted(covered.items())],
+    }
