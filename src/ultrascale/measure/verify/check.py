@@ -6,6 +6,7 @@ of that file, within bounds that rounding explains (recording.py). A layout that
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -70,6 +71,16 @@ class RankResult:
     """by key: sequences of the batch that reached a module on this rank"""
     elements: int = 0
     """gradient entries that were compared and count once in the whole model"""
+
+    def to_json(self) -> str:
+        return json.dumps({**vars(self), "rows": {key: sorted(rows) for key, rows in self.rows.items()}})
+
+    @classmethod
+    def from_json(cls, text: str) -> RankResult:
+        data = json.loads(text)
+        errors = {key: (error, excess) for key, (error, excess) in data.pop("errors").items()}
+        rows = {key: set(rows) for key, rows in data.pop("rows").items()}
+        return cls(errors=errors, rows=rows, **data)
 
 
 def verify(job: Job, layouts: Iterable[Layout], training: Training | None = None) -> Iterator[Difference]:

@@ -220,10 +220,8 @@ def _judge(rank: int, nproc: int, store: str, program: Program, run: Path, histo
         return Verdict(program, math.inf, problem=f"of the run and one process, only one has {unknown[0]}")
     compare(history, final)
     for earlier in histories[:-1]:  # with what a kill lost or a roll-back abandoned, as far as it was to be the same
-        pairs = takewhile(
-            lambda pair: pair[0]["lr"] == learning_rate(pair[1].training, pair[1].number), zip(earlier.rows, plans)
-        )
-        compare(earlier, _recorded([row for row, _ in pairs]))
+        same = takewhile(lambda row: row["lr"] == rates[row["step"] - 1], earlier.rows)
+        compare(earlier, _recorded(list(same)))
     worst = max(errors, key=lambda key: errors[key][1])
     first = next((key for key in reference.keys if errors[key][1] > 1), None)
     if first is None:
@@ -318,8 +316,8 @@ def _located(failed: Verdict) -> str:
             execute(program, run, partial(_observer, number, step, reference, out))
         except (RunError, SpecError):
             return ""
-        ranks = [torch.load(file, weights_only=False) for file in sorted(out.iterdir())]
-    return first_difference(program.launches[number].layout, reference, ranks) if ranks else ""
+        ranks = [RankResult.from_json(file.read_text()) for file in sorted(out.iterdir())]
+        return first_difference(program.launches[number].layout, reference, ranks) if ranks else ""
 
 
 def _observer(traced: int, step: int, reference: Reference, out: Path, number: int, engine: Engine) -> Observer:
@@ -342,4 +340,4 @@ class _Traced(Observer):
             return
         result = RankResult(parts=self.engine.mesh.parts.ranks)
         compare_items(items_of(self.engine, step, trace, gradients=True), self.reference, self.reference.whole(), result)
-        torch.save(result, self.out / f"{self.engine.mesh.rank:04d}.pt")
+        (self.out / f"{self.engine.mesh.rank:04d}.json").write_text(result.to_json())
