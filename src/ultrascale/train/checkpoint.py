@@ -20,9 +20,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel, ConfigDict, Field
+
 from ultrascale.specs.checkpointing import Checkpointing
 from ultrascale.specs.errors import SpecError
-from ultrascale.specs.files import write_text
+from ultrascale.specs.files import read_text, write_text
 from ultrascale.specs.folders import sync_folder
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 FOLDER, MANIFEST, LATEST = "checkpoints", "checkpoint.json", "latest"
 FORMAT = "ultrascale checkpoint 1"
+LARGEST = 2**28  # bytes of checkpoint.json: it lists every part that every rank wrote
 _NAME = re.compile(r"step-(\d{6,})")
 Sums = Mapping[str, Iterable[tuple[int, int, int]]]
 
@@ -114,7 +117,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise SpecError(f"checkpoint {folder} is no folder: name one such as runs/first/{FOLDER}/step-000100")
     path = folder / MANIFEST
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, LARGEST)
     except OSError as error:
         foreign = (folder / ".metadata").exists()
         what = "is of another program" if foreign else "is not a checkpoint"
@@ -123,14 +126,15 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise SpecError(f"checkpoint {folder} is damaged: {MANIFEST} is not text{others(folder)}") from None
     try:
         data = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise SpecError(f"checkpoint {folder} is damaged: {MANIFEST} is not JSON{others(folder)}") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         given = data.get("format") if isinstance(data, dict) else None
         raise SpecError(f"{path} says format {given!r:.60} but this version reads '{FORMAT}'")
     if data.pop("checksum", None) != _checksum(data):
         raise SpecError(f"checkpoint {folder} is damaged: {MANIFEST} is not what was written{others(folder)}")
-    return Checkpoint(folder, _state(data), data["files"])
+    numbers = build(_Numbers, {name: data[name] for name in _Numbers.model_fields if name in data}, "checkpoint")
+    return Checkpoint(folder, _state(data, numbers), numbers.files)
 
 
 def latest(run: Path) -> Checkpoint:
@@ -143,10 +147,10 @@ def latest(run: Path) -> Checkpoint:
 
 def newest(run: Path) -> Path | None:
     try:
-        named = run / FOLDER / (run / FOLDER / LATEST).read_text(encoding="utf-8").strip()
+        named = run / FOLDER / read_text(run / FOLDER / LATEST).strip()
         if _NAME.fullmatch(named.name) and named.parent == run / FOLDER and (named / MANIFEST).exists():
             return named
-    except (OSError, UnicodeDecodeError):
+    except (OSError, ValueError):
         pass
     return max(complete(run), key=step_of, default=None)
 
@@ -250,19 +254,33 @@ def _manifest(state: State, sums: Sums) -> dict[str, Any]:
     }
 
 
-def _state(data: Mapping[str, Any]) -> State:
+class _Numbers(BaseModel):
+    """What checkpoint.json holds beside the job, the layout and the settings of the training."""
+
+    model_config = ConfigDict(frozen=True)
+
+    step: int = Field(ge=0)
+    updates: int = Field(ge=0)
+    moments: tuple[str, ...]
+    loss_scale: float | None = Field(allow_inf_nan=False)
+    good_steps: int = Field(ge=0)
+    data: int | None
+    files: dict[str, list[tuple[int, int, int]]]
+
+
+def _state(data: Mapping[str, Any], numbers: _Numbers) -> State:
     try:
         return State(
-            step=data["step"],
+            step=numbers.step,
             job=job_from_mapping(data["job"], "checkpoint.job"),
             layout=build(Layout, data["layout"], "checkpoint.layout"),
             training=build(Training, data["training"], "checkpoint.training"),
-            updates=data["updates"],
-            moments=tuple(data["moments"]),
-            loss_scale=data["loss_scale"],
-            good_steps=data["good_steps"],
+            updates=numbers.updates,
+            moments=numbers.moments,
+            loss_scale=numbers.loss_scale,
+            good_steps=numbers.good_steps,
             checkpointing=build(Checkpointing, data["checkpointing"], "checkpoint.checkpointing"),
-            data=data["data"],
+            data=numbers.data,
         )
     except KeyError as missing:
         raise SpecError(f"checkpoint's {MANIFEST} has no field {missing}: it was written by another version") from None

@@ -17,7 +17,7 @@ from ultrascale.cost.estimate import estimate
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.estimate import Estimate
-from ultrascale.specs.files import write_text
+from ultrascale.specs.files import read_text, write_text
 from ultrascale.specs.folders import alone, free_bytes
 from ultrascale.specs.job import OPTIMIZER_STATE_BYTES
 from ultrascale.specs.measurement import Measurement
@@ -139,9 +139,9 @@ def _again(out: Path, here: Seat) -> bool:
     if here.restarted:
         return True
     try:
-        before = json.loads((out / ENVIRONMENT).read_text(encoding="utf-8"))
+        before = json.loads(read_text(out / ENVIRONMENT))
         return bool(here.launch) and before.get("launch") == here.launch
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return False
 
 
@@ -237,9 +237,9 @@ def _environment(request: Request) -> dict[str, Any]:
 def _earlier(file: Path) -> list[Any]:
     """The circumstances of the run until now, oldest first."""
     try:
-        before = json.loads(file.read_text(encoding="utf-8"))
+        before = json.loads(read_text(file))
         return [*before.pop("earlier", []), before]
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         return []
 
 

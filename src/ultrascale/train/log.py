@@ -80,6 +80,8 @@ class MetricsLog:
     def __init__(self, folder: Path, resume: bool = False, sinks: Iterable[Sink] = ()) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE
+        if self.path.exists() and not self.path.is_file():  # opening a FIFO would wait for a reader
+            raise SpecError(f"{self.path} is not a regular file: move it away, or give another --out")
         self._cut = resume and self.path.exists()
         self._file = self.path.open("a" if resume else "w", encoding="utf-8")
         self._sinks = tuple(sinks)
@@ -100,7 +102,8 @@ class MetricsLog:
     def _forget_from(self, step: int) -> None:
         """A run that resumes repeats the steps after its checkpoint; a line cut short by its end goes too."""
         self._cut = False
-        kept = [line for line in self.path.read_text(encoding="utf-8").splitlines() if _step_of(line) < step]
+        lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
+        kept = [line for line in lines if _step_of(line) < step]
         self._file.close()
         beside = self.path.with_suffix(".tmp")
         beside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
@@ -111,7 +114,7 @@ class MetricsLog:
 def _step_of(line: str) -> float:
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return math.inf
 
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Self
 
 from ultrascale.parallel.ended import LOST
+from ultrascale.specs.validate import printable
 from ultrascale.train import waiting
 from ultrascale.train.board import Board, Note, silent
 
@@ -194,4 +195,4 @@ def _first_line(error: BaseException) -> str:
 
 
 def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
