@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from ultrascale.cli.common import BAD_INPUT, NO, app
+from ultrascale.cli.common import BAD_INPUT, NO, app, echo
 
 # Each adds its verbs to the app; the panels of `--help` stand in this order.
 # isort: off
@@ -37,12 +37,23 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):  # signs that a terminal's encoding lacks (×, ·, █) become `?`
             stream.reconfigure(errors="replace")
     try:
+        _refuse_control_characters(sys.argv[1:])
         app()
     except SpecError as error:
-        typer.echo(f"error: {error}", err=True)
+        echo(f"error: {error}", err=True)
         sys.exit(BAD_INPUT)
     except RunError as error:
-        typer.echo(f"error: {error}", err=True)
+        echo(f"error: {error}", err=True)
         sys.exit(NO)
     except BrokenPipeError:
         sys.exit(0)
+
+
+def _refuse_control_characters(words: list[str]) -> None:
+    """Before typer, which prints what it cannot use as it is."""
+    from ultrascale.specs.errors import SpecError
+    from ultrascale.specs.validate import printable
+
+    for word in words:
+        if printable(word) != word:
+            raise SpecError(f"the argument {word!r:.80} has a control character: rename what it names, or leave it out")

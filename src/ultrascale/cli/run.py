@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ultrascale.cli.common import NO, RUN, JsonOption, app, print_json, terminal, write_json
+from ultrascale.cli.common import NO, RUN, JsonOption, app, echo, print_json, terminal, write_json
 from ultrascale.cli.data import app as data_verbs
 
 
@@ -104,6 +104,7 @@ def train(
     """
     from ultrascale.show import run as show
     from ultrascale.show.lines import progress
+    from ultrascale.specs.folders import folder_name
     from ultrascale.train import launch
     from ultrascale.train.checkpoint import run_of
     from ultrascale.train.log import batch_line
@@ -114,7 +115,7 @@ def train(
     options = {"train.steps": steps, "train.seed": seed, "train.data": data, "job.seq": seq}
     request = from_words(words or [], options, mine.world if mine else nproc, launch.has_gpu(), model, resume, weights)
     if out is None:
-        new = Path("runs") / f"{request.job.model.name}-{datetime.now():%Y%m%d-%H%M%S}"
+        new = Path("runs") / f"{folder_name(request.job.model.name)}-{datetime.now():%Y%m%d-%H%M%S}"
         out = run_of(request.resume) if request.resume is not None else new
     console, first = terminal(to_errors=True), mine is None or mine.rank == 0
     if first:
@@ -168,14 +169,14 @@ def verify(
         raise SpecError("verify takes a plan or --world, one of them: try `ultrascale verify --world 4`")
     job, layouts, notes = small.to_verify(words or [], world, only, everything, model)
     for note in notes:
-        typer.echo(f"note: {note}", err=True)
+        echo(f"note: {note}", err=True)
     found = []
     for number, difference in enumerate(measure.verify(job, layouts), 1):
         found.append(difference)
-        typer.echo(f"{number:>{len(str(len(layouts)))}}/{len(layouts)}  {show.verify_row(difference)}")
+        echo(f"{number:>{len(str(len(layouts)))}}/{len(layouts)}  {show.verify_row(difference)}")
     wrong = [one for one in found if not one.ok]
     write_json(json_file, show.verify_json(found))
-    typer.echo(
+    echo(
         f"{len(found) - len(wrong)} of {len(found)} layouts compute what one process computes "
         f"(bound {measure.BOUND:g} relative, {measure.STEPS} steps, fp32)"
     )
