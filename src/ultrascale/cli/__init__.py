@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 the answer is no (nothing fits, layouts differ, a run ende
 
 from __future__ import annotations
 
+import errno
 import io
 import sys
 from typing import Annotated
@@ -29,6 +30,10 @@ def root(
         raise typer.Exit
 
 
+# What the system says of a name that a user gave, wherever it is first looked at.
+_OF_NAMES = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES)
+
+
 def main() -> None:
     """Run the command line; a SpecError is one sentence and exit code 2, never a traceback."""
     from ultrascale.specs.errors import RunError, SpecError
@@ -47,6 +52,12 @@ def main() -> None:
         sys.exit(NO)
     except BrokenPipeError:
         sys.exit(0)
+    except OSError as error:
+        if error.errno not in _OF_NAMES or error.filename is None:
+            raise
+        name, reason = str(error.filename), (error.strerror or "").lower()
+        echo(f"error: {name:.80} cannot be used ({reason}): name another file or folder", err=True)
+        sys.exit(BAD_INPUT)
 
 
 def _refuse_control_characters(words: list[str]) -> None:
