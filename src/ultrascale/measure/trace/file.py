@@ -19,7 +19,7 @@ from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import open_regular
 
 CHUNK = 2**20  # bytes read at a time
-MAX_RATIO = 200  # unpacked bytes of a packed one; Kineto's traces have 10 to 40, gzip's limit is 1,032
+MAX_RATIO = 200  # unpacked bytes of a packed one; a trace of torch.profiler on a CPU has 11 to 15, gzip's limit is 1,032
 MAX_UNPACKED_FREE = 64 * 2**20  # unpacked bytes for which no ratio is asked: short files of one repeated line
 LONGEST = 64 * 2**20  # of one value: what is longer is no event
 _DECODE = json.JSONDecoder().raw_decode
