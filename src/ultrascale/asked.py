@@ -45,7 +45,7 @@ def job(
 def cluster_named(name: str) -> Cluster:
     """A preset, a file, or `here`: this machine, its GPUs or two processes of its CPU; `4xhere` for four."""
     count, _, place = name.strip().lower().rpartition("x")
-    if place != "here" or not (count == "" or count.isdigit()):
+    if place != "here" or not (count == "" or (count.isascii() and count.isdigit() and 1 <= len(count) <= 4 and int(count))):
         return Cluster.load(name)
     from ultrascale.train import launch, machine
 

@@ -11,16 +11,21 @@ import tokenizers
 from made import json_lines, parquet, tokenizer, words
 
 from ultrascale.data import sources
-from ultrascale.data.pieces import PIECE, pieces
+from ultrascale.data.pieces import PIECE, Part, pieces
 from ultrascale.data.tokenizer import load
 
 TEXTS = words(60)
 
 
+def cut(path: Path, field: str, length: int) -> list[Part]:
+    files = sources.find(str(path))
+    return sources.cut(files, sources.digests(files), field, length)
+
+
 def documents(path: Path, length: int, field: str = "text") -> list[str]:
     """Every document, from parts of so many bytes."""
     found, open_text = list[str](), ""
-    for part in sources.cut(sources.find(str(path)), field, length):
+    for part in cut(path, field, length):
         places = []
         for piece in sources.read(part, field):
             open_text += piece.text
@@ -63,7 +68,7 @@ def test_folders_are_read_in_sorted_order_and_hidden_files_left_out(tmp_path: Pa
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name if name.endswith("txt") else '{"text": "a.jsonl"}')
     assert documents(tmp_path, 1000) == ["a.jsonl", "b/a.txt", "b/z.txt", "c.txt"]
-    parts = sources.cut(sources.find(str(tmp_path)), "text", 1000)
+    parts = cut(tmp_path, "text", 1000)
     assert len(parts) == 1  # small files share one
 
 

@@ -77,6 +77,82 @@ def test_a_finished_set_is_not_made_again(texts: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "tokens.bin").stat().st_mtime_ns == before
 
 
+def test_a_text_that_changed_and_kept_its_size_and_time_is_not_answered_with_the_old_tokens(tmp_path: Path) -> None:
+    """Content decides: editors and rsync can keep both, and a clock can be set."""
+    text, out = tmp_path / "a.txt", tmp_path / "out"
+    text.write_bytes(b"one two three")
+    before = text.stat()
+    first = tokenize(text, out)
+    text.write_bytes(b"one two THREE")
+    os.utime(text, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (text.stat().st_size, text.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    with pytest.raises(SpecError, match=r"the texts in .*a.txt have changed since it was made: delete it, or name a new one"):
+        tokenize(text, out)
+    second = tokenize(text, tmp_path / "out-2")
+    assert bytes(open_set(tmp_path / "out-2").tokens.astype(np.uint8)) == b"one two THREE\0"
+    assert first.inputs.digest != second.inputs.digest
+    text.write_bytes(b"one two three")
+    assert tokenize(text, out, progress=lambda _: pytest.fail("worked again")) == first
+
+
+def test_a_name_is_part_of_the_digest_and_a_time_is_not(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text("one")
+    (folder / "b.txt").write_text("two")
+    first = tokenize(folder, tmp_path / "out")
+    os.utime(folder / "a.txt", ns=(1, 1))
+    assert tokenize(folder, tmp_path / "out") == first
+    (folder / "a.txt").rename(folder / "c.txt")
+    with pytest.raises(SpecError, match="have changed since it was made"):
+        tokenize(folder, tmp_path / "out")
+
+
+def test_a_set_made_before_digests_were_kept_opens_and_is_made_anew(tmp_path: Path) -> None:
+    text, out = tmp_path / "a.txt", tmp_path / "out"
+    text.write_text("old text")
+    tokenize(text, out)
+    facts = json.loads((out / "data.json").read_text())
+    assert facts["inputs"].pop("digest")
+    (out / "data.json").write_text(json.dumps(facts))
+    assert len(open_set(out).tokens) == 9
+    text.write_text("new text")
+    made = tokenize(text, out)
+    assert made.inputs.digest is not None
+    assert bytes(open_set(out).tokens.astype(np.uint8)) == b"new text\0"
+    assert sorted(os.listdir(tmp_path)) == ["a.txt", "out"]
+
+
+def test_a_job_that_was_stopped_does_not_go_on_with_other_content_of_the_same_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "a.txt"
+    text.write_bytes(b"word " * 40_000)
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(job._Job, "finish", stop)
+        with pytest.raises(KeyboardInterrupt):
+            tokenize(text, tmp_path / "out", part_bytes=SMALL)
+    before = text.stat()
+    text.write_bytes(b"WORD " * 40_000)
+    os.utime(text, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(SpecError, match="was begun with other texts"):
+        tokenize(text, tmp_path / "out", part_bytes=SMALL)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.parquet"])
+def test_a_fifo_among_the_texts_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    os.mkfifo(folder / name)
+    for source in (folder, folder / name):
+        with pytest.raises(SpecError, match="not a regular file"):
+            tokenize(source, tmp_path / "out")
+
+
 CHILD = """
 import sys
 from ultrascale.data.tokenize import tokenize

@@ -102,7 +102,7 @@ HEADER = ",".join(FULL)
     ("make", "says"),
     [
         (lambda path: None, "does not exist"),
-        (lambda path: path.mkdir(), "cannot be read"),
+        (lambda path: path.mkdir(), "is a folder"),
         (lambda path: path.write_bytes(b""), "lacks the columns"),
         (lambda path: path.write_text("\n\n\n"), "lacks the columns"),
         (lambda path: path.write_text(HEADER + "\n"), "no rows"),

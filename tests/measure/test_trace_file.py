@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -77,7 +79,14 @@ def test_a_trace_that_was_cut_off_is_read_as_far_as_it_is_whole(tmp_path: Path, 
         ("step,loss\n1,2.0\n", "is no trace (it does not begin like JSON)"),
         ("", "has no events that last, and it ends after 0 characters"),
         ('{"traceEvents": [{"ph": "X"}, oh]}', "has no events that last, and what begins at character 30 is not whole"),
-        ('{"traceEvents": [{"ph": "X", "name": "a", "ts": "now", "dur": 1}]}', "has no events that last"),
+        ('{"traceEvents": [{"ph": "X", "name": "a", "ts": "now", "dur": 1}]}', "ts of the event 'a' is 'now' but must be"),
+        ('{"traceEvents": [{"ph": "X", "name": "a", "ts": NaN, "dur": 1}]}', "ts of the event 'a' is nan but must be a number"),
+        ('{"traceEvents": [{"ph": "X", "name": "a", "ts": 1, "dur": NaN}]}', "dur of the event 'a' is nan but must be"),
+        ('{"traceEvents": [{"ph": "X", "name": "a", "ts": 1, "dur": Infinity}]}', "dur of the event 'a' is inf but"),
+        ('{"traceEvents": [{"ph": "X", "name": "a", "ts": 1e999, "dur": 1}]}', "ts of the event 'a' is inf but"),
+        ('{"traceEvents": [{"ph": "X", "name": "a", "ts": 1, "dur": -1}]}', "dur of the event 'a' is -1 but"),
+        ('{"traceEvents": [{"ph": "X", "name": "a", "ts": true, "dur": 1}]}', "ts of the event 'a' is true but"),
+        ('{"traceEvents": [{"ph": "X", "name": "a\\u001b[2J", "ts": 1, "dur": "1"}]}', "event 'a\\x1b[2J' is '1' but"),
         ("[" * 100_000, "has no events that last"),
     ],
 )
@@ -154,3 +163,24 @@ def test_reading_and_analysing_need_no_torch(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "a step of each rank" in done.stdout
+
+
+def test_a_gzip_file_that_grows_a_thousandfold_is_refused_before_it_fills_the_memory(tmp_path: Path) -> None:
+    """300 MiB of spaces, which are 0.3 MiB packed: no more than the bound and one chunk is unpacked."""
+    packer = zlib.compressobj(9, zlib.DEFLATED, 31)
+    spaces = [packer.compress(b" " * 2**20) for _ in range(300)]
+    packed = b"".join([*spaces, packer.flush()])
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(packed)
+    assert len(packed) < 2**20
+    unpacked = []
+    with pytest.raises(SpecError, match=r"unpacks to more than 67,108,864 bytes, 200 times its size"):
+        unpacked.extend(len(piece) for piece in trace_file._pieces(path))
+    assert max(unpacked) <= trace_file.CHUNK
+    assert sum(unpacked) <= trace_file.MAX_UNPACKED_FREE
+
+
+def test_a_fifo_is_no_trace(tmp_path: Path, run: Run) -> None:
+    os.mkfifo(tmp_path / "trace.json")
+    code, _, said = run("profile", "--trace", tmp_path / "trace.json")
+    assert (code, "not a regular file" in said) == (2, True)

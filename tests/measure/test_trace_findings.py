@@ -118,7 +118,8 @@ def test_exposed_exchanges_are_named_with_what_to_change(tmp_path: Path) -> None
 def pipeline_of(rank: int, spans: list[tuple[str, int, float, float]], wait: tuple[float, float]) -> list[dict[str, Any]]:
     events = [step(1, 0, 1000), span("pipeline wait", *wait)]
     for name, microbatch, start, end in spans:
-        events += [span(f"{name} stage {rank} micro-batch {microbatch}", start, end), op("aten::mm", max(start, wait[1]), end)]
+        begins = min(end, max(start, wait[1]))
+        events += [span(f"{name} stage {rank} micro-batch {microbatch}", start, end), op("aten::mm", begins, end)]
     return events
 
 

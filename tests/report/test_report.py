@@ -117,5 +117,5 @@ def test_broken_folders(run: Path, tmp_path: Path) -> None:
         run_page(run)
     (run / "metrics.jsonl").unlink()
     (run / "metrics.jsonl").mkdir()
-    with pytest.raises(SpecError, match=r"metrics\.jsonl cannot be read \(is a directory\): expected"):
+    with pytest.raises(SpecError, match=r"metrics\.jsonl is a folder: expected"):
         run_page(run)

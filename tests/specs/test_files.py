@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,10 @@ MERGE_BOMB = "a0: &a0 {x: 1, y: 2}\n" + "".join(
         ("a.yaml", "a: \0", "is not YAML: unacceptable character"),
         ("a.yaml", "a: 2020-13-45", "is not YAML: month must be in 1..12"),
         ("a.yaml", "a: " + "9" * 5000, "is not YAML: Exceeds the limit"),
+        ("a.yaml", "a: " + ":".join(["1"] * 500_000), "is not YAML: a number in base 60 of more than 100 characters at line 1"),
+        ("a.yaml", "a: !!timestamp x", "is not YAML: a tagged value that is not of its type"),
+        ("a.yaml", "a: !!int ''", "is not YAML: a tagged value that is not of its type"),
+        ("a.yaml", "a: !!bool x", "is not YAML: a tagged value that is not of its type"),
         ("a.yaml", "1: 2", "has the key 1 but fields are named by text"),
         ("a.yaml", "null: 2", "has the key null but fields are named by text"),
         ("a.yaml", bytes(range(256)), "is not text: expected YAML or JSON"),
@@ -67,6 +72,66 @@ def test_missing_folders_and_large_files_are_told_apart(tmp_path: Path) -> None:
         file.truncate(MAX_BYTES + 1)
     with pytest.raises(SpecError, match=r"has 2,097,153 bytes, too many for a plan"):
         read_mapping(large, "plan")
+
+
+def test_a_short_number_in_base_60_is_still_one(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("a: 1:30\n")
+    assert read_mapping(tmp_path / "a.yaml", "model") == {"a": 90}
+
+
+class CountedKey(str):
+    """A key that counts how often it is compared."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedKey.compared += 1
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+def test_a_field_given_twice_among_many_is_found_in_linear_time(tmp_path: Path) -> None:
+    """Comparing each with each would take 10 ** 10 comparisons of keys."""
+    names = [f"k{number}" for number in range(140_000)]
+    pairs: list[tuple[str, Any]] = [(CountedKey(name), 0) for name in [*names, names[-1]]]
+    CountedKey.compared = 0
+    with pytest.raises(ValueError, match=f"the field '{names[-1]}' is given twice"):
+        files._once(pairs)
+    assert CountedKey.compared < len(names)
+    file = tmp_path / "a.json"
+    file.write_text("{" + ",".join(f'"{name}":0' for name in [*names, names[-1]]) + "}")
+    with pytest.raises(SpecError, match=f"the field '{names[-1]}' is given twice"):
+        read_mapping(file, "model")
+
+
+@pytest.mark.parametrize("kind", ["fifo", "zero", "socket"])
+def test_only_regular_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.chdir(tmp_path)  # a socket's path has at most 107 characters
+    place = Path("a.yaml")
+    if kind == "fifo":
+        os.mkfifo(place)
+    elif kind == "zero":
+        place.symlink_to("/dev/zero")
+    else:
+        with socket.socket(socket.AF_UNIX) as opened:
+            opened.bind(str(place))
+    with pytest.raises(SpecError, match=r"plan file a.yaml cannot be read \("):
+        read_mapping(place, "plan")
+    for read in (files.open_regular, files.read_bytes, files.read_text):
+        with pytest.raises(OSError, match=r"not a regular file|No such device"):
+            read(place)
+
+
+def test_a_bound_holds_whatever_a_file_says_of_its_size(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"12345")
+    assert files.read_bytes(tmp_path / "a", 5) == b"12345"
+    with pytest.raises(files.FileTooLargeError, match="5 bytes, more than 4"):
+        files.read_bytes(tmp_path / "a", 4)
+    with pytest.raises(files.FileTooLargeError):
+        files.read_bytes("/proc/self/maps", 10)  # says that it has 0
+    with pytest.raises(OSError, match="null"):
+        files.read_bytes("a\0b")
 
 
 def test_a_byte_order_mark_and_one_merge_are_fine(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from urllib.parse import parse_qsl
 
@@ -65,3 +66,23 @@ def test_a_file_is_not_a_model(tmp_path: Path) -> None:
 
 def test_fields_are_bounded() -> None:
     assert len(Ask.from_query({"shape": "x" * 10**6}).shape) == LONGEST
+
+
+@pytest.mark.parametrize("name", ["nodes", "per_node"])
+@pytest.mark.parametrize("text", ["9" * 5000, "9" * 4000, "65537", "000001", "²", "٣", "-1", "+1", "1e3", "", " 1", "nan"])
+def test_a_number_of_nodes_that_is_none_is_a_sentence(name: str, text: str) -> None:
+    with pytest.raises(SpecError, match=rf"{name} is '.*' but must be a whole number from 1 to 65,536, such as 8") as caught:
+        Ask.from_query({name: text}).job()
+    assert len(str(caught.value)) < 120
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Ask)])
+@pytest.mark.parametrize("text", ["9" * 5000, "=" * 5000, "\0\x1b", "[" * 5000, "nan", "a=b,c=d", "tp=" + "9" * 4000, "²"])
+def test_every_field_of_an_address_is_used_or_refused_in_a_sentence(name: str, text: str) -> None:
+    ask = Ask.from_query({name: text})
+    assert Ask.from_query(dict(parse_qsl(ask.query()))) == ask
+    try:
+        job = ask.job()
+        ask.own_layout(job, Layout(dp=64, mbs=1, gas=2))
+    except SpecError as refused:
+        assert 0 < len(str(refused)) < 1000  # noqa: PT017  (either answer is one)

@@ -113,6 +113,83 @@ def test_every_page_answers_and_strangers_do_not_get_in(address: str) -> None:
         urllib.request.urlopen(request, timeout=10)
 
 
+def handshake(address: str, origin: str | None) -> tuple[int, dict[str, str], bytes]:
+    """The first request of socket.io's polling transport, which every browser may send."""
+    headers = {} if origin is None else {"Origin": origin}
+    query = "EIO=4&transport=polling&client_id=none&document_id=none&tab_id=none&implicit_handshake=false"
+    request = urllib.request.Request(f"{address}/_nicegui_ws/socket.io/?{query}", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, dict(answer.headers), answer.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, dict(error.headers), error.read()
+
+
+def test_the_socket_opens_for_the_studios_own_pages_alone(address: str) -> None:
+    port = address.rsplit(":", 1)[1]
+    for origin in (f"http://127.0.0.1:{port}", f"http://localhost:{port}", f"http://[::1]:{port}"):
+        status, headers, body = handshake(address, origin)
+        assert (status, b'"sid"' in body) == (200, True), origin
+        assert headers["access-control-allow-origin"] == origin
+    status, headers, body = handshake(address, None)  # a browser sends no Origin with a GET of the page itself
+    assert (status, b'"sid"' in body) == (200, True)
+    foreign = ("http://evil.example", f"http://evil.example:{port}", f"https://127.0.0.1:{port}", "http://127.0.0.1:1", "null")
+    for origin in foreign:
+        status, headers, body = handshake(address, origin)
+        assert status == 400, origin
+        assert b"sid" not in body
+        assert "access-control-allow-origin" not in {name.lower() for name in headers}
+
+
+def websocket_status(address: str, origin: str) -> int:
+    host, port = address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as opened:
+        opened.sendall(
+            (
+                f"GET /_nicegui_ws/socket.io/?EIO=4&transport=websocket HTTP/1.1\r\nHost: {host}:{port}\r\nOrigin: {origin}\r\n"
+                "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+                "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+            ).encode()
+        )
+        return int(opened.recv(64).split()[1])
+
+
+def test_a_websocket_of_another_origin_is_refused(address: str) -> None:
+    assert websocket_status(address, address) == 101
+    assert websocket_status(address, "http://evil.example") in (400, 403)
+
+
+NINES = "9" * 5000
+QUERIES = [
+    f"/?nodes={NINES}",
+    f"/?per_node={NINES}&nodes=2",
+    "/?nodes=%C2%B2&per_node=%D9%A3",
+    f"/?batch={NINES}&seq={NINES}",
+    "/?seq=nan&batch=inf",
+    f"/?layout=tp%3D{NINES}",
+    "/?layout=tp%3D" + "9" * 4000,
+    f"/?fix=tp%3D{NINES}&forbid=zero%3D{NINES}",
+    "/?shape=" + "%5B" * 2000,
+    "/?shape=%7B%22layers%22%3A" + "9" * 4000 + "%7D",
+    "/?shape=%00%1b&model=%1b%5B2J&theme=%ff&gpu=%22%3E%3Cscript%3E",
+    f"/schedules?ranks={NINES}&chunks=1e999&microbatches=nan&backward=-inf&send={'x' * 500}&schedule=%00",
+    f"/explore?nodes={NINES}",
+    f"/accuracy?nodes={NINES}",
+    "/runs?run=" + "%7C" * 4000 + "..%2F..%00",
+]
+
+
+@pytest.mark.parametrize("query", QUERIES, ids=[query[:30] for query in QUERIES])
+def test_no_query_breaks_a_page(address: str, place: Path, query: str) -> None:
+    logged = len((place / "log").read_text())
+    with urllib.request.urlopen(address + query, timeout=60) as answer:
+        page = answer.read().decode()
+        assert answer.status == 200
+    assert "Internal Server Error" not in page
+    assert "Traceback" not in (place / "log").read_text()[logged:]
+
+
 def test_only_the_folder_it_was_given_is_read(address: str, place: Path) -> None:
     assert (place / "runs" / "link" / "plan.yaml").is_file()
     assert names(place / "runs") == ["first"], "neither a neighbour nor a link that leads to one"

@@ -252,3 +252,20 @@ def test_settings_of_a_launch_that_saved_are_those_of_its_checkpoint(trained: Pa
     assert code == 0, said
     assert "as the last launch" not in said
     assert checkpoint.latest(trained).training.lr == 1e-2
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"source": "../../step-000002"},
+        {"moves": [["step-000006", "/tmp/step-000006"]]},
+        {"abandoned_metrics": "../metrics.jsonl"},
+    ],
+    ids=["source", "moves", "metrics"],
+)
+def test_a_record_that_names_a_path_outside_the_run_is_refused(three: Path, fields: dict[str, Any]) -> None:
+    good = {"source": "step-000002", "moves": [], "history": "metrics.jsonl", "abandoned_metrics": None}
+    (three / "checkpoints" / "rollback.json").write_text(json.dumps({**good, **fields}))
+    with pytest.raises(SpecError, match=r"rollback\.json records a roll-back but cannot be read"):
+        rollback.finish(three)
+    assert len(checkpoint.complete(three)) == 3

@@ -42,3 +42,31 @@ def test_slurm():
 def test_nonsense_is_refused(given):
     with pytest.raises(SpecError, match="environment"):
         seat(given)
+
+
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29500"}
+SLURM = {
+    "SLURM_PROCID": "0",
+    "SLURM_NTASKS": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_NTASKS_PER_NODE": "2",
+    "SLURM_JOB_ID": "7",
+}
+
+
+@pytest.mark.parametrize("value", ["²", "٣", "-1", "+1", "1.0", "1_0", " 1", "9" * 5000, "0x1", "\x1b[31m", "1\n", "nan"])
+@pytest.mark.parametrize("launcher", [TORCHRUN, SLURM], ids=["torchrun", "slurm"])
+def test_what_int_cannot_read_is_one_sentence_for_every_variable(launcher, value):
+    assert seat(launcher) is not None
+    for name in launcher:
+        with pytest.raises(SpecError, match=rf"the environment's {name} is .* but must be a whole number from") as caught:
+            seat({**launcher, name: value})
+        assert str(caught.value).isprintable()
+
+
+def test_numbers_that_no_launcher_gives_are_refused():
+    for name, value in (("WORLD_SIZE", "0"), ("WORLD_SIZE", "9" * 11), ("LOCAL_WORLD_SIZE", "0"), ("MASTER_PORT", "65536")):
+        with pytest.raises(SpecError, match=f"{name} is '{value}' but must be a whole number from"):
+            seat({**TORCHRUN, name: value})
+    with pytest.raises(SpecError, match="MASTER_PORT is '0x'"):
+        seat({**SLURM, "MASTER_PORT": "0x"})

@@ -5,13 +5,14 @@ Exit codes: 0 done, 1 the answer is no (nothing fits, layouts differ, a run ende
 
 from __future__ import annotations
 
+import errno
 import io
 import sys
 from typing import Annotated
 
 import typer
 
-from ultrascale.cli.common import BAD_INPUT, NO, app
+from ultrascale.cli.common import BAD_INPUT, NO, app, echo
 
 # Each adds its verbs to the app; the panels of `--help` stand in this order.
 # isort: off
@@ -29,6 +30,10 @@ def root(
         raise typer.Exit
 
 
+# What the system says of a name that a user gave, wherever it is first looked at.
+_OF_NAMES = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES)
+
+
 def main() -> None:
     """Run the command line; a SpecError is one sentence and exit code 2, never a traceback."""
     from ultrascale.specs.errors import RunError, SpecError
@@ -37,12 +42,29 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):  # signs that a terminal's encoding lacks (×, ·, █) become `?`
             stream.reconfigure(errors="replace")
     try:
+        _refuse_control_characters(sys.argv[1:])
         app()
     except SpecError as error:
-        typer.echo(f"error: {error}", err=True)
+        echo(f"error: {error}", err=True)
         sys.exit(BAD_INPUT)
     except RunError as error:
-        typer.echo(f"error: {error}", err=True)
+        echo(f"error: {error}", err=True)
         sys.exit(NO)
     except BrokenPipeError:
         sys.exit(0)
+    except OSError as error:
+        if error.errno not in _OF_NAMES or error.filename is None:
+            raise
+        name, reason = str(error.filename), (error.strerror or "").lower()
+        echo(f"error: {name:.80} cannot be used ({reason}): name another file or folder", err=True)
+        sys.exit(BAD_INPUT)
+
+
+def _refuse_control_characters(words: list[str]) -> None:
+    """Before typer, which prints what it cannot use as it is."""
+    from ultrascale.specs.errors import SpecError
+    from ultrascale.specs.validate import printable
+
+    for word in words:
+        if printable(word) != word:
+            raise SpecError(f"the argument {word!r:.80} has a control character: rename what it names, or leave it out")

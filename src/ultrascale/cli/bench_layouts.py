@@ -57,6 +57,7 @@ def layouts(
     from ultrascale.measure.bench import layouts as asking
     from ultrascale.show.lines import progress, terminal
     from ultrascale.specs.errors import RunError, SpecError
+    from ultrascale.specs.folders import folder_name
     from ultrascale.specs.plan import Plan
     from ultrascale.train import launch, machine
 
@@ -72,7 +73,7 @@ def layouts(
     from ultrascale.measure.bench.layouts_study import Study, study_name
     from ultrascale.show import bench_layouts as show
 
-    folder = out or Path("runs") / f"layouts-{base.job.model.name}"
+    folder = out or Path("runs") / f"layouts-{folder_name(base.job.model.name)}"
     address = storage or f"sqlite:///{folder / 'study.db'}"
     console = terminal()
     with ours(address):

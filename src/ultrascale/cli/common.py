@@ -38,8 +38,19 @@ def terminal(to_errors: bool = False) -> Console:
     return lines.terminal(to_errors)
 
 
+def echo(text: str, err: bool = False) -> None:
+    """Print a line that may hold words of a user."""
+    from ultrascale.specs.validate import printable
+
+    typer.echo(printable(text), err=err)
+
+
 def print_json(data: Any) -> None:
-    sys.stdout.write(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    from ultrascale.specs.validate import CONTROL_CODES
+
+    text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
+    # json escapes the first 32 of them in texts, and ends lines with one.
+    sys.stdout.write(text.translate({code: f"\\u{code:04x}" for code in CONTROL_CODES if code >= 32}) + "\n")
 
 
 def write_json(file: Path | None, data: Any) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from ultrascale.cli.common import echo, print_json
 
 if TYPE_CHECKING:
     from ultrascale.data.info import Info
@@ -66,9 +67,9 @@ def tokenize(
     finally:
         line.close()
     if as_json:
-        _print_json({"path": str(out), **facts.model_dump()})
+        print_json({"path": str(out), **facts.model_dump()})
     else:
-        typer.echo(
+        echo(
             f"{out}: {facts.tokens:,} tokens ({facts.dtype}) in {facts.documents:,} documents, vocabulary {facts.vocab:,} "
             f"({facts.tokenizer}). Train on it with train.data={out}"
         )
@@ -92,10 +93,10 @@ def info(
 
     found = look(path)
     if as_json:
-        _print_json({**asdict(found), "facts": found.facts.model_dump() if found.facts is not None else None})
+        print_json({**asdict(found), "facts": found.facts.model_dump() if found.facts is not None else None})
         return
     for name, value in _rows(found):
-        typer.echo(f"{name:<18}{value}")
+        echo(f"{name:<18}{value}")
 
 
 def _rows(found: Info) -> list[tuple[str, str]]:
@@ -150,7 +151,3 @@ def progress_line(progress: Progress) -> str:
         f"{share:6.1%}  {progress.documents:,} documents, {progress.bytes_per_s / 1e6:.1f} MB/s, "
         f"{progress.tokens_per_s:,.0f} tokens/s{ends}"
     )
-
-
-def _print_json(data: object) -> None:
-    sys.stdout.write(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")

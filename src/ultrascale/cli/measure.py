@@ -174,13 +174,14 @@ def _profiled(words: list[str], steps: int, nproc: int | None, out: Path | None)
     """None on every rank of torchrun but the first."""
     from ultrascale.measure.profile import asked as profile_asked
     from ultrascale.show.lines import progress
+    from ultrascale.specs.folders import folder_name
     from ultrascale.train import launch
     from ultrascale.train.log import batch_line
     from ultrascale.train.world import seat
 
     mine = seat() if nproc is None else None
     request = profile_asked.request(words, steps, mine.world if mine else nproc, launch.has_gpu())
-    folder = out or Path("runs") / f"{request.job.model.name}-profile-{datetime.now():%Y%m%d-%H%M%S}"
+    folder = out or Path("runs") / f"{folder_name(request.job.model.name)}-profile-{datetime.now():%Y%m%d-%H%M%S}"
     launch.import_torch()
     from ultrascale.measure.profile import profiler as measure
 

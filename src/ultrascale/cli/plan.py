@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ultrascale.cli.common import NO, PLAN, JsonOption, app, print_json, terminal, write_json
+from ultrascale.cli.common import NO, PLAN, JsonOption, app, echo, print_json, terminal, write_json
 
 ModelArgument = Annotated[
     str, typer.Argument(help="A preset ([cyan]llama-3-70b[/]), a model file, or a Hugging Face [cyan]config.json[/].")
@@ -210,7 +210,7 @@ def accuracy(
         say("predicting each run without its source")
         left_out = measure.score_left_out(runs)
     for line in problems:
-        typer.echo(f"note: {line}", err=True)
+        echo(f"note: {line}", err=True)
     if not any(one.reason is None for one in scored):
         reasons = "; ".join(sorted({f"{one.run.id}: {one.reason}" for one in scored})[:3])
         raise SpecError(f"none of the {len(runs)} rows of {file} could be modelled: {reasons}")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ultrascale.cli.common import NO, RUN, JsonOption, app, print_json, terminal, write_json
+from ultrascale.cli.common import NO, RUN, JsonOption, app, echo, print_json, terminal, write_json
 from ultrascale.cli.data import app as data_verbs
 
 
@@ -108,6 +108,7 @@ def train(
     """
     from ultrascale.show import run as show
     from ultrascale.show.lines import progress, told_now_and_then
+    from ultrascale.specs.folders import folder_name
     from ultrascale.train import launch
     from ultrascale.train.checkpoint import run_named, run_of
     from ultrascale.train.log import batch_line
@@ -133,7 +134,7 @@ def train(
         told_now_and_then("comparing train.data with the run's"),
     )
     if out is None:
-        new = Path("runs") / f"{request.job.model.name}-{datetime.now():%Y%m%d-%H%M%S}"
+        new = Path("runs") / f"{folder_name(request.job.model.name)}-{datetime.now():%Y%m%d-%H%M%S}"
         out = run_of(request.resume) if request.resume is not None else new
     console = terminal(to_errors=True)
     if first:
@@ -221,14 +222,14 @@ def _verify_layouts(
 
     job, layouts, notes = small.to_verify(words, world, only, everything, model, precision)
     for note in notes:
-        typer.echo(f"note: {note}", err=True)
+        echo(f"note: {note}", err=True)
     found = []
     for number, difference in enumerate(check.verify(job, layouts), 1):
         found.append(difference)
-        typer.echo(f"{number:>{len(str(len(layouts)))}}/{len(layouts)}  {show.layout_row(difference)}")
+        echo(f"{number:>{len(str(len(layouts)))}}/{len(layouts)}  {show.layout_row(difference)}")
     same = sum(one.ok for one in found)
     write_json(json_file, show.layouts_json(found))
-    typer.echo(
+    echo(
         f"{same} of {len(found)} layouts compute what one process computes ({check.STEPS} steps, {job.precision}; bounds: "
         "what one rounding per module changes)"
     )
@@ -250,19 +251,19 @@ def _verify_runs(runs: int | None, seed: int, processes: int, program: Path | No
         for number in range(1, count + 1):
             say(f"run {number} of {count}")
             verdict = verifying.check_program(given or drawing.next())
-            typer.echo(f"{number:>{len(str(count))}}/{count}  {show.program_row(verdict)}")
+            echo(f"{number:>{len(str(count))}}/{count}  {show.program_row(verdict)}")
             if not verdict.ok:
                 verdict = verifying.shortened(verdict, say)
                 folder = Path("verify-failed") / f"seed-{seed}-{number}"
                 for line in show.failure(verdict, folder):
-                    typer.echo(line)
+                    echo(line)
             verdicts.append(verdict)
     same = sum(one.ok for one in verdicts)
     write_json(json_file, show.programs_json(verdicts, drawing.covered))
     if runs is not None:
         for line in show.coverage(drawing):
-            typer.echo(line)
-    typer.echo(f"{same} of {count} runs are those of one uninterrupted process, to what rounding explains")
+            echo(line)
+    echo(f"{same} of {count} runs are those of one uninterrupted process, to what rounding explains")
     return same == count
 
 

@@ -13,14 +13,14 @@ from ultrascale.specs.validate import shown
 _ROWS = 64  # made into Python's text at once
 
 
-def cut(path: Path, field: str, size: int, changed: int, length: int) -> Iterator[Span]:
+def cut(path: Path, field: str, size: int, digest: str, length: int) -> Iterator[Span]:
     groups = _opened(path, field).metadata
     start = held = 0
     for group in range(groups.num_row_groups):
         held += groups.row_group(group).total_byte_size
         if held >= length or group + 1 == groups.num_row_groups:
             share = size * (group + 1) // groups.num_row_groups - size * start // groups.num_row_groups
-            yield Span(str(path), size, changed, start, group + 1, share)
+            yield Span(str(path), size, digest, start, group + 1, share)
             start, held = group + 1, 0
 
 

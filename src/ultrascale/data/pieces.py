@@ -18,7 +18,8 @@ class Span:
 
     file: str
     size: int
-    changed_ns: int
+    digest: str
+    """of the whole file's content"""
     start: int
     stop: int
     cost: int

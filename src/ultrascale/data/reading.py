@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ultrascale.specs.errors import SpecError
+from ultrascale.specs.files import open_regular
 
 
 def cannot_read(path: Path, error: OSError | ValueError) -> SpecError:
@@ -21,9 +22,9 @@ def cannot_read(path: Path, error: OSError | ValueError) -> SpecError:
 def start_of(path: Path, count: int) -> bytes:
     """The first bytes of a file, fewer where there are fewer."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return file.read(count)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise cannot_read(path, error) from None
 
 

@@ -30,6 +30,7 @@ class Inputs(BaseModel):
     files: int = Field(ge=1)
     bytes: int = Field(ge=0)
     field: str
+    digest: str | None = Field(default=None, description="of the files' names and content; None: made before it was kept")
 
 
 class Facts(BaseModel):

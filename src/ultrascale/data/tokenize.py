@@ -49,13 +49,20 @@ def tokenize(
         raise SpecError(f"--workers is {workers} but must be from 1 to {MOST_WORKERS}: try {os.cpu_count() or 1}")
     words = load(Path(tokenizer) if tokenizer is not None else None, eod)
     files = sources.find(os.fspath(source))
-    inputs = Inputs(path=os.fspath(source), files=len(files), bytes=sum(map(size_of, files)), field=field)
+    contents = sources.digests(files, workers)
+    inputs = Inputs(
+        path=os.fspath(source),
+        files=len(files),
+        bytes=sum(map(size_of, files)),
+        field=field,
+        digest=_digest(os.fspath(source), files, contents),
+    )
     folder = Path(os.path.abspath(out))  # `.` has no name to put beside
     work = folder.with_name(folder.name + ".partial")
     if (done := _finished(Path(out), words, inputs)) is not None:
         shutil.rmtree(work, ignore_errors=True)
         return done
-    parts = sources.cut(files, field, part_bytes)
+    parts = sources.cut(files, contents, field, part_bytes)
     with _alone(work):
         job = _Job(work, words, parts, part_bytes, field)
         try:
@@ -69,13 +76,15 @@ def tokenize(
                 shutil.rmtree(work, ignore_errors=True)
             raise
         facts = job.finish(words, inputs, Path(tokenizer) if tokenizer is not None else None)
+        if (folder / FACTS).exists():  # made before digests were kept: `_finished` says so
+            os.replace(folder, work / "before")
         os.replace(work / "set", folder)
         shutil.rmtree(work, ignore_errors=True)
     return facts
 
 
 def _finished(out: Path, words: Tokenizer, inputs: Inputs) -> Facts | None:
-    """What is in the folder already, if it is this; SpecError if it is anything else."""
+    """What is in the folder already, if it is this; None if it has to be made; SpecError if it is anything else."""
     try:
         there = sorted(os.listdir(out)) if out.is_dir() else []
     except OSError as error:
@@ -88,9 +97,24 @@ def _finished(out: Path, words: Tokenizer, inputs: Inputs) -> Facts | None:
         raise SpecError(f"-o is {out} but that folder holds other files ({there[0]}): name a new one, such as {out}-tokens")
     facts = open_set(out).facts
     assert facts is not None
-    if (facts.tokenizer_sha256, facts.vocab, facts.eod, facts.inputs) == (words.sha256, words.vocab, words.eod, inputs):
-        return facts
+    if (facts.tokenizer_sha256, facts.vocab, facts.eod) == (words.sha256, words.vocab, words.eod):
+        if facts.inputs == inputs:
+            return facts
+        if facts.inputs == inputs.model_copy(update={"digest": None}):  # nothing says of what content it was made
+            return None
+        if facts.inputs.path == inputs.path and facts.inputs.field == inputs.field:
+            raise SpecError(
+                f"-o is {out} but the texts in {inputs.path} have changed since it was made: delete it, or name a new one, "
+                f"such as {out}-2"
+            )
     raise SpecError(f"-o is {out} but that folder holds a set made of {facts.inputs.path}: name a new one, such as {out}-2")
+
+
+def _digest(source: str, files: list[Path], contents: list[str]) -> str:
+    """Of the names below the source and the content of each file, in order."""
+    root = Path(source)
+    named = [os.path.relpath(file, root) if root.is_dir() else file.name for file in files]
+    return hashlib.blake2b(json.dumps([named, contents]).encode(), digest_size=32).hexdigest()
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from ultrascale.data.binary import smallest_type
 from ultrascale.data.reading import cannot_read
 from ultrascale.specs.errors import SpecError, nearest
+from ultrascale.specs.files import MAX_TOKENIZER_BYTES, read_bytes
 from ultrascale.specs.validate import shown
 
 Ids = npt.NDArray[Any]
@@ -78,10 +79,10 @@ def load(path: Path | None, eod: str | None = None) -> Tokenizer:
 
 def _content(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_bytes(path, MAX_TOKENIZER_BYTES)
     except IsADirectoryError:
         raise SpecError(f"--tokenizer is {path}, a folder: name the file in it, such as {path / 'tokenizer.json'}") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise SpecError(f"--tokenizer: {cannot_read(path, error)}") from None
 
 

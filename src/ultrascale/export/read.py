@@ -16,7 +16,7 @@ from ultrascale.export.common import Engine, Found, World
 from ultrascale.export.fields import Fields
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
-from ultrascale.specs.files import mapping_of
+from ultrascale.specs.files import FileTooLargeError, mapping_of, read_text, reason_of
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -157,19 +157,11 @@ def text_of(path: Path) -> str:
     if os.path.isdir(path):
         raise SpecError(f"{path} is a folder: name a file in it: {_KINDS}")
     try:
-        with open(path, "rb") as file:
-            raw = file.read(LARGEST + 1)
+        text = read_text(path, LARGEST)
+    except FileTooLargeError:
+        raise SpecError(f"{path} has more than {LARGEST:,} bytes, too many for a configuration: name {_KINDS}") from None
     except OSError as error:
-        reason = (
-            "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({(error.strerror or '').lower()})"
-        )
-        raise SpecError(f"{path} {reason}: name {_KINDS}") from None
-    except ValueError:
-        raise SpecError(f"{str(path)[:60]!r} is no name of a file: name {_KINDS}") from None
-    if len(raw) > LARGEST:
-        raise SpecError(f"{path} has more than {LARGEST:,} bytes, too many for a configuration: name {_KINDS}")
-    try:
-        text = raw.decode("utf-8-sig")
+        raise SpecError(f"{path} {reason_of(error)}: name {_KINDS}") from None
     except UnicodeDecodeError:
         raise SpecError(f"{path} is not text: name {_KINDS}") from None
     if not text.strip():

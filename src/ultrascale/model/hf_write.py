@@ -19,6 +19,7 @@ from torch import Tensor
 from ultrascale.model.hf import Stored, stored, whole_shapes
 from ultrascale.model.hf_folder import CONFIG, INDEX, SINGLE
 from ultrascale.specs.errors import SpecError
+from ultrascale.specs.files import MAX_TOKENIZER_BYTES, read_text
 from ultrascale.specs.folders import free_bytes, new_folder
 from ultrascale.specs.hf_config import config_of
 from ultrascale.specs.model import Model
@@ -178,7 +179,7 @@ def _tokenizer_files(tokenizer: Path | None) -> dict[str, Path]:
 
 def _refuse_no_tokenizer(file: Path) -> None:
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = json.loads(read_text(file, MAX_TOKENIZER_BYTES))
     except (ValueError, OSError, RecursionError):
         data = None
     if not isinstance(data, dict) or not isinstance(data.get("model"), dict):

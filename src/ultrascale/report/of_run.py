@@ -18,12 +18,16 @@ from ultrascale.report.page import Section, bullets, chart, details, page, table
 from ultrascale.show.compare import rows as compared
 from ultrascale.show.plan import job_line
 from ultrascale.specs.errors import SpecError
+from ultrascale.specs.files import FileTooLargeError, open_regular, read_text, reason_of
 from ultrascale.specs.measurement import Measurement
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import seconds
+from ultrascale.specs.validate import shown
 
 METRICS, ENVIRONMENT = "metrics.jsonl", "env.json"
 LARGEST = 256 * 2**20  # bytes of metrics: a million steps
+DRAWN = ("loss", "eval_loss", "tokens_per_s_per_gpu")
+SHOWN = 100_000  # bytes of env.json
 
 
 def run_page(folder: Path, say: Say = lambda _: None) -> str:
@@ -45,28 +49,40 @@ def _plan(folder: Path) -> Plan:
 def metrics(file: Path) -> list[dict[str, Any]]:
     """The steps of a run; a last line that a live run has not finished is left out."""
     try:
-        if file.stat().st_size > LARGEST:
-            raise SpecError(f"{file} has {file.stat().st_size:,} bytes, too many to draw: expected at most {LARGEST:,}")
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = read_text(file, LARGEST).splitlines()
     except FileNotFoundError:
         return []
     except UnicodeDecodeError:
         raise SpecError(f"{file} is not text: expected the metrics of a run, a JSON object a line") from None
+    except FileTooLargeError as error:
+        raise SpecError(f"{file} has {error.size:,} bytes, too many to draw: expected at most {LARGEST:,}") from None
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise SpecError(f"{file} cannot be read ({reason}): expected the metrics of a run, a JSON object a line") from None
+        raise SpecError(f"{file} {reason_of(error)}: expected the metrics of a run, a JSON object a line") from None
     rows = []
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             if number == len(lines):
                 break
             raise SpecError(f"{file} line {number} is not JSON: expected the metrics of one step") from None
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        if not isinstance(row, dict) or not _is_number(row.get("step")):
             raise SpecError(f"{file} line {number} has no step: expected the metrics of one step, such as " + '{"step": 1}')
+        for name in DRAWN:
+            if row.get(name) is not None and not _is_number(row[name]):
+                raise SpecError(f"{file} line {number}: {name} is {shown(row[name])} but must be a number, such as 2.5")
         rows.append(row)
     return rows
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and not abs(value) > 2**60
+
+
+def last_loss(rows: list[dict[str, Any]]) -> str:
+    """Of the last step; a loss that was not finite is null in its line."""
+    loss = rows[-1].get("loss")
+    return "not finite" if loss is None else f"{loss:.3f}"
 
 
 def _run_sections(folder: Path, plan: Plan, rows: list[dict[str, Any]]) -> Iterator[Section]:
@@ -92,7 +108,15 @@ def _run_sections(folder: Path, plan: Plan, rows: list[dict[str, Any]]) -> Itera
     if (folder / TRACES).is_dir():
         yield Section("Trace", tuple(_lanes(folder)))
     if (folder / ENVIRONMENT).is_file():
-        yield Section("Environment", (details(ENVIRONMENT, (folder / ENVIRONMENT).read_text(encoding="utf-8")[:100_000]),))
+        yield Section("Environment", (details(ENVIRONMENT, _start_of(folder / ENVIRONMENT)),))
+
+
+def _start_of(file: Path) -> str:
+    try:
+        with open_regular(file) as opened:
+            return opened.read(SHOWN).decode(errors="replace")
+    except OSError as error:
+        raise SpecError(f"{file} {reason_of(error)}: expected what `ultrascale train` writes of its machine") from None
 
 
 def _lanes(folder: Path) -> Iterator[str]:
@@ -115,4 +139,4 @@ def _headline(seen: Measurement, rows: list[dict[str, Any]]) -> Iterator[tuple[s
         yield "MFU", f"{seen.mfu:.1%}"
     yield "peak memory", f"{seen.peak_gib:,.2f} GiB"
     if rows:
-        yield f"loss at step {rows[-1]['step']:,}", f"{rows[-1].get('loss', float('nan')):.3f}"
+        yield f"loss at step {rows[-1]['step']:,}", last_loss(rows)

@@ -133,7 +133,7 @@ def timeline_table(plan: Plan) -> Table:
     )
     for index in chosen:
         moment = moments[index]
-        bar = "█" * max(1, round(30 * moment.total_bytes / (plan.estimate.capacity_gib * GIB)))
+        bar = "█" * max(1, round(min(60.0, 30 * moment.total_bytes / (plan.estimate.capacity_gib * GIB))))
         table.add_row(
             seconds(moment.start_s),
             moment.action + (" ← peak" if index == top else ""),

@@ -1,4 +1,4 @@
-"""How lines are printed, the same for every verb: no markup is read from text, since names and paths come from users."""
+"""How lines are printed, the same for every verb: names and paths come from users, so no markup or escape in them is obeyed."""
 
 from __future__ import annotations
 
@@ -6,27 +6,42 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from ultrascale.specs.units import GIB
+from ultrascale.specs.validate import printable
 
 PIPE_WIDTH = 150  # where there is no terminal: wide enough that no table is cut
 
 
+class PlainConsole(Console):
+    """A console that reads no markup from text, and passes none of its control characters to the terminal."""
+
+    def __init__(self, to_errors: bool = False, width: int | None = None) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, stderr=to_errors, width=width)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)  # before a table measures it
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
 def terminal(to_errors: bool = False) -> Console:
-    console = Console(markup=False, emoji=False, highlight=False, stderr=to_errors)
-    if console.is_terminal:
-        return console
-    return Console(markup=False, emoji=False, highlight=False, stderr=to_errors, width=PIPE_WIDTH)
+    console = PlainConsole(to_errors)
+    return console if console.is_terminal else PlainConsole(to_errors, PIPE_WIDTH)
 
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
     """A line on the error stream that says what is being done, gone when it is done; silent where nobody watches."""
-    with Console(stderr=True).status("starting") as status:
+    with PlainConsole(to_errors=True).status("starting") as status:
         yield lambda text: status.update(Text(text))
 
 

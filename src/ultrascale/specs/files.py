@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import yaml
 
@@ -16,21 +18,61 @@ from ultrascale.specs.validate import kind_of, shown
 
 Form = Literal["YAML", "JSON"]
 MAX_BYTES = 2 * 2**20  # a plan is some tens of KiB; a checkpoint named by mistake should not be parsed
+MAX_TOKENIZER_BYTES = 2**28  # of a tokenizer.json; those of large vocabularies have some 2**25
+MAX_BASE_60 = 100  # characters of a number such as `1:30:00`: its time grows with the square of them
 MAX_MERGED = 10_000  # fields that `<<` may bring together: nested merges multiply, and a short file could fill the memory
 
 
-def read_mapping(path: Path, what: str) -> dict[str, Any]:
+class FileTooLargeError(OSError):
+    """A file of more bytes than its reader takes."""
+
+    def __init__(self, size: int, most: int) -> None:
+        super().__init__(errno.EFBIG, f"{size:,} bytes, more than {most:,}")
+        self.size = size
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a regular file to read its bytes. OSError for anything else: a FIFO may block for ever, a device may never end."""
+    try:
+        file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115  (the caller closes it)
+    except ValueError as error:  # a null byte in the name
+        raise OSError(errno.EINVAL, str(error)) from None
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file")
+    return file
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # opening a FIFO that nobody writes to would wait
+
+
+def read_bytes(path: str | os.PathLike[str], most: int = MAX_BYTES) -> bytes:
+    """The content of a regular file. OSError for anything else, and for a file of more than `most` bytes."""
+    with open_regular(path) as file:
+        content = file.read(most + 1)
+        if len(content) > most:
+            raise FileTooLargeError(max(os.fstat(file.fileno()).st_size, len(content)), most)
+    return content
+
+
+def read_text(path: str | os.PathLike[str], most: int = MAX_BYTES) -> str:
+    """The text of a regular file in UTF-8. OSError as `read_bytes`, UnicodeDecodeError for what is no text."""
+    return read_bytes(path, most).decode("utf-8-sig")
+
+
+def read_mapping(path: Path, what: str, most: int = MAX_BYTES) -> dict[str, Any]:
     """The mapping in a YAML or JSON file; SpecError, with the line, when it is not one."""
     try:
-        if path.is_file() and path.stat().st_size > MAX_BYTES:
-            raise SpecError(
-                f"{what} file {path} has {path.stat().st_size:,} bytes, too many for a {what}: expected at most {MAX_BYTES:,}"
-            )
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(path, most)
     except UnicodeDecodeError:
         raise SpecError(f"{what} file {path} is not text: expected YAML or JSON") from None
+    except FileTooLargeError as error:
+        raise SpecError(
+            f"{what} file {path} has {error.size:,} bytes, too many for a {what}: expected at most {most:,}"
+        ) from None
     except OSError as error:
-        raise SpecError(f"{what} file {path} {_reason(error)}: expected a YAML or JSON file") from None
+        raise SpecError(f"{what} file {path} {reason_of(error)}: expected a YAML or JSON file") from None
     form: Form = "JSON" if path.suffix.lower() == ".json" else "YAML"
     return mapping_of(text, f"{what} file {path}", form)
 
@@ -45,7 +87,9 @@ def mapping_of(text: str, what: str, form: Form = "YAML") -> dict[str, Any]:
         where = f" at line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise SpecError(f"{what} is not YAML: {error.problem}{where}") from None
     except (yaml.YAMLError, ValueError) as error:  # a character no text has, a date or number that is none
-        raise SpecError(f"{what} is not {form}: {str(error).splitlines()[0]}") from None
+        raise SpecError(f"{what} is not {form}: {(str(error).splitlines() or ['a value that is none'])[0]}") from None
+    except (AttributeError, IndexError, KeyError):  # PyYAML's own, of `!!timestamp x`, `!!int ''` and `!!bool x`
+        raise SpecError(f"{what} is not {form}: a tagged value that is not of its type; leave the tags (!!) out") from None
     except RecursionError:
         raise SpecError(f"{what} is nested too deeply: expected a mapping of fields to values") from None
     if not isinstance(data, Mapping):
@@ -57,7 +101,7 @@ def mapping_of(text: str, what: str, form: Form = "YAML") -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that refuses what YAML leaves open: a field given twice, and merges that multiply without end."""
+    """Safe YAML that refuses what YAML leaves open: a field given twice, merges that multiply and numbers without end."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -73,16 +117,28 @@ class _Loader(yaml.SafeLoader):
         if len(node.value) > MAX_MERGED:
             raise yaml.MarkedYAMLError(problem=f"more than {MAX_MERGED:,} merged fields", problem_mark=node.start_mark)
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        if ":" in node.value and len(node.value) > MAX_BASE_60:
+            raise yaml.MarkedYAMLError(
+                problem=f"a number in base 60 of more than {MAX_BASE_60} characters", problem_mark=node.start_mark
+            )
+        return int(super().construct_yaml_int(node))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the field '{next(name for name in names if names.count(name) > 1)}' is given twice")
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the field '{name:.80}' is given twice")
+        found[name] = value
     return found
 
 
-def _reason(error: OSError) -> str:
+def reason_of(error: OSError) -> str:
+    """Why a file could not be read, to stand behind its name in a sentence."""
     if isinstance(error, FileNotFoundError):
         return "does not exist"
     if isinstance(error, IsADirectoryError):

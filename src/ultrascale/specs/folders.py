@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -48,12 +49,25 @@ def refuse_used(target: Path) -> None:
         raise SpecError(f"{target} is a file: name a new folder, such as {target}-2")
 
 
+def folder_name(name: str) -> str:
+    """A model's name as the name of one folder: signs that a path or a shell gives a meaning become `-`."""
+    return re.sub(r"[^\w.+=-]", "-", name)[:100].lstrip(".-") or "model"
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK, 0o666)  # opening a FIFO that nobody reads would wait
+
+
 @contextmanager
 def alone(lock: Path, refusal: str) -> Iterator[None]:
     """Holds the lock file for this process; SpecError with the refusal if another one does. A kill gives it back."""
     import fcntl
 
-    with lock.open("w") as file:
+    try:
+        file = open(lock, "w", opener=_without_waiting)  # noqa: SIM115  (closed below)
+    except OSError as error:
+        raise SpecError(f"{lock} cannot be opened ({(error.strerror or str(error)).lower()}): delete it") from None
+    with file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock: processes forked from this one would keep it
         except BlockingIOError:

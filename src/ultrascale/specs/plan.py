@@ -99,6 +99,8 @@ def job_to_mapping(job: Job) -> dict[str, Any]:
 
 
 def job_from_mapping(data: Mapping[str, Any], what: str) -> Job:
+    if not isinstance(data, Mapping):
+        return build(Job, data, what)  # which says so
     job = dict(data)
     if isinstance(job.get("model"), str):
         job["model"] = Model.load(job["model"])

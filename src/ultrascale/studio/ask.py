@@ -112,6 +112,7 @@ def pasted(text: str) -> Model:
 
 
 def _whole(name: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= MOST_GPUS):
+    # Five digits at most: Python refuses to read thousands of them.
+    if not (text.isascii() and text.isdigit() and len(text) <= len(str(MOST_GPUS)) and 1 <= int(text) <= MOST_GPUS):
         raise SpecError(f"{name} is '{text:.20}' but must be a whole number from 1 to {MOST_GPUS:,}, such as 8")
     return int(text)

@@ -11,7 +11,7 @@ from nicegui import ui
 
 from ultrascale.figures import evidence, time
 from ultrascale.measure import compare
-from ultrascale.report.of_run import METRICS, metrics
+from ultrascale.report.of_run import METRICS, last_loss, metrics
 from ultrascale.show.compare import rows as compared
 from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.studio.ask import Ask
@@ -75,8 +75,7 @@ class Runs:
     def draw(self, chosen: list[str]) -> None:
         rows = {name: metrics(self.folder / name / METRICS) for name in chosen}
         steps = [
-            f"{name}: {len(found):,} steps" + (f", loss {found[-1]['loss']:.3f}" if found else "")
-            for name, found in rows.items()
+            f"{name}: {len(found):,} steps" + (f", loss {last_loss(found)}" if found else "") for name, found in rows.items()
         ]
         self.state.text = " · ".join(steps) or "Choose a run."
         some = any(rows.values())

@@ -19,7 +19,7 @@ def serve(folder: Path, accuracy: Path | None = None, port: int = PORT, show: bo
         raise SpecError(f"--port is {port} but must be from 1 to 65535, such as {PORT}")
     _free(port)
     try:
-        from nicegui import app, ui
+        from nicegui import app, core, ui
     except ImportError as error:
         raise SpecError("the studio is built on NiceGUI, which is not installed: pip install 'ultrascale[studio]'") from error
     from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -28,7 +28,14 @@ def serve(folder: Path, accuracy: Path | None = None, port: int = PORT, show: bo
     print(f"http://{HOST}:{port} (Ctrl-C ends it)", file=sys.stderr, flush=True)
     # A page elsewhere that resolves its own name to 127.0.0.1 must not reach this one.
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
+    # NiceGUI lets every origin open the page's socket, credentials included: a page elsewhere could then drive this one.
+    core.sio.eio.cors_allowed_origins = origins(port)
     ui.run(host=HOST, port=port, title="Ultrascale", show=show, reload=False, show_welcome_message=False, favicon="📐")
+
+
+def origins(port: int) -> list[str]:
+    """What browsers send as the origin of the studio's own pages: every spelling of the loopback address."""
+    return [f"http://{host}:{port}" for host in (HOST, "localhost", "[::1]")]
 
 
 def pages(folder: Path, accuracy: Path | None) -> None:

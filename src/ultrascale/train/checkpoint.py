@@ -22,9 +22,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel, ConfigDict, Field
+
 from ultrascale.specs.checkpointing import Checkpointing
 from ultrascale.specs.errors import SpecError
-from ultrascale.specs.files import write_text
+from ultrascale.specs.files import read_text, write_text
 from ultrascale.specs.folders import sync_folder
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -37,7 +39,9 @@ if TYPE_CHECKING:
 
 FOLDER, MANIFEST, LATEST, ROLLBACK = "checkpoints", "checkpoint.json", "latest", "rollback.json"
 FORMAT = "ultrascale checkpoint 1"
+LARGEST = 2**28  # bytes of checkpoint.json: it lists every part that every rank wrote
 _NAME = re.compile(r"step-(\d{6,})")
+_RECORDED = re.compile(r"(abandoned-\d{3,}/)?step-\d{6,}|metrics(\.abandoned-\d{3,})?\.jsonl")
 ABANDONED = re.compile(r"abandoned-(\d{3,})")
 Sums = Mapping[str, Iterable[tuple[int, int, int]]]
 
@@ -138,9 +142,12 @@ def pending_rollback(run: Path) -> Rollback | None:
     """The roll-back that was recorded but not finished; SpecError if its record is damaged."""
     path = run / FOLDER / ROLLBACK
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        moves = tuple((str(old), str(new)) for old, new in data["moves"])
-        return Rollback(str(data["source"]), moves, str(data["history"]), data["abandoned_metrics"])
+        data = json.loads(read_text(path))
+        moves = tuple((_inside(old), _inside(new)) for old, new in data["moves"])
+        abandoned = data["abandoned_metrics"]
+        return Rollback(
+            _inside(data["source"]), moves, _inside(data["history"]), None if abandoned is None else _inside(abandoned)
+        )
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -150,13 +157,20 @@ def pending_rollback(run: Path) -> Rollback | None:
         ) from None
 
 
+def _inside(name: Any) -> str:
+    """A name that a roll-back's record may hold; ValueError for a path that leads elsewhere."""
+    if not _RECORDED.fullmatch(str(name)):
+        raise ValueError(name)
+    return str(name)
+
+
 def open_checkpoint(folder: Path) -> Checkpoint:
     """The checkpoint in this folder; SpecError if it is not one, not whole, or not ours."""
     if not folder.is_dir():
         raise SpecError(f"checkpoint {folder} is no folder: name one such as runs/first/{FOLDER}/step-000100")
     path = folder / MANIFEST
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, LARGEST)
     except OSError as error:
         foreign = (folder / ".metadata").exists()
         what = "is of another program" if foreign else "is not a checkpoint"
@@ -165,14 +179,15 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise SpecError(f"checkpoint {folder} is damaged: {MANIFEST} is not text{others(folder)}") from None
     try:
         data = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise SpecError(f"checkpoint {folder} is damaged: {MANIFEST} is not JSON{others(folder)}") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         given = data.get("format") if isinstance(data, dict) else None
         raise SpecError(f"{path} says format {given!r:.60} but this version reads '{FORMAT}'")
     if data.pop("checksum", None) != _checksum(data):
         raise SpecError(f"checkpoint {folder} is damaged: {MANIFEST} is not what was written{others(folder)}")
-    return Checkpoint(folder, _state(data), data["files"])
+    numbers = build(_Numbers, {name: data[name] for name in _Numbers.model_fields if name in data}, "checkpoint")
+    return Checkpoint(folder, _state(data, numbers), numbers.files)
 
 
 def latest(run: Path) -> Checkpoint:
@@ -189,10 +204,10 @@ def newest(run: Path) -> Path | None:
         source = run / FOLDER / pending.source
         return source if (source / MANIFEST).exists() else run / FOLDER / pending.target
     try:
-        named = run / FOLDER / (run / FOLDER / LATEST).read_text(encoding="utf-8").strip()
+        named = run / FOLDER / read_text(run / FOLDER / LATEST).strip()
         if _NAME.fullmatch(named.name) and named.parent == run / FOLDER and (named / MANIFEST).exists():
             return named
-    except (OSError, UnicodeDecodeError):
+    except (OSError, ValueError):
         pass
     return max(complete(run), key=step_of, default=None)
 
@@ -313,19 +328,33 @@ def _manifest(state: State, sums: Sums) -> dict[str, Any]:
     }
 
 
-def _state(data: Mapping[str, Any]) -> State:
+class _Numbers(BaseModel):
+    """What checkpoint.json holds beside the job, the layout and the settings of the training."""
+
+    model_config = ConfigDict(frozen=True)
+
+    step: int = Field(ge=0)
+    updates: int = Field(ge=0)
+    moments: tuple[str, ...]
+    loss_scale: float | None = Field(allow_inf_nan=False)
+    good_steps: int = Field(ge=0)
+    data: int | None
+    files: dict[str, list[tuple[int, int, int]]]
+
+
+def _state(data: Mapping[str, Any], numbers: _Numbers) -> State:
     try:
         return State(
-            step=data["step"],
+            step=numbers.step,
             job=job_from_mapping(data["job"], "checkpoint.job"),
             layout=build(Layout, data["layout"], "checkpoint.layout"),
             training=build(Training, data["training"], "checkpoint.training"),
-            updates=data["updates"],
-            moments=tuple(data["moments"]),
-            loss_scale=data["loss_scale"],
-            good_steps=data["good_steps"],
+            updates=numbers.updates,
+            moments=numbers.moments,
+            loss_scale=numbers.loss_scale,
+            good_steps=numbers.good_steps,
             checkpointing=build(Checkpointing, data["checkpointing"], "checkpoint.checkpointing"),
-            data=data["data"],
+            data=numbers.data,
         )
     except KeyError as missing:
         raise SpecError(f"checkpoint's {MANIFEST} has no field {missing}: it was written by another version") from None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ultrascale.specs.checkpointing import Checkpointing
 from ultrascale.specs.errors import SpecError
-from ultrascale.specs.files import write_text
+from ultrascale.specs.files import read_text, write_text
 from ultrascale.specs.training import Training
 from ultrascale.specs.validate import build
 
@@ -81,12 +81,12 @@ def _earlier(run: Path) -> list[Any]:
     """The launches until now, oldest first."""
     before = _read(run)
     earlier = before.pop("earlier", [])
-    return [*earlier, before] if before else []
+    return [*(earlier if isinstance(earlier, list) else []), before] if before else []
 
 
 def _read(run: Path) -> dict[str, Any]:
     try:
-        data = json.loads((run / FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        data = json.loads(read_text(run / FILE))
+    except (OSError, ValueError, RecursionError):
         return {}
     return data if isinstance(data, dict) else {}

@@ -83,6 +83,8 @@ class MetricsLog:
         """`resume_step`: of a resumed run, the step of its checkpoint: later rows are of steps that are repeated."""
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE
+        if self.path.exists() and not self.path.is_file():  # opening a FIFO would wait for a reader
+            raise SpecError(f"{self.path} is not a regular file: move it away, or give another --out")
         if resume_step is not None and self.path.exists():
             write_rows(self.path, rows_through(self.path, resume_step))
         self._file = self.path.open("w" if resume_step is None else "a", encoding="utf-8")
@@ -128,7 +130,7 @@ def step_of_row(line: str) -> float:
     """Infinity where the line is no record."""
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return math.inf
 
 

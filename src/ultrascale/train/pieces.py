@@ -13,7 +13,7 @@ import pickle
 import re
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,8 +46,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ultrascale.specs.errors import SpecError
+from ultrascale.specs.files import open_regular, read_bytes
 
 INDEX = ".metadata"
+LARGEST = 2**30  # bytes of the index, which is kept in memory
 Sums = dict[str, list[tuple[int, int, int]]]
 """per file: offset, bytes and CRC-32 of each part in it"""
 
@@ -249,7 +251,7 @@ class Reader(FileSystemReader):
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         path = self.folder / INDEX
         try:
-            data = path.read_bytes()
+            data = read_bytes(path, LARGEST)
         except OSError as error:
             raise SpecError(f"checkpoint {self.folder} has no readable {INDEX} ({error.strerror}): try another") from None
         self._check(INDEX, 0, data, "its index")
@@ -262,7 +264,16 @@ class Reader(FileSystemReader):
             raise SpecError(f"checkpoint {self.folder} has an index that cannot be used ({problem}): try another")
         return cast(Metadata, metadata)
 
+    def _refuse_special(self, names: Iterable[str]) -> None:
+        """torch opens the files itself, and would wait for a FIFO."""
+        for name in names:
+            try:
+                open_regular(self.folder / name).close()
+            except OSError as error:
+                raise SpecError(f"checkpoint {self.folder}: {name} cannot be read ({error.strerror}): try another") from None
+
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        self._refuse_special({self.storage_data[item.storage_index].relative_path for item in plan.items})
         try:
             return super().read_data(plan, planner)
         except OSError as error:

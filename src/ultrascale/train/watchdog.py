@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Self
 
 from ultrascale.parallel.ended import LOST
+from ultrascale.specs.validate import printable
 from ultrascale.train import waiting
 from ultrascale.train.board import Board, Note, silent
 
@@ -250,4 +251,4 @@ def _first_line(error: BaseException) -> str:
 
 
 def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)

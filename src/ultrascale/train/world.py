@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ultrascale.specs.errors import SpecError
+from ultrascale.specs.validate import shown
+
+MOST_RANKS = 2**24  # far more than any cluster has, and small enough for torch's 32 bits
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ def seat(environment: Mapping[str, str] | None = None) -> Seat | None:
 
 def _of_torchrun(found: Seat, given: Mapping[str, str]) -> Seat:
     again = given.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
+    if "MASTER_PORT" in given:  # torch reads it too, and names no variable when it cannot
+        _port(given)
     if given.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return replace(found, restarted=again)
     place = f"{given.get('MASTER_ADDR', '127.0.0.1')}:{given.get('MASTER_PORT', '0')}"
@@ -53,24 +58,33 @@ def _of_torchrun(found: Seat, given: Mapping[str, str]) -> Seat:
 
 
 def _from(given: Mapping[str, str], rank: str, world: str, local_rank: str, local_world: str, address: str) -> Seat:
-    total = _number(given, world, 1)
-    mine = _number(given, rank, 0)
+    total = _number(given, world, 1, MOST_RANKS, least=1)
+    mine = _number(given, rank, 0, MOST_RANKS)
     if not mine < total:
         raise SpecError(f"the environment's {rank} is {mine} but must be less than {world} = {total}: start with torchrun")
-    return Seat(mine, total, _number(given, local_rank, mine), _number(given, local_world, total), address)
+    here = _number(given, local_world, total, MOST_RANKS, least=1)
+    return Seat(mine, total, _number(given, local_rank, mine, MOST_RANKS), here, address)
 
 
-def _number(given: Mapping[str, str], name: str, default: int) -> int:
+def _number(given: Mapping[str, str], name: str, default: int, most: int, least: int = 0) -> int:
+    """A whole number in ASCII digits: `str.isdigit` alone takes '²', which `int` does not."""
     text = given.get(name, str(default))
-    if not text.isdigit():
-        raise SpecError(f"the environment's {name} is '{text:.40}' but must be a whole number, such as {default}")
+    if not (text.isascii() and text.isdigit() and len(text) <= 20 and least <= int(text) <= most):
+        raise SpecError(
+            f"the environment's {name} is {shown(text)} but must be a whole number from {least} to {most}, such as "
+            f"{max(least, default)}"
+        )
     return int(text)
+
+
+def _port(given: Mapping[str, str]) -> int:
+    return _number(given, "MASTER_PORT", 29500, 65_535)
 
 
 def _slurm_address(given: Mapping[str, str]) -> str:
     """The first node of the job step, and a port that two jobs on one node do not share."""
     host = given.get("MASTER_ADDR") or given.get("SLURM_LAUNCH_NODE_IPADDR") or _first_host(given.get("SLURM_NODELIST", ""))
-    port = given.get("MASTER_PORT") or str(20000 + _number(given, "SLURM_JOB_ID", 0) % 20000)
+    port = _port(given) if given.get("MASTER_PORT") else 20000 + _number(given, "SLURM_JOB_ID", 0, 2**63) % 20000
     return f"tcp://{host}:{port}"
 
 

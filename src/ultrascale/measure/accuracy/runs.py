@@ -17,6 +17,7 @@ from ultrascale.measure.accuracy.engines import framework_of, gpu_kind, precisio
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.errors import SpecError, nearest
+from ultrascale.specs.files import read_text, reason_of
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -24,6 +25,7 @@ from ultrascale.specs.units import GIB
 from ultrascale.specs.validate import build
 
 GIGABYTE = 10**9
+LARGEST = 16 * 2**20  # bytes of a CSV: some ten thousand runs
 COLUMNS = (
     "id",
     "source",
@@ -96,10 +98,11 @@ class Run:
 def read(path: Path) -> tuple[list[Run], list[str]]:
     """Every row as a Run, and a line per problem that the file itself has."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        what = "does not exist" if isinstance(error, FileNotFoundError) else "cannot be read as text"
-        raise SpecError(f"runs file {path} {what}") from None
+        text = read_text(path, LARGEST)
+    except UnicodeDecodeError:
+        raise SpecError(f"runs file {path} cannot be read as text: name a CSV of measured runs") from None
+    except OSError as error:
+        raise SpecError(f"runs file {path} {reason_of(error)}: name a CSV of measured runs") from None
     rows = csv.DictReader(text.splitlines())
     try:
         lines = list(rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,13 +15,15 @@ from ultrascale.measure.accuracy.runs import read as read_table
 from ultrascale.measure.accuracy.scores import measured_rate
 from ultrascale.measure.compare import MEASUREMENT, PLAN
 from ultrascale.specs.errors import SpecError
+from ultrascale.specs.files import read_text, reason_of
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.measurement import MeasuredMemory, Measurement
 from ultrascale.specs.plan import Plan, job_from_mapping
-from ultrascale.specs.validate import build
+from ultrascale.specs.validate import build, shown
 
 METRICS = "metrics.jsonl"
+LARGEST = 256 * 2**20  # bytes of a file of lines: a million steps
 EXAMPLE = "such as runs/first, runs/, gathered.jsonl or a table with the columns of data/published.csv"
 
 
@@ -82,16 +85,20 @@ def _folder(path: Path) -> Seen:
 
 def _gathered(path: Path) -> Iterator[Seen]:
     """Runs in a file, a line of JSON each, as benchmarks/gpu/calibration_runs.py writes them."""
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(_lines(path), 1):
         try:
             data: dict[str, Any] = json.loads(line)
             fields = {name: data[name] for name in ("run", "job", "layout", "measurement")}
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise SpecError(f"{path}, line {number}, is no run: it needs run, job, layout and measurement") from None
         what = f"{path}, line {number}"
         measured = build(Measurement, fields["measurement"], f"{what}, measurement")
         layout = build(Layout, fields["layout"], f"{what}, layout")
-        yield _seen(str(fields["run"]), job_from_mapping(fields["job"], what), layout, measured, data.get("steps_s", ()))
+        steps = data.get("steps_s", [])
+        if not isinstance(steps, list):
+            raise SpecError(f"{what}, steps_s is {shown(steps)} but must be a list of seconds, such as [0.5, 0.5]")
+        times = [_positive(step, f"{what}, steps_s") for step in steps]
+        yield _seen(str(fields["run"]), job_from_mapping(fields["job"], what), layout, measured, times)
 
 
 def _seen(name: str, job: Job, layout: Layout, measured: Measurement, steps: Iterable[float]) -> Seen:
@@ -109,8 +116,33 @@ def _seen(name: str, job: Job, layout: Layout, measured: Measurement, steps: Ite
 def _steps(metrics: Path) -> list[float]:
     if not metrics.is_file():
         return []
-    lines = metrics.read_text(encoding="utf-8").splitlines()
-    return [float(mapping["step_time_s"]) for line in lines if line.strip() and "step_time_s" in (mapping := json.loads(line))]
+    return [step for number, line in enumerate(_lines(metrics), 1) for step in _step_time(metrics, number, line)]
+
+
+def _step_time(metrics: Path, number: int, line: str) -> Iterator[float]:
+    try:
+        step = json.loads(line) if line.strip() else {}
+    except (ValueError, RecursionError):
+        step = None
+    if not isinstance(step, dict):
+        raise SpecError(f"{metrics}, line {number}, is not JSON: expected the metrics of one step, such as " + '{"step": 1}')
+    if "step_time_s" in step:
+        yield _positive(step["step_time_s"], f"{metrics}, line {number}, step_time_s")
+
+
+def _positive(value: Any, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise SpecError(f"{what} is {shown(value)} but must be a number greater than 0, such as 0.5")
+    return float(value)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return read_text(path, LARGEST).splitlines()
+    except UnicodeDecodeError:
+        raise SpecError(f"{path} is not text: name measured runs, {EXAMPLE}") from None
+    except OSError as error:
+        raise SpecError(f"{path} {reason_of(error)}: name measured runs, {EXAMPLE}") from None
 
 
 def _spread(steps: Sequence[float]) -> float:

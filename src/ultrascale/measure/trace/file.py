@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterator
@@ -15,8 +16,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from ultrascale.specs.errors import SpecError
+from ultrascale.specs.files import open_regular
 
 CHUNK = 2**20  # bytes read at a time
+MAX_RATIO = 200  # unpacked bytes of a packed one; a trace of torch.profiler on a CPU has 11 to 15, gzip's limit is 1,032
+MAX_UNPACKED_FREE = 64 * 2**20  # unpacked bytes for which no ratio is asked: short files of one repeated line
 LONGEST = 64 * 2**20  # of one value: what is longer is no event
 _DECODE = json.JSONDecoder().raw_decode
 _SPACE = re.compile(r"\s+")
@@ -82,25 +86,43 @@ def _pieces(path: Path) -> Iterator[str]:
     if not path.exists():
         raise SpecError(f"--trace {path} does not exist: name a .json or .json.gz file that torch.profiler wrote")
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         packed = file.read(2) == _GZIP
         file.seek(0)
-        for data in _unpacked(file) if packed else iter(lambda: file.read(CHUNK), b""):
+        for data in _bounded(path, file) if packed else iter(lambda: file.read(CHUNK), b""):
             yield decoder.decode(data)
 
 
+def _bounded(path: Path, file: IO[bytes]) -> Iterator[bytes]:
+    """What is unpacked, as long as it could be a trace: a gzip file can hold a thousand times its size."""
+    most, size = max(MAX_UNPACKED_FREE, MAX_RATIO * os.fstat(file.fileno()).st_size), 0
+    for data in _unpacked(file):
+        size += len(data)
+        if size > most:
+            raise SpecError(
+                f"--trace {path} unpacks to more than {most:,} bytes, {MAX_RATIO} times its size, which no trace does: "
+                "unpack it and look, or record it again"
+            )
+        yield data
+
+
 def _unpacked(file: IO[bytes]) -> Iterator[bytes]:
-    """By hand: Python's gzip module throws away what it has when a file ends too early."""
-    unpacker = zlib.decompressobj(wbits=31)
-    while data := file.read(CHUNK):
-        while data:
-            try:
-                yield unpacker.decompress(data)
-            except zlib.error:
-                return
+    """At most CHUNK bytes at a time. By hand: Python's gzip module throws away what it has when a file ends too early."""
+    unpacker, data = zlib.decompressobj(wbits=31), b""
+    while True:
+        data = data or file.read(CHUNK)
+        try:
+            unpacked = unpacker.decompress(data, CHUNK)
+        except zlib.error:
+            return
+        if unpacked:
+            yield unpacked
+        elif not data:  # nothing is left to read, nor in the unpacker
+            return
+        data = unpacker.unconsumed_tail
+        if unpacker.eof:
             data = unpacker.unused_data  # of the next member, where several were joined
-            if unpacker.eof:
-                unpacker = zlib.decompressobj(wbits=31)
+            unpacker = zlib.decompressobj(wbits=31)
 
 
 def _objects(text: _Text) -> Iterator[dict[str, Any]]:
@@ -146,6 +168,8 @@ class _Text:
                 raise self._broken() from None
             except RecursionError:
                 raise _EndError("it is nested too deeply") from None
+            except ValueError:  # a whole number of more digits than Python reads
+                raise self._broken() from None
             if end == len(self._buffer) and not isinstance(found, dict | list | str) and self._more():
                 continue  # a number may go on
             self._at = end

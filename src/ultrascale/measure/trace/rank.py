@@ -17,6 +17,7 @@ from ultrascale.measure.trace import names
 from ultrascale.measure.trace.file import TraceFile
 from ultrascale.measure.trace.intervals import Interval
 from ultrascale.specs.errors import SpecError
+from ultrascale.specs.validate import shown
 
 OURS = "ultrascale"
 """what our own traces say of their run stands under this name"""
@@ -25,6 +26,7 @@ _OLD = {"operator": "cpu_op", "runtime": "cuda_runtime", "memcpy": "gpu_memcpy",
 UNMARKED = "the whole trace"
 """in the place of a step's name"""
 _COPY = re.compile(r"Memcpy (\w+) \((\w+) -> (\w+)\)")
+MOST_US = 1e18  # 30,000 years: a clock that counts from 1970 in nanoseconds has 1.8e18, in microseconds 1.8e15
 _HOLDS = 64  # ranges that may begin between another's beginning and what it holds
 
 Thread = tuple[Any, Any]
@@ -109,7 +111,8 @@ class Trace:
     @property
     def origin_us(self) -> float:
         """Of this trace's clock: traces of one machine can be laid side by side."""
-        return float(self.facts.get("baseTimeNanoseconds") or 0) / 1e3
+        base = self.facts.get("baseTimeNanoseconds")
+        return float(base) / 1e3 if isinstance(base, int | float) and 0 <= base <= MOST_US * 1e3 else 0.0
 
 
 def read(path: Path) -> Trace:
@@ -134,34 +137,30 @@ def read(path: Path) -> Trace:
 
 
 def _add(trace: Trace, event: dict[str, Any]) -> None:
-    try:
-        start = float(event["ts"])
-        end = start + float(event.get("dur", 0))
-    except (KeyError, TypeError, ValueError):
+    if "ts" not in event:
         return
+    start = _microseconds(trace, event, "ts", least=-MOST_US)  # an event before the clock's zero is one
+    end = start + _microseconds(trace, event, "dur", least=0.0)
     trace.events += 1
     kind = str(event.get("cat", "")).lower()
     kind = _OLD.get(kind, kind)
-    name, thread = event["name"], (event.get("pid"), event.get("tid"))
+    name, thread = event["name"], (_identifier(event.get("pid")), _identifier(event.get("tid")))
     facts = event.get("args") if isinstance(event.get("args"), dict) else {}
     assert isinstance(facts, dict)
+    stream, correlation = _identifier(facts.get("stream", event.get("tid"))), facts.get("correlation")
+    correlation = correlation if isinstance(correlation, int) else None
     if kind == "kernel":
         collective = names.is_collective_kernel(name)
         told = {key: facts[key] for key in _TOLD if key in facts} if collective else None
-        trace.kernels.append(
-            Kernel(
-                start, end, facts.get("stream", event.get("tid")), facts.get("correlation"), name if collective else None, told
-            )
-        )
+        trace.kernels.append(Kernel(start, end, stream, correlation, name if collective else None, told))
     elif kind in ("gpu_memcpy", "gpu_memset"):
-        trace.kernels.append(Kernel(start, end, facts.get("stream", event.get("tid")), facts.get("correlation"), None, None))
+        trace.kernels.append(Kernel(start, end, stream, correlation, None, None))
         way = _COPY.match(name)
         if way is not None and way[1] in ("HtoD", "DtoH"):
-            size = facts.get("bytes")
-            trace.copies.append(Copy(start, end, way[1], "Pageable" in name, int(size) if isinstance(size, int | float) else 0))
+            trace.copies.append(Copy(start, end, way[1], "Pageable" in name, _bytes(facts.get("bytes"))))
     elif kind.endswith(("_runtime", "_driver")):
-        if isinstance(facts.get("correlation"), int):
-            trace.launches.setdefault(facts["correlation"], Launch(start, end, thread))
+        if correlation is not None:
+            trace.launches.setdefault(correlation, Launch(start, end, thread))
         if "Synchronize" in name or name in ("cudaMemcpy", "hipMemcpy"):
             trace.syncs.append(Range(start, end, name, thread))
     elif kind == "user_annotation" or (not kind and names.STEP.match(name)):
@@ -174,6 +173,26 @@ def _add(trace: Trace, event: dict[str, Any]) -> None:
             trace.ranges.append(Range(start, end, name, thread))
         elif names.computes(name):
             trace.ops[thread].extend((start, end))
+
+
+def _identifier(value: Any) -> Any:
+    """Of a process, thread or stream, to be a key: a file may have lists there."""
+    return value if value is None or isinstance(value, int | str) else str(value)
+
+
+def _bytes(size: Any) -> int:
+    return int(size) if isinstance(size, int | float) and 0 <= size <= 2**63 else 0
+
+
+def _microseconds(trace: Trace, event: dict[str, Any], name: str, least: float) -> float:
+    """A time of an event; SpecError for what is none, since every sum that it enters would be none either."""
+    value = event.get(name, 0)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= MOST_US:
+        raise SpecError(
+            f"--trace {trace.path}: {name} of the event {shown(event['name'])} is {shown(value)} but must be a number of "
+            f"microseconds from {least:g} to {MOST_US:g}: record the trace again"
+        )
+    return float(value)
 
 
 _TOLD = (

@@ -113,7 +113,8 @@ class _Owner:
         self._calls = Holders(trace.calls)
         self._ddp = any(one.name.startswith("DistributedDataParallel") for one in trace.ranges)
         distributed = trace.facts.get("distributedInfo")
-        groups = distributed.get("pg_config", []) if isinstance(distributed, dict) else []
+        groups = distributed.get("pg_config") if isinstance(distributed, dict) else None
+        groups = groups if isinstance(groups, list) else []
         self._groups = {str(one.get("pg_name")): str(one.get("pg_desc", "")) for one in groups if isinstance(one, dict)}
         self._queues = _queues(trace.calls)
 
