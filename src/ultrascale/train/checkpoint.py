@@ -338,7 +338,7 @@ class _Numbers(BaseModel):
     moments: tuple[str, ...]
     loss_scale: float | None = Field(allow_inf_nan=False)
     good_steps: int = Field(ge=0)
-    data: int | None
+    data: str | int | None
     files: dict[str, list[tuple[int, int, int]]]
 
 
