@@ -12,7 +12,7 @@ quickstart: $(VENV)/.train
 test: check
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
-# With the long tail: every composition of layouts, and our schedules beside torch's.
+# With the long tail: every composition of layouts, 200 drawn runs, 100 kills, and our schedules beside torch's.
 test-slow: check
 	$(BIN)/python -m pytest -n 2
 

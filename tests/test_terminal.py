@@ -14,7 +14,7 @@ from rich.table import Table
 
 from ultrascale.show.lines import PlainConsole, bullets, labelled
 from ultrascale.specs.folders import folder_name
-from ultrascale.specs.validate import printable
+from ultrascale.specs.printable import printable
 
 Run = Callable[..., tuple[int, str, str]]
 

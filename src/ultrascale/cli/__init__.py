@@ -63,7 +63,7 @@ def main() -> None:
 def _refuse_control_characters(words: list[str]) -> None:
     """Before typer, which prints what it cannot use as it is."""
     from ultrascale.specs.errors import SpecError
-    from ultrascale.specs.validate import printable
+    from ultrascale.specs.printable import printable
 
     for word in words:
         if printable(word) != word:

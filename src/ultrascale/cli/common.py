@@ -40,13 +40,13 @@ def terminal(to_errors: bool = False) -> Console:
 
 def echo(text: str, err: bool = False) -> None:
     """Print a line that may hold words of a user."""
-    from ultrascale.specs.validate import printable
+    from ultrascale.specs.printable import printable
 
     typer.echo(printable(text), err=err)
 
 
 def print_json(data: Any) -> None:
-    from ultrascale.specs.validate import CONTROL_CODES
+    from ultrascale.specs.printable import CONTROL_CODES
 
     text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
     # json escapes the first 32 of them in texts, and ends lines with one.

@@ -13,8 +13,8 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from ultrascale.specs.printable import printable
 from ultrascale.specs.units import GIB
-from ultrascale.specs.validate import printable
 
 PIPE_WIDTH = 150  # where there is no terminal: wide enough that no table is cut
 

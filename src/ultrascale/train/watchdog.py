@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Self
 
 from ultrascale.parallel.ended import LOST
-from ultrascale.specs.validate import printable
+from ultrascale.specs.printable import printable
 from ultrascale.train import waiting
 from ultrascale.train.board import Board, Note, silent
 
