@@ -28,7 +28,7 @@ FIELDS = ["step", "tokens", "loss", "grad_norm", "lr", "tokens_per_s_per_gpu", "
 def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that need not be measured again for every test."""
     rates, link = Rates(1e10, 1e10, 5e-6, 5e9, 5e9, 5e8), LinkRate(1e9, 1e-4)
-    monkeypatch.setattr(launch, "machine", lambda world, precision: cpu_cluster(world, rates, link, 2.0**34))
+    monkeypatch.setattr(launch, "machine", lambda world, precision, *_: cpu_cluster(world, rates, link, 2.0**34))
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -130,6 +130,20 @@ def test_a_plan_runs_as_it_stands_and_is_verified(run: Run, tmp_path: Path) -> N
     assert max(row["loss_error"], row["grad_error"]) <= 1e-5
 
 
+def test_drawn_runs_are_verified_and_their_pairs_shown(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, printed, said = run("verify", "--runs", 1, "--seed", 3, "--processes", 2, "--json", tmp_path / "out.json")
+    assert code == 0, printed + said
+    lines = printed.splitlines()
+    assert lines[-1] == "1 of 1 runs are those of one uninterrupted process, to what rounding explains"
+    assert any("pairs of features ran together" in line for line in lines)
+    assert max(map(len, lines)) <= 100
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["programs"][0]["ok"] is True
+    assert found["programs"][0]["over_bound"] <= 1
+    assert len(found["pairs"]) > 10
+
+
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_memory_by_owner_is_what_was_predicted(run: Run, tmp_path: Path, zero: int) -> None:
     words = (f"layout.zero={zero}", "layout.mbs=4", "layout.gas=2")
@@ -198,7 +212,10 @@ def test_a_rank_that_dies_fails_the_run(run: Run, tmp_path: Path, monkeypatch: p
         (("train", "--model", "tiny", "layout.dp=2"), "there is one process"),
         (("train", "--model", "tiny", "--nproc", "2", "layout.tq=2"), "did you mean 'tp'"),
         (("train", "--model", "tiny", "train.log=tensorbord"), "tensorboard"),
-        (("verify",), "a plan or --world"),
+        (("verify",), "a plan, --world, --runs or --program"),
+        (("verify", "--world", "2", "--runs", "2"), "one of them"),
+        (("verify", "--world", "2", "--precision", "int4"), "--precision is 'int4' but must be one of fp32"),
+        (("verify", "--program", "missing.yaml"), "does not exist"),
         (("verify", "--world", "99"), "from 1 to 16"),
         (("verify", "--world", "2", "--only", "ep"), "--only"),
         (("verify", "--world", "2", "--only", "pp,tp"), "no layout of 2 processes"),

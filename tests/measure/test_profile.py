@@ -39,7 +39,7 @@ MODEL = Model(name="small", layers=4, hidden=64, heads=4, kv_heads=2, ffn=192, v
 def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that need not be measured again for every test."""
     rates, link = Rates(1e10, 1e10, 5e-6, 5e9, 5e9, 5e8), LinkRate(1e9, 1e-4)
-    monkeypatch.setattr(launch, "machine", lambda world, precision: cpu_cluster(world, rates, link, 2.0**34))
+    monkeypatch.setattr(launch, "machine", lambda world, precision, *_: cpu_cluster(world, rates, link, 2.0**34))
 
 
 def planned(path: Path, **fields: Any) -> Path:

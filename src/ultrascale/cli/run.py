@@ -224,15 +224,13 @@ def _verify_layouts(
     for note in notes:
         echo(f"note: {note}", err=True)
     found = []
+    echo(show.HEADING)
     for number, difference in enumerate(check.verify(job, layouts), 1):
         found.append(difference)
         echo(f"{number:>{len(str(len(layouts)))}}/{len(layouts)}  {show.layout_row(difference)}")
     same = sum(one.ok for one in found)
     write_json(json_file, show.layouts_json(found))
-    echo(
-        f"{same} of {len(found)} layouts compute what one process computes ({check.STEPS} steps, {job.precision}; bounds: "
-        "what one rounding per module changes)"
-    )
+    echo(f"{same} of {len(found)} layouts compute what one process computes ({check.STEPS} steps, {job.precision})")
     return same == len(found)
 
 
@@ -247,6 +245,7 @@ def _verify_runs(runs: int | None, seed: int, processes: int, program: Path | No
     from ultrascale.measure.verify import runs as verifying
 
     drawing, verdicts, count = Drawing(seed, processes), [], runs or 1
+    echo(show.RUNS_HEADING)
     with progress() as say:
         for number in range(1, count + 1):
             say(f"run {number} of {count}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from ultrascale.measure.verify.programs import Drawing, Launch
@@ -16,14 +17,21 @@ if TYPE_CHECKING:
 COLUMNS = string.ascii_lowercase + string.ascii_uppercase + string.digits
 
 
+HEADING = "largest difference over its bound (up to 1 is rounding), layout"
+
+
 def layout_row(difference: Difference) -> str:
-    mark = "ok  " if difference.ok else "DIFFERS"
     if difference.problem:
-        return f"{mark} {difference.layout}: {difference.problem}" + _where(difference.where)
-    return (
-        f"{mark} loss {difference.loss_error:.1e}  gradient {difference.grad_error:.1e}  {difference.excess:.2f} of the bound  "
-        f"{difference.layout}" + ("" if difference.ok else _where(difference.where or difference.worst))
-    )
+        return f"DIFFERS  {difference.layout}: {difference.problem}" + _where(difference.where)
+    row = f"{_mark(difference.ok)} {difference.excess:7.2g}  {difference.layout}"
+    if difference.ok:
+        return row
+    errors = f"\n    loss off by {difference.loss_error:.1e}, gradients by {difference.grad_error:.1e}"
+    return row + errors + _where(difference.where or difference.worst)
+
+
+def _mark(ok: bool) -> str:
+    return "ok" if ok else "DIFFERS"
 
 
 def _where(text: str) -> str:
@@ -53,17 +61,18 @@ def _finite(value: float) -> float | None:
 
 
 def program_row(verdict: Verdict) -> str:
-    mark = "ok  " if verdict.ok else "DIFFERS"
+    """A program's answer in a line, and its launches in one each."""
     program = verdict.program
     kind = " ".join([program.model, program.precision, program.optimizer, *program.training])
-    told = verdict.problem or (f"{verdict.excess:.2f} of the bound" if verdict.ok else verdict.difference)
-    return f"{mark} {verdict.seconds:5.1f} s  {told}  {kind}: {' | '.join(map(_launch, program.launches))}"
+    told = "" if verdict.ok else f"\n    {verdict.problem or verdict.difference}"
+    launches = "".join(f"\n    {line}" for launch in program.launches for line in _launch(launch))
+    return f"{_mark(verdict.ok)} {verdict.excess:7.2g}  {verdict.seconds:5.1f} s  {kind}{launches}{told}"
 
 
-def _launch(launch: Launch) -> str:
+def _launch(launch: Launch) -> list[str]:
     begin = "" if launch.roll_back is None else f"roll back to {launch.roll_back}, "
-    extra = f", {ending}" if (ending := launch.ending()) else ""
-    return f"{begin}{launch.layout}{extra}"
+    ending = launch.ending()
+    return wrap(f"{begin}{launch.layout}{f', {ending}' if ending else ''}", 74, subsequent_indent="    ")
 
 
 def failure(verdict: Verdict, folder: Path) -> Iterator[str]:
@@ -77,16 +86,17 @@ def failure(verdict: Verdict, folder: Path) -> Iterator[str]:
     yield from (f"  {line}" for line in verdict.program.commands(folder / "run", model))
 
 
+RUNS_HEADING = "largest difference over its bound (up to 1 is rounding), seconds, program"
+
+
 def coverage(drawing: Drawing) -> Iterator[str]:
     """Which features ran together, and how often: a triangle with one character for each pair."""
     features = sorted({feature for pair in drawing.possible for feature in pair})
     width = max(map(len, features), default=0)
     letters = dict(zip(features, COLUMNS, strict=False))
     covered = sum(pair in drawing.covered for pair in drawing.possible)
-    yield (
-        f"{covered:,} pairs of features ran together, of {len(drawing.possible):,} that were drawn "
-        "(digits: programs with both, 9 or more as 9; 0: drawn but not run; ·: never together)"
-    )
+    yield f"{covered:,} pairs of features ran together, of {len(drawing.possible):,} that were drawn:"
+    yield "programs with both, 9 or more as 9; 0: drawn but not run; ·: never together"
     yield f"{'':{width}}   {''.join(letters.get(feature, '?') for feature in features)}"
     for number, feature in enumerate(features):
         cells = [_cell(drawing, (other, feature)) for other in features[:number]]
