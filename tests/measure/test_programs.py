@@ -53,7 +53,7 @@ FIXED = {
 }
 
 
-@pytest.mark.parametrize("name", FIXED)
+@pytest.mark.parametrize("name", [next(iter(FIXED)), *(pytest.param(name, marks=pytest.mark.slow) for name in list(FIXED)[1:])])
 def test_a_run_is_that_of_one_process(name: str) -> None:
     verdict = check_program(FIXED[name])
     assert verdict.ok, verdict
@@ -140,6 +140,7 @@ def test_gradients_left_by_an_evaluation_are_found_shortened_and_located(
     assert (tmp_path / "program.yaml").exists()
 
 
+@pytest.mark.slow
 def test_an_optimizer_state_lost_on_resume_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     original = keep.restore
 
