@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -23,6 +24,39 @@ settings.register_profile("any-machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any-machine")
 
 Run = Callable[..., tuple[int, str, str]]
+
+# Files that `make test-slow` alone runs: kills, restarts and timeouts that wait for seconds, sweeps, fits, kernels in an
+# interpreter. The default level keeps each technique, each verb and the README's commands.
+TESTS = Path(__file__).parent
+SLOW_FILES = {
+    "kernels/test_interpreted.py",
+    "measure/test_bench_layouts.py",
+    "measure/test_calibrate.py",
+    "measure/test_heatmap.py",
+    "measure/test_intervals.py",
+    "measure/test_kernels_interpreted.py",
+    "measure/test_ladders.py",
+    "measure/test_left_out.py",
+    "measure/test_rehearse_attention.py",
+    "measure/test_rehearse_drawn.py",
+    "measure/test_rehearse_kernels.py",
+    "measure/test_rehearse_sweep.py",
+    "train/test_elastic.py",
+    "train/test_failing.py",
+    "train/test_kill_random.py",
+    "train/test_killed.py",
+    "train/test_live.py",
+    "train/test_memory.py",
+    "train/test_phases.py",
+    "train/test_watchdog.py",
+}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.relative_to(TESTS).as_posix() in SLOW_FILES:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session", autouse=True)
