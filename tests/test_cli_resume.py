@@ -11,7 +11,9 @@ import pytest
 
 from conftest import Run
 from ultrascale.data import binary
+from ultrascale.specs.errors import SpecError
 from ultrascale.train import checkpoint
+from ultrascale.train.trainer import Trainer
 
 WORDS = ("--seq", 32, "train.data=synthetic", "train.lr=1e-3", "train.warmup_steps=0")
 
@@ -192,13 +194,16 @@ def test_data_of_which_anything_changed_is_refused_unless_allowed(run: Run, tmp_
     tokens, out = tmp_path / "tokens.bin", tmp_path / "run"
     text = np.random.default_rng(0).integers(0, 256, 200_000, dtype=np.uint16)
     text.tofile(tokens)
-    begun = run("train", "--model", "tiny", "--seq", 32, "--steps", 2, "--data", tokens, "--out", out)
+    begun = run("train", "--model", "tiny", "--seq", 32, "--steps", 2, "--data", tokens, "--out", out, "checkpoint.every=1")
     assert begun[0] == 0, begun
     text[3_000] ^= 1  # between the windows that a sample of 65 would look at
     text.tofile(tokens)
     code, _, said = run("train", "--resume", out, "--steps", 3)
     assert code == 2
     assert "it is not the data that the run was trained on up to step 2" in said.replace("\n", " ")
+    with pytest.raises(SpecError, match="it is not the data"):
+        Trainer.resume(out / "checkpoints" / "step-000001")
+    assert Trainer.resume(out / "checkpoints" / "step-000001", allow_changed="data").request.changed == ("data",)
     text[3_000] ^= 1
     text.tofile(tmp_path / "moved.bin")
     code, _, said = run("train", "--resume", out, "--steps", 3, "--data", tmp_path / "moved.bin")

@@ -148,7 +148,7 @@ CASES: dict[str, tuple[Facts, str, str, str]] = {
     ),
     "no address": (environment(NODE, TORCHRUN, MASTER_ADDR=None), "launcher", "bad", "MASTER_ADDR is not set"),
     "no port": (environment(NODE, TORCHRUN, MASTER_PORT=None), "launcher", "bad", "MASTER_PORT is not set"),
-    "port too high": (environment(NODE, TORCHRUN, MASTER_PORT="99999"), "launcher", "bad", "must be from 1 to 65535"),
+    "port too high": (environment(NODE, TORCHRUN, MASTER_PORT="99999"), "launcher", "bad", "from 1 to 65535"),
     "address unknown": (
         changed(environment(NODE, TORCHRUN), master_problem="node-7 has no address"),
         "launcher",

@@ -139,7 +139,7 @@ def test_of_failures_that_come_together_the_cause_is_told() -> None:
         local._Mouth(rank, pairs[rank][1]).say(False, local._Failure(rank, text))
     ranks = local._Ranks([pair[0] for pair in pairs], [], None, None, lambda rank: "")
     with pytest.raises(RankError, match="rank 1 failed:\nthe cause"):
-        local._collect(ranks, timeout_s=10)
+        local._collect(ranks, timeout_s=10, last_s=None)
 
 
 def test_time_runs_out() -> None:

@@ -33,7 +33,7 @@ SPREAD = [
 def meshes_of(layout: Layout, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Mesh], list[list[tuple[int, ...]]]]:
     """Every rank's mesh, and the groups each rank joined, links included, in order."""
     joined: list[list[tuple[int, ...]]] = []
-    monkeypatch.setattr(meshes, "join", lambda members: joined[-1].append(members) or object())
+    monkeypatch.setattr(meshes, "join", lambda members, timeout_s=None: joined[-1].append(members) or object())
     found = []
     for rank in range(layout.gpus):
         joined.append([])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -197,12 +198,28 @@ def verify(
     asked = [words, world is not None, runs is not None, program is not None]
     if sum(map(bool, asked)) != 1:
         raise SpecError("verify takes a plan, --world, --runs or --program, one of them: try `ultrascale verify --world 4`")
+    of_layouts = {"--only": only, "--all": everything, "--model": model != "tiny", "--precision": precision != "fp32"}
+    of_drawing = {"--seed": seed, "--processes": processes != 4}
+    if program is not None:
+        _refuse({**of_layouts, **of_drawing}, "--program, whose file says it")
+    elif runs is not None:
+        _refuse(of_layouts, "--runs, which draws it")
+    else:
+        _refuse(of_drawing, "layouts, only for --runs")
     if runs is not None or program is not None:
         same = _verify_runs(runs, seed, processes, program, json_file)
     else:
         same = _verify_layouts(words or [], world, only, everything, model, precision, json_file)
     if not same:
         raise typer.Exit(NO)
+
+
+def _refuse(given: Mapping[str, object], what: str) -> None:
+    from ultrascale.specs.errors import SpecError
+
+    for option, value in given.items():
+        if value:
+            raise SpecError(f"{option} is not for {what}: leave it out")
 
 
 def _verify_layouts(

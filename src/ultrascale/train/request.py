@@ -118,7 +118,7 @@ def from_words(
     that is resumed had. `allow_changed`: of a resumed run, `data`, `seed` or both. `first`: whether this is rank 0, which alone
     reads the data to compare it; `report` hears how far it is.
     """
-    allowed = _allowed(allow_changed, resume)
+    allowed = allowed_changes(allow_changed, resume)
     file = words[0] if words and "=" not in words[0] else None
     given = [f"{name}={value}" for name, value in options.items() if value is not None]
     changes = Overrides.parse([*given, *(words if file is None else words[1:])])
@@ -287,7 +287,7 @@ def _same_model(given: Model, kept: Model, folder: Path) -> None:
             )
 
 
-def _allowed(text: str | None, resume: Path | None) -> set[str]:
+def allowed_changes(text: str | None, resume: Path | None) -> set[str]:
     if text is None:
         return set()
     if resume is None:

@@ -13,7 +13,7 @@ from ultrascale.specs.training import Training
 from ultrascale.train import launch
 from ultrascale.train.checkpoint import resolve, run_of
 from ultrascale.train.launch import Run
-from ultrascale.train.request import Overrides, from_checkpoint, from_plan
+from ultrascale.train.request import Overrides, allowed_changes, from_checkpoint, from_plan
 from ultrascale.train.world import seat
 
 
@@ -40,13 +40,17 @@ class Trainer:
         self.request = replace(request, checkpoint=checkpoint or Checkpointing())
 
     @classmethod
-    def resume(cls, run: str | Path, processes: int | None = None, **layout: Any) -> Trainer:
-        """A run that goes on from its newest checkpoint (or from the one that is named), cut as before or otherwise."""
+    def resume(cls, run: str | Path, processes: int | None = None, allow_changed: str | None = None, **layout: Any) -> Trainer:
+        """A run that goes on from its newest checkpoint (or from the one that is named), cut as before or otherwise.
+
+        `allow_changed`: "data" where the data may differ from that of the run so far, as `train --allow-changed data`.
+        """
         trainer, mine = cls.__new__(cls), seat()
         world = mine.world if mine is not None else processes
         first = mine is None or mine.rank == 0
+        allowed = allowed_changes(allow_changed, Path(run))
         trainer.request = from_checkpoint(
-            resolve(Path(run)), Overrides(layout=layout), world, gpu=launch.has_gpu(), first=first
+            resolve(Path(run)), Overrides(layout=layout), world, gpu=launch.has_gpu(), allowed=allowed, first=first
         )
         trainer.world = trainer.request.layout.gpus
         trainer.nproc = None if mine is not None else trainer.world

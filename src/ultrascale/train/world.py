@@ -78,7 +78,7 @@ def _number(given: Mapping[str, str], name: str, default: int, most: int, least:
 
 
 def _port(given: Mapping[str, str]) -> int:
-    return _number(given, "MASTER_PORT", 29500, 65_535)
+    return _number(given, "MASTER_PORT", 29500, 65_535, least=1)
 
 
 def _slurm_address(given: Mapping[str, str]) -> str:

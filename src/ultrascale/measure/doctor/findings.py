@@ -194,9 +194,6 @@ def _launcher_problem(mine: Seat, facts: Facts) -> tuple[str, str]:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if not given.get(name):
                 return f"{name} is not set, so the processes cannot meet", relaunch
-    port = given.get("MASTER_PORT")
-    if port is not None and not (port.isdigit() and 0 < int(port) < 65_536):
-        return f"MASTER_PORT is '{port:.20}' but must be from 1 to 65535", "try 29500"
     if facts.master_problem:
         return facts.master_problem, "set MASTER_ADDR to an address that every host can reach"
     if mine.local_rank >= mine.local_world:

@@ -31,7 +31,7 @@ from ultrascale.train.supported import job_problem, layout_problem
 
 STEPS, SEQ, SEQUENCES = 6, 32, 8
 TIMEOUT_S = 60.0
-POOL = 24  # programs drawn for each one that is taken
+POOL = 64  # programs drawn for each one that is taken
 PHASES = ("reading", "forward and backward", "update", "saving", "evaluating")
 
 _DENSE: dict[str, Any] = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 256}
@@ -269,13 +269,18 @@ class Drawing:
         self.covered: Counter[tuple[str, str]] = Counter()
         self.possible: set[tuple[str, str]] = set()
         """pairs that some program, drawn if not taken, uses"""
+        self._uncovered: dict[tuple[str, str], Program] = {}
+        """a program for each pair that was drawn and not taken: a rare pair need not be drawn a second time"""
 
     def next(self) -> Program:
-        pool = [self._draw() for _ in range(POOL)]
-        for program in pool:
-            self.possible |= program.pairs()
-        best = max(pool, key=lambda program: len(program.pairs() - self.covered.keys()))
+        for program in (self._draw() for _ in range(POOL)):
+            pairs = program.pairs()
+            self.possible |= pairs
+            self._uncovered |= dict.fromkeys(sorted(pairs - self.covered.keys()), program)
+        candidates = list(self._uncovered.values()) or [program]
+        best = max(candidates, key=lambda program: len(program.pairs() - self.covered.keys()))
         self.covered.update(best.pairs())
+        self._uncovered = {pair: program for pair, program in self._uncovered.items() if pair not in self.covered}
         return best
 
     def _draw(self) -> Program:
