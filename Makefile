@@ -13,7 +13,7 @@ test: check
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
 # With the long tail: every composition of layouts, 200 drawn runs, 100 kills, and our schedules beside torch's.
-test-slow: check
+test-slow: check $(VENV)/.slow
 	$(BIN)/python -m pytest -n 2
 
 # The kernels on this machine's GPU; all other tests run on the CPU, wherever they are.
@@ -38,7 +38,7 @@ accuracy: $(VENV)/.base
 	$(BIN)/python benchmarks/heatmap.py --report docs/accuracy.md
 
 # The site of docs/, in build/site; opens from a disk.
-docs: $(VENV)/.dev
+docs: $(VENV)/.slow
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
@@ -57,7 +57,12 @@ $(VENV)/.train: $(VENV)/.base
 
 $(VENV)/.dev: $(VENV)/.train
 	@echo "Adding the tools of development"
-	$(PIP) --editable '.[dev,docs,train]'
+	$(PIP) --editable '.[dev,train]'
+	@touch $@
+
+$(VENV)/.slow: $(VENV)/.dev
+	@echo "Adding the engines that we export to, and the tools of the site"
+	$(PIP) --editable '.[dev,dev-slow,docs,train]'
 	@# torchtitan 0.2 beside the 0.3 of the dev extra: its TOML is exported too, and read by it in a test.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/torchtitan-0.2 torchtitan==0.2.2
 	@touch $@

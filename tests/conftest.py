@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,8 +21,8 @@ if "ULTRASCALE_TEST_GPU" not in os.environ:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 # A busy machine is no reason to fail: what is generated does not depend on how fast.
-settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any-machine")
+settings.register_profile("slow", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("default", settings.get_profile("slow"), max_examples=25)
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -52,11 +53,23 @@ SLOW_FILES = {
 }
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("default" if "not slow" in config.getoption("-m") else "slow")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as slow the files above, and of a test with `quick_cases` all other cases."""
+    counts: Counter[str] = Counter()
     for item in items:
         if item.path.relative_to(TESTS).as_posix() in SLOW_FILES:
             item.add_marker(pytest.mark.slow)
+        if quick := item.get_closest_marker("quick_cases"):
+            function, _, case = item.nodeid.removesuffix("]").partition("[")
+            taken = case in quick.args if quick.args else counts[function] % quick.kwargs["every"] == 0
+            counts[function] += 1
+            if not taken:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -181,6 +181,7 @@ CASES = [
 ]
 
 
+@pytest.mark.quick_cases(every=3)
 @pytest.mark.parametrize(("arguments", "says"), CASES, ids=[" ".join(arguments)[5:60] for arguments, _ in CASES])
 def test_a_flag_that_cannot_be_used(run: Run, tmp_path: Path, arguments: list[str], says: list[str]) -> None:
     (tmp_path / "plan.yaml").write_text("old")
@@ -353,6 +354,7 @@ PLANS: list[tuple[str, Any, list[str]]] = [
 ]
 
 
+@pytest.mark.quick_cases(every=4)
 @pytest.mark.parametrize("question", [[], ["--json"], ["--what-if=zero=2"], ["--largest=mbs"], ["--cheatsheet"]], ids=str)
 @pytest.mark.parametrize(("path", "value", "says"), PLANS, ids=[f"{path}={value!s:.10}" for path, value, _ in PLANS])
 def test_an_edited_plan_file(
@@ -392,6 +394,7 @@ QUESTIONS: list[tuple[str, list[str]]] = [
 ]
 
 
+@pytest.mark.quick_cases(every=4)
 @pytest.mark.parametrize(("question", "says"), QUESTIONS, ids=[question[2:30] for question, _ in QUESTIONS])
 def test_a_question_that_cannot_be_asked(
     run: Run, good: dict[str, Any], tmp_path: Path, question: str, says: list[str]

@@ -78,6 +78,7 @@ def test_files_of_model_and_cluster_and_each_objective(run: Run, tmp_path: Path,
     assert [best(e) for e in estimates] == sorted(best(e) for e in estimates)
 
 
+@pytest.mark.quick_cases(every=4)
 @pytest.mark.parametrize(
     "wish",
     ["tp=2", "zero=3", "recompute=full", "mbs=2,gas=8", "pp=2,schedule=1f1b", "pp=4,schedule=interleaved", "cp=2", "dp=1"],
@@ -88,6 +89,7 @@ def test_what_is_fixed_is_so_in_every_plan(run: Run, wish: str) -> None:
             assert str(one["layout"][name]) == value
 
 
+@pytest.mark.quick_cases(every=3)
 @pytest.mark.parametrize(
     ("wish", "field", "gone"),
     [
@@ -209,6 +211,7 @@ def test_several_what_ifs_stand_beside_today(run: Run, plan_file: Path) -> None:
     assert found[3]["problem"]
 
 
+@pytest.mark.quick_cases(every=3)
 @pytest.mark.parametrize(("axis", "words"), [("mbs", "mbs = "), ("seq", " tokens"), ("model", " layers = ")])
 def test_largest_says_how_far_and_what_stops_it(run: Run, plan_file: Path, axis: str, words: str) -> None:
     code, out, _ = run("explain", plan_file, "--largest", axis)

@@ -150,6 +150,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_named(run: Run, copi
     assert list(curve(copied)) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_no_number_loses_nothing(run: Run, copied: Path) -> None:
     """An absurd rate from here on: the state before the step that broke is kept."""
     words = ("train.lr=100.0", "train.clip=0.0", "train.lr_schedule=constant", "train.weight_decay=10")

@@ -58,6 +58,7 @@ def test_a_try_leaves_a_whole_folder(run: Run, tmp_path: Path) -> None:
     assert json.loads((out / "env.json").read_text())["processes"] == 4
 
 
+@pytest.mark.quick_cases(every=2)
 @pytest.mark.parametrize(
     "words",
     [("layout.pp=2", "layout.schedule=zero-bubble"), ("layout.cp=2", "layout.context_parallel=ulysses", "layout.zero=3")],
@@ -89,6 +90,7 @@ def test_a_model_with_experts_tells_how_busy_they_are(run: Run, tmp_path: Path) 
         assert line["expert_load"] == pytest.approx(busiest)
 
 
+@pytest.mark.quick_cases(every=3)
 @pytest.mark.parametrize(
     ("words", "seen"), [("layout.zero=2", False), ("layout.data_parallel=ddp", False), ("layout.zero=0", True)]
 )
@@ -144,6 +146,7 @@ def test_drawn_runs_are_verified_and_their_pairs_shown(run: Run, tmp_path: Path,
     assert len(found["pairs"]) > 10
 
 
+@pytest.mark.quick_cases("3")
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_memory_by_owner_is_what_was_predicted(run: Run, tmp_path: Path, zero: int) -> None:
     words = (f"layout.zero={zero}", "layout.mbs=4", "layout.gas=2")

@@ -19,6 +19,7 @@ def commands(page: Path) -> list[str]:
     return [line for line in lines if line.startswith("ultrascale ")]
 
 
+@pytest.mark.quick_cases("README.md", "index.md", "estimates.md", "export.md", "zero.md", "finding.md")
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
 def test_commands_of_a_page_run_in_their_order(page, tmp_path, monkeypatch, run):
     monkeypatch.chdir(tmp_path)

@@ -36,6 +36,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, said
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(site):
     folder, said = site
     assert "WARNING" not in said
@@ -73,6 +74,7 @@ def test_what_leads_out_of_the_documents_is_named_on_the_site(site):
     assert 'href="../../benchmarks' not in page
 
 
+@pytest.mark.slow
 def test_pictures_are_those_that_the_code_draws(tmp_path):
     command = [sys.executable, ROOT / "tools" / "draw_docs.py", "-o", tmp_path]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -53,6 +53,7 @@ def quantiles(values: list[float]) -> tuple[float, float]:
     return float(median), float(p95)
 
 
+@pytest.mark.slow
 def test_time_and_memory_where_chunks_weigh_about_the_same() -> None:
     """The heaviest chunk up to 1.3 of the mean: six layouts of seven."""
     even = [error for error in errors() if error[2] <= 1.3]

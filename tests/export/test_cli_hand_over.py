@@ -179,6 +179,7 @@ def test_a_slip_is_named_where_its_value_is_missed(
     refused(run("import", file), *says)
 
 
+@pytest.mark.slow
 def test_a_report_is_a_file(run, plan: Path) -> None:
     pytest.importorskip("plotly")
     os.mkdir("folder")

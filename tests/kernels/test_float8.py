@@ -279,6 +279,7 @@ def test_gpus_without_fp8_are_refused_with_what_they_have() -> None:
         float8.check((10, 0), "NVIDIA B200", "block")
 
 
+@pytest.mark.quick_cases("row")
 @scalings
 def test_a_block_is_one_graph(scaling: Fp8Scaling) -> None:
     """Casts then fuse with norms and gates; forward and backward are those of the block run operator by operator."""

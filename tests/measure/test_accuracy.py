@@ -295,6 +295,7 @@ def recorded() -> dict[str, list[float]]:
     return parsed(RECORD.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_the_page_reads_back_as_the_figures_it_was_made_of(
     whole: tuple[list[Scored], list[Scored]], figures: dict[str, Any]
 ) -> None:

@@ -113,6 +113,7 @@ def work(url: str, asked: Asked, folder: Path, told: multiprocessing.Queue) -> N
     told.put(mine)
 
 
+@pytest.mark.slow
 def test_machines_share_a_study_and_no_trial(server: Server, asked: Asked, tmp_path: Path) -> None:
     assert len(asked.configurations) == 5
     context = multiprocessing.get_context("fork")

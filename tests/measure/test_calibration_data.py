@@ -10,6 +10,8 @@ import pytest
 from ultrascale.measure.calibrate.constants import Base
 from ultrascale.measure.calibrate.runs import load
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 

@@ -76,6 +76,7 @@ def test_the_formula_of_adamw_is_torchs() -> None:
     assert torch.equal(copy[0], masters[0].bfloat16())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
 def test_the_kernels_under_tritons_interpreter() -> None:
     """In a process of its own: whether Triton interprets is decided when it is first imported."""

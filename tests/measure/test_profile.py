@@ -73,6 +73,7 @@ def adds_up(rank: dict[str, Any]) -> None:
     assert sum(each["exposed_s"] for each in rank["techniques"]) == pytest.approx(steps, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_pipeline_with_data_ranks(run: Run, tmp_path: Path) -> None:
     found = profiled(run, tmp_path, planned(tmp_path / "plan.yaml", pp=2, dp=2, schedule="1f1b"), "--nproc", 4)
     assert [rank["rank"] for rank in found["ranks"]] == [0, 1, 2, 3]

@@ -122,6 +122,7 @@ def test_a_wrong_program_is_refused_in_a_sentence(tmp_path: Path) -> None:
             Program.load(file)
 
 
+@pytest.mark.slow
 def test_gradients_left_by_an_evaluation_are_found_shortened_and_located(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

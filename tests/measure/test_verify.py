@@ -22,6 +22,7 @@ torch.set_num_threads(1)
 TINY = Model.load("tiny")
 
 
+@pytest.mark.quick_cases("2")
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_a_spread_of_compositions_computes_what_one_process_computes(world):
     job = small_job(TINY, world)
@@ -38,6 +39,7 @@ def test_many_compositions(world, most):
     assert not [one for one in differences if not one.ok]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [
@@ -71,6 +73,7 @@ def test_other_families(model):
         assert difference.ok, difference
 
 
+@pytest.mark.slow
 def test_a_reduction_left_out_under_context_parallelism_is_seen(monkeypatch):
     """Gradients reduced over dp alone, as if ranks with other tokens of the same sequences were none of our business."""
     build = meshes.Mesh.build.__func__
@@ -86,6 +89,7 @@ def test_a_reduction_left_out_under_context_parallelism_is_seen(monkeypatch):
     assert difference.excess > 100
 
 
+@pytest.mark.slow
 def test_a_parameter_that_nobody_compares_is_seen(monkeypatch):
     monkeypatch.setattr(measure, "_first_replica", lambda weight: weight.shard.name != "blocks.0.mlp.down.weight")
     (difference,) = verify(small_job(TINY, 2), [Layout(tp=2, mbs=8, gas=2)])
@@ -93,6 +97,7 @@ def test_a_parameter_that_nobody_compares_is_seen(monkeypatch):
     assert "were compared" in difference.problem
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_is_a_difference_and_not_the_end(monkeypatch):
     def broken(*_: object) -> None:
         raise RuntimeError("out of luck")

@@ -115,6 +115,7 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).abs().max())
 
 
+@pytest.mark.quick_cases(every=4)
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("shards", ["5GB", "10KB"])
 def test_there_and_back(family: str, shards: str, tmp_path: Path) -> None:

@@ -102,6 +102,7 @@ def legal(size: int, variant: ContextParallel, case: Case) -> bool:
     return case.seq % (2 * size if variant == "zigzag" else size) == 0
 
 
+@pytest.mark.quick_cases(every=5)
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_equals_one_process(size: int, dtype: torch.dtype, tolerance: float) -> None:
@@ -236,6 +237,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick_cases(every=4)
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_scaled_positions_are_those_of_the_whole_sequence(variant: ContextParallel, scaling: str) -> None:

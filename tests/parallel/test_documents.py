@@ -35,6 +35,7 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Training:
     return training_of(data=str(path), document_mask=True)
 
 
+@pytest.mark.quick_cases(every=2)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_equal_one_process(name: str, training: Training) -> None:
     check("llama", training, **LAYOUTS[name])

@@ -123,6 +123,7 @@ LONG |= {
 CASES = [*LAYOUTS.values(), *(pytest.param(*case, marks=slow) for case in LONG.values())]
 
 
+@pytest.mark.quick_cases("dp2", "tp2", "zb-v", "ep2", "ep2 of dp4 zero3", "more ranks than experts")
 @pytest.mark.parametrize(("family", "fields"), CASES, ids=[*LAYOUTS, *LONG])
 def test_the_same_as_one_process(family: str, fields: dict[str, Any]) -> None:
     check(family, BALANCED, **fields)
@@ -147,6 +148,7 @@ BEHIND: list[Any] = [
 ]
 
 
+@pytest.mark.quick_cases(every=4)
 @pytest.mark.parametrize("overlap", ["gradients", "rows"])
 @pytest.mark.parametrize(("family", "fields"), BEHIND, ids=str)
 def test_what_experts_compute_while_rows_travel_changes_nothing(family: str, fields: dict[str, Any], overlap: str) -> None:
@@ -177,6 +179,7 @@ def exchanged(engine: Engine) -> dict[Any, Any]:
     return dict(watch.seen.calls)
 
 
+@pytest.mark.slow
 def test_as_much_is_exchanged_whatever_is_computed_meanwhile() -> None:
     """Rows that stay go along, and matrices are gathered for both parts at once."""
     layout = Layout(dp=4, ep=2, zero=3, gas=2)
@@ -195,6 +198,7 @@ def loads(engine: Engine) -> list[Any]:
     return seen
 
 
+@pytest.mark.quick_cases(every=3)
 @pytest.mark.parametrize(
     "layout",
     [

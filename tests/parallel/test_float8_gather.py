@@ -64,6 +64,7 @@ def assert_equal(narrow: list[Seen], wide: list[Seen]) -> None:
             assert torch.equal(piece.gradient, expected.gradient), piece.shard.name
 
 
+@pytest.mark.quick_cases(every=3)
 @pytest.mark.parametrize("fields", LAYOUTS, ids=str)
 def test_nothing_but_the_way_changes(fields: dict[str, Any]) -> None:
     """Layouts in fp8 against one process: tests/train/test_fp8.py. Here three steps are equal in every bit."""

@@ -19,6 +19,7 @@ def test_two_ranks(family: str, zero: int) -> None:
     check(family, dp=2, gas=3, zero=zero)
 
 
+@pytest.mark.quick_cases("accumulation-1", "zero-bubble-3", "hsdp-2")
 @stages
 @pytest.mark.parametrize(
     "fields",

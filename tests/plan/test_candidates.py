@@ -61,6 +61,7 @@ def by_brute_force(of: Job, loops: int = 8) -> set[Layout]:
     return found
 
 
+@pytest.mark.quick_cases("tiny")
 @pytest.mark.parametrize("model", ["tiny", "mixtral-8x7b"])
 def test_every_legal_layout_is_asked_and_no_other(model: str) -> None:
     """4 GPUs in one box, 4 sequences. One fast domain, so there is no HSDP to try."""
@@ -92,6 +93,7 @@ LEFT_OUT = [
 ]
 
 
+@pytest.mark.quick_cases(every=8)
 @pytest.mark.parametrize("change", LEFT_OUT, ids=lambda change: "=".join(map(str, *change.items())))
 @pytest.mark.parametrize(
     ("model", "cluster", "seq", "sequences"),

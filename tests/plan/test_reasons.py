@@ -34,6 +34,7 @@ def best(request: pytest.FixtureRequest) -> Plan:
     return plan(JOBS[request.param]).plans[0]
 
 
+@pytest.mark.quick_cases(every=3)
 def test_the_three_steps_come_in_order(best: Plan) -> None:
     steps = [re.match(r"Step (\d), (fit|batch|speed): ", reason) for reason in best.reasons]
     assert all(steps)
@@ -138,6 +139,7 @@ def test_states_of_llama_70b() -> None:
     assert "at least 15" in fit
 
 
+@pytest.mark.quick_cases(every=3)
 @pytest.mark.parametrize(
     ("model", "cluster", "seq", "sequences", "rule"),
     [

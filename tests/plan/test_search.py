@@ -59,6 +59,7 @@ def brute() -> list[tuple[Layout, Estimate]]:
     return everything(SMALL)
 
 
+@pytest.mark.slow
 def test_the_winner_is_the_best_of_all(brute: list[tuple[Layout, Estimate]]) -> None:
     best = min(predicted.step_time_s for _, predicted in brute if predicted.fits)
     result = plan(SMALL)
@@ -109,6 +110,7 @@ def test_dropping_slow_layouts_early_loses_none_of_the_fastest() -> None:
     assert ranked.score == fastest.tolist()
 
 
+@pytest.mark.quick_cases(every=3)
 @pytest.mark.parametrize("fix", ["tp=4", "pp=2,schedule=interleaved", "zero=3", "recompute=full", "mbs=2", "dp=4"])
 def test_fixed_fields_are_respected(fix: str) -> None:
     of = job("llama-3-8b", "16xh100", 8192, 64)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ultrascale import Cluster, Job, Model
 from ultrascale.plan import plan
 from ultrascale.plan.survey import beside
@@ -12,6 +14,7 @@ def asked(model: str, cluster: str, **fields: object) -> Job:
     return Job(model=Model.load(model), cluster=Cluster.load(cluster), **values)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_map_about_a_job_holds_its_own_plan() -> None:
     job = asked("llama-3.2-1b", "16xh100", precision="fp8", optimizer="sgd")
     said: list[str] = []
@@ -27,6 +30,7 @@ def test_the_map_about_a_job_holds_its_own_plan() -> None:
     assert len(said) == len(cells) == 12
 
 
+@pytest.mark.slow
 def test_neighbours_are_of_the_jobs_kind() -> None:
     cells = beside(asked("mixtral-8x7b", "8xh100"))
     assert all(Model.load(cell.model).moe for cell in cells)

@@ -50,6 +50,7 @@ def test_a_plan_in_one_file(plan: Plan) -> None:
     assert not re.search(r'(?:src|href)="(?!#)', body(page)), "nothing is fetched"
 
 
+@pytest.mark.slow
 def test_a_name_cannot_leave_its_place(plan: Plan) -> None:
     evil = "</script><script>alert(1)</script>"
     named = plan.job.changed(model=plan.job.model.model_copy(update={"name": evil}))
@@ -95,6 +96,7 @@ def test_a_run_beside_its_plan(run: Path) -> None:
     assert 'id="loss"' in page
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on(run: Path) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')

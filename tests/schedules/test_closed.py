@@ -30,6 +30,7 @@ def schedules(name: str, ranks: int, microbatches: Iterator[int] | range) -> Ite
                 yield build(name, ranks, m, virtual_stages)
 
 
+@pytest.mark.quick_cases(every=3)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 16])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_in_flight_is_exact(name: str, ranks: int) -> None:
@@ -62,6 +63,7 @@ def closed_and_simulated(schedule: Schedule, f: float, i: float, w: float, last:
     return float(closed), simulate(schedule, times).makespan_s
 
 
+@pytest.mark.quick_cases(every=3)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_makespan_is_near_the_simulation(name: str, ranks: int) -> None:

@@ -104,6 +104,7 @@ def test_stage_times_must_cover_all_stages() -> None:
         simulate(build("1f1b", 4, 8), StageTimes.uniform(2, 1.0, 1.0, 1.0))
 
 
+@pytest.mark.quick_cases(every=3)
 @pytest.mark.parametrize(
     ("name", "virtual_stages"),
     [

@@ -305,6 +305,7 @@ def test_an_unknown_field_of_an_engine_in_a_plan_is_told_the_nearest() -> None:
 SMALL = ["plan", "llama-3.2-1b", "--cluster", "8xh100", "--batch-tokens", "256k", "--seq", "4096", "--top", "1"]
 
 
+@pytest.mark.quick_cases(every=4)
 @pytest.mark.parametrize("name", ["megatron-core", "megatron-2021", "torchtitan", "nanotron"])
 def test_a_plan_for_another_engine_is_made_and_is_slower_than_for_a_compiled_one(run: Run, tmp_path: Path, name: str) -> None:
     code, out, _ = run(*SMALL, "--framework", name, "--json", "-o", tmp_path / "plan.yaml")

@@ -154,6 +154,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return save
 
 
+@pytest.mark.quick_cases("one-zero3", "tp2-tp2-plain", "zero3-pp2-zero1", "interleaved-zb-v", "cp2-dp4-naive")
 @pytest.mark.parametrize(("first", "second"), PAIRS, ids=lambda name: name)
 def test_the_curve_goes_on_under_another_layout(saved: Any, first: str, second: str) -> None:
     folder, _ = saved("llama", first)
@@ -162,6 +163,7 @@ def test_the_curve_goes_on_under_another_layout(saved: Any, first: str, second: 
     assert relative(losses, whole_curve("llama")[BEFORE:]) < CLOSE
 
 
+@pytest.mark.quick_cases("one-zb-v")
 @pytest.mark.parametrize(
     ("first", "second"), [("one", "zb-v"), ("zb-v", "tp2"), ("pp2", "dp2"), ("tp4", "pp2-tp2"), ("zero3", "interleaved")]
 )
@@ -172,6 +174,7 @@ def test_tied_embeddings_are_kept_once_and_found_at_both_ends(saved: Any, first:
     assert relative(losses, whole_curve("tied")[BEFORE:]) < CLOSE
 
 
+@pytest.mark.quick_cases("one-ep2", "ep2-ep2-zero3")
 @pytest.mark.parametrize(
     ("first", "second"), [*EXPERT_PAIRS[:5], *(pytest.param(*pair, marks=pytest.mark.slow) for pair in EXPERT_PAIRS[5:])]
 )
@@ -182,6 +185,7 @@ def test_experts_and_the_biases_of_their_routers_go_on(saved: Any, first: str, s
     assert relative(losses, whole_curve("deepseek")[BEFORE:]) < CLOSE
 
 
+@pytest.mark.quick_cases("one-zero3")
 @pytest.mark.parametrize(
     ("first", "second"), [("zero3", "one"), ("one", "zero3"), ("zero3", "ep2-zero3"), ("ep2-zero3", "tp2")]
 )
@@ -192,6 +196,7 @@ def test_experts_that_are_cut_over_more_ranks_go_on(saved: Any, first: str, seco
     assert relative(losses, whole_curve("two-experts")[BEFORE:]) < CLOSE
 
 
+@pytest.mark.quick_cases("one", "dp2", "zero3", "zb-v")
 @pytest.mark.parametrize("name", ["one", "dp2", "tp4", "cp2", "zero3", "hsdp", "zb-v", "zero3-tp2"])
 def test_the_same_layout_goes_on_bit_for_bit(saved: Any, name: str) -> None:
     folder, losses = saved("llama", name)
@@ -218,6 +223,7 @@ def test_weights_alone_begin_a_new_run(saved: Any) -> None:
     assert loss == pytest.approx(whole_curve("llama")[BEFORE], rel=CLOSE)
 
 
+@pytest.mark.slow
 def test_sgd_and_its_momentum_are_kept(tmp_path: Path) -> None:
     for optimizer in ("sgd-momentum", "sgd"):
         job = job_of("llama", optimizer=optimizer)

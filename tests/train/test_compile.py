@@ -61,6 +61,7 @@ def loss_and_gradients(model: Transformer) -> tuple[torch.Tensor, list[torch.Ten
     return loss.detach(), list(torch.autograd.grad(loss, list(model.parameters())))
 
 
+@pytest.mark.quick_cases(every=3)
 @pytest.mark.parametrize("policy", ["none", "selective", "full"])
 def test_one_graph_for_all_blocks_and_one_for_the_head(policy: Recompute, graphs: Graphs) -> None:
     plain, compiled = Transformer(TINY), Transformer(TINY)
@@ -117,6 +118,7 @@ def trained(model: Transformer, kept: list[Tensor] | None = None) -> tuple[Tenso
     return loss.detach(), [parameter.grad for parameter in model.parameters()], [r.take() for r in model.routers().values()]
 
 
+@pytest.mark.quick_cases(every=3)
 @pytest.mark.usefixtures("grouped_kernel")
 @pytest.mark.parametrize("policy", ["none", "selective", "full"])
 def test_blocks_with_experts_are_one_graph_too(policy: Recompute, graphs: Graphs) -> None:
@@ -132,6 +134,7 @@ def test_blocks_with_experts_are_one_graph_too(policy: Recompute, graphs: Graphs
         assert (gradient - reference).norm() <= 0.02 * reference.norm()  # bf16, rounded in other places
 
 
+@pytest.mark.quick_cases(every=2)
 @pytest.mark.usefixtures("grouped_kernel")
 @pytest.mark.parametrize("version", ["2.11.0+cu130", torch.__version__])
 def test_blocks_with_experts_keep_their_input_alone_under_full_recomputation(
@@ -165,6 +168,7 @@ def test_blocks_with_experts_keep_their_input_alone_under_full_recomputation(
     torch._dynamo.reset()
 
 
+@pytest.mark.quick_cases(every=3)
 @pytest.mark.parametrize("policy", ["none", "selective", "full"])
 def test_experts_whose_rows_are_counted_on_the_host_stay_out(policy: Recompute, monkeypatch: pytest.MonkeyPatch) -> None:
     """What surrounds them is compiled, and nothing fails: a full expert drops tokens, so that shapes depend on the data."""

@@ -70,6 +70,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
+@pytest.mark.quick_cases(every=4)
 def test_in_and_out_again_is_the_same_to_the_bit(theirs: Path, tmp_path: Path) -> None:
     done: list[tuple[int, int]] = []
     run, out = tmp_path / "runs" / "x", tmp_path / "out"
@@ -99,6 +100,7 @@ def test_the_run_has_a_plan_and_a_checkpoint_of_no_steps(theirs: Path, tmp_path:
     assert plan.job.seq == min(128, plan.job.model.max_positions or 0)
 
 
+@pytest.mark.quick_cases(every=4)
 @pytest.mark.parametrize(
     "layout",
     [

@@ -56,6 +56,7 @@ def assert_rounds_alike(ranks: list[Seen], reference: Seen, job: Job) -> None:
         assert relative(seen.losses, reference.losses) < 2e-3
 
 
+@pytest.mark.quick_cases(every=3)
 @pytest.mark.parametrize(("scaling", "fields"), LAYOUTS, ids=str)
 def test_against_one_process(scaling: Fp8Scaling, fields: dict[str, Any]) -> None:
     """Scales are of what a rank has at hand, of a micro-batch or of a cut weight, but another power of two rounds alike."""

@@ -166,6 +166,7 @@ def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert seen.fits
 
 
+@pytest.mark.slow
 def test_a_parent_that_has_computed_with_threads_measures_too() -> None:
     """Forked from it, a process that starts threads where the parent had some would wait for them for ever."""
     code = """

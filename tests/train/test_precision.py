@@ -34,6 +34,7 @@ LAYOUTS: list[Any] = [
 ]
 
 
+@pytest.mark.quick_cases(every=5)
 @pytest.mark.parametrize("fields", LAYOUTS, ids=str)
 @pytest.mark.parametrize(("precision", "gradients"), [("bf16", "fp32"), ("fp16", "fp32"), ("bf16", "bf16")])
 def test_against_one_process(precision: str, gradients: str, fields: dict[str, Any]) -> None:
@@ -103,6 +104,7 @@ def _overflow(engine: Engine) -> tuple[list[bool], list[float], bool, list[float
     return skipped, scales, alone, losses
 
 
+@pytest.mark.quick_cases(every=3)
 @pytest.mark.parametrize(
     "fields",
     [{}, {"dp": 2}, {"dp": 2, "zero": 3}, {"tp": 2}, pytest.param({"pp": 2, "gas": 2}, marks=slow)],
