@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
 .PHONY: quickstart test test-slow test-gpu check format bench accuracy docs clean
 
@@ -55,8 +55,10 @@ $(VENV)/.train: $(VENV)/.base
 	$(PIP) --editable '.[train]'
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.train
-	@echo "Adding the tools of development"
+# In one call: pip resolves and compares versions once.
+$(VENV)/.dev: pyproject.toml constraints.txt
+	@echo "Setting up $(VENV) with torch and the tools of development (some minutes the first time)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --editable '.[dev,train]'
 	@touch $@
 

@@ -16,6 +16,7 @@ from ultrascale.parallel.zero import Sharded
 from ultrascale.show.verify import coverage, failure, program_row
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.layout import Layout
+from ultrascale.specs.training import Training
 from ultrascale.train import keep
 from ultrascale.train.request import from_words
 
@@ -35,9 +36,9 @@ FIXED = {
         launches=(
             Launch(layout=Layout(pp=2, schedule="zero-bubble", mbs=2, gas=4), eval_every=2),
             Launch(
-                layout=Layout(tp=2, mbs=8), roll_back=2, lr=5e-3, end="kill", at=3, phase="forward and backward", save_every=3
+                layout=Layout(tp=2, mbs=8), roll_back=2, lr=1e-3, end="kill", at=3, phase="forward and backward", save_every=3
             ),
-            Launch(layout=Layout(tp=2, pp=2, mbs=2, gas=4), lr=5e-3, eval_every=3, background=False),
+            Launch(layout=Layout(tp=2, pp=2, mbs=2, gas=4), lr=1e-3, eval_every=3, background=False),
         ),
     ),
     "experts × signal × more steps": Program(
@@ -107,6 +108,14 @@ def test_the_commands_of_a_program_are_those_that_ran(tmp_path: Path) -> None:
     assert (request.layout, request.job.precision) == (program.launches[0].layout, "bf16")
     assert "checkpoints/step-000002" in second
     assert second.endswith("# kill -9 of every process in step 3, forward and backward")
+
+
+def test_a_program_without_an_option_trains_without_it() -> None:
+    program = Program(model="mixtral", training={"balance_loss": 0.01}, launches=(Launch(layout=ZERO),))
+    assert program.base_training.balance_loss == 0.01
+    without = next(other for other in simpler(program) if not other.training)
+    assert without.base_training.balance_loss == Training().balance_loss
+    assert not any("balance_loss" in word for word in without.words(0))
 
 
 def test_a_wrong_program_is_refused_in_a_sentence(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import cache, cached_property
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +30,7 @@ from ultrascale.specs.validate import build
 from ultrascale.train.supported import job_problem, layout_problem
 
 STEPS, SEQ, SEQUENCES = 6, 32, 8
+LR = 2e-3  # at 1e-2, updates are as large as weights, and one rounding becomes half a gradient norm within five steps
 TIMEOUT_S = 60.0
 POOL = 64  # programs drawn for each one that is taken
 PHASES = ("reading", "forward and backward", "update", "saving", "evaluating")
@@ -81,7 +82,7 @@ class Launch(BaseModel):
 
     layout: Layout
     steps: int = STEPS
-    lr: float = 1e-2
+    lr: float = LR
     eval_every: int = 0
     save_every: int = 2
     background: bool = True
@@ -129,7 +130,7 @@ class Program(BaseModel):
     training: dict[str, Any] = {}
     launches: tuple[Launch, ...]
 
-    @cached_property
+    @property
     def base_training(self) -> Training:
         """Without what a launch changes. A large eps keeps Adam from turning rounding into whole steps."""
         fixed = {"steps": STEPS, "warmup_steps": 0, "eps": 1e-4, "seed": 1, "eval_batches": 1, "timeout_s": TIMEOUT_S}
@@ -147,9 +148,10 @@ class Program(BaseModel):
 
     def problem(self) -> str | None:
         """Why the engine does not run it."""
+        training = self.base_training
         for launch in self.launches:
             job = self.job(launch.layout.gpus)
-            if (found := job_problem(job) or layout_problem(job, launch.layout, self.base_training)) is not None:
+            if (found := job_problem(job) or layout_problem(job, launch.layout, training)) is not None:
                 return found
         return None
 
@@ -385,7 +387,7 @@ def _simpler_launch(launch: Launch) -> Iterator[dict[str, Any]]:
             yield {"layout": _without(layout, axis), "rank": None}
     if launch.end != "done":
         yield {"end": "done", "at": 0, "rank": None, "phase": "update"}
-    for name, value in {"roll_back": None, "eval_every": 0, "lr": 1e-2, "steps": STEPS, "background": False}.items():
+    for name, value in {"roll_back": None, "eval_every": 0, "lr": LR, "steps": STEPS, "background": False}.items():
         if getattr(launch, name) != value:
             yield {name: value}
     plain = Layout()
