@@ -24,8 +24,8 @@ from ultrascale.cost.estimate import estimate
 from ultrascale.measure.calibrate import memory
 from ultrascale.measure.calibrate.calibration import Calibration, calibrate
 from ultrascale.measure.calibrate.constants import Base
-from ultrascale.measure.calibrate.fit import Model, fit
-from ultrascale.measure.calibrate.runs import Seen, load
+from ultrascale.measure.calibrate.fit import StepTimeModel, fit
+from ultrascale.measure.calibrate.runs import CalibrationRun, load
 from ultrascale.show.calibrate import summary
 
 DATA = Path(__file__).resolve().parent.parent / "data" / "calibration" / "h200.jsonl"
@@ -37,7 +37,7 @@ UNSTEADY = 0.05  # half of what the middle half of a run's own steps differ by: 
 class Predicted:
     """One run beside its predictions; errors are predicted over measured, less one."""
 
-    run: Seen
+    run: CalibrationRun
     fitted: bool
     before: float
     after: float
@@ -61,7 +61,7 @@ def report(path: Path) -> tuple[Calibration, list[Predicted]]:
     return found, [_predicted(base, found, run, uses[run.name] == "fit") for run in runs]
 
 
-def _predicted(base: Base, found: Calibration, run: Seen, fitted: bool) -> Predicted:
+def _predicted(base: Base, found: Calibration, run: CalibrationRun, fitted: bool) -> Predicted:
     old, new = base.cluster.efficiency, found.cluster.efficiency
     before, after = (estimate(base.job(run.job, each), run.layout) for each in (old, new))
     held = memory.held(base, run)
@@ -88,7 +88,7 @@ class Draw:
 def drawn(path: Path, draws: int) -> list[Draw]:
     runs, rng = load([path]), random.Random(SEED)
     base = Base.of(max(runs, key=lambda run: run.layout.gpus).job)
-    model = Model(base, runs)
+    model = StepTimeModel(base, runs)
     order = sorted(range(len(runs)), key=lambda index: _layer_s(base, runs[index]))
     ends = [round(third * len(runs) / 3) for third in range(4)]
     found = []
@@ -101,7 +101,7 @@ def drawn(path: Path, draws: int) -> list[Draw]:
     return found
 
 
-def _layer_s(base: Base, run: Seen) -> float:
+def _layer_s(base: Base, run: CalibrationRun) -> float:
     """What the GPU was predicted to need for one layer of a micro-batch: the less, the more it waits for the host."""
     expected = estimate(base.job(run.job, base.cluster.efficiency), run.layout)
     return (expected.step_time_s - expected.time.launch_s) / (run.job.model.layers * run.layout.gas)

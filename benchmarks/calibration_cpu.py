@@ -131,8 +131,8 @@ def in_turns(rank: int, world: int, store: str, wanted: Sequence[Asked], turns: 
     from ultrascale.train import rates
     from ultrascale.train.data import Batches, corpus
     from ultrascale.train.engine import Engine
+    from ultrascale.train.rank_info import RankInfo
     from ultrascale.train.run import join
-    from ultrascale.train.world import Seat
 
     def build(one: Asked) -> Engine:
         asked = request(one, world, 1)
@@ -140,7 +140,7 @@ def in_turns(rank: int, world: int, store: str, wanted: Sequence[Asked], turns: 
         batches = Batches(corpus(training, job.model.vocab), job.seq, layout.mbs * layout.dp * layout.gas, training.seed)
         return Engine(job, Mesh.build(layout, job.model.kv_heads, rank), training, batches)
 
-    join(Seat(rank, world, rank, world, store), 600)
+    join(RankInfo(rank, world, rank, world, store), 600)
     if world == 1:
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)  # rates are measured between barriers
     engines = {one.name: build(one) for one in wanted}
@@ -192,7 +192,7 @@ def machine(everyone: Sequence[dict[str, Any]]) -> Cluster:
         each.append(asdict(rates.from_times(took)))
     links = everyone[0]["links"]
     link = LinkRate(max(link["bytes_s"] for link in links), min(link["latency_s"] for link in links))
-    together = rates.Rates(**{name: mean(one[name] for one in each) for name in each[0]})
+    together = rates.CPURates(**{name: mean(one[name] for one in each) for name in each[0]})
     return cpu_cluster(len(everyone), together, link, memory_bytes())
 
 

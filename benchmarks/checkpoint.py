@@ -30,9 +30,9 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 from ultrascale.specs.training import Training
 from ultrascale.specs.units import GIB
+from ultrascale.train.async_checkpoint import CheckpointManager
 from ultrascale.train.data import Batches, corpus
 from ultrascale.train.engine import Engine
-from ultrascale.train.keep import Keeper
 
 TURNS = 5
 SHAPES = {
@@ -50,15 +50,17 @@ def measure(rank: int, world: int, store: str, name: str, layout: Layout, folder
     engine = Engine(
         job, Mesh.build(layout, job.model.kv_heads, rank), training, Batches(corpus(training, job.model.vocab), 64, world, 0)
     )
-    beside, waited = (Keeper(engine, Path(folder) / name, Checkpointing(keep=1, background=way)) for way in (True, False))
+    beside, waited = (
+        CheckpointManager(engine, Path(folder) / name, Checkpointing(keep=1, background=way)) for way in (True, False)
+    )
     seen: dict[str, list[float]] = {"plain": [], "waited": [], "still": [], "during": [], "written": []}
     number = 0
 
-    def step(keeper: Keeper | None = None) -> tuple[float, float]:
+    def step(keeper: CheckpointManager | None = None) -> tuple[float, float]:
         nonlocal number
         start = time.perf_counter()
         loss = engine.backward(engine.read(number))
-        still = keeper.settle() if keeper is not None else 0.0
+        still = keeper.wait_for_copy() if keeper is not None else 0.0
         engine.update(number, loss)
         number += 1
         return time.perf_counter() - start, still

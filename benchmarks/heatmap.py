@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ultrascale import Layout, Model, estimate, plan
-from ultrascale.measure.accuracy.runs import Run, read
+from ultrascale.measure.accuracy.runs import MeasuredRun, read
 
 HERE = Path(__file__).parent
 FIXED = ("schedule=1f1b", "recompute=none")
@@ -65,7 +65,7 @@ def place(wanted: tuple[int, ...], scores: dict[Cut, float]) -> int | None:
     return order.index(wanted) + 1 if wanted in order else None
 
 
-def cell(run: Run, sweep: list[dict[str, str]]) -> Cell:
+def cell(run: MeasuredRun, sweep: list[dict[str, str]]) -> Cell:
     assert run.job is not None
     assert run.layout is not None
     model, seq = run.job.model, run.job.seq

@@ -20,9 +20,9 @@ from rich.table import Table
 from ultrascale import Cluster, Job, Layout, Model, plan
 from ultrascale.cost import table
 from ultrascale.cost.estimate import estimate
-from ultrascale.cost.hardware import Machine
+from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.timeline import memory_timeline, simulated
-from ultrascale.plan.candidates import Wishes, cores
+from ultrascale.plan.candidates import LayoutConstraints, cores
 from ultrascale.schedules import StageTimes
 from ultrascale.schedules import build as build_schedule
 from ultrascale.schedules import simulate as simulate_schedule
@@ -46,12 +46,12 @@ def job(model: str, cluster: str, batch_tokens: int, seq: int) -> Job:
 
 def layouts_per_second(one: Job) -> tuple[int, float]:
     """Enumerating, checking, and memory of every legal layout, time of every one that fits; one process, one core."""
-    machine, capacity = Machine(one), one.cluster.gpu.memory_gib * GIB
+    machine, capacity = ClusterRates(one), one.cluster.gpu.memory_gib * GIB
     counted = 0
 
     def work() -> None:
         nonlocal counted
-        tables = (table.evaluate(one, g.columns, g.variants, machine, capacity) for g in cores(one, Wishes()))
+        tables = (table.evaluate(one, g.columns, g.variants, machine, capacity) for g in cores(one, LayoutConstraints()))
         counted = sum(int(cells.legal.sum()) for cells in tables)
 
     seconds = best_of(3, work)

@@ -46,7 +46,7 @@ SLOW_FILES = {
     "train/test_failing.py",
     "train/test_kill_random.py",
     "train/test_killed.py",
-    "train/test_live.py",
+    "train/test_live_memory.py",
     "train/test_memory.py",
     "train/test_phases.py",
     "train/test_watchdog.py",

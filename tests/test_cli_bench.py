@@ -10,8 +10,8 @@ import pytest
 
 from conftest import Run
 from ultrascale.measure.bench import kernels_timed, ladders
-from ultrascale.measure.bench.kernels import Report, Row
-from ultrascale.measure.bench.ladders import Figures, Here, Ladder, Rung
+from ultrascale.measure.bench.kernels import KernelResult, KernelsReport
+from ultrascale.measure.bench.ladders import Figures, Ladder, LadderMachine, Rung
 from ultrascale.train import machine
 
 
@@ -53,11 +53,11 @@ def test_bad_words_are_refused_before_anything_is_measured(run: Run, words: tupl
 @pytest.mark.usefixtures("gpu")
 def test_kernels_to_a_terminal_and_a_file(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[list[str], int]] = []
-    row = Row("gate", "1b", "4 × 4", {"eager": 2.0, "ours": 1.0}, {"liger": "not installed"}, {}, {}, 10.0, None, None)
+    row = KernelResult("gate", "1b", "4 × 4", {"eager": 2.0, "ours": 1.0}, {"liger": "not installed"}, {}, {}, 10.0, None, None)
 
-    def measure(names: list[str], shapes: list[object], say: object) -> Iterator[Report]:
+    def measure(names: list[str], shapes: list[object], say: object) -> Iterator[KernelsReport]:
         asked.append((names, len(shapes)))
-        yield Report("a GPU", (row,), ())
+        yield KernelsReport("a GPU", (row,), ())
 
     monkeypatch.setattr(kernels_timed, "measure", measure)
     file = tmp_path / "out.json"
@@ -70,10 +70,10 @@ def test_kernels_to_a_terminal_and_a_file(run: Run, tmp_path: Path, monkeypatch:
 
 @pytest.mark.usefixtures("gpu")
 def test_ladders_to_a_terminal_and_a_file(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, Here]] = []
+    asked: list[tuple[str, LadderMachine]] = []
     rungs = (Rung("eager", "a", measured=Figures(0.5, 1.0, None, None)), Rung("compile", "b", problem="out of memory"))
 
-    def climb(name: str, here: Here, say: object) -> Ladder:
+    def climb(name: str, here: LadderMachine, say: object) -> Ladder:
         asked.append((name, here))
         return Ladder(name, "tiny", rungs if name == "kernels" else rungs[1:])
 

@@ -112,7 +112,9 @@ def beside(model: str, seq: int, mbs: int, slower: float, attention_slower: floa
     plan = Plan(job=job, layout=layout, estimate=estimate(job, layout))
     each_ms = 1e3 * plan.estimate.time.attention_s / job.model.layers
     seen = on_gpu(slower * plan.estimate.step_time_s, attention_slower * each_ms, job.model.layers)
-    return compare.compare(compare.Side("plan.yaml", plan, plan.estimate), compare.Side("runs/a", plan, seen))
+    return compare.compare(
+        compare.ComparisonSide("plan.yaml", plan, plan.estimate), compare.ComparisonSide("runs/a", plan, seen)
+    )
 
 
 def test_attention_that_is_slower_than_the_table_is_named_with_its_head_size() -> None:

@@ -18,7 +18,7 @@ from ultrascale.specs.measurement import Measurement
 from ultrascale.specs.plan import Plan
 from ultrascale.train import launch, rates
 from ultrascale.train.machine import cpu_cluster
-from ultrascale.train.rates import LinkRate, Rates
+from ultrascale.train.rates import CPURates, LinkRate
 
 Run = Callable[..., tuple[int, str, str]]
 FIELDS = ["step", "tokens", "loss", "grad_norm", "lr", "tokens_per_s_per_gpu", "mfu", "peak_gib"]
@@ -27,7 +27,7 @@ FIELDS = ["step", "tokens", "loss", "grad_norm", "lr", "tokens_per_s_per_gpu", "
 @pytest.fixture(autouse=True)
 def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that need not be measured again for every test."""
-    rates, link = Rates(1e10, 1e10, 5e-6, 5e9, 5e9, 5e8), LinkRate(1e9, 1e-4)
+    rates, link = CPURates(1e10, 1e10, 5e-6, 5e9, 5e9, 5e8), LinkRate(1e9, 1e-4)
     monkeypatch.setattr(launch, "machine", lambda world, precision, *_: cpu_cluster(world, rates, link, 2.0**34))
 
 
@@ -194,8 +194,8 @@ def test_a_loss_that_is_no_number_ends_the_run_with_step_and_parameter(run: Run,
 def test_a_rank_that_dies_fails_the_run(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ultrascale.train import run as loop
 
-    def die(request: Any, seat: Any, *_: Any) -> None:
-        if seat.rank == 1:
+    def die(request: Any, rank_info: Any, *_: Any) -> None:
+        if rank_info.rank == 1:
             os._exit(3)
 
     monkeypatch.setattr(loop, "run_rank", die)

@@ -8,7 +8,7 @@ from svg import curves
 from ultrascale import Cluster, Job, Model
 from ultrascale.cost import data, zero
 from ultrascale.cost.collectives import Op, wire_bytes
-from ultrascale.cost.hardware import Machine
+from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.mesh import group
 from ultrascale.plan import survey
 
@@ -43,7 +43,7 @@ def products() -> str:
     series: dict[str, list[tuple[float, float]]] = {}
     job = asked("llama-3-8b", "8xh100", 8192, 8)
     for precision in ("fp8", "bf16"):
-        machine = Machine(job.changed(precision=precision))
+        machine = ClusterRates(job.changed(precision=precision))
         for width in (4096, 1024):
             wide = np.full_like(tokens, width)
             rates = 2 * tokens * width**2 / machine.matmul_s(tokens, wide, wide) / 1e12
@@ -55,7 +55,7 @@ def products() -> str:
 
 
 def collectives() -> str:
-    machine = Machine(asked("llama-3-8b", "64xh100", 8192, 64))
+    machine = ClusterRates(asked("llama-3-8b", "64xh100", 8192, 64))
     sizes = 2.0 ** np.arange(16, 33, 2)
     series: dict[str, list[tuple[float, float]]] = {}
     for op, count in COLLECTIVES:

@@ -25,7 +25,7 @@ import numpy as np
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.legality import problem
 from ultrascale.measure.accuracy.left_out import FITTED, adjusted, current
-from ultrascale.measure.accuracy.runs import Run, read
+from ultrascale.measure.accuracy.runs import MeasuredRun, read
 from ultrascale.measure.accuracy.scores import measured_rate, score, source_group
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,18 +36,18 @@ NOISE = 0.07  # same-configuration spread of published runs, doubled: what the m
 NAMES = list(FITTED)
 
 
-def log_rate(theta: tuple[float, ...], run: Run) -> float:
+def log_rate(theta: tuple[float, ...], run: MeasuredRun) -> float:
     multipliers = {name: math.exp(value) for name, value in zip(NAMES, theta, strict=True)}
     assert run.job is not None
     assert run.layout is not None
     return math.log(estimate(adjusted(run.job, multipliers), run.layout).tokens_per_s_per_gpu)
 
 
-def predict(pool: ProcessPoolExecutor, theta: np.ndarray, runs: list[Run]) -> np.ndarray:
+def predict(pool: ProcessPoolExecutor, theta: np.ndarray, runs: list[MeasuredRun]) -> np.ndarray:
     return np.asarray(list(pool.map(partial(log_rate, tuple(theta)), runs, chunksize=16)))
 
 
-def weights(runs: list[Run]) -> np.ndarray:
+def weights(runs: list[MeasuredRun]) -> np.ndarray:
     """Releases of one configuration share one vote, and a source's votes grow slower than its rows."""
     configurations = [(source_group(run), str(run.job), str(run.layout)) for run in runs]
     repeats, sizes = Counter(configurations), Counter(source_group(run) for run in runs)
@@ -96,7 +96,7 @@ def main() -> None:
             name: round(math.exp(value), 4) for name, value in zip(NAMES, theta + step, strict=True) if abs(value) > 5e-4
         }
 
-    def without_its_source(run: Run) -> object:
+    def without_its_source(run: MeasuredRun) -> object:
         assert run.job is not None
         return adjusted(run.job, left_out[source_group(run)])
 

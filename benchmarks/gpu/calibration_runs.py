@@ -128,11 +128,11 @@ def warm(wanted: Sequence[Asked]) -> None:
 
 
 def _warm_rank(rank: int, _: int, __: str, some: Sequence[Asked]) -> None:
+    from ultrascale.train.rank_info import RankInfo
     from ultrascale.train.run import run_rank
-    from ultrascale.train.world import Seat
 
     try:
-        run_rank(request(some[rank], 2, layers=1), Seat(), None, None, quiet=True)
+        run_rank(request(some[rank], 2, layers=1), RankInfo(), None, None, quiet=True)
     except Exception as error:  # the run itself will say so
         print(f"{some[rank].name} did not warm up: {error!r:.200}", flush=True)
 

@@ -27,7 +27,7 @@ from rich.table import Table
 
 from ultrascale import Cluster, Job, Layout, Model
 from ultrascale.cost.flops import model_flops
-from ultrascale.kernels import flash, woven
+from ultrascale.kernels import flash, gated_gemm
 from ultrascale.parallel import local
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.specs.model import MoE
@@ -61,7 +61,7 @@ MBS = {"1b": 8, "3b": 4, "moe": 8}
 # in halves; gradients left as backward makes them; fused blocks; launches recorded as one, where that is faster; and where
 # they are installed and faster, FlashAttention 4 and gates within products.
 WAYS = {"plain": "compiled", "loss": "loss", "adamw": "adamw", "made": "as_made", "fused": "fused", "recorded": "recorded"}
-INSTALLED = {"flash": flash, "all": woven}
+INSTALLED = {"flash": flash, "all": gated_gemm}
 EVERY = (*WAYS, *INSTALLED)
 
 # Parts of kernels' names, in the order in which they are tried.

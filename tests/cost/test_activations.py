@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ultrascale.cost import activations
-from ultrascale.cost.columns import Columns
+from ultrascale.cost.columns import LayoutColumns
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
@@ -21,7 +21,7 @@ def job(name: str, seq: int, **fields: object) -> Job:
 
 
 def one_layer(of: Job, layout: Layout, moe: bool = False) -> activations.LayerActivations:
-    return activations.layer(of, Columns.of([layout]), moe)
+    return activations.layer(of, LayoutColumns.of([layout]), moe)
 
 
 @pytest.mark.parametrize(
@@ -139,10 +139,10 @@ def test_mla_layer_of_deepseek_v3() -> None:
 def test_head_of_llama() -> None:
     """8192 tokens: norm's input and output 2·8192, two fp32 numbers of the softmax, logits 2·128256; then their gradient."""
     of = job("llama-3-8b", 8192)
-    head = activations.head(of, Columns.of([Layout()]))
+    head = activations.head(of, LayoutColumns.of([Layout()]))
     assert head.saved[0] == 8192 * (16_384 + 8 + 256_512)
     assert head.peak[0] == 8192 * (16_384 + 8 + 2 * 256_512)
-    assert activations.head(of, Columns.of([Layout(tp=8)])).peak[0] == 8192 * ((16_384 + 2 * 256_512) / 8 + 8)
+    assert activations.head(of, LayoutColumns.of([Layout(tp=8)])).peak[0] == 8192 * ((16_384 + 2 * 256_512) / 8 + 8)
 
 
 def test_head_that_makes_its_gradients_at_once() -> None:
@@ -152,11 +152,11 @@ def test_head_that_makes_its_gradients_at_once() -> None:
     logits, 2·4096·128,256 bytes, are as many as the weight's gradient in bf16: either stands beside a third 8192 a token.
     """
     of = job("llama-3-8b", 8192, framework=Framework(loss="at-once"))
-    head = activations.head(of, Columns.of([Layout()]))
+    head = activations.head(of, LayoutColumns.of([Layout()]))
     assert head.saved[0] == 8192 * (16_384 + 8) + 4 * 525_336_576
     assert head.peak[0] == head.saved[0] + 8192 * 8192 + 2 * 525_336_576
     # Few tokens have few logits: then the weight's gradient decides.
-    few = activations.head(job("llama-3-8b", 1024, framework=Framework(loss="at-once")), Columns.of([Layout()]))
+    few = activations.head(job("llama-3-8b", 1024, framework=Framework(loss="at-once")), LayoutColumns.of([Layout()]))
     assert few.peak[0] - few.saved[0] == 1024 * 8192 + 2 * 525_336_576
 
 
@@ -169,7 +169,7 @@ def test_where_the_loss_stays_whole(fields: dict[str, str], layout: dict[str, ob
     """Over a cut vocabulary and before a split backward the loss is plain operators'; fp16 has a compiled graph of it, which
     keeps the logits and writes their gradient over them.
     """
-    columns = Columns.of([Layout(**layout)])
+    columns = LayoutColumns.of([Layout(**layout)])
     plain = Framework(loss="overwritten" if fields else "log-softmax")
     whole = activations.head(job("llama-3-8b", 8192, framework=plain, **fields), columns)
     at_once = activations.head(job("llama-3-8b", 8192, framework=Framework(loss="at-once"), **fields), columns)

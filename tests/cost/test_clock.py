@@ -7,9 +7,9 @@ import pytest
 
 from ultrascale import Cluster, Job, Layout, Model, estimate
 from ultrascale.cost import operators
-from ultrascale.cost.columns import Columns
-from ultrascale.cost.hardware import FULL_WORK, Machine
-from ultrascale.cost.pieces import pieces as pieces_of
+from ultrascale.cost.columns import LayoutColumns
+from ultrascale.cost.components import pieces as pieces_of
+from ultrascale.cost.hardware import FULL_WORK, ClusterRates
 from ultrascale.cost.table import evaluate
 from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.framework import Framework
@@ -25,7 +25,7 @@ def job_of(name: str, seq: int, mbs: int, boost: float) -> Job:
     ("work", "clock"), [(2 * FULL_WORK, 1.0), (FULL_WORK, 1.0), (FULL_WORK / 1.331, 1.1), (FULL_WORK / 1000, 1.25)]
 )
 def test_the_clock_goes_with_the_cube_root_of_the_work(work: float, clock: float) -> None:
-    machine = Machine(job_of("llama-3.2-1b", 4096, 4, boost=1.25))
+    machine = ClusterRates(job_of("llama-3.2-1b", 4096, 4, boost=1.25))
     flops = np.asarray([work * machine.attention_peak_flops * machine.sustained["bf16"]])
     assert machine.clock(flops, np.ones(1))[0] == pytest.approx(clock)
 
@@ -42,40 +42,40 @@ def test_a_narrow_model_gains_and_a_wide_one_does_not() -> None:
 
 def test_the_search_and_the_estimate_have_one_law() -> None:
     job, layout = job_of("smollm2-135m", 2048, 4, boost=1.25), Layout(mbs=4)
-    cells = evaluate(job, Columns.of([layout]), [("1f1b", 1)], Machine(job), 2.0**40)
+    cells = evaluate(job, LayoutColumns.of([layout]), [("1f1b", 1)], ClusterRates(job), 2.0**40)
     assert cells.step_s[0, 0] == pytest.approx(estimate(job, layout).step_time_s, rel=1e-9)
 
 
 def test_one_clock_for_the_whole_step() -> None:
     """The head's products have it too, and an optimizer that steps after each micro-batch makes it higher than one in four."""
     job = job_of("llama-3.2-1b", 1024, 4, boost=1.3)
-    machine = Machine(job)
-    rows = Columns.of([Layout(mbs=4), Layout(mbs=4, gas=4)])
+    machine = ClusterRates(job)
+    rows = LayoutColumns.of([Layout(mbs=4), Layout(mbs=4, gas=4)])
     often, seldom = operators.clock(job, rows, machine)
     assert often > seldom >= 1
     (slow,) = operators.clock(job.changed(cluster=Cluster.load("1xh200")), rows.take(np.asarray([0])), machine_of(job))
     assert slow == 1
-    pieces, slower = (pieces_of(one, rows, Machine(one)) for one in (job, job_of("llama-3.2-1b", 1024, 4, boost=1.0)))
+    pieces, slower = (pieces_of(one, rows, ClusterRates(one)) for one in (job, job_of("llama-3.2-1b", 1024, 4, boost=1.0)))
     for name in ("dense", "head"):
         found, base = (getattr(one, name).matmul.total for one in (pieces, slower))
         assert found == pytest.approx(base / [often, seldom])
 
 
-def machine_of(job: Job) -> Machine:
-    return Machine(job.changed(cluster=Cluster.load("1xh200")))
+def machine_of(job: Job) -> ClusterRates:
+    return ClusterRates(job.changed(cluster=Cluster.load("1xh200")))
 
 
 def test_products_are_joined_in_fused_blocks_alone() -> None:
     """Recomputed in full, the engine runs the plain model, where q, k and v are products of their own: narrow, and slower."""
     job = job_of("smollm2-135m", 1024, 4, boost=1.0)
-    rows = Columns.of([Layout(mbs=4), Layout(mbs=4, recompute="full")])
+    rows = LayoutColumns.of([Layout(mbs=4), Layout(mbs=4, recompute="full")])
     products = operators.layer_matmuls(job, rows, moe=False)
     run = operators.as_run(job, rows, products)
     flops = sum(product.flops for product in run)
     assert np.broadcast_to(flops, 2) == pytest.approx(np.broadcast_to(sum(product.flops for product in products), 2))
     kv = [product for product in run if np.max(product.n) == job.model.kv_dim]
     assert [list(product.count) for product in kv] == [[0, 1], [0, 1]]
-    fused, plain = operators.layer(job, rows, Machine(job), moe=False).matmul.total
+    fused, plain = operators.layer(job, rows, ClusterRates(job), moe=False).matmul.total
     assert plain > 1.05 * fused
     others = job.changed(framework=Framework.load("torchtitan"))
     assert operators.as_run(others, rows, products) is products

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ultrascale.cost.estimate import estimate
-from ultrascale.cost.hardware import RATES, Machine
+from ultrascale.cost.hardware import RATES, ClusterRates
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.errors import SpecError
@@ -122,7 +122,7 @@ def test_attention_time() -> None:
     """
     layout = Layout(dp=8, zero=3)
     of = job("llama-3-8b", with_constants(8, attention_forward=0.5, attention_backward=0.4), 8192, layout)
-    reach = 8192 / (8192 + Machine(of).attention.half_row) * 2048 / (2048 + 1.4 * 132)
+    reach = 8192 / (8192 + ClusterRates(of).attention.half_row) * 2048 / (2048 + 1.4 * 132)
     work = 32 * 8192 * 8192 * 32 * 256
     by_hand = work / (989.4e12 * 0.5 * reach) + 2.5 * work / (989.4e12 * 0.4 * reach)
     assert estimate(of, layout).time.attention_s == pytest.approx(by_hand, rel=1e-3)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from ultrascale.cost import expert
-from ultrascale.cost.columns import Columns
+from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.expert import ExpertTraffic
-from ultrascale.cost.hardware import Machine
+from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.mesh import mesh
 from ultrascale.cost.operators import layer_matmuls, matmul_passes
 from ultrascale.specs.cluster import Cluster
@@ -28,7 +28,7 @@ def job_of(name: str, seq: int, behind: bool = True, gpus: int = 8) -> Job:
 
 
 def of(job: Job, **fields: Any) -> tuple[ExpertTraffic, bool]:
-    row, machine = Columns.of([Layout(**{"dp": job.cluster.gpus, **fields})]), Machine(job)
+    row, machine = LayoutColumns.of([Layout(**{"dp": job.cluster.gpus, **fields})]), ClusterRates(job)
     places = mesh(row, machine.cluster)
     return expert.traffic(job, row, places, machine), bool(expert.rows_first(job, row, places, machine)[0])
 
@@ -61,7 +61,7 @@ def test_rows_that_stay_pay_where_tiles_are_full() -> None:
     few, many = (of(job_of("mixtral-8x7b", seq), ep=8) for seq in (512, 16384))
     assert (few[1], many[1]) == (False, True)
     job = job_of("mixtral-8x7b", 16384)
-    row, machine = Columns.of([Layout(dp=8, ep=8)]), Machine(job)
+    row, machine = LayoutColumns.of([Layout(dp=8, ep=8)]), ClusterRates(job)
     products = [product for product in layer_matmuls(job, row, moe=True) if product.name.startswith("expert ")]
     eighth = [type(product)(product.name, product.m / 8, product.n, product.k, product.count) for product in products]
     staying = one(matmul_passes(machine, eighth).forward)

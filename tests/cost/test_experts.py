@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from ultrascale.cost import activations, memory, operators, stages
-from ultrascale.cost.columns import Columns
-from ultrascale.cost.hardware import Machine
-from ultrascale.cost.pieces import pieces
+from ultrascale.cost.columns import LayoutColumns
+from ultrascale.cost.components import pieces
+from ultrascale.cost.hardware import ClusterRates
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
@@ -25,7 +25,7 @@ def job(name: str = "qwen3-30b-a3b", **fields: object) -> Job:
 
 
 def layer(of: Job, **layout: object) -> operators.LayerTime:
-    return operators.layer(of, Columns.of([Layout(**layout)]), Machine(of), moe=True)
+    return operators.layer(of, LayoutColumns.of([Layout(**layout)]), ClusterRates(of), moe=True)
 
 
 def test_a_layer_keeps_what_transformer_engine_saves() -> None:
@@ -34,14 +34,14 @@ def test_a_layer_keeps_what_transformer_engine_saves() -> None:
     input 2·2048, gate and up 2·2·768 and the activation 2·768; no output, since routing weighs the activation.
     """
     per_token = 16384 + 2 * (8192 + 1024) + 1024 + 8192 + 128 + 17 * 128 + 8 * (4096 + 3072 + 1536)
-    kept = activations.layer(job(), Columns.of([Layout()]), moe=True)
+    kept = activations.layer(job(), LayoutColumns.of([Layout()]), moe=True)
     assert kept.total[0] == SEQ * per_token
-    weighed = activations.layer(job(expert_outputs=True), Columns.of([Layout()]), moe=True)
+    weighed = activations.layer(job(expert_outputs=True), LayoutColumns.of([Layout()]), moe=True)
     assert weighed.total[0] - kept.total[0] == SEQ * 8 * 4096
 
 
 def test_an_exchange_behind_another_micro_batch_has_its_layer_beside() -> None:
-    row = Columns.of([Layout(dp=16, ep=16)])
+    row = LayoutColumns.of([Layout(dp=16, ep=16)])
     alone, beside = (
         memory.peak_parts(of, row, stages.share_of(of, row, np.zeros(1, dtype=np.int64)))
         for of in (job(), job(expert_overlap=0.7))
@@ -60,7 +60,7 @@ def test_an_exchange_behind_another_micro_batch_has_its_layer_beside() -> None:
 )
 def test_tokens_are_moved_once_more_each_way_where_they_come_by_rank(dispatch: str, ep: int, passes: int) -> None:
     of = job(dispatch=dispatch)
-    columns = Columns.of([Layout(dp=max(ep, 16), ep=ep)])
+    columns = LayoutColumns.of([Layout(dp=max(ep, 16), ep=ep)])
     routed = 8 * columns.busiest(of.cluster.efficiency.expert_imbalance)[0]
     moved = operators.permuted_bytes(of, columns, moe=True)[0]
     assert moved == pytest.approx(passes * 2 * routed * 2 * SEQ * 2048)  # read and written, two bytes each
@@ -69,8 +69,8 @@ def test_tokens_are_moved_once_more_each_way_where_they_come_by_rank(dispatch: s
 
 def test_selective_recomputation_moves_no_token_again() -> None:
     of, layout = job(), Layout(dp=16, ep=16, recompute="selective")
-    machine = Machine(of)
-    row = Columns.of([layout])
+    machine = ClusterRates(of)
+    row = LayoutColumns.of([layout])
     moe = pieces(of, row, machine).moe
     assert moe is not None
     again = machine.stream_s(operators.memory_bound_bytes(of, row, moe=True)) * of.framework.elementwise
@@ -79,13 +79,13 @@ def test_selective_recomputation_moves_no_token_again() -> None:
 
 
 def test_latents_alone_give_back_queries_keys_and_values_and_repeat_two_products() -> None:
-    row = Columns.of([Layout(dp=8, ep=8, recompute="selective")])
+    row = LayoutColumns.of([Layout(dp=8, ep=8, recompute="selective")])
     cheap, latents = job("deepseek-v3"), job("deepseek-v3", selective="latents")
     one, other = (activations.layer(of, row, moe=True) for of in (cheap, latents))
     gone = {name for name in one.kept if one.kept[name][0] < other.kept[name][0]}
     assert gone == {"qkv input", "mlp input", "expert activation"}
     assert other.kept["q, k, v"][0] == 0
-    machine = Machine(latents)
+    machine = ClusterRates(latents)
     piece = pieces(latents, row, machine).moe
     assert piece is not None
     up = [one for one in operators.layer(latents, row, machine, moe=True).matmuls if one.name in ("q up", "kv up")]
@@ -97,7 +97,7 @@ def test_biases_of_experts_are_added_apart_where_there_are_any() -> None:
     """gpt-oss: 28 bytes of each routed output forward, 40 backward, at the bandwidth of memory-bound operators."""
     of = job("gpt-oss-120b")
     apart, inside = (layer(one, dp=16, ep=8) for one in (of, job("gpt-oss-120b", expert_biases_apart=False)))
-    stream = Machine(of).stream_bytes_s
+    stream = ClusterRates(of).stream_bytes_s
     elements = SEQ * 4 * 1.1 * 2880
     assert apart.memory_bound.forward - inside.memory_bound.forward == pytest.approx(28 * elements / stream)
     assert apart.memory_bound.input_grad - inside.memory_bound.input_grad == pytest.approx(40 * elements / stream)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from ultrascale.cost import float8
-from ultrascale.cost.columns import Columns
+from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.estimate import estimate
-from ultrascale.cost.hardware import Machine
+from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.stages import share_of
 from ultrascale.cost.traffic import of_stage
 from ultrascale.specs.cluster import Cluster
@@ -31,7 +31,7 @@ def job_of(model: Model = MODEL, engine: str = "ultrascale-eager", precision: st
 
 
 def narrow(job: Job, stage: int = 0, **fields: Any) -> tuple[float, float]:
-    columns = Columns.of([Layout(**{"dp": 4, "zero": 3, **fields})])
+    columns = LayoutColumns.of([Layout(**{"dp": 4, "zero": 3, **fields})])
     found = float8.on_rank(job, columns, share_of(job, columns, np.asarray([stage])))
     return float(found.elements[0]), float(found.scales[0])
 
@@ -80,7 +80,7 @@ def test_bytes_sent_and_held() -> None:
     """Against the same engine with wide gathers: one byte less for each such element, gathered twice."""
     job, layout = job_of(), Layout(dp=4, zero=3)
     wide = job.changed(framework=job.framework.model_copy(update={"fp8_gather": False}))
-    less = [sum(one.bytes for one in of_stage(each, layout, Machine(each), 0)) for each in (wide, job)]
+    less = [sum(one.bytes for one in of_stage(each, layout, ClusterRates(each), 0)) for each in (wide, job)]
     elements, scales = narrow(job)
     # A rank of four sends three quarters of a gather, and of an all-reduce twice that.
     assert less[0] - less[1] == 2 * elements * 3 / 4 - 4 * scales * 2 * 3 / 4

@@ -7,9 +7,9 @@ import pytest
 
 from ultrascale.cost import attention, host, operators
 from ultrascale.cost.collectives import Op
-from ultrascale.cost.columns import Columns
+from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.estimate import estimate
-from ultrascale.cost.hardware import Machine
+from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.mesh import mesh
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.efficiency import Efficiency
@@ -42,7 +42,7 @@ def job(model: Model, layout: Layout, seq: int, constants: Efficiency = ON_HOST)
 
 def attended(model: str, seq: int, constants: Efficiency = ON_HOST) -> tuple[float, float]:
     asked = job(Model.load(model), Layout(), seq, constants)
-    passes = attention.passes(asked, Columns.of([Layout()]), Machine(asked))
+    passes = attention.passes(asked, LayoutColumns.of([Layout()]), ClusterRates(asked))
     return float(passes.forward[0]), float(passes.input_grad[0])
 
 
@@ -77,7 +77,7 @@ def test_short_rows_are_taken_by_few_queries() -> None:
 def test_operators_add_up(recompute: str, forward: int, backward: int) -> None:
     layout = Layout(recompute=recompute)
     asked = job(Model.load("tiny"), layout, 128)
-    launched = operators.layer(asked, Columns.of([layout]), Machine(asked), moe=False).launch
+    launched = operators.layer(asked, LayoutColumns.of([layout]), ClusterRates(asked), moe=False).launch
     assert float(launched.forward[0]) == pytest.approx(4e-6 * forward)
     assert float(launched.input_grad[0]) == pytest.approx(4e-6 * backward)
 
@@ -96,13 +96,13 @@ def test_products_read_and_write_their_operands() -> None:
     asked = job(Model.load("mini"), Layout(), 128)
     m, n, k = (np.asarray([size]) for size in (128.0, 768.0, 256.0))
     expected = 2 * 128 * 768 * 256 / PEAK + 4 * (128 * 256 + 256 * 768 + 128 * 768) / BANDWIDTH
-    assert float(Machine(asked).matmul_s(m, n, k)[0]) == pytest.approx(expected)
+    assert float(ClusterRates(asked).matmul_s(m, n, k)[0]) == pytest.approx(expected)
 
 
 def test_passes_between_products_by_hand() -> None:
     layout = Layout(mbs=2)
     asked = job(Model.load("mini"), layout, 64)
-    passes = host.elementwise(asked, Columns.of([layout]), Machine(asked), moe=False)
+    passes = host.elementwise(asked, LayoutColumns.of([layout]), ClusterRates(asked), moe=False)
     # mini: hidden and queries 256 wide, keys 128, gates 768. Forward 2·7 + 6 of hidden, 10 + 2 of queries and keys, 5 of gates.
     assert float(passes.forward[0]) == pytest.approx(128 * 4 * (20 * 256 + 12 * 384 + 5 * 768) / BANDWIDTH)
     assert float(passes.input_grad[0]) == pytest.approx(128 * 4 * (53 * 256 + 14 * 384 + 11 * 768) / BANDWIDTH)
@@ -110,11 +110,11 @@ def test_passes_between_products_by_hand() -> None:
 
 def test_gloo_scatters_what_it_has_summed_for_all() -> None:
     layout = Layout(tp=2)
-    columns = Columns.of([layout])
+    columns = LayoutColumns.of([layout])
 
     def seconds(op: Op, constants: Efficiency) -> float:
         asked = job(Model.load("tiny"), layout, 128, constants)
-        machine = Machine(asked)
+        machine = ClusterRates(asked)
         return float(machine.collective_s(op, np.asarray([2.0**20]), mesh(columns, machine.cluster).tensor)[0])
 
     elsewhere = ON_HOST.model_copy(update={"synchronous": False})
@@ -132,8 +132,8 @@ def test_a_gpu_takes_no_notice() -> None:
             Cluster.load("8xh100").model_copy(update={"efficiency": Efficiency(**other)}),
         )
     ]
-    columns = Columns.of([layout])
-    totals = [operators.layer(one, columns, Machine(one), moe=False).total.total for one in jobs]
+    columns = LayoutColumns.of([layout])
+    totals = [operators.layer(one, columns, ClusterRates(one), moe=False).total.total for one in jobs]
     assert totals[0] == totals[1]
     for end in (operators.head, operators.embedding):
-        assert not end(jobs[0], columns, Machine(jobs[0])).launch.total.any()
+        assert not end(jobs[0], columns, ClusterRates(jobs[0])).launch.total.any()

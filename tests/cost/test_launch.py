@@ -7,8 +7,8 @@ import pytest
 
 from ultrascale import Cluster, Job, Layout, Model, estimate
 from ultrascale.cost import launch
-from ultrascale.cost.columns import Columns
-from ultrascale.cost.hardware import Machine
+from ultrascale.cost.columns import LayoutColumns
+from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.passes import Passes
 from ultrascale.cost.stages import constant_share
 from ultrascale.cost.table import evaluate
@@ -37,7 +37,7 @@ def launches(job: Job, layout: Layout) -> float:
 def starts(job: Job, layout: Layout) -> tuple[float, float]:
     """Of kernels that stream, in the passes of a step and in its optimizer."""
     share = constant_share((job.model.layers, 0, 1, 1), 1)
-    forward, backward, optimizer = launch.starts_s(job, Columns.of([layout]), share)
+    forward, backward, optimizer = launch.starts_s(job, LayoutColumns.of([layout]), share)
     return float(layout.gas * (forward + backward)[0]), float(optimizer[0])
 
 
@@ -108,11 +108,11 @@ def test_what_is_not_recorded_waits_as_before(job: Job, layout: Layout) -> None:
 def idle(forward_s: float, backward_s: float, head_s: float, gas: int = 1) -> float:
     """Of a GPU that needs so long for layers which take the host 16 · (14 + 29) ms, with 40 ms for both ends."""
     job, zero = job_of(kernel_launch_s=1e-3, step_overhead_s=0.0), np.zeros(1)
-    columns, share = Columns.of([Layout(gas=gas)]), constant_share((16, 0, 1, 1), 1)
+    columns, share = LayoutColumns.of([Layout(gas=gas)]), constant_share((16, 0, 1, 1), 1)
     layers = Passes(np.asarray([forward_s]), np.asarray([backward_s]), zero)
     head = Passes(np.asarray([head_s]), zero, zero)
-    weights = launch.of_weights(job.model, Machine(job), share.layers)  # 72 ms
-    return float(launch.idle_s(job, columns, Machine(job), share, layers, head, weights, zero)[0])
+    weights = launch.of_weights(job.model, ClusterRates(job), share.layers)  # 72 ms
+    return float(launch.idle_s(job, columns, ClusterRates(job), share, layers, head, weights, zero)[0])
 
 
 def test_a_long_head_pays_for_short_backward_kernels_but_not_for_forward() -> None:
@@ -131,7 +131,7 @@ def test_micro_batches_share_the_queue() -> None:
 def test_the_search_and_the_estimate_have_one_law(each_s: float) -> None:
     job = job_of(gas=2, kernel_launch_s=each_s)
     layouts = [Layout(gas=2), Layout(gas=2, recompute="full")]
-    cells = evaluate(job, Columns.of(layouts), [("1f1b", 1)], Machine(job), 2.0**40)
+    cells = evaluate(job, LayoutColumns.of(layouts), [("1f1b", 1)], ClusterRates(job), 2.0**40)
     for layout, step_s in zip(layouts, cells.step_s[:, 0], strict=True):
         assert step_s == pytest.approx(estimate(job, layout).step_time_s, rel=1e-9)
 
@@ -152,13 +152,13 @@ def test_the_simulated_step_waits_as_long() -> None:
     ids=["experts", "pipeline", "another engine"],
 )
 def test_layers_wait_by_themselves_where_something_synchronises(job: Job, layout: Layout) -> None:
-    assert not launch.queued(job, Columns.of([layout]), Machine(job))
+    assert not launch.queued(job, LayoutColumns.of([layout]), ClusterRates(job))
     assert estimate(job, layout).time.overhead_s == OVERHEAD_S
 
 
 def test_where_layers_wait_by_themselves_the_optimizer_does_too() -> None:
     """AdamW launches a kernel for each of nine weights in 48 layers of experts: half a launch each."""
     job = job_of("qwen3-30b-a3b", kernel_launch_s=1e-3)
-    weights = float(launch.of_weights(job.model, Machine(job), np.asarray([48]))[0])
+    weights = float(launch.of_weights(job.model, ClusterRates(job), np.asarray([48]))[0])
     assert weights == pytest.approx(1e-3 * 0.5 * 48 * (9 + 2))  # and two norms of queries and keys
     assert estimate(job, Layout()).time.optimizer_s == pytest.approx(weights)

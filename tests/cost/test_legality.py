@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ultrascale.cost.columns import Columns
+from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.legality import RULES, check, divisors, legal_rows, near, problem
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
@@ -21,7 +21,7 @@ def job(model: str = "llama-3-8b", gpus: int = 8, sequences: int = 64, seq: int 
 
 
 def broken(of: Job, layout: Layout) -> list[int]:
-    row = Columns.of([layout])
+    row = LayoutColumns.of([layout])
     return [index for index, rule in enumerate(RULES) if not rule.holds(of, row)[0]]
 
 
@@ -146,7 +146,7 @@ def test_check_raises_the_first_broken_rules_sentence(name: str) -> None:
     with pytest.raises(SpecError) as error:
         check(of, layout)
     assert str(error.value) == problem(of, layout) == RULES[broken(of, layout)[0]].sentence(of, layout)
-    assert not legal_rows(of, Columns.of([layout]))[0]
+    assert not legal_rows(of, LayoutColumns.of([layout]))[0]
 
 
 def test_a_batch_that_no_accumulation_reaches_names_reachable_ones() -> None:

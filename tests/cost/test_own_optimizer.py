@@ -7,8 +7,8 @@ import pytest
 
 from ultrascale import Cluster, Job, Layout, Model, estimate
 from ultrascale.cost import launch
-from ultrascale.cost.columns import Columns
-from ultrascale.cost.hardware import Machine
+from ultrascale.cost.columns import LayoutColumns
+from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.operators import accumulate_s
 from ultrascale.cost.table import evaluate
 from ultrascale.specs.efficiency import Efficiency
@@ -28,7 +28,7 @@ def optimizer_bytes(gas: int, framework: str = "ultrascale-gpu") -> float:
     seconds = estimate(job, Layout(gas=gas)).time.optimizer_s
     if job.framework.counted:
         seconds -= launch.START_S * 2 * 9 * MODEL.layers  # of a kernel that steps a weight, and one for its norm
-    return seconds * Machine(job).stream_bytes_s / MODEL.parameters
+    return seconds * ClusterRates(job).stream_bytes_s / MODEL.parameters
 
 
 def test_bytes_of_a_step_by_hand() -> None:
@@ -40,15 +40,15 @@ def test_bytes_of_a_step_by_hand() -> None:
 
 def test_one_micro_batch_alone_adds_its_gradients_to_nothing() -> None:
     job, elements = job_of(), np.asarray([1e9])
-    machine = Machine(job)
-    assert accumulate_s(job, Columns.of([Layout()]), machine, elements)[0] == 0
-    assert accumulate_s(job, Columns.of([Layout(gas=2)]), machine, elements)[0] == machine.stream_s(1e10)
+    machine = ClusterRates(job)
+    assert accumulate_s(job, LayoutColumns.of([Layout()]), machine, elements)[0] == 0
+    assert accumulate_s(job, LayoutColumns.of([Layout(gas=2)]), machine, elements)[0] == machine.stream_s(1e10)
 
 
 def test_the_search_tells_one_micro_batch_from_two() -> None:
     job = job_of(2)
     layouts = [Layout(gas=1), Layout(gas=2)]
-    table = evaluate(job, Columns.of(layouts), [("1f1b", 1)], Machine(job), 2.0**40)
+    table = evaluate(job, LayoutColumns.of(layouts), [("1f1b", 1)], ClusterRates(job), 2.0**40)
     for layout, step_s in zip(layouts, table.step_s[:, 0], strict=True):
         alone = job.changed(batch_tokens=layout.batch_tokens(4096))
         assert step_s == pytest.approx(estimate(alone, layout).step_time_s, rel=1e-6)

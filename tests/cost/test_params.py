@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ultrascale.cost import params, stages
-from ultrascale.cost.columns import Columns
+from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.flops import parameters_approximate
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job
@@ -20,7 +20,7 @@ def job_of(model: Model) -> Job:
 
 def ranks_of(model: Model, layout: Layout) -> params.RankParameters:
     """One row per pipeline rank."""
-    columns = Columns.of([layout] * layout.pp)
+    columns = LayoutColumns.of([layout] * layout.pp)
     return params.on_rank(model, columns, stages.share_of(job_of(model), columns, np.arange(layout.pp)))
 
 

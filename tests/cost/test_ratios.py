@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from ultrascale.cost import context, data, expert, pipeline, tensor, zero
-from ultrascale.cost.overlap import Ratio
+from ultrascale.cost.overlap import OverlapRatio
 
 PEAK, BW = 989e12, 450e9
 N, H, LAYERS, LAYER, TOKENS = 8_030_261_248, 4096, 32, 218_103_808, 8192
@@ -109,7 +109,7 @@ def test_expert() -> None:
     assert ratio.printed == pytest.approx(over(7 / 8 * TOKENS * H, 2 * 1 * 6 * H**2 * TOKENS))
 
 
-FORMS: dict[str, Callable[[float, float], Ratio]] = {
+FORMS: dict[str, Callable[[float, float], OverlapRatio]] = {
     "data": lambda peak, bw: data.ratio(8, N, TOKENS, peak, bw),
     "zero-2": lambda peak, bw: zero.ratio_2(8, N, TOKENS, peak, bw),
     "zero-3": lambda peak, bw: zero.ratio_3(8, TOKENS, peak, bw),

@@ -9,11 +9,11 @@ import pytest
 from random_layouts import sample
 
 from ultrascale.cost import flops, stages, table
-from ultrascale.cost.columns import Columns
+from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.estimate import estimate
-from ultrascale.cost.hardware import Machine
+from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.legality import problem
-from ultrascale.plan.candidates import Wishes, cores
+from ultrascale.plan.candidates import LayoutConstraints, cores
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -30,7 +30,7 @@ def heaviest_chunk(job: Job, layout: Layout) -> float:
 
 def closed_form(job: Job, layout: Layout) -> tuple[float, float]:
     cells = table.evaluate(
-        job, Columns.of([layout]), [(layout.schedule, layout.virtual_stages)], Machine(job), capacity_bytes=np.inf
+        job, LayoutColumns.of([layout]), [(layout.schedule, layout.virtual_stages)], ClusterRates(job), capacity_bytes=np.inf
     )
     assert cells.legal[0, 0]
     return float(cells.step_s[0, 0]), float(cells.peak_bytes[0, 0])
@@ -108,8 +108,8 @@ def test_cells_that_do_not_fit_have_no_time() -> None:
     job = small_job()
     capacity = job.cluster.gpu.memory_gib * GIB
     seen = {"fits": 0, "over": 0, "illegal": 0}
-    for group in cores(job, Wishes()):
-        cells = table.evaluate(job, group.columns, group.variants, Machine(job), capacity)
+    for group in cores(job, LayoutConstraints()):
+        cells = table.evaluate(job, group.columns, group.variants, ClusterRates(job), capacity)
         over = cells.peak_bytes > capacity
         assert np.array_equal(np.isfinite(cells.step_s), cells.legal & ~over)
         for name, mask in (("fits", cells.legal & ~over), ("over", cells.legal & over), ("illegal", ~cells.legal)):
@@ -119,8 +119,8 @@ def test_cells_that_do_not_fit_have_no_time() -> None:
 
 def test_the_table_agrees_with_legality_cell_by_cell() -> None:
     job = small_job()
-    for group in cores(job, Wishes()):
-        cells = table.evaluate(job, group.columns, group.variants, Machine(job), np.inf)
+    for group in cores(job, LayoutConstraints()):
+        cells = table.evaluate(job, group.columns, group.variants, ClusterRates(job), np.inf)
         for core in range(0, len(group.columns), 97):
             for variant in range(len(group.variants)):
                 layout = cells.layouts(np.asarray([core]), np.asarray([variant])).layout(0)
@@ -131,10 +131,10 @@ def test_the_table_agrees_with_legality_cell_by_cell() -> None:
 def test_blocks_do_not_show() -> None:
     """A table larger than a block has the numbers of its rows alone."""
     job = small_job()
-    group = next(iter(cores(job, Wishes())))
+    group = next(iter(cores(job, LayoutConstraints())))
     rows = np.resize(np.arange(len(group.columns)), table.BLOCK + 50)
-    whole = table.evaluate(job, group.columns.take(rows), group.variants, Machine(job), np.inf)
-    few = table.evaluate(job, group.columns.take(rows[-50:]), group.variants, Machine(job), np.inf)
+    whole = table.evaluate(job, group.columns.take(rows), group.variants, ClusterRates(job), np.inf)
+    few = table.evaluate(job, group.columns.take(rows[-50:]), group.variants, ClusterRates(job), np.inf)
     assert np.array_equal(whole.step_s[-50:], few.step_s)
     assert np.array_equal(whole.peak_bytes[-50:], few.peak_bytes)
 
@@ -143,9 +143,9 @@ def test_a_capacity_changes_nothing_of_what_fits() -> None:
     """Cores are dropped share by share: what fits has the peak and the time it has where nothing is dropped."""
     job = Job(model=Model.load("llama-3-8b"), cluster=Cluster.load("64xh100"), seq=8192, batch_tokens=2**20)
     capacity, some = 30 * GIB, 0
-    for group in cores(job, Wishes()):
-        all_of_them = table.evaluate(job, group.columns, group.variants, Machine(job), np.inf)
-        cells = table.evaluate(job, group.columns, group.variants, Machine(job), capacity)
+    for group in cores(job, LayoutConstraints()):
+        all_of_them = table.evaluate(job, group.columns, group.variants, ClusterRates(job), np.inf)
+        cells = table.evaluate(job, group.columns, group.variants, ClusterRates(job), capacity)
         fits = cells.legal & (all_of_them.peak_bytes <= capacity)
         assert np.array_equal(cells.legal, all_of_them.legal)
         assert np.array_equal(cells.fits, fits)
@@ -162,10 +162,10 @@ def test_a_capacity_changes_nothing_of_what_fits() -> None:
 def test_a_longest_step_drops_only_longer_ones(model: str, cluster: str) -> None:
     job = Job(model=Model.load(model), cluster=Cluster.load(cluster), seq=8192, batch_tokens=2**20)
     capacity, dropped = job.cluster.gpu.memory_gib * GIB, 0
-    for group in cores(job, Wishes.parse(["ep=8"] if job.model.moe else [])):
-        all_of_them = table.evaluate(job, group.columns, group.variants, Machine(job), capacity)
+    for group in cores(job, LayoutConstraints.parse(["ep=8"] if job.model.moe else [])):
+        all_of_them = table.evaluate(job, group.columns, group.variants, ClusterRates(job), capacity)
         longest_s = float(np.quantile(all_of_them.step_s[all_of_them.fits], 0.2)) if all_of_them.fits.any() else 1.0
-        cells = table.evaluate(job, group.columns, group.variants, Machine(job), capacity, longest_s)
+        cells = table.evaluate(job, group.columns, group.variants, ClusterRates(job), capacity, longest_s)
         assert np.array_equal(cells.fits, all_of_them.fits)
         timed = np.isfinite(cells.step_s)
         assert np.array_equal(cells.step_s[timed], all_of_them.step_s[timed])

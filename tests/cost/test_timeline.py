@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from ultrascale.cost.estimate import estimate
-from ultrascale.cost.timeline import Moment, memory_timeline, simulated
+from ultrascale.cost.timeline import TimelinePoint, memory_timeline, simulated
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
@@ -20,7 +20,7 @@ GPT3 = Job(
 LLAMA = Job(model=Model.load("llama-3-8b"), cluster=Cluster.load("8xh100"), seq=8192, batch_tokens=8192 * 32)
 
 
-def peak_bytes(job: Job, moments: tuple[Moment, ...]) -> float:
+def peak_bytes(job: Job, moments: tuple[TimelinePoint, ...]) -> float:
     """The highest moment with what the runtime adds: the context, and 4 % of what comes and goes."""
     constants = job.cluster.efficiency
     slack = 1 + constants.allocator_slack

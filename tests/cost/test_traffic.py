@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ultrascale.cost.hardware import Machine
+from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.traffic import of_stage
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.estimate import Traffic
@@ -23,7 +23,7 @@ EAGER = Framework.load("ultrascale-eager")
 def sent(model: str, seq: int, layout: Layout, stage: int = 0, **fields: Any) -> list[Traffic]:
     cluster = Cluster.load(f"{layout.gpus}xh100")
     job = Job(model=Model.load(model), cluster=cluster, seq=seq, batch_tokens=layout.batch_tokens(seq), **fields)
-    return list(of_stage(job, layout, Machine(job), stage))
+    return list(of_stage(job, layout, ClusterRates(job), stage))
 
 
 def bytes_of(found: list[Traffic], technique: str, collective: str) -> float:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ultrascale.cost import uncertainty
 from ultrascale.cost.estimate import estimate
-from ultrascale.cost.uncertainty import ENOUGH, Error, estimate_range, quantile, similar, time_range
+from ultrascale.cost.uncertainty import ENOUGH, PredictionError, estimate_range, quantile, similar, time_range
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
@@ -48,13 +48,13 @@ def test_quantiles_by_hand(values: list[float], share: float, expected: float) -
     assert quantile(each_its_own(values), share) == pytest.approx(expected)
 
 
-def each_its_own(values: list[float]) -> list[Error]:
-    return [Error(value, str(number)) for number, value in enumerate(values)]
+def each_its_own(values: list[float]) -> list[PredictionError]:
+    return [PredictionError(value, str(number)) for number, value in enumerate(values)]
 
 
 def test_a_source_has_one_vote_however_many_runs_it_has() -> None:
-    many = [Error(0.0, "many") for _ in range(100)]
-    others = [Error(log, f"one of {log}") for log in (-0.3, -0.2, 0.2, 0.3)]
+    many = [PredictionError(0.0, "many") for _ in range(100)]
+    others = [PredictionError(log, f"one of {log}") for log in (-0.3, -0.2, 0.2, 0.3)]
     assert quantile([*many, *others], 0.90) == pytest.approx(0.3)
     assert quantile([*many, *others], 0.10) == pytest.approx(-0.3)
     assert quantile([*many, *others], 0.50) == pytest.approx(0.0)
@@ -180,7 +180,7 @@ def test_models_with_experts_look_at_models_with_experts(runs: Any) -> None:
 
 def test_a_source_left_out_gives_none_of_its_runs(runs: Any) -> None:
     runs(rows(ENOUGH), [row(9.0, source="odd/one"), row(-9.0, source="odd/one")])
-    odd = {Error(9.0, "odd/one"), Error(-9.0, "odd/one")}
+    odd = {PredictionError(9.0, "odd/one"), PredictionError(-9.0, "odd/one")}
     assert odd <= set(similar(job())[0])
     assert not odd & set(similar(job(), "odd/one")[0])
     low, high, _ = time_range(job(), 1.0, "odd/one")

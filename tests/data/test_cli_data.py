@@ -13,7 +13,7 @@ from made import json_lines, words
 from typer.testing import CliRunner
 
 from ultrascale.cli.data import app, progress_line
-from ultrascale.data.progress import Progress
+from ultrascale.data.progress import TokenizeProgress
 from ultrascale.specs.errors import SpecError
 
 
@@ -53,7 +53,7 @@ def test_mistakes_are_sentences(tmp_path: Path) -> None:
 
 
 def test_a_line_of_progress() -> None:
-    progress = Progress(
+    progress = TokenizeProgress(
         documents=1200, tokens=3_000_000, bytes=30_000_000, total_bytes=120_000_000, bytes_before=10_000_000,
         tokens_before=1_000_000, seconds=4.0,
     )  # fmt: skip
@@ -69,7 +69,7 @@ def test_the_verbs_wait_for_nothing_heavy() -> None:
 
 def test_tokenizing_never_imports_torch(tmp_path: Path) -> None:
     code = (
-        "import sys\nfrom ultrascale.data.tokenize import tokenize\nfrom ultrascale.data.choose import check\n"
+        "import sys\nfrom ultrascale.data.tokenize import tokenize\nfrom ultrascale.data.mixture import check\n"
         "from ultrascale.specs.training import Training\n"
         "tokenize(sys.argv[1], sys.argv[2])\ncheck(Training(data=sys.argv[2]), 256, 8)\nprint(*sys.modules)"
     )

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ultrascale.data.order import LONGEST_PATTERN, Order, Pattern, seed_of
+from ultrascale.data.order import LONGEST_PATTERN, MixturePattern, SampleOrder, seed_of
 
 
 def dealt(weights: list[str], samples: int) -> list[tuple[int, int]]:
-    pattern = Pattern([Fraction(weight) for weight in weights])
+    pattern = MixturePattern([Fraction(weight) for weight in weights])
     return [pattern.deal(sample) for sample in range(samples)]
 
 
 def test_seven_to_three_by_hand() -> None:
-    pattern = Pattern([Fraction("0.7"), Fraction("0.3")])
+    pattern = MixturePattern([Fraction("0.7"), Fraction("0.3")])
     assert (pattern.length, pattern.counts) == (10, [7, 3])
     # The middles of sevenths, 1/14, 3/14 …, among those of thirds, 1/6, 3/6, 5/6; where they meet, the first set goes first.
     assert [owner for owner, _ in dealt(["0.7", "0.3"], 10)] == [0, 1, 0, 0, 0, 1, 0, 0, 1, 0]
@@ -25,7 +25,7 @@ def test_seven_to_three_by_hand() -> None:
 
 @given(weights=st.lists(st.integers(1, 50), min_size=1, max_size=6), blocks=st.integers(1, 3))
 def test_every_block_holds_the_exact_proportions(weights: list[int], blocks: int) -> None:
-    pattern = Pattern([Fraction(weight) for weight in weights])
+    pattern = MixturePattern([Fraction(weight) for weight in weights])
     assert [Fraction(count, pattern.length) for count in pattern.counts] == [Fraction(one, sum(weights)) for one in weights]
     seen = [pattern.deal(sample) for sample in range(blocks * pattern.length)]
     for owner, count in enumerate(pattern.counts):
@@ -44,14 +44,14 @@ def test_any_start_of_a_run_holds_each_share(weights: list[str]) -> None:
 
 def test_weights_that_need_a_longer_pattern_are_rounded_and_none_is_left_out() -> None:
     weights = [Fraction(1, 3**12), Fraction(2, 7**6), Fraction(1)]
-    pattern = Pattern(weights)
+    pattern = MixturePattern(weights)
     assert pattern.length == sum(pattern.counts) == LONGEST_PATTERN
     assert min(pattern.counts) >= 1
     assert abs(pattern.counts[2] / LONGEST_PATTERN - weights[2] / sum(weights)) < 2 / LONGEST_PATTERN
 
 
 def test_the_sets_of_a_mixture_have_orders_of_their_own() -> None:
-    first, second = (Order(100, seed_of(7, place)) for place in range(2))
+    first, second = (SampleOrder(100, seed_of(7, place)) for place in range(2))
     one, other = ([order.train(sample) for sample in range(98)] for order in (first, second))
     assert sorted(one) == sorted(other) == list(range(98))
     assert one != other
@@ -60,5 +60,5 @@ def test_the_sets_of_a_mixture_have_orders_of_their_own() -> None:
 
 
 def test_a_set_that_is_only_evaluated_is_all_held_out() -> None:
-    order = Order(5, 0, held_out=1.0)
+    order = SampleOrder(5, 0, held_out=1.0)
     assert [order.evaluation(sample) for sample in range(6)] == [0, 1, 2, 3, 4, 0]

@@ -14,8 +14,8 @@ import pytest
 from made import json_lines, megatron, parquet, tokenizer
 
 from ultrascale.data import binary
-from ultrascale.data.choose import check
 from ultrascale.data.info import info
+from ultrascale.data.mixture import check
 from ultrascale.data.tokenize import tokenize
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.training import Training
@@ -316,13 +316,13 @@ def test_what_cannot_be_used_is_told_and_nothing_is_left(
 
 def test_a_token_beyond_the_vocabulary_is_told_where_it_stands(tmp_path: Path) -> None:
     """A large flat file is only looked at here and there before a run: the rest is seen when it is read."""
-    from ultrascale.data.corpora import Stored
+    from ultrascale.data.corpora import TokenFileCorpus
     from ultrascale.data.sets import open_set
 
     tokens = np.zeros(1000, dtype=np.uint16)
     tokens[777] = 600
     tokens.tofile(tmp_path / "a.bin")
-    text = Stored(open_set(tmp_path / "a.bin"), vocab=512)
+    text = TokenFileCorpus(open_set(tmp_path / "a.bin"), vocab=512)
     text.window(0, 100)
     with pytest.raises(SpecError, match=r"token 777 of .*a.bin is 600 but model.vocab is 512: try model.vocab=601"):
         text.window(7, 100)

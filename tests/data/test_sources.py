@@ -11,13 +11,13 @@ import tokenizers
 from made import json_lines, parquet, tokenizer, words
 
 from ultrascale.data import sources
-from ultrascale.data.pieces import PIECE, Part, pieces
+from ultrascale.data.input_parts import PIECE, InputPart, pieces
 from ultrascale.data.tokenizer import load
 
 TEXTS = words(60)
 
 
-def cut(path: Path, field: str, length: int) -> list[Part]:
+def cut(path: Path, field: str, length: int) -> list[InputPart]:
     files = sources.find(str(path))
     return sources.cut(files, sources.digests(files), field, length)
 

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from made import json_lines, parquet, tokenizer, words
 
-from ultrascale.data import crew
 from ultrascale.data import tokenize as job
-from ultrascale.data.progress import Progress
+from ultrascale.data import worker_pool
+from ultrascale.data.progress import TokenizeProgress
 from ultrascale.data.sets import open_set
 from ultrascale.data.tokenize import tokenize
 from ultrascale.data.tokenizer import load
@@ -170,7 +170,7 @@ def test_a_killed_job_goes_on_and_makes_the_same_bytes(tmp_path: Path, after: in
     child.wait()
     assert not (tmp_path / "out").exists()
     done = json.loads((tmp_path / "out.partial" / job.NOTES).read_text())["parts"]
-    seen: list[Progress] = []
+    seen: list[TokenizeProgress] = []
     tokenize(source, tmp_path / "out", workers=3, part_bytes=2**14, progress=seen.append)
     assert seen[0].bytes == done * 2**14
     assert seen[-1].bytes_before >= seen[0].bytes
@@ -215,8 +215,8 @@ def test_parts_that_a_worker_had_made_are_not_made_again(texts: Path, tmp_path: 
     assert len(list((tmp_path / "out.partial").glob("part-*.ends"))) == 1
     monkeypatch.undo()
     given: list[int] = []
-    give = crew.Crew.give
-    monkeypatch.setattr(crew.Crew, "give", lambda self, task: (given.append(task.number), give(self, task)))
+    give = worker_pool.WorkerPool.give
+    monkeypatch.setattr(worker_pool.WorkerPool, "give", lambda self, task: (given.append(task.number), give(self, task)))
     tokenize(texts, tmp_path / "out", workers=1, part_bytes=SMALL)
     assert given == list(range(1, len(given) + 1))
 
@@ -244,7 +244,7 @@ def _begin(texts: Path, out: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         append = job._Job._append
 
-        def once(self: job._Job, task: crew.Task) -> None:
+        def once(self: job._Job, task: worker_pool.WorkerTask) -> None:
             append(self, task)
             raise RuntimeError("stop")
 
@@ -278,7 +278,7 @@ def test_a_worker_that_dies_ends_the_job_and_loses_nothing(
     def killed(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(crew, "_do", killed)
+    monkeypatch.setattr(worker_pool, "_do", killed)
     with pytest.raises(RunError, match=r"a worker of the tokenizer ended without a word \(exit code -9"):
         tokenize(texts, tmp_path / "out")
     monkeypatch.undo()
@@ -286,7 +286,7 @@ def test_a_worker_that_dies_ends_the_job_and_loses_nothing(
 
 
 def test_stopping_is_told_and_goes_on(texts: Path, tmp_path: Path) -> None:
-    def stop(progress: Progress) -> None:
+    def stop(progress: TokenizeProgress) -> None:
         if progress.documents:
             raise KeyboardInterrupt
 
@@ -296,7 +296,7 @@ def test_stopping_is_told_and_goes_on(texts: Path, tmp_path: Path) -> None:
 
 
 def test_progress_ends_at_the_whole_with_rates(texts: Path, tmp_path: Path) -> None:
-    seen: list[Progress] = []
+    seen: list[TokenizeProgress] = []
     facts = tokenize(texts, tmp_path / "out", workers=2, progress=seen.append, part_bytes=SMALL)
     last = seen[-1]
     assert (last.documents, last.tokens) == (facts.documents, facts.tokens)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from plans_made import PLANS, exported, plan_of, random_plan
 
 from ultrascale.export import header, targets, write
-from ultrascale.export.common import Engine
+from ultrascale.export.common import EngineFormat
 from ultrascale.export.read import plan_from
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
@@ -21,13 +21,13 @@ from ultrascale.specs.validate import build
 ENGINES = [engine for engines in targets.ENGINES.values() for engine in engines]
 
 
-def titles(engine: Engine) -> str:
+def titles(engine: EngineFormat) -> str:
     return engine.title
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=titles)
 @pytest.mark.parametrize("name", PLANS)
-def test_a_plan_comes_back_as_it_went(engine: Engine, name: str, tmp_path: Path) -> None:
+def test_a_plan_comes_back_as_it_went(engine: EngineFormat, name: str, tmp_path: Path) -> None:
     plan = plan_of(name)
     found = plan_from(exported(plan, engine.name, tmp_path) / engine.config)
     assert found.engine is engine
@@ -40,7 +40,7 @@ def test_a_plan_comes_back_as_it_went(engine: Engine, name: str, tmp_path: Path)
 @pytest.mark.parametrize("engine", ENGINES, ids=titles)
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_any_legal_layout_comes_back(engine: Engine, seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_any_legal_layout_comes_back(engine: EngineFormat, seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     job, layout = random_plan(seed)
     folder = tmp_path_factory.mktemp("out")
     files, _ = write.for_engine(engine, job, layout)
@@ -51,7 +51,7 @@ def test_any_legal_layout_comes_back(engine: Engine, seed: int, tmp_path_factory
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=titles)
-def test_a_model_of_ones_own_comes_back(engine: Engine, tmp_path: Path) -> None:
+def test_a_model_of_ones_own_comes_back(engine: EngineFormat, tmp_path: Path) -> None:
     plan = plan_of("sharded")
     odd = Model(
         name='mine # "7b" (v2)\nkept for import: job.seq = 1',
@@ -146,7 +146,7 @@ UNSAID = {
 
 @pytest.mark.parametrize("engine", ENGINES, ids=titles)
 @pytest.mark.parametrize("name", PLANS)
-def test_only_what_an_engine_lacks_is_left_unsaid(engine: Engine, name: str) -> None:
+def test_only_what_an_engine_lacks_is_left_unsaid(engine: EngineFormat, name: str) -> None:
     plan = plan_of(name)
     _, lines = write.for_engine(engine, plan.job, plan.layout)
     unsaid = [line.removeprefix(f"{header.UNSAID}: ").split(" = ")[0] for line in lines if line.startswith(header.UNSAID)]
@@ -219,7 +219,7 @@ SCALINGS: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("engine", ENGINES, ids=titles)
 @pytest.mark.parametrize("case", SCALINGS)
 @pytest.mark.parametrize("base", ["llama-2-7b", "llama-3.1-8b"])
-def test_rotary_scaling_comes_back(engine: Engine, case: str, base: str, tmp_path: Path) -> None:
+def test_rotary_scaling_comes_back(engine: EngineFormat, case: str, base: str, tmp_path: Path) -> None:
     plan = plan_of("sharded")
     model = build(Model, {**Model.load(base).model_dump(), "rope_scaling": SCALINGS[case]}, "model")
     files, _ = write.for_engine(engine, plan.job.changed(model=model), plan.layout)
@@ -230,7 +230,7 @@ def test_rotary_scaling_comes_back(engine: Engine, case: str, base: str, tmp_pat
 @pytest.mark.parametrize("engine", ENGINES, ids=titles)
 @pytest.mark.parametrize("activation", ["gelu", "gelu_exact", "geglu", "geglu_exact"])
 @pytest.mark.parametrize("biases", [True, False])
-def test_either_gelu_comes_back(engine: Engine, activation: str, biases: bool, tmp_path: Path) -> None:
+def test_either_gelu_comes_back(engine: EngineFormat, activation: str, biases: bool, tmp_path: Path) -> None:
     plan = plan_of("sharded")
     fields = {**Model.load("gpt2").model_dump(), "max_positions": 8192, "activation": activation, "mlp_bias": biases}
     model = build(Model, {**fields, "attention_output_bias": biases}, "model")

@@ -8,10 +8,10 @@ from ultrascale import Cluster, Job, Layout, Model, Plan, SpecError, estimate, p
 from ultrascale.cost.timeline import simulated
 from ultrascale.figures import choice, evidence, memory, pipeline, style, time
 from ultrascale.measure import compare
-from ultrascale.measure.trace.view import Exchange, View
+from ultrascale.measure.trace.step_intervals import Exchange, StepIntervals
 from ultrascale.plan import survey
 from ultrascale.plan.reasons import neighbours
-from ultrascale.schedules.actions import Kind
+from ultrascale.schedules.actions import ActionKind
 from ultrascale.specs.units import GIB
 
 pytest.importorskip("plotly")
@@ -60,7 +60,7 @@ def test_the_gantt_draws_every_action_once_and_pairs_in_halves(four_stages: Plan
     timeline = simulated(four_stages.job, four_stages.layout)
     figure = pipeline.schedule(four_stages)
     bars = {trace.name: trace for trace in figure.data}
-    forwards = [event for event in timeline.events if event.action.kind is Kind.F]
+    forwards = [event for event in timeline.events if event.action.kind is ActionKind.F]
     assert len(bars["forward"].x) == len(forwards)
     assert sum(len(trace.x) for name, trace in bars.items() if name != "bubble") == len(timeline.events)
     spans = [(event.rank, event.start_s, event.end_s) for event in timeline.events]
@@ -124,7 +124,7 @@ def test_the_heat_map_says_what_does_not_fit(job: Job) -> None:
 
 
 def test_predicted_beside_measured(four_stages: Plan) -> None:
-    side = compare.Side("a", four_stages, four_stages.estimate)
+    side = compare.ComparisonSide("a", four_stages, four_stages.estimate)
     found = compare.compare(side, side)
     figure = time.predicted_and_measured(found)
     first = figure.data[0]
@@ -139,7 +139,7 @@ def test_losses_and_speed_of_runs() -> None:
 
 
 def test_lanes_of_a_trace() -> None:
-    seen = View(
+    seen = StepIntervals(
         steps=[("ProfilerStep#3", (1000.0, 3000.0))],
         computing=[(500.0, 1500.0), (1500.5, 2000.0)],
         optimizer=[(1900.0, 2000.0)],

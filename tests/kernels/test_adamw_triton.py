@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from parallel.harness import engine_of, job_of, training_of
-from ultrascale.kernels import halves
+from ultrascale.kernels import split_master
 from ultrascale.specs.layout import Layout
 from ultrascale.train import kernels
 from ultrascale.train.engine import Engine
@@ -58,14 +58,14 @@ def test_a_master_in_halves_steps_as_a_whole_one(kernel: ModuleType) -> None:
     generator = torch.Generator().manual_seed(0)
     weight, gradient, mean, square = torch.randn(4, 3000, generator=generator).to(DEVICE)
     square = square.square()
-    upper, rest = halves.parted(weight)
+    upper, rest = split_master.split(weight)
     fields = {"decay": 0.2, "betas": (0.9, 0.95), "eps": 1e-8}
     others = mean.clone(), square.clone()
     for updates in (4, 5, 6):
         now = kernel.changing(0.5, 1e-4, (0.9, 0.95), updates).to(DEVICE)
         kernel.step(weight, gradient, mean, square, None, now, **fields)
         kernel.step(rest, gradient, *others, upper, now, **fields)
-    assert torch.equal(halves.whole(upper, rest), weight)
+    assert torch.equal(split_master.join(upper, rest), weight)
     assert (upper.float() - weight).abs().max() > 0
     torch.testing.assert_close(upper.float(), weight, rtol=2**-8, atol=0)
 
@@ -88,7 +88,7 @@ def test_an_engine_steps_as_with_torchs_adamw(precision: str, kernel: ModuleType
         assert found.loss == pytest.approx(wanted.loss, rel=close)
         assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=10 * close)
     for mine, other in zip(ours.weights, plain.weights, strict=True):
-        assert mine.parted == (precision == "bf16")
+        assert mine.is_split == (precision == "bf16")
         # Steps are of 0.01.
         torch.testing.assert_close(mine.exact(), other.exact(), rtol=1e-5, atol=1e-6 if precision == "fp32" else 3e-4)
         for name in ("exp_avg", "exp_avg_sq"):

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.harness import job_of
-from ultrascale.kernels import borrowed, flash, fused
-from ultrascale.measure.rehearse import watch
+from ultrascale.kernels import flash, fused, optional_kernels
+from ultrascale.measure.rehearse import operator_tracker
 from ultrascale.model.attention import attend, attend_backward, causal_attention
-from ultrascale.model.transformer import Core, Transformer
+from ultrascale.model.transformer import CausalAttention, Transformer
 from ultrascale.train import recompute
 
 
@@ -99,7 +99,7 @@ def test_a_model_with_it_trains_alike(package: Package, blocks: str, policy: Any
         if blocks == "fused":
             fused.apply(model)
         for module in model.modules():
-            if isinstance(module, Core):
+            if isinstance(module, CausalAttention):
                 module.kernel = kernel
         recompute.apply(model, policy)
         tokens = torch.randint(spec.vocab, (2, 24), generator=torch.Generator().manual_seed(2))
@@ -114,12 +114,12 @@ def test_a_model_with_it_trains_alike(package: Package, blocks: str, policy: Any
 
 
 def test_a_kernel_has_causal_attention_alone(package: Package) -> None:
-    core = Core()
+    core = CausalAttention()
     core.kernel = flash.attend
     q, k, v = (x.to("meta") for x in numbers(torch.bfloat16))
     assert core(q, k, v).shape == q.shape
     assert core(q, k, v, torch.zeros(1, 1, 24, 24, device="meta")).shape == q.shape
-    windowed = Core(sliding_window=4)
+    windowed = CausalAttention(sliding_window=4)
     windowed.kernel = flash.attend
     assert windowed(q, k, v).shape == q.shape
     assert package.calls == []
@@ -131,8 +131,8 @@ def test_its_flops_count_as_those_of_any_attention(package: Package) -> None:
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             out = func(*args, **(kwargs or {}))
-            if func._overloadpacket in watch._ATTENTION:
-                formula = watch._formula(func)
+            if func._overloadpacket in operator_tracker._ATTENTION:
+                formula = operator_tracker._formula(func)
                 assert formula is not None
                 self.flops += formula(args, kwargs or {}, out)
             return out
@@ -147,8 +147,8 @@ def test_its_flops_count_as_those_of_any_attention(package: Package) -> None:
 
 
 def test_why_it_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(borrowed, "installed", lambda _: False)
+    monkeypatch.setattr(optional_kernels, "installed", lambda _: False)
     assert flash.why_not(torch.bfloat16) == "flash-attn-4 is not installed"
-    monkeypatch.setattr(borrowed, "installed", lambda _: True)
+    monkeypatch.setattr(optional_kernels, "installed", lambda _: True)
     assert flash.why_not(torch.bfloat16) is None
     assert "float32" in (flash.why_not(torch.float32) or "")

@@ -12,8 +12,8 @@ from torch.torch_version import TorchVersion
 
 from ultrascale.kernels import float8, loss
 from ultrascale.kernels.float8 import Float8Linear
+from ultrascale.kernels.float8_gemm import NARROW, WIDE, Float8Gemms, PlainGemms, multiply, quantise, quantise_transposed
 from ultrascale.kernels.float8_head import Float8Head, linear_cross_entropy
-from ultrascale.kernels.float8_products import NARROW, WIDE, Float8, Plain, multiply, quantise, quantise_transposed
 from ultrascale.model.init import initialize
 from ultrascale.model.transformer import Transformer
 from ultrascale.specs.errors import SpecError
@@ -33,7 +33,7 @@ def operands(tokens: int = 256, outputs: int = 512, inputs: int = 1024) -> tuple
     return x, weight, grad
 
 
-def three(numbers: Plain, x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def three(numbers: PlainGemms, x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return numbers.forward(x, weight), numbers.to_input(grad, weight), numbers.to_weight(grad, x)
 
 
@@ -48,7 +48,7 @@ def test_products_are_as_near_as_eight_bits_are(scaling: Fp8Scaling) -> None:
     Errors of both operands add up as squares, and sums of many terms keep their relative size: 0.037 where both have three
     bits, 0.058 where a gradient has two.
     """
-    found, wanted = three(Float8(scaling), *operands()), three(Plain(), *operands())
+    found, wanted = three(Float8Gemms(scaling), *operands()), three(PlainGemms(), *operands())
     of_gradients = (0.052, 0.064) if scaling == "tensor" else (0.032, 0.042)
     for made, exact, (least, most) in zip(found, wanted, [(0.032, 0.042), of_gradients, of_gradients], strict=True):
         assert made.shape == exact.shape
@@ -70,7 +70,7 @@ def test_products_are_those_of_torchao(scaling: Fp8Scaling) -> None:
     theirs, x = Theirs.from_float(linear, config=config), x.requires_grad_()
     out = theirs(x)
     wanted = (out.detach(), *torch.autograd.grad(out, [x, theirs.weight], grad))
-    for made, reference in zip(three(Float8(scaling), x.detach(), weight, grad), wanted, strict=True):
+    for made, reference in zip(three(Float8Gemms(scaling), x.detach(), weight, grad), wanted, strict=True):
         assert error(made, reference) < 1e-6
 
 
@@ -125,10 +125,10 @@ def test_scales_are_powers_of_two_and_use_the_range(scaling: Fp8Scaling, dtype: 
 @scalings
 def test_zeros_stay_zeros_and_what_is_not_finite_shows(scaling: Fp8Scaling) -> None:
     x, weight, _ = operands(128, 512, 512)
-    assert not Float8(scaling).forward(torch.zeros_like(x), weight).any()
+    assert not Float8Gemms(scaling).forward(torch.zeros_like(x), weight).any()
     for bad in (float("nan"), float("inf")):
         x[3, 5] = bad
-        assert not torch.isfinite(Float8(scaling).forward(x, weight)[3]).any()
+        assert not torch.isfinite(Float8Gemms(scaling).forward(x, weight)[3]).any()
 
 
 @scalings
@@ -139,15 +139,15 @@ def test_a_token_rounds_alike_whatever_stands_beside_it(scaling: Fp8Scaling) -> 
     """
     x, weight, _ = operands()
     x[200:] *= 100
-    numbers = Float8(scaling)
+    numbers = Float8Gemms(scaling)
     assert error(numbers.forward(x, weight)[:128], numbers.forward(x[:128], weight)) < 1e-3
 
 
 def test_an_odd_number_of_tokens_falls_back_where_it_is_summed_over() -> None:
     x, weight, grad = operands(tokens=40)
-    numbers = Float8("tensor")
-    assert torch.equal(numbers.to_weight(grad, x), Plain().to_weight(grad, x))
-    assert error(numbers.forward(x, weight), Plain().forward(x, weight)) > 0.03
+    numbers = Float8Gemms("tensor")
+    assert torch.equal(numbers.to_weight(grad, x), PlainGemms().to_weight(grad, x))
+    assert error(numbers.forward(x, weight), PlainGemms().forward(x, weight)) > 0.03
 
 
 def swapped(scaling: Fp8Scaling, keep: Fp8Keep, model: Model = SMALL, **parts: Any) -> tuple[Transformer, list[str]]:

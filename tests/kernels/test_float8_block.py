@@ -12,7 +12,7 @@ from torch import Tensor
 from parallel.harness import job_of, training_of
 from ultrascale.kernels import float8, float8_block, fused
 from ultrascale.kernels.float8_block import Float8Block
-from ultrascale.kernels.float8_products import WIDE
+from ultrascale.kernels.float8_gemm import WIDE
 from ultrascale.model.init import initialize
 from ultrascale.model.transformer import Transformer
 from ultrascale.specs.layout import Layout

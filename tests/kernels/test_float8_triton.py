@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ultrascale.kernels import float8_block, float8_head, float8_products
+from ultrascale.kernels import float8_block, float8_gemm, float8_head
 from ultrascale.model.transformer import IGNORED
 
 # Before anything imports Triton: test_interpreted.py starts this file so.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
-NARROW, WIDE = (float8_products.NARROW, float8_products.WIDE) if DEVICE == "cuda" else (torch.float16, torch.float16)
+NARROW, WIDE = (float8_gemm.NARROW, float8_gemm.WIDE) if DEVICE == "cuda" else (torch.float16, torch.float16)
 # What a GPU compiles differs by what it reads; the last size has full tiles alone, as a model's.
 KINDS = (torch.float32, torch.bfloat16) if DEVICE == "cuda" else (torch.float32,)
 TILES = [(32, 64), (40, 48), *([(256, 512)] if DEVICE == "cuda" else [])]
@@ -55,7 +55,7 @@ def same(found: Tensor, wanted: Tensor, few: float = 0.01) -> None:
     torch.testing.assert_close(made, exact, rtol=2 * torch.finfo(wanted.dtype).eps, atol=1e-3)
 
 
-def same_operand(data: Tensor, scale: Tensor, wanted: float8_products.Operand, few: float = 0.01) -> None:
+def same_operand(data: Tensor, scale: Tensor, wanted: float8_gemm.GemmOperand, few: float = 0.01) -> None:
     same(data, wanted.data, few)
     assert torch.equal(scale.cpu(), wanted.scale)
 

@@ -66,7 +66,7 @@ def test_rotation(heads: int, kv_heads: int, factor: float, kernels: ModuleType)
     same((found,), (wanted,))
     assert not torch.equal(wanted, qkv)
     parts = [part.contiguous() for part in torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)]
-    same((kernels.turn_back(*(part.to(DEVICE) for part in parts), *there),), (fused.turn_back(*parts, rope),))
+    same((kernels.rotate_back(*(part.to(DEVICE) for part in parts), *there),), (fused.rotate_back(*parts, rope),))
 
 
 @pytest.mark.parametrize("width", [64, 80])

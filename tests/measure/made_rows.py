@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ultrascale.measure.accuracy.runs import Run, read_row
-from ultrascale.measure.accuracy.scores import Scored
+from ultrascale.measure.accuracy.runs import MeasuredRun, read_row
+from ultrascale.measure.accuracy.scores import ScoredRun
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "data" / "published.csv"
 
@@ -44,15 +44,17 @@ def row(**cells: object) -> dict[str, str]:
     return {**FULL, **{name: str(value) for name, value in cells.items()}}
 
 
-def run(**cells: object) -> Run:
+def run(**cells: object) -> MeasuredRun:
     return read_row(row(**cells), 2)
 
 
-def scored(predicted: float | None = 10_000.0, peak: float | None = 50.0, fits: bool | None = True, **cells: object) -> Scored:
+def scored(
+    predicted: float | None = 10_000.0, peak: float | None = 50.0, fits: bool | None = True, **cells: object
+) -> ScoredRun:
     """A prediction that no model made: what is tested is what follows from it."""
     made = run(**cells)
     assert made.reason is None, made.reason
-    return Scored(made, None, predicted, 1.0, peak, fits, None)
+    return ScoredRun(made, None, predicted, 1.0, peak, fits, None)
 
 
 def write(path: Path, *rows: Mapping[str, Any]) -> Path:

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from ultrascale.cost.hardware import Machine
+from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.traffic import of_stage
-from ultrascale.measure.rehearse.asked import engine_of
-from ultrascale.measure.rehearse.compare import Term, compared, even, prediction
+from ultrascale.measure.rehearse.compare import RehearsedTerm, compared, even, prediction
 from ultrascale.measure.rehearse.rehearsal import Rehearsal, rehearse_rank
+from ultrascale.measure.rehearse.request import engine_of
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -229,7 +229,7 @@ def named(model: str, fields: dict[str, Any]) -> str:
     return " ".join([model, *(f"{name}={value}" for name, value in fields.items())])
 
 
-def held(model: str, fields: dict[str, Any], kernels: str = "eager") -> Iterator[tuple[str, Term]]:
+def held(model: str, fields: dict[str, Any], kernels: str = "eager") -> Iterator[tuple[str, RehearsedTerm]]:
     """`layout, stage: term` and both numbers, for one rank of each stage."""
     job, layout = asked(model, fields, kernels)
     for stage, term in terms(job, layout, kernels):
@@ -249,7 +249,7 @@ def asked(model: str, fields: dict[str, Any], kernels: str) -> tuple[Job, Layout
     return job, layout
 
 
-def terms(job: Job, layout: Layout, kernels: str = "eager") -> Iterator[tuple[int, Term]]:
+def terms(job: Job, layout: Layout, kernels: str = "eager") -> Iterator[tuple[int, RehearsedTerm]]:
     """Of one rank of each stage."""
     predicted = prediction(job, layout, kernels)
     for stage in range(layout.pp):
@@ -258,19 +258,19 @@ def terms(job: Job, layout: Layout, kernels: str = "eager") -> Iterator[tuple[in
             yield stage, term
 
 
-def _sent(job: Job, layout: Layout, seen: Rehearsal) -> Iterator[Term]:
+def _sent(job: Job, layout: Layout, seen: Rehearsal) -> Iterator[RehearsedTerm]:
     """By kind and by group, too."""
     law, found, job = Counter[tuple[str, str, int]](), Counter[tuple[str, str, int]](), even(job)
-    for moved in of_stage(job, layout, Machine(job), seen.place.pp):
+    for moved in of_stage(job, layout, ClusterRates(job), seen.place.pp):
         law[moved.technique, moved.collective, moved.group] += moved.bytes  # type: ignore[assignment]
     for one in seen.collectives:
         if one.technique != "bookkeeping":
             found[one.technique, one.kind, one.group] += one.bytes
     for key in {*law, *found}:
-        yield Term(f"sent by {key[0]} in {key[1]} over {key[2]}", law[key], found[key], "sent")
+        yield RehearsedTerm(f"sent by {key[0]} in {key[1]} over {key[2]}", law[key], found[key], "sent")
 
 
-def within(term: Term) -> bool:
+def within(term: RehearsedTerm) -> bool:
     if term.label == "sent by bookkeeping":
         return term.rehearsed <= SCALARS
     rounded = 2.0 if term.unit == "sent" else 0.5  # parts of a buffer that does not divide are no whole bytes

@@ -12,7 +12,7 @@ from made_rows import PUBLISHED, run, scored
 
 from ultrascale.measure.accuracy import scores as accuracy
 from ultrascale.measure.accuracy.runs import read
-from ultrascale.measure.accuracy.scores import Scored
+from ultrascale.measure.accuracy.scores import ScoredRun
 from ultrascale.show.accuracy import as_json, headline, markdown, summary
 from ultrascale.specs.units import GIB
 
@@ -164,7 +164,7 @@ def test_kendall_tau_by_hand(pairs: list[tuple[float, float]], tau: float) -> No
     assert accuracy.kendall_tau(pairs) == pytest.approx(tau)
 
 
-def layouts(*pairs: tuple[float, float], **cells: object) -> list[Scored]:
+def layouts(*pairs: tuple[float, float], **cells: object) -> list[ScoredRun]:
     """One job under several ZeRO stages, predicted and measured as given."""
     return [
         scored(predicted=predicted, tokens_per_s_per_gpu=measured, zero_stage=stage, **cells)
@@ -259,13 +259,13 @@ def test_verdicts_against_what_happened() -> None:
 
 
 @pytest.fixture(scope="module")
-def whole() -> tuple[list[Scored], list[Scored]]:
+def whole() -> tuple[list[ScoredRun], list[ScoredRun]]:
     runs, _ = read(PUBLISHED)
     return accuracy.score(runs), accuracy.score_left_out(runs)
 
 
 @pytest.fixture(scope="module")
-def figures(whole: tuple[list[Scored], list[Scored]]) -> dict[str, Any]:
+def figures(whole: tuple[list[ScoredRun], list[ScoredRun]]) -> dict[str, Any]:
     return summary(*whole)
 
 
@@ -297,7 +297,7 @@ def recorded() -> dict[str, list[float]]:
 
 @pytest.mark.slow
 def test_the_page_reads_back_as_the_figures_it_was_made_of(
-    whole: tuple[list[Scored], list[Scored]], figures: dict[str, Any]
+    whole: tuple[list[ScoredRun], list[ScoredRun]], figures: dict[str, Any]
 ) -> None:
     page = markdown("data/published.csv", *whole)
     table = parsed(page)
@@ -348,7 +348,7 @@ def test_eighty_percent_ranges_hold_seven_to_nine_tenths_of_rows_left_out(figure
 
 
 def test_no_published_row_stops_being_modelled_unseen(
-    figures: dict[str, Any], whole: tuple[list[Scored], list[Scored]]
+    figures: dict[str, Any], whole: tuple[list[ScoredRun], list[ScoredRun]]
 ) -> None:
     """The page lists each row that is not modelled: one that drops out later is a change to look at."""
     listed = re.findall(r"^- ([\w.-]+): ", RECORD.read_text(encoding="utf-8"), flags=re.MULTILINE)
@@ -359,7 +359,7 @@ def test_no_published_row_stops_being_modelled_unseen(
 
 
 def test_json_has_a_row_per_run_and_its_figures_are_those_of_the_summary(
-    whole: tuple[list[Scored], list[Scored]], figures: dict[str, Any]
+    whole: tuple[list[ScoredRun], list[ScoredRun]], figures: dict[str, Any]
 ) -> None:
     found = as_json(*whole)
     assert [one["id"] for one in found["rows"]] == [one.run.id for one in whole[0]]
@@ -369,7 +369,7 @@ def test_json_has_a_row_per_run_and_its_figures_are_those_of_the_summary(
         assert (one["reason"] is None) == (None not in predicted), one["id"]
 
 
-def test_a_worse_model_would_be_seen(whole: tuple[list[Scored], list[Scored]], recorded: dict[str, list[float]]) -> None:
+def test_a_worse_model_would_be_seen(whole: tuple[list[ScoredRun], list[ScoredRun]], recorded: dict[str, list[float]]) -> None:
     """Predictions 6 % faster all over break the record: the guard can fail."""
     faster = [
         dataclasses.replace(one, tokens_per_s_per_gpu=1.06 * one.tokens_per_s_per_gpu) if one.tokens_per_s_per_gpu else one

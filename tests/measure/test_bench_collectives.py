@@ -12,9 +12,9 @@ import pytest
 
 from conftest import Run
 from ultrascale.cost.collectives import collective_time_s
-from ultrascale.cost.hardware import Machine
+from ultrascale.cost.hardware import ClusterRates
 from ultrascale.measure.bench import collectives, collectives_timed
-from ultrascale.measure.bench.collectives import Missing, Point, Report
+from ultrascale.measure.bench.collectives import CollectivesReport, CollectiveTiming, SkippedCollective
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.job import Job
@@ -30,15 +30,15 @@ def test_bandwidths_are_those_of_nccl_tests() -> None:
     }  # fmt: skip
     assert list(factors) == list(collectives.OPS)
     for op, factor in factors.items():
-        point = Point(op, 4, 10**9, 0.5, 0.4, 0.6)
+        point = CollectiveTiming(op, 4, 10**9, 0.5, 0.4, 0.6)
         assert point.algorithm_gb_s == pytest.approx(2.0)
         assert point.bus_gb_s == pytest.approx(2.0 * factor), op
 
 
-def points(alpha: float, beta_gb_s: float) -> list[Point]:
+def points(alpha: float, beta_gb_s: float) -> list[CollectiveTiming]:
     """Broadcasts between two: every byte goes over the wire once."""
     times = {size: alpha + size / (beta_gb_s * 1e9) for size in (1000, 10**6, 10**9)}
-    return [Point("broadcast", 2, size, time, time, time) for size, time in times.items()]
+    return [CollectiveTiming("broadcast", 2, size, time, time, time) for size, time in times.items()]
 
 
 def test_the_line_is_found_again() -> None:
@@ -56,7 +56,7 @@ def test_a_line_that_would_begin_below_nothing_begins_at_nothing() -> None:
 
 def test_a_barrier_has_a_latency_alone() -> None:
     times = (3e-6, 1e-6, 2e-6)
-    fit = collectives.fit([Point("barrier", 2, 0, time, time, time) for time in times])
+    fit = collectives.fit([CollectiveTiming("barrier", 2, 0, time, time, time) for time in times])
     assert (fit.alpha_s, fit.beta_gb_s) == (2e-6, None)
 
 
@@ -94,26 +94,26 @@ def test_parts_are_whole_numbers_of_elements() -> None:
 def test_one_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     from ultrascale.parallel import local
 
-    def run(function: object, nproc: int, op: str, *_: object, **__: object) -> list[list[Point]]:
+    def run(function: object, nproc: int, op: str, *_: object, **__: object) -> list[list[CollectiveTiming]]:
         if op == "reduce":
             raise RunError("rank 1 failed:\nTraceback\nRuntimeError: not supported")
-        return [[Point(op, nproc, 8, 1.0, 1.0, 1.0)]]
+        return [[CollectiveTiming(op, nproc, 8, 1.0, 1.0, 1.0)]]
 
     monkeypatch.setattr(local, "run", run)
     report = collectives_timed.measure(["broadcast", "reduce", "barrier"], [8], [2], 2, False, lambda text: None)
     assert [point.op for point in report.points] == ["broadcast", "barrier"]
-    assert report.missing == (Missing("reduce", 2, "RuntimeError: not supported"),)
+    assert report.missing == (SkippedCollective("reduce", 2, "RuntimeError: not supported"),)
 
 
 def test_links_get_constants_that_give_back_what_was_seen() -> None:
     cluster = Cluster.load("8xh100")
     wanted = {"link_bandwidth": 0.6, "link_latency_s": 5e-6}
     known = cluster.model_copy(update={"efficiency": cluster.efficiency.model_copy(update=wanted)})
-    link = Machine(Job(model=Model.load("tiny"), cluster=known, seq=128, batch_tokens=1024)).intra("all_reduce")
+    link = ClusterRates(Job(model=Model.load("tiny"), cluster=known, seq=128, batch_tokens=1024)).intra("all_reduce")
 
-    def seen(size: int) -> Point:
+    def seen(size: int) -> CollectiveTiming:
         time = float(collective_time_s("all_reduce", size, 8, per_node=8, intra=link, inter=link))
-        return Point("all_reduce", 8, size, time, time, time)
+        return CollectiveTiming("all_reduce", 8, size, time, time, time)
 
     found = collectives.linked(cluster, [seen(1024), seen(2**20), seen(2**28)]).efficiency
     assert found.link_bandwidth == pytest.approx(0.6, rel=1e-3)
@@ -153,6 +153,6 @@ def test_under_torchrun(tmp_path: Path) -> None:
 
 
 def test_a_report_fits_each_group_apart() -> None:
-    mixed = [Point("reduce", ranks, size, 1e-6 * ranks, 1.0, 1.0) for ranks in (2, 4) for size in (8, 16)]
-    fits = Report("x", tuple(mixed)).fits
+    mixed = [CollectiveTiming("reduce", ranks, size, 1e-6 * ranks, 1.0, 1.0) for ranks in (2, 4) for size in (8, 16)]
+    fits = CollectivesReport("x", tuple(mixed)).fits
     assert [(fit.ranks, fit.alpha_s) for fit in fits] == [(2, pytest.approx(2e-6)), (4, pytest.approx(4e-6))]

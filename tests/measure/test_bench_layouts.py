@@ -23,9 +23,9 @@ from conftest import Run
 from ultrascale.cost.estimate import estimate
 from ultrascale.measure.bench import layouts, layouts_run, layouts_storage, trial
 from ultrascale.measure.bench.layouts import Asked, Configuration
-from ultrascale.measure.bench.layouts_run import Row, Sweep, verdict
+from ultrascale.measure.bench.layouts_run import Sweep, TrialRow, verdict
 from ultrascale.measure.bench.layouts_study import Record, Slower, Study, study_name
-from ultrascale.measure.bench.trial import Failed, Seen, Step
+from ultrascale.measure.bench.trial import TrialFailure, TrialResult, TrialStep
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.job import Job
@@ -52,13 +52,13 @@ def in_file(tmp_path: Path, name: str = "tiny") -> Study:
     return Study(f"sqlite:///{tmp_path / 'study.db'}", name)
 
 
-def seen(rate: float) -> Seen:
+def seen(rate: float) -> TrialResult:
     values = {
         "step_time_s": 1.0, "tokens_per_s": rate, "tokens_per_s_per_gpu": rate, "model_tflops_per_gpu": 1.0, "peak_gib": 1.0,
         "peak_stage": 0, "steps": 2, "processes": 2, "device": "cpu", "time": {},
         "memory": [{"stage": 0, "layers": 1, "memory": dict.fromkeys(trial.OWNERS, 2.0**28)}],
     }  # fmt: skip
-    return Seen(Measurement(**values), None, 1.0, 1.0)
+    return TrialResult(Measurement(**values), None, 1.0, 1.0)
 
 
 class Made:
@@ -67,17 +67,17 @@ class Made:
     def __init__(self, answers: dict[int, Any]) -> None:
         self.answers, self.ran = answers, list[int]()
 
-    def __call__(self, request: Any, folder: Path, cluster: Any, limit_s: float, look: Any) -> Seen | Failed:
+    def __call__(self, request: Any, folder: Path, cluster: Any, limit_s: float, look: Any) -> TrialResult | TrialFailure:
         self.ran.append(request.layout.mbs)
         answer = self.answers[request.layout.mbs]
         if isinstance(answer, BaseException):
             raise answer
         if isinstance(answer, list):  # tokens/s step by step, until somebody has seen enough
             for number, rate in enumerate(answer, 3):
-                if look([Step(number, rate)]):
-                    return Failed("stopped", f"stopped after step {number}")
+                if look([TrialStep(number, rate)]):
+                    return TrialFailure("stopped", f"stopped after step {number}")
             return seen(answer[-1])
-        return answer if isinstance(answer, Failed) else seen(answer)
+        return answer if isinstance(answer, TrialFailure) else seen(answer)
 
 
 def made(monkeypatch: pytest.MonkeyPatch, answers: dict[int, Any]) -> Made:
@@ -157,11 +157,11 @@ def test_durations() -> None:
 
 
 def test_a_trial_is_the_engines_own_run(plan: Plan, tmp_path: Path) -> None:
-    steps: list[Step] = []
+    steps: list[TrialStep] = []
     ended = trial.run(
         layouts.base_request(plan, None, 5, 0), tmp_path / "run", None, 120, lambda new: steps.extend(new) or False
     )
-    assert isinstance(ended, Seen)
+    assert isinstance(ended, TrialResult)
     assert Measurement.load(tmp_path / "run" / "measurement.json") == ended.measured
     assert [step.number for step in steps] == [3, 4, 5]  # the first two tell nothing of speed
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
@@ -173,7 +173,7 @@ def test_a_killed_rank_is_a_reason(plan: Plan, tmp_path: Path) -> None:
     request = layouts.base_request(plan, None, 500, 0)
     killed: list[int] = []
 
-    def kill_a_rank(new: list[Step]) -> bool:
+    def kill_a_rank(new: list[TrialStep]) -> bool:
         if new and not killed:
             (leader,) = multiprocessing.active_children()
             assert leader.pid is not None
@@ -182,7 +182,7 @@ def test_a_killed_rank_is_a_reason(plan: Plan, tmp_path: Path) -> None:
         return False
 
     ended = trial.run(request, tmp_path / "run", None, 120, kill_a_rank)
-    assert isinstance(ended, Failed)
+    assert isinstance(ended, TrialFailure)
     assert ended.kind == "killed"
     assert "rank 1" in ended.reason
     assert "SIGKILL" in ended.reason
@@ -196,7 +196,7 @@ def children(pid: int) -> list[int]:
 def test_a_killed_trial_is_a_reason_and_its_ranks_end(plan: Plan, tmp_path: Path) -> None:
     ranks: list[int] = []
 
-    def kill_the_trial(new: list[Step]) -> bool:
+    def kill_the_trial(new: list[TrialStep]) -> bool:
         if new and not ranks:
             (leader,) = multiprocessing.active_children()
             assert leader.pid is not None
@@ -205,7 +205,7 @@ def test_a_killed_trial_is_a_reason_and_its_ranks_end(plan: Plan, tmp_path: Path
         return False
 
     ended = trial.run(layouts.base_request(plan, None, 500, 0), tmp_path / "run", None, 120, kill_the_trial)
-    assert isinstance(ended, Failed)
+    assert isinstance(ended, TrialFailure)
     assert (ended.kind, "without a word" in ended.reason) == ("killed", True)
     assert len(ranks) == 2
     gone_by = time.monotonic() + 10
@@ -228,7 +228,7 @@ def test_a_trial_without_memory_is_a_reason(plan: Plan, tmp_path: Path, monkeypa
     job = plan.job.changed(model=wide, cluster=Cluster.load("1xh100"))
     big = plan.model_copy(update={"job": job, "layout": Layout(mbs=8)})
     ended = trial.run(layouts.base_request(big, None, 4, 0), tmp_path / "run", None, 120)
-    assert isinstance(ended, Failed)
+    assert isinstance(ended, TrialFailure)
     assert ended.kind == "out of memory", ended
 
 
@@ -238,32 +238,32 @@ def test_a_trial_that_hangs_and_one_that_crashes_are_reasons(
     monkeypatch.setattr(launch, "train", lambda *_, **__: time.sleep(60))
     request = layouts.base_request(plan, None, 4, 0)
     ended = trial.run(request, tmp_path / "a", None, 0.5)
-    assert isinstance(ended, Failed)
+    assert isinstance(ended, TrialFailure)
     assert (ended.kind, "no end within" in ended.reason) == ("timed out", True)
 
     def broken(*_: Any, **__: Any) -> None:
         raise ValueError("no such kernel")
 
     monkeypatch.setattr(launch, "train", broken)
-    assert trial.run(request, tmp_path / "b", None, 60) == Failed("crashed", "ValueError: no such kernel")
+    assert trial.run(request, tmp_path / "b", None, 60) == TrialFailure("crashed", "ValueError: no such kernel")
 
 
 def test_reasons_are_one_sentence() -> None:
     told = "rank 1 (tp 1) failed:\nTraceback (most recent call last):\n  File x\nValueError: bad\nThis was rank 1, at step 2"
-    assert trial.failure(RunError(told)) == Failed("crashed", "ValueError: bad")
+    assert trial.failure(RunError(told)) == TrialFailure("crashed", "ValueError: bad")
     killed = "rank 0 failed:\nthe process ended without a word (signal SIGKILL: the system's out-of-memory killer struck)"
     assert trial.failure(RunError(killed)).kind == "out of memory"
     stuck = "rank 0 has not moved for 600 s: step 3, forward and backward, waiting in all_reduce\nrank 1 is stopped"
-    assert trial.failure(RunError(stuck)) == Failed("timed out", stuck.splitlines()[0])
+    assert trial.failure(RunError(stuck)) == TrialFailure("timed out", stuck.splitlines()[0])
     assert trial.failure(MemoryError()).kind == "out of memory"
-    assert trial.failure(SpecError("layout.tp is 3")) == Failed("refused", "layout.tp is 3")
+    assert trial.failure(SpecError("layout.tp is 3")) == TrialFailure("refused", "layout.tp is 3")
 
 
 # The study
 
 
 def test_every_end_is_recorded_and_nothing_is_repeated(asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = Failed("out of memory", "rank 0 ran out of memory at step 1")
+    failed = TrialFailure("out of memory", "rank 0 ran out of memory at step 1")
     runner = made(monkeypatch, {2: 100.0, 1: failed, 4: 150.0})
     rows = Sweep(asked, in_file(tmp_path), tmp_path, None, 60).run()
     assert runner.ran == [2, 1, 4]
@@ -331,7 +331,7 @@ def test_a_silent_machine_loses_its_trial(asked: Asked, tmp_path: Path) -> None:
     record = study.records()[claimed[0]]
     assert (record.state, record.kind, record.reason) == ("failed", "interrupted", "the machine that ran it fell silent")
     late = claimed[1]  # it was only slow: what it says now changes nothing
-    assert not late.slower([Step(3, 1.0)])
+    assert not late.slower([TrialStep(3, 1.0)])
     late.tell(seen(5.0), 1.0, tmp_path)
     assert study.records()[claimed[0]] == record
 
@@ -369,10 +369,10 @@ def test_a_budget_that_is_spent_leaves_the_rest_waiting(asked: Asked, tmp_path: 
     monkeypatch.setattr(layouts_run, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     limits: list[float] = []
 
-    def slow(request: Any, folder: Path, cluster: Any, limit_s: float, look: Any) -> Failed:
+    def slow(request: Any, folder: Path, cluster: Any, limit_s: float, look: Any) -> TrialFailure:
         limits.append(limit_s)
         clock[0] += limit_s
-        return Failed("timed out", "no end")
+        return TrialFailure("timed out", "no end")
 
     monkeypatch.setattr(trial, "run", slow)
     ended = Sweep(asked, in_file(tmp_path), tmp_path, None, 60, budget_s=5.0).run()
@@ -383,11 +383,11 @@ def test_a_budget_that_is_spent_leaves_the_rest_waiting(asked: Asked, tmp_path: 
 
 def test_regret_of_a_first_choice_that_failed_is_not_known(asked: Asked) -> None:
     first, second, _ = asked.configurations
-    rows = (Row(first, Record(0, "failed", reason="x")), Row(second, Record(1, "measured", 10.0)))
+    rows = (TrialRow(first, Record(0, "failed", reason="x")), TrialRow(second, Record(1, "measured", 10.0)))
     found = verdict(rows)
     assert found is not None
     assert found.regret is None
-    assert verdict((Row(first, None),)) is None
+    assert verdict((TrialRow(first, None),)) is None
 
 
 def test_studies_are_of_one_job(plan: Plan) -> None:

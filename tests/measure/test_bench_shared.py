@@ -20,7 +20,7 @@ from ultrascale.measure.bench import layouts
 from ultrascale.measure.bench.layouts import Asked
 from ultrascale.measure.bench.layouts_run import Sweep
 from ultrascale.measure.bench.layouts_study import Study
-from ultrascale.measure.bench.trial import Failed
+from ultrascale.measure.bench.trial import TrialFailure
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.job import Job
@@ -109,7 +109,7 @@ def work(url: str, asked: Asked, folder: Path, told: multiprocessing.Queue) -> N
     mine = []
     while (claimed := study.claim([one.layout for one in asked.configurations])) is not None:
         mine.append(claimed[1].number)
-        claimed[1].tell(Failed("crashed", "made up"), 0.1, folder)
+        claimed[1].tell(TrialFailure("crashed", "made up"), 0.1, folder)
     told.put(mine)
 
 

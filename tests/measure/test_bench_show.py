@@ -13,9 +13,9 @@ from rich.console import Console
 from conftest import Run
 from ultrascale.cost.estimate import estimate
 from ultrascale.measure.bench import collectives_timed, hardware, layouts, trial
-from ultrascale.measure.bench.collectives import Point, Report
+from ultrascale.measure.bench.collectives import CollectivesReport, CollectiveTiming
 from ultrascale.measure.bench.layouts import Asked
-from ultrascale.measure.bench.layouts_run import Progress, Row, verdict
+from ultrascale.measure.bench.layouts_run import TrialProgress, TrialRow, verdict
 from ultrascale.measure.bench.layouts_study import Record
 from ultrascale.show import bench_layouts as show
 from ultrascale.specs.cluster import Cluster
@@ -38,8 +38,8 @@ def asked(plan: Plan) -> Asked:
     return layouts.varied(plan, layouts.base_request(plan, None, 4, 0), "mbs=1:2:4,mbs=3", Cluster.load("2xh100"))
 
 
-def rows(asked: Asked, *records: Record | None) -> tuple[Row, ...]:
-    return tuple(Row(one, record) for one, record in zip(asked.configurations, records, strict=True))
+def rows(asked: Asked, *records: Record | None) -> tuple[TrialRow, ...]:
+    return tuple(TrialRow(one, record) for one, record in zip(asked.configurations, records, strict=True))
 
 
 RECORDS = (
@@ -88,9 +88,9 @@ def watched(asked: Asked, monkeypatch: pytest.MonkeyPatch, **console: Any) -> st
     text = StringIO()
     monkeypatch.setattr(show, "terminal", lambda to_errors: Console(file=text, width=200, **console))
     with show.watching(asked) as changed:
-        changed(Progress(rows(asked, RECORDS[0], None, None), "mbs=1", 3, 10, None))
-        changed(Progress(rows(asked, *RECORDS), "", 0, 10, 150.0))
-        changed(Progress(rows(asked, *RECORDS), "", 0, 10, 150.0))
+        changed(TrialProgress(rows(asked, RECORDS[0], None, None), "mbs=1", 3, 10, None))
+        changed(TrialProgress(rows(asked, *RECORDS), "", 0, 10, 150.0))
+        changed(TrialProgress(rows(asked, *RECORDS), "", 0, 10, 150.0))
     return text.getvalue()
 
 
@@ -125,9 +125,11 @@ def test_ctrl_c_ends_with_a_table_and_a_word(plan: Plan, run: Run, tmp_path: Pat
 def test_links_of_several_gpus_become_constants(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
-    def measure(*words: Any) -> Report:
+    def measure(*words: Any) -> CollectivesReport:
         asked.append(words[:5])
-        return Report("2 GPUs over NCCL", tuple(Point("all_reduce", 2, size, 1.0, 1.0, 1.0) for size in (1024, 2**28)))
+        return CollectivesReport(
+            "2 GPUs over NCCL", tuple(CollectiveTiming("all_reduce", 2, size, 1.0, 1.0, 1.0) for size in (1024, 2**28))
+        )
 
     monkeypatch.setattr(machine, "gpu_names", lambda: ["NVIDIA H200"] * 2)
     monkeypatch.setattr(hardware, "measured", lambda cluster: cluster)

@@ -15,11 +15,11 @@ from rich.console import Console
 from conftest import Run
 from ultrascale import Cluster, Job, Layout, Model, estimate
 from ultrascale.measure.calibrate import memory
-from ultrascale.measure.calibrate.calibration import Calibration, Judged, Verdict, _better, calibrate
+from ultrascale.measure.calibrate.calibration import CalibratedRun, Calibration, ConstantVerdict, _better, calibrate
 from ultrascale.measure.calibrate.constants import Base
-from ultrascale.measure.calibrate.fit import Model as Fitted
+from ultrascale.measure.calibrate.fit import StepTimeModel as Fitted
 from ultrascale.measure.calibrate.fit import fit
-from ultrascale.measure.calibrate.runs import Seen, _one_machine, load
+from ultrascale.measure.calibrate.runs import CalibrationRun, _one_machine, load
 from ultrascale.show.calibrate import show_calibration
 from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.errors import SpecError
@@ -28,7 +28,7 @@ from ultrascale.specs.measurement import MeasuredMemory, MeasuredStage, Measured
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import GIB
 from ultrascale.train.machine import cpu_cluster
-from ultrascale.train.rates import LinkRate, Rates
+from ultrascale.train.rates import CPURates, LinkRate
 
 TRUTH = Efficiency(matmul=0.95, attention_forward=0.44, attention_backward=0.344, kernel_launch_s=6e-5)
 SHAPES = (
@@ -50,18 +50,18 @@ def job_of(model: str, seq: int, layout: Layout, gpus: int = 1) -> Job:
     )
 
 
-def seen(model: str, seq: int, layout: Layout, truth: Efficiency = TRUTH, gpus: int = 1, name: str = "") -> Seen:
+def seen(model: str, seq: int, layout: Layout, truth: Efficiency = TRUTH, gpus: int = 1, name: str = "") -> CalibrationRun:
     """A run as the laws say it under other constants than those of its plan."""
     job = job_of(model, seq, layout, gpus)
     real = job.changed(cluster=job.cluster.model_copy(update={"efficiency": truth}))
-    return Seen(name or f"{model}-{seq}-{layout}", job, layout, estimate(real, layout).step_time_s)
+    return CalibrationRun(name or f"{model}-{seq}-{layout}", job, layout, estimate(real, layout).step_time_s)
 
 
-def made_up(truth: Efficiency = TRUTH) -> list[Seen]:
+def made_up(truth: Efficiency = TRUTH) -> list[CalibrationRun]:
     return [seen(model, seq, Layout(mbs=mbs), truth) for model, seq, mbs in SHAPES]
 
 
-def verdict(found: Calibration, name: str) -> Verdict:
+def verdict(found: Calibration, name: str) -> ConstantVerdict:
     return next(one for one in found.verdicts if one.name == name)
 
 
@@ -160,12 +160,12 @@ def test_constants_that_do_worse_on_runs_left_out_are_not_taken(run: Run, tmp_pa
 
 
 def test_the_middle_error_on_runs_that_others_judge_decides() -> None:
-    def judged(left_out: float, alone: tuple[str, ...] = ()) -> Judged:
-        return Judged("x", 1.0, 1.04, 1.0, left_out, 0.0, alone)
+    def judged(left_out: float, alone: tuple[str, ...] = ()) -> CalibratedRun:
+        return CalibratedRun("x", 1.0, 1.04, 1.0, left_out, 0.0, alone)
 
-    def better(*runs: Judged) -> bool:
+    def better(*runs: CalibratedRun) -> bool:
         cluster = Cluster.load("1xh100")
-        return _better(Calibration(cluster, cluster, (Verdict("matmul", 1.0, 0.9, 0.01),), runs))
+        return _better(Calibration(cluster, cluster, (ConstantVerdict("matmul", 1.0, 0.9, 0.01),), runs))
 
     assert better(judged(1.01), judged(0.98), judged(1.5))
     assert not better(judged(1.06), judged(0.94), judged(1.0))
@@ -189,7 +189,7 @@ def test_memory_is_fitted_where_times_need_no_fit(tmp_path: Path) -> None:
     assert "matmul" not in found.cluster.calibrated.constants
 
 
-def measurement(one: Seen, holes: float | None = 0.0, extra_gib: float = 0.0) -> Measurement:
+def measurement(one: CalibrationRun, holes: float | None = 0.0, extra_gib: float = 0.0) -> Measurement:
     real = estimate(one.job, one.layout).memory[0].memory
     held = {name: getattr(real, name) for name in ("parameters", "master", "gradients", "optimizer", "buffers")}
     tensors = MeasuredMemory(**held, activations=real.activations + extra_gib * GIB, runtime=holes)
@@ -208,8 +208,8 @@ def measurement(one: Seen, holes: float | None = 0.0, extra_gib: float = 0.0) ->
     )
 
 
-def write(path: Path, runs: list[Seen], extra_gib: float = 0.0) -> None:
-    def line(one: Seen) -> str:
+def write(path: Path, runs: list[CalibrationRun], extra_gib: float = 0.0) -> None:
+    def line(one: CalibrationRun) -> str:
         plan = Plan(job=one.job, layout=one.layout, estimate=estimate(one.job, one.layout)).to_mapping()
         measured = measurement(one, extra_gib=extra_gib).model_dump(mode="json")
         return json.dumps({"run": one.name, "job": plan["job"], "layout": plan["layout"], "measurement": measured})
@@ -217,7 +217,7 @@ def write(path: Path, runs: list[Seen], extra_gib: float = 0.0) -> None:
     path.write_text("\n".join(map(line, runs)) + "\n")
 
 
-def folder(path: Path, one: Seen) -> Path:
+def folder(path: Path, one: CalibrationRun) -> Path:
     path.mkdir(parents=True)
     Plan(job=one.job, layout=one.layout, estimate=estimate(one.job, one.layout)).save(path / "plan.yaml")
     measurement(one).save(path / "measurement.json")
@@ -304,7 +304,7 @@ def test_a_table_of_own_runs(tmp_path: Path) -> None:
 
 
 def test_a_cpu_is_found_again_by_runs_that_tell_its_constants_apart() -> None:
-    base = cpu_cluster(1, Rates(2e11, 3e10, 1.2e-5, 1.5e11, 1e11, 1e9), LinkRate(1e9, 1e-4), 2.0**34)
+    base = cpu_cluster(1, CPURates(2e11, 3e10, 1.2e-5, 1.5e11, 1e11, 1e9), LinkRate(1e9, 1e-4), 2.0**34)
     truth = base.efficiency.model_copy(update={"matmul": 1.4, "kernel_launch_s": 4e-6, "softmax_gscores_s": 1.5})
     asked = (("mini", 256, 4, 2, "none"), ("tiny", 512, 4, 2, "none"), ("tiny", 128, 1, 4, "none"), ("mini", 128, 2, 2, "full"))
     runs = []
@@ -312,7 +312,7 @@ def test_a_cpu_is_found_again_by_runs_that_tell_its_constants_apart() -> None:
         layout = Layout(mbs=mbs, gas=gas, recompute=recompute)
         job = Job(model=Model.load(model), cluster=base, seq=seq, batch_tokens=layout.batch_tokens(seq), precision="fp32")
         real = job.changed(cluster=base.model_copy(update={"efficiency": truth}))
-        runs.append(Seen(f"{model}-{seq}-{mbs}", job, layout, estimate(real, layout).step_time_s, 0.02))
+        runs.append(CalibrationRun(f"{model}-{seq}-{mbs}", job, layout, estimate(real, layout).step_time_s, 0.02))
     found = fit(Fitted(Base.of(runs[0].job), runs), range(len(runs)))
     named = {
         constant.name: Base.of(runs[0].job).moved(constant, by)[constant.fields[0]] for constant, by in found.moves.items()

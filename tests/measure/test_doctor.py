@@ -16,7 +16,7 @@ from rich.console import Console
 from ultrascale.cost.estimate import estimate
 from ultrascale.measure.doctor import facts, nvidia
 from ultrascale.measure.doctor import findings as doctor
-from ultrascale.measure.doctor.facts import Disk, Facts
+from ultrascale.measure.doctor.facts import Disk, MachineFacts
 from ultrascale.measure.doctor.findings import Finding, machine_findings
 from ultrascale.measure.doctor.nvidia import GPUFact
 from ultrascale.measure.doctor.plan import plan_findings
@@ -28,7 +28,7 @@ from ultrascale.specs.model import Model
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import GIB
 
-LAPTOP = Facts(
+LAPTOP = MachineFacts(
     python="3.11.7",
     packages={"torch": "2.13.0+cpu", "numpy": "2.4.6", "safetensors": "0.8.0"},
     cores=8,
@@ -61,15 +61,15 @@ TORCHRUN = {
 }
 
 
-def changed(base: Facts, **fields: Any) -> Facts:
+def changed(base: MachineFacts, **fields: Any) -> MachineFacts:
     return replace(base, **fields)
 
 
-def packages(base: Facts, **versions: str | None) -> Facts:
+def packages(base: MachineFacts, **versions: str | None) -> MachineFacts:
     return replace(base, packages={**base.packages, **versions})
 
 
-def environment(base: Facts, given: Mapping[str, str], **more: str | None) -> Facts:
+def environment(base: MachineFacts, given: Mapping[str, str], **more: str | None) -> MachineFacts:
     together = {**given, **more}
     return replace(base, environment={name: value for name, value in together.items() if value is not None})
 
@@ -80,12 +80,12 @@ def found(findings: list[Finding], name: str) -> Finding:
 
 
 @pytest.mark.parametrize("base", [LAPTOP, NODE, environment(NODE, TORCHRUN)])
-def test_a_good_machine_has_nothing_to_tell(base: Facts) -> None:
+def test_a_good_machine_has_nothing_to_tell(base: MachineFacts) -> None:
     assert [finding for finding in machine_findings(base) if finding.level != "ok"] == []
 
 
 GPU = NODE.gpus[0]
-CASES: dict[str, tuple[Facts, str, str, str]] = {
+CASES: dict[str, tuple[MachineFacts, str, str, str]] = {
     "no torch": (packages(LAPTOP, torch=None), "torch", "bad", "torch is not installed"),
     "old torch": (packages(LAPTOP, torch="2.9.1"), "torch", "bad", "2.9.1 is older than 2.11"),
     "torch without CUDA": (changed(NODE, torch_cuda=None), "torch", "bad", "the 8 GPUs here would stand idle"),

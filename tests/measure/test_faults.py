@@ -19,11 +19,11 @@ from parallel.harness import family
 from ultrascale.measure.verify.check import verify
 from ultrascale.measure.verify.small import small_job
 from ultrascale.parallel import context, tensor
-from ultrascale.parallel.data import Reduced
+from ultrascale.parallel.data import BucketedGrads
+from ultrascale.parallel.multi_linear import ALONE
 from ultrascale.parallel.pipeline import Pipeline
-from ultrascale.parallel.products import ALONE
-from ultrascale.parallel.travel import Travel
-from ultrascale.parallel.zero import Sharded
+from ultrascale.parallel.token_dispatch import TokenDispatcher
+from ultrascale.parallel.zero import FSDPGrads
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import Training
 from ultrascale.train import build, engine
@@ -82,7 +82,7 @@ def stale_gradients(patch: Patch) -> None:
             self.unwritten.clear()
         self.begun = True
 
-    wrapped(patch, Reduced, "begin", around)
+    wrapped(patch, BucketedGrads, "begin", around)
 
 
 def rope_without_offset(patch: Patch) -> None:
@@ -116,7 +116,7 @@ def bucket_not_reduced(patch: Patch) -> None:
         if bucket is not self.buckets[2]:
             original(self, bucket)
 
-    wrapped(patch, Reduced, "_start", around)
+    wrapped(patch, BucketedGrads, "_start", around)
 
 
 def ties_not_summed(patch: Patch) -> None:
@@ -124,7 +124,7 @@ def ties_not_summed(patch: Patch) -> None:
 
 
 def combined_in_wrong_order(patch: Patch) -> None:
-    wrapped(patch, Travel, "return_", lambda original, self: original(self).roll(1, 0))
+    wrapped(patch, TokenDispatcher, "return_", lambda original, self: original(self).roll(1, 0))
 
 
 def ring_gradients_stay_away(patch: Patch) -> None:
@@ -139,7 +139,7 @@ def ring_gradients_stay_away(patch: Patch) -> None:
 
 
 def stale_gathered_weights(patch: Patch) -> None:
-    wrapped(patch, Sharded, "_set", lambda original, self, sync, last, reshard: original(self, sync, last, False))
+    wrapped(patch, FSDPGrads, "_set", lambda original, self, sync, last, reshard: original(self, sync, last, False))
 
 
 def one_replica_steps_further(patch: Patch) -> None:
@@ -157,7 +157,7 @@ def gradients_of_another_microbatch(patch: Patch) -> None:
 
     from ultrascale.parallel import pipeline
 
-    wrapped(patch, pipeline._Mail, "give", around)
+    wrapped(patch, pipeline._StageMailbox, "give", around)
 
 
 def replicas_read_the_same(patch: Patch) -> None:

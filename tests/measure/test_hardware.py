@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 
 from ultrascale.cost import attention
-from ultrascale.cost.columns import Columns
-from ultrascale.cost.hardware import Machine
+from ultrascale.cost.columns import LayoutColumns
+from ultrascale.cost.hardware import ClusterRates
 from ultrascale.measure.bench import hardware
-from ultrascale.measure.bench.hardware import Product, Seen
+from ultrascale.measure.bench.hardware import GemmShape, HardwareTimes
 from ultrascale.measure.doctor import nvidia
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 
-SEEN = Seen(
-    products=((Product(16384, 8192, 2048), 8.1e-4), (Product(8192, 2048, 16384), 7.7e-4)),
+SEEN = HardwareTimes(
+    products=((GemmShape(16384, 8192, 2048), 8.1e-4), (GemmShape(8192, 2048, 16384), 7.7e-4)),
     attention_forward_s=1.1e-3,
     attention_backward_s=3.2e-3,
     copy_s=5.3e-4,
@@ -37,10 +37,10 @@ def test_the_laws_give_back_what_was_seen(kind: str) -> None:
         seq=hardware.SEQ,
         batch_tokens=hardware.TOKENS,
     )
-    machine = Machine(job)
+    machine = ClusterRates(job)
     m, n, k = np.array([(one.m, one.n, one.k) for one, _ in SEEN.products], dtype=float).T
     assert machine.matmul_s(m, n, k).sum() == pytest.approx(15.8e-4, rel=1e-3)
-    passes = attention.passes(job, Columns.of([Layout(mbs=4)]), machine)
+    passes = attention.passes(job, LayoutColumns.of([Layout(mbs=4)]), machine)
     assert passes.forward[0] == pytest.approx(1.1e-3, rel=1e-3)
     assert passes.input_grad[0] == pytest.approx(3.2e-3, rel=1e-3)
     assert machine.stream_s(np.array([2.0 * hardware.COPIED]))[0] == pytest.approx(5.3e-4, rel=1e-3)

@@ -16,18 +16,18 @@ from rich.console import Console
 from torch.nn.attention import flex_attention
 
 from ultrascale.measure.bench import kernels, kernels_step, kernels_timed
-from ultrascale.measure.bench.kernels import Contest, Contestant, Report, Row, Shape
+from ultrascale.measure.bench.kernels import KernelCandidate, KernelComparison, KernelResult, KernelShape, KernelsReport
 from ultrascale.show import kernels as show
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.model import Model
 
-SMALL = Shape(
+SMALL = KernelShape(
     Model(name="small", layers=1, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=16, vocab=96, rope_theta=1e4), mbs=2, seq=24
 )
 CPU = torch.device("cpu")
 
 
-def worst(asked: Contest, ways: tuple[str, ...]) -> dict[str, float]:
+def worst(asked: KernelComparison, ways: tuple[str, ...]) -> dict[str, float]:
     """The difference of each from the plain operators."""
     wanted, found = None, {}
     for way in ways:
@@ -87,10 +87,10 @@ def test_the_kernels_under_tritons_interpreter() -> None:
     assert done.stdout.startswith("....")  # ours; Liger's come last, and may not be there
 
 
-def row(ours: float = 0.5, **others: float) -> Row:
+def row(ours: float = 0.5, **others: float) -> KernelResult:
     times = {**(others or {"eager": 2.0, "compile": 0.8}), "ours": ours}
     differences = {"eager": 0.0, "ours": 3e-3}
-    return Row(
+    return KernelResult(
         "norm", "1b", "32,768 × 2,048", times, {"liger": "not installed"}, differences, {"ours": 0.25}, 3600.0, None, 0.75
     )
 
@@ -100,13 +100,13 @@ def test_ours_is_kept_where_it_beats_the_best_other() -> None:
     assert row().verdict == "keep"
     assert row(eager=2.0, liger=0.4).verdict == "slower"
     assert row(eager=0.5).verdict == "slower"  # no faster is no reason
-    alone = Row("norm", "1b", "", {"ours": 1.0}, {"eager": "out of memory"}, {}, {}, None, None, None)
+    alone = KernelResult("norm", "1b", "", {"ours": 1.0}, {"eager": "out of memory"}, {}, {}, None, None, None)
     assert alone.share is None
     assert alone.verdict == "–"
 
 
 def test_the_table_says_times_shares_rates_and_verdicts() -> None:
-    report = Report("NVIDIA X, torch 9", (row(), row(ours=0.9)), ("1b: attention: cuDNN 4.90 ms, flash 7.50 ms",))
+    report = KernelsReport("NVIDIA X, torch 9", (row(), row(ours=0.9)), ("1b: attention: cuDNN 4.90 ms, flash 7.50 ms",))
     text = StringIO()
     show.show_kernels(Console(file=text, width=220), report)
     for word in ("0.500", "0.800", "not installed", "0.62", "3,600 GB/s (75 % of the GPU's)", "ours 3.0e-03", "keep", "slower"):
@@ -123,12 +123,14 @@ def test_one_that_runs_out_of_memory_or_fails_is_said(monkeypatch: pytest.Monkey
     def full() -> tuple[torch.Tensor, ...]:
         raise torch.OutOfMemoryError
 
-    def broken() -> Contestant:
+    def broken() -> KernelCandidate:
         raise TypeError("another version")
 
-    fine = Contestant(lambda: (torch.ones(2),))
-    asked = Contest(
-        "2", {"eager": lambda: Contestant(full), "compile": lambda: fine, "liger": broken, "ours": lambda: fine}, moved=10**9
+    fine = KernelCandidate(lambda: (torch.ones(2),))
+    asked = KernelComparison(
+        "2",
+        {"eager": lambda: KernelCandidate(full), "compile": lambda: fine, "liger": broken, "ours": lambda: fine},
+        moved=10**9,
     )
     monkeypatch.setattr(kernels_timed, "time_ms", lambda runners, _: dict.fromkeys(runners, 2.0))
     for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
@@ -141,12 +143,12 @@ def test_one_that_runs_out_of_memory_or_fails_is_said(monkeypatch: pytest.Monkey
 
 
 def test_ours_may_not_fail_silently(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> Contestant:
+    def broken() -> KernelCandidate:
         raise TypeError("ours")
 
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     with pytest.raises(TypeError, match="ours"):
-        kernels_timed._row("norm", SMALL, Contest("2", {"ours": broken}), None, lambda _: None)
+        kernels_timed._row("norm", SMALL, KernelComparison("2", {"ours": broken}), None, lambda _: None)
 
 
 def test_shapes_are_those_of_two_models_or_of_one_width() -> None:

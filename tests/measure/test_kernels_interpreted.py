@@ -9,12 +9,12 @@ import torch
 
 from ultrascale.kernels import fused
 from ultrascale.measure.bench import kernels_block, kernels_step, kernels_timed
-from ultrascale.measure.bench.kernels import Shape
+from ultrascale.measure.bench.kernels import KernelShape
 from ultrascale.specs.model import Model
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton does not interpret")
 
-SMALL = Shape(
+SMALL = KernelShape(
     Model(name="small", layers=1, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=16, vocab=96, rope_theta=1e4), mbs=1, seq=6
 )
 
@@ -36,7 +36,7 @@ def test_ours(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("norm", "norm_backward", "gate", "gate_backward"):
         monkeypatch.setattr(fused, name, getattr(fused_triton, name))
     monkeypatch.setattr(fused, "turn_", lambda qkv, heads, kv_heads, rope: fused_triton.turn_(qkv, heads, kv_heads, *rope))
-    monkeypatch.setattr(fused, "turn_back", lambda q, k, v, rope: fused_triton.turn_back(q, k, v, *rope))
+    monkeypatch.setattr(fused, "rotate_back", lambda q, k, v, rope: fused_triton.rotate_back(q, k, v, *rope))
     assert difference(kernel, "ours", torch.float32) < 1e-5
 
 

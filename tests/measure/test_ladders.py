@@ -11,9 +11,9 @@ from rich.console import Console
 
 from ultrascale.cost.estimate import estimate
 from ultrascale.measure.bench import ladders, trial
-from ultrascale.measure.bench.ladders import Figures, Here, Ladder, Rung
+from ultrascale.measure.bench.ladders import Figures, Ladder, LadderMachine, Rung
 from ultrascale.measure.bench.ladders_rungs import LADDERS, planned
-from ultrascale.measure.bench.trial import Failed
+from ultrascale.measure.bench.trial import TrialFailure
 from ultrascale.show import bench_ladders as show
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
@@ -22,7 +22,7 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 
 
-def here(**changes: Any) -> Here:
+def here(**changes: Any) -> LadderMachine:
     fields: dict[str, Any] = {
         "model": Model.load("tiny"),
         "seq": 32,
@@ -32,7 +32,7 @@ def here(**changes: Any) -> Here:
         "gpus": 0,
         "machine": lambda world, precision: None,
     }
-    return Here(**{**fields, **changes})
+    return LadderMachine(**{**fields, **changes})
 
 
 SOON = ("tensor", "context")
@@ -103,9 +103,9 @@ def test_what_cannot_run_here_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {rung.problem for rung in ladders.climb("zero", here(world=1)).rungs} == {"needs 2 processes, here is --nproc 1"}
     latent = ladders.climb("recompute", here(model=Model.load("deepseek-v2-lite")))
     assert all("latent attention" in str(rung.problem) for rung in latent.rungs)
-    monkeypatch.setattr(trial, "run", lambda *_: Failed("out of memory", "rank 0 ran out of memory at step 1"))
+    monkeypatch.setattr(trial, "run", lambda *_: TrialFailure("out of memory", "rank 0 ran out of memory at step 1"))
     assert ladders.climb("recompute", here()).rungs[0].problem == "out of memory"
-    monkeypatch.setattr(trial, "run", lambda *_: Failed("crashed", "ValueError: no"))
+    monkeypatch.setattr(trial, "run", lambda *_: TrialFailure("crashed", "ValueError: no"))
     assert ladders.climb("recompute", here()).rungs[0].problem == "crashed: ValueError: no"
 
 

@@ -27,9 +27,9 @@ from ultrascale.specs.measurement import Measurement
 from ultrascale.specs.model import Model
 from ultrascale.specs.plan import Plan
 from ultrascale.train import launch
-from ultrascale.train.account import OWNERS
 from ultrascale.train.machine import cpu_cluster
-from ultrascale.train.rates import LinkRate, Rates
+from ultrascale.train.memory_owners import OWNERS
+from ultrascale.train.rates import CPURates, LinkRate
 
 Run = Callable[..., tuple[int, str, str]]
 MODEL = Model(name="small", layers=4, hidden=64, heads=4, kv_heads=2, ffn=192, vocab=256)
@@ -38,7 +38,7 @@ MODEL = Model(name="small", layers=4, hidden=64, heads=4, kv_heads=2, ffn=192, v
 @pytest.fixture(autouse=True)
 def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that need not be measured again for every test."""
-    rates, link = Rates(1e10, 1e10, 5e-6, 5e9, 5e9, 5e8), LinkRate(1e9, 1e-4)
+    rates, link = CPURates(1e10, 1e10, 5e-6, 5e9, 5e9, 5e8), LinkRate(1e9, 1e-4)
     monkeypatch.setattr(launch, "machine", lambda world, precision, *_: cpu_cluster(world, rates, link, 2.0**34))
 
 

@@ -10,14 +10,14 @@ import torch
 import torch._dynamo
 import torch.distributed.checkpoint  # once here, and not once in every fork
 
-from ultrascale.measure.verify.programs import Drawing, Launch, Program, simpler
+from ultrascale.measure.verify.programs import Launch, Program, ProgramGenerator, simpler
 from ultrascale.measure.verify.runs import check_program, shortened
-from ultrascale.parallel.zero import Sharded
+from ultrascale.parallel.zero import FSDPGrads
 from ultrascale.show.verify import coverage, failure, program_row
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import Training
-from ultrascale.train import keep
+from ultrascale.train import async_checkpoint
 from ultrascale.train.request import from_words
 
 torch.set_num_threads(1)
@@ -62,8 +62,8 @@ def test_a_run_is_that_of_one_process(name: str) -> None:
 
 
 @cache
-def drawn(count: int) -> tuple[Drawing, list[Program]]:
-    drawing = Drawing(1000)
+def drawn(count: int) -> tuple[ProgramGenerator, list[Program]]:
+    drawing = ProgramGenerator(1000)
     return drawing, [drawing.next() for _ in range(count)]
 
 
@@ -85,7 +85,7 @@ def test_drawn_runs_use_every_pair_of_features_that_is_legal() -> None:
 
 
 def test_drawing_is_repeatable_legal_and_covers_many_pairs() -> None:
-    first, second = Drawing(7), Drawing(7)
+    first, second = ProgramGenerator(7), ProgramGenerator(7)
     programs = [first.next() for _ in range(20)]
     assert programs == [second.next() for _ in range(20)]
     assert all(program.problem() is None for program in programs)
@@ -137,14 +137,14 @@ def test_gradients_left_by_an_evaluation_are_found_shortened_and_located(
 ) -> None:
     """The mistake that ZeRO had: after an evaluation the module's parameters are gathered, and the shards kept gradients."""
 
-    def begin(self: Sharded) -> None:
+    def begin(self: FSDPGrads) -> None:
         for parameter in self.module.parameters():
             parameter.grad = None
         self._forwards.clear()
         for group in self._groups():
             group._post_forward_indices.clear()
 
-    monkeypatch.setattr(Sharded, "begin", begin)
+    monkeypatch.setattr(FSDPGrads, "begin", begin)
     failed = check_program(
         Program(
             launches=(
@@ -167,7 +167,7 @@ def test_gradients_left_by_an_evaluation_are_found_shortened_and_located(
 
 @pytest.mark.slow
 def test_an_optimizer_state_lost_on_resume_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = keep.restore
+    original = async_checkpoint.restore
 
     def forgetful(engine, source, *arguments, **named):
         original(engine, source, *arguments, **named)

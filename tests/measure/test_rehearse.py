@@ -12,14 +12,14 @@ import torch.distributed as dist
 
 from ultrascale.cost.estimate import estimate
 from ultrascale.measure.rehearse import fake as fake_tensors
-from ultrascale.measure.rehearse import watch
-from ultrascale.measure.rehearse.asked import check, engine_of, ranks_of
+from ultrascale.measure.rehearse import operator_tracker
 from ultrascale.measure.rehearse.compare import compared, prediction, whole_gradients
 from ultrascale.measure.rehearse.fake import QuickFakeTensorMode
 from ultrascale.measure.rehearse.rehearsal import Rehearsal, rehearse, rehearse_rank
-from ultrascale.measure.rehearse.repeat import Short, cut, shorten
+from ultrascale.measure.rehearse.repeat import ShortSchedule, cut, shorten
+from ultrascale.measure.rehearse.request import check, engine_of, ranks_of
 from ultrascale.measure.rehearse.world import even
-from ultrascale.schedules import Kind, lint
+from ultrascale.schedules import ActionKind, lint
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
@@ -27,7 +27,7 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model, MoE
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import GIB
-from ultrascale.train import account
+from ultrascale.train import memory_owners
 from ultrascale.train.build import schedule_of
 
 MODEL = Model(name="small", layers=4, hidden=64, heads=4, kv_heads=2, ffn=192, vocab=256)
@@ -70,7 +70,7 @@ def test_a_gpus_account_has_the_states_that_come_and_go(fields: dict[str, Any], 
         monkeypatch.setattr(torch.cuda, name, lambda device: None)
     for name in ("max_memory_allocated", "max_memory_reserved"):
         monkeypatch.setattr(torch.cuda, name, lambda device: 2**40)
-    monkeypatch.setattr(account, "_followed", lambda engine, step, live: account._allocated(engine, step))
+    monkeypatch.setattr(memory_owners, "_followed", lambda engine, step, live: memory_owners._allocated(engine, step))
     found = rehearse_rank(*asked(fields), rank=0).memory
     names = ("parameters", "master", "gradients", "optimizer")
     assert {name: getattr(found, name) for name in names} == {name: getattr(wanted, name) for name in names}
@@ -137,7 +137,7 @@ def test_tensors_without_memory_tell_what_real_ones_do(fields: dict[str, Any]) -
 def test_few_micro_batches_tell_of_all(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     job, layout = asked(fields)
     few = rehearse_rank(job, layout, 0)
-    monkeypatch.setattr("ultrascale.measure.rehearse.rehearsal.shorten", lambda layout, _: Short(layout.gas))
+    monkeypatch.setattr("ultrascale.measure.rehearse.rehearsal.shorten", lambda layout, _: ShortSchedule(layout.gas))
     every = rehearse_rank(job, layout, 0)
     assert few.microbatches < every.microbatches == layout.gas
     assert (few.flops, few.collectives, few.memory, few.peak) == (every.flops, every.collectives, every.memory, every.peak)
@@ -149,9 +149,9 @@ def test_a_schedule_is_cut_where_it_repeats_itself() -> None:
     short = shorten(layout, 0)
     assert (short.end - short.begin, short.times) == (2, 60)
     assert [short.weight(place) for place in (None, 0, short.begin, short.end)] == [1, 1, 60, 1]
-    assert shorten(Layout(pp=4, gas=8, schedule="afab"), 0) == Short(8)  # holds all of them
+    assert shorten(Layout(pp=4, gas=8, schedule="afab"), 0) == ShortSchedule(8)  # holds all of them
     assert lint(cut(schedule_of(layout), 5)) == []
-    assert sum(action.kind is Kind.B for action in cut(schedule_of(layout), 5).actions[0]) == 5
+    assert sum(action.kind is ActionKind.B for action in cut(schedule_of(layout), 5).actions[0]) == 5
 
 
 def test_experts_that_are_chosen_equally_often() -> None:
@@ -347,7 +347,7 @@ def test_weights_that_are_gathered_in_fp8(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize("overload", ["default", "dtype", "dtype_out"])
 def test_products_that_are_told_their_format_are_counted_by_their_operands(overload: str) -> None:
     """torch's own formula of them has no argument for it and fails."""
-    formula = watch._formula(getattr(torch.ops.aten.addmm, overload))
+    formula = operator_tracker._formula(getattr(torch.ops.aten.addmm, overload))
     assert formula is not None
     total, left, right = torch.empty(3, 5), torch.empty(3, 7), torch.empty(7, 5)
     told = () if overload == "default" else (torch.float32,)
@@ -356,7 +356,7 @@ def test_products_that_are_told_their_format_are_counted_by_their_operands(overl
 
 def test_a_gpus_grouped_products_count_as_the_products_that_they_are() -> None:
     """Forward [rows, in] by [experts, in, out]; a weight's gradient [out, rows] by [rows, in], of each expert's own rows."""
-    formula = watch._formula(torch.ops.aten._grouped_mm.default)
+    formula = operator_tracker._formula(torch.ops.aten._grouped_mm.default)
     assert formula is not None
     rows, matrices, ends = torch.empty(10, 4), torch.empty(3, 4, 6), torch.tensor([2, 2, 10], dtype=torch.int32)
     products = [2 * count * 4 * 6 for count in (2, 0, 8)]

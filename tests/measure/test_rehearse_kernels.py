@@ -12,11 +12,11 @@ import torch
 from rehearse_layouts import asked
 
 from ultrascale.kernels import fused, loss
-from ultrascale.measure.calibrate.runs import Seen, load
+from ultrascale.measure.calibrate.runs import CalibrationRun, load
 from ultrascale.measure.rehearse import kernels as stand_ins
-from ultrascale.measure.rehearse.asked import engine_of, kernels_of
 from ultrascale.measure.rehearse.compare import COMPILED, EAGER, notes
 from ultrascale.measure.rehearse.rehearsal import rehearse, rehearse_rank
+from ultrascale.measure.rehearse.request import engine_of, kernels_of
 from ultrascale.model import operators
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
@@ -43,7 +43,7 @@ TWINS: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
     "norm": (fused, lambda: (numbers(N, H), None, numbers(H), 1e-5)),
     "norm with a residual": (fused, lambda: (numbers(N, H), numbers(N, H), numbers(H), 1e-5)),
     "norm_backward": (fused, lambda: (numbers(N, H), numbers(N, H), torch.ones(N), numbers(H), numbers(N, H))),
-    "turn_back": (fused, lambda: (numbers(N, HEADS, D), numbers(N, KV, D), numbers(N, KV, D), ROPE)),
+    "rotate_back": (fused, lambda: (numbers(N, HEADS, D), numbers(N, KV, D), numbers(N, KV, D), ROPE)),
     "gate": (fused, lambda: (numbers(N, 2 * F),)),
     "gate_backward": (fused, lambda: (numbers(N, F), numbers(N, 2 * F))),
     "loss_and_gradient": (loss, lambda: (numbers(N, F), torch.zeros(N, dtype=torch.int64), torch.empty(N))),
@@ -125,7 +125,7 @@ def runs() -> list[Any]:
 
 
 @pytest.mark.parametrize(("run", "held"), runs())
-def test_a_real_gpu_held_as_much(run: Seen, held: dict[str, float]) -> None:
+def test_a_real_gpu_held_as_much(run: CalibrationRun, held: dict[str, float]) -> None:
     """An H200's allocator at the peak of the same step, beside tensors that have no memory."""
     one = rehearse_rank(run.job.changed(framework=engine_of("fused")), run.layout, 0, kernels="fused")
     measured = sum(bytes_ for owner, bytes_ in held.items() if owner != "runtime")

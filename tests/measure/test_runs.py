@@ -10,14 +10,14 @@ import pytest
 from made_rows import FULL, PUBLISHED, row, run, write
 
 from ultrascale.measure.accuracy.engines import framework_of, gpu_kind
-from ultrascale.measure.accuracy.runs import REQUIRED, Run, read, read_row
+from ultrascale.measure.accuracy.runs import REQUIRED, MeasuredRun, read, read_row
 from ultrascale.measure.accuracy.scores import score
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.gpu import GPU
 
 
 @pytest.fixture(scope="module")
-def published() -> tuple[list[Run], list[str]]:
+def published() -> tuple[list[MeasuredRun], list[str]]:
     return read(PUBLISHED)
 
 
@@ -31,20 +31,20 @@ def cells() -> list[dict[str, str]]:
 
 
 def test_every_published_row_is_read_in_order_without_a_complaint(
-    published: tuple[list[Run], list[str]], cells: list[dict[str, str]]
+    published: tuple[list[MeasuredRun], list[str]], cells: list[dict[str, str]]
 ) -> None:
     runs, problems = published
     assert problems == []
     assert [one.id for one in runs] == [one["id"] for one in cells]
 
 
-def test_a_published_row_has_either_a_job_or_a_reason(published: tuple[list[Run], list[str]]) -> None:
+def test_a_published_row_has_either_a_job_or_a_reason(published: tuple[list[MeasuredRun], list[str]]) -> None:
     for one in published[0]:
         assert (one.job is None) == (one.layout is None) == (one.reason is not None), one.id
         assert one.reason is None or len(one.reason.split()) >= 3, one.id
 
 
-def test_a_printed_shape_gives_the_printed_parameter_count(published: tuple[list[Run], list[str]]) -> None:
+def test_a_printed_shape_gives_the_printed_parameter_count(published: tuple[list[MeasuredRun], list[str]]) -> None:
     """Gate and tied head are chosen so that the count comes out; all but the learned positions are in it."""
     checked = 0
     for one in published[0]:
@@ -56,7 +56,7 @@ def test_a_printed_shape_gives_the_printed_parameter_count(published: tuple[list
     assert checked > 200
 
 
-def test_layouts_use_every_gpu_of_their_row(published: tuple[list[Run], list[str]]) -> None:
+def test_layouts_use_every_gpu_of_their_row(published: tuple[list[MeasuredRun], list[str]]) -> None:
     for one in published[0]:
         if one.job is not None and one.layout is not None:
             assert one.layout.gpus == one.job.cluster.gpus == int(float(one.values["gpus"])), one.id

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ultrascale.model.init import initialize
-from ultrascale.model.transformer import Core, Transformer
+from ultrascale.model.transformer import CausalAttention, Transformer
 from ultrascale.specs.model import Model
 from ultrascale.specs.validate import build
 
@@ -64,7 +64,7 @@ def test_no_gradient_crosses_the_end_of_a_document() -> None:
     documents = torch.tensor([0, 0, 1, 1, 1, 1])
     seen = (documents.unsqueeze(1) == documents).tril()
     bias = torch.zeros(1, 1, 6, 6, dtype=torch.float64).masked_fill(~seen, -torch.inf)
-    Core()(q, k, v, bias)[:, 2:].sum().backward()
+    CausalAttention()(q, k, v, bias)[:, 2:].sum().backward()
     assert v.grad is not None
     assert not v.grad[:, :2].any()
     assert v.grad[:, 2:].any()

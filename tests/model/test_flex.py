@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, flex_attention
 from torch.nn.attention.flex_attention import BlockMask
 
 from ultrascale.model import flex
-from ultrascale.model.transformer import Core, Transformer, within
+from ultrascale.model.transformer import CausalAttention, Transformer, within
 from ultrascale.specs.model import Model
 
 LENGTH = 150  # more than one block, and not a whole number of them
@@ -57,8 +57,8 @@ def test_values_and_gradients_are_those_of_the_dense_mask(window: int | None, pa
     found = documents() if packed else None
     inputs = [numbers(2, LENGTH, heads, 16, seed=heads + seed).requires_grad_() for seed, heads in enumerate((4, 2, 2))]
     grad = numbers(2, LENGTH, 4, 16, seed=9)
-    dense = Core(window)(*inputs, None if found is None else within(found, torch.float32))
-    ours = Core(window)(*inputs, flex.mask(LENGTH, window, found, CPU))
+    dense = CausalAttention(window)(*inputs, None if found is None else within(found, torch.float32))
+    ours = CausalAttention(window)(*inputs, flex.mask(LENGTH, window, found, CPU))
     torch.testing.assert_close(ours, dense, rtol=1e-5, atol=1e-5)
     wanted, mine = (torch.autograd.grad(out, inputs, grad) for out in (dense, ours))
     for one, other in zip(mine, wanted, strict=True):
@@ -120,7 +120,7 @@ def test_a_core_that_was_replaced_is_given_no_window() -> None:
 
 def test_backends_are_asked_for_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """And only where attention is causal and no more: a mask may need another one."""
-    core, asked = Core(), []
+    core, asked = CausalAttention(), []
     core.backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
     real = torch.nn.functional.scaled_dot_product_attention
 

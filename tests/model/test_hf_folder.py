@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from ultrascale.model.hf_folder import CONFIG, INDEX, SINGLE, Folder
+from ultrascale.model.hf_folder import CONFIG, INDEX, SINGLE, HFFolder
 from ultrascale.model.hf_write import write
 from ultrascale.model.init import initialize
 from ultrascale.model.transformer import Transformer
@@ -102,7 +102,7 @@ def their_logits(model: transformers.PreTrainedModel) -> torch.Tensor:
         return model(TOKENS).logits
 
 
-def our_logits(folder: Folder) -> torch.Tensor:
+def our_logits(folder: HFFolder) -> torch.Tensor:
     module = Transformer(folder.model)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -124,7 +124,7 @@ def test_there_and_back(family: str, shards: str, tmp_path: Path) -> None:
     reference.save_pretrained(tmp_path / "theirs", max_shard_size=shards)
     assert (tmp_path / "theirs" / INDEX).exists() == (shards != "5GB")
     expected = their_logits(reference)
-    folder = Folder.open(tmp_path / "theirs")
+    folder = HFFolder.open(tmp_path / "theirs")
     assert difference(our_logits(folder), expected) <= 1e-5
 
     done: list[tuple[int, int]] = []
@@ -149,13 +149,13 @@ def test_there_and_back(family: str, shards: str, tmp_path: Path) -> None:
 def test_bf16_out(tmp_path: Path) -> None:
     reference = theirs(CONFIGS["qwen3"])
     reference.save_pretrained(tmp_path / "theirs")
-    folder = Folder.open(tmp_path / "theirs")
+    folder = HFFolder.open(tmp_path / "theirs")
     write(tmp_path / "ours", folder.model, folder.tensor, "bf16")
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto")
     assert back.dtype == torch.bfloat16
     rounded = reference.bfloat16().state_dict()
     assert all(torch.equal(tensor, rounded[name]) for name, tensor in back.state_dict().items())
-    again = Folder.open(tmp_path / "ours")
+    again = HFFolder.open(tmp_path / "ours")
     assert {again.tensor(name).dtype for name in again.names()} == {torch.bfloat16}
 
 
@@ -166,7 +166,7 @@ def test_gpt2_as_it_lies_on_the_hub(tmp_path: Path) -> None:
     state = {name.removeprefix("transformer."): tensor for name, tensor in load_file(tmp_path / SINGLE).items()}
     state |= {"h.0.attn.bias": torch.ones(1, 1, 64, 64, dtype=torch.uint8), "h.0.attn.masked_bias": torch.tensor(-1e4)}
     save_file(state, tmp_path / SINGLE)
-    assert difference(our_logits(Folder.open(tmp_path)), their_logits(reference)) <= 1e-5
+    assert difference(our_logits(HFFolder.open(tmp_path)), their_logits(reference)) <= 1e-5
 
 
 def test_a_tied_head_may_be_stored_twice(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_tied_head_may_be_stored_twice(tmp_path: Path) -> None:
     reference.save_pretrained(tmp_path)
     state = load_file(tmp_path / SINGLE)
     save_file({**state, "lm_head.weight": state["model.embed_tokens.weight"].clone()}, tmp_path / SINGLE)
-    folder = Folder.open(tmp_path)
+    folder = HFFolder.open(tmp_path)
     assert "head.linear.weight" not in folder.names()
     assert difference(our_logits(folder), their_logits(reference)) <= 1e-5
 
@@ -182,13 +182,13 @@ def test_a_tied_head_may_be_stored_twice(tmp_path: Path) -> None:
 def test_a_mistral_without_the_key_has_its_classs_window(tmp_path: Path) -> None:
     theirs(CONFIGS["mistral"]).save_pretrained(tmp_path)
     change_config(tmp_path, sliding_window=...)
-    assert Folder.open(tmp_path).model.sliding_window == transformers.MistralConfig().sliding_window
+    assert HFFolder.open(tmp_path).model.sliding_window == transformers.MistralConfig().sliding_window
 
 
 def test_names_are_those_of_our_transformer(tmp_path: Path) -> None:
     for family in ("llama", "gpt2"):
         theirs(CONFIGS[family]).save_pretrained(tmp_path / family)
-        folder = Folder.open(tmp_path / family)
+        folder = HFFolder.open(tmp_path / family)
         named = Transformer(folder.model).named_parameters()
         assert folder.names() == {name: tuple(parameter.shape) for name, parameter in named}
         assert all(tuple(folder.tensor(name).shape) == shape for name, shape in folder.names().items())
@@ -381,11 +381,11 @@ def copied(source: Path, target: Path) -> Path:
 def test_a_broken_folder_is_refused(what: str, good: dict[str, Path], tmp_path: Path) -> None:
     base, damage, sentence = BROKEN[what]
     folder = copied(good[base], tmp_path / "broken")
-    Folder.open(folder)
+    HFFolder.open(folder)
     damage(folder)
     before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")}
     with pytest.raises(SpecError, match=sentence) as refused:
-        Folder.open(folder)
+        HFFolder.open(folder)
     assert "\n" not in str(refused.value)
     assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")} == before
 
@@ -394,7 +394,7 @@ def test_a_broken_folder_is_refused(what: str, good: dict[str, Path], tmp_path: 
 def test_what_is_no_folder_is_refused(path: str, tmp_path: Path) -> None:
     (tmp_path / "a-file").write_text("")
     with pytest.raises(SpecError, match=r"is a file|does not exist"):
-        Folder.open(tmp_path / path)
+        HFFolder.open(tmp_path / path)
 
 
 def weights(model: Model) -> Callable[[str], torch.Tensor]:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ultrascale.model.grouped import grouped_product, has_kernel, why_not
 from ultrascale.model.init import initialize
-from ultrascale.model.moe import MixtureOfExperts, Visit
-from ultrascale.model.permute import Order
+from ultrascale.model.moe import LocalDispatcher, MixtureOfExperts
+from ultrascale.model.permute import ExpertPermutation
 from ultrascale.model.route import _Wide
 from ultrascale.model.transformer import MLP, Transformer
 from ultrascale.specs.model import Model, MoE
@@ -187,7 +187,7 @@ def test_a_dropped_choice_moves_no_token() -> None:
     assert 0 < kept.sum() < 10
     tokens = torch.randn(5, 4, dtype=torch.float64, generator=generator, requires_grad=True)
     weights = torch.rand(5, 2, dtype=torch.float64, generator=generator, requires_grad=True)
-    order = Order.of(experts, kept, 3)
+    order = ExpertPermutation.of(experts, kept, 3)
     names = experts.flatten()[order.sorted].tolist()
     assert names == sorted(names)
     assert len(names) == kept.sum()
@@ -229,7 +229,7 @@ def test_the_capacity_rounds_down() -> None:
     assert [moe.capacity(64, factor) for factor in (1.0, 1.3, 0.01)] == [16, 20, 0]
 
 
-class Watched(Visit):
+class Watched(LocalDispatcher):
     def __init__(self, heard: list[str], rows: Tensor, counts: Tensor) -> None:
         super().__init__(rows, counts)
         self.heard = heard
@@ -247,7 +247,7 @@ class Watched(Visit):
 def test_shared_experts_compute_while_tokens_travel() -> None:
     mlp = layer(shared_experts=1)
     heard: list[str] = []
-    mlp.visit = partial(Watched, heard)
+    mlp.make_dispatcher = partial(Watched, heard)
     assert isinstance(mlp.shared, MLP)
     mlp.shared.inputs.register_forward_hook(lambda *_: heard.append("first products"))
     mlp.shared.down.register_forward_hook(lambda *_: heard.append("last product"))

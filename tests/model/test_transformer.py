@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ultrascale.cost import activations
-from ultrascale.cost.columns import Columns
+from ultrascale.cost.columns import LayoutColumns
 from ultrascale.model.hf import from_hf, to_hf
 from ultrascale.model.init import initialize
 from ultrascale.model.rotary import tables
-from ultrascale.model.transformer import Block, Core, Criterion, Transformer
+from ultrascale.model.transformer import Block, CausalAttention, CrossEntropy, Transformer
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
@@ -189,18 +189,18 @@ def test_the_loss_is_a_sum_over_targets_that_count() -> None:
     logits, targets = torch.randn(2, 3, 5), torch.tensor([[1, -100, 2], [-100, -100, 4]])
     rows = logits.log_softmax(-1)
     expected = -(rows[0, 0, 1] + rows[0, 2, 2] + rows[1, 2, 4])
-    torch.testing.assert_close(Criterion()(logits, targets), expected)
-    assert Criterion()(logits.bfloat16(), targets).dtype == torch.float32
+    torch.testing.assert_close(CrossEntropy()(logits, targets), expected)
+    assert CrossEntropy()(logits.bfloat16(), targets).dtype == torch.float32
 
 
 def test_a_window_hides_what_lies_further_back() -> None:
     q, k, v = (torch.randn(1, 9, heads, 8) for heads in (4, 2, 2))
-    out = Core(3)(q, k, v)
+    out = CausalAttention(3)(q, k, v)
     changed = k.clone()
     changed[:, :4] += 1.0
-    assert torch.equal(Core(3)(q, changed, v)[:, 6:], out[:, 6:])
-    assert not torch.allclose(Core(3)(q, changed, v)[:, 5], out[:, 5])
-    torch.testing.assert_close(Core(9)(q, k, v), Core()(q, k, v))
+    assert torch.equal(CausalAttention(3)(q, changed, v)[:, 6:], out[:, 6:])
+    assert not torch.allclose(CausalAttention(3)(q, changed, v)[:, 5], out[:, 5])
+    torch.testing.assert_close(CausalAttention(9)(q, k, v), CausalAttention()(q, k, v))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -267,7 +267,7 @@ def saved_bytes(model: Model, length: int, batch: int = 1) -> int:
 def test_a_block_keeps_what_the_memory_law_counts(change: dict[str, Any]) -> None:
     model, length = Model.load("tiny").model_copy(update=change), 256
     job = Job(model=model, cluster=Cluster.load("1xh100"), seq=length, batch_tokens=length, precision="fp32")
-    law = activations.layer(job, Columns.of([Layout()]), moe=False).total[0]
+    law = activations.layer(job, LayoutColumns.of([Layout()]), moe=False).total[0]
     # Each of the two norms keeps a scale, LayerNorm a mean too, per token: a share of 1/hidden that the law leaves out.
     rows = 4 * length * (4 if model.norm == "layernorm" else 2)
     assert saved_bytes(model, length) == law + rows

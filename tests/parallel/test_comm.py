@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ultrascale.parallel import comm, exchange, local
+from ultrascale.parallel import autograd_collectives, comm, local
 from ultrascale.parallel.comm import Axis
 
 SIZE = 3
@@ -129,13 +129,13 @@ def _gradients(axis: Axis, dtype: torch.dtype) -> dict[str, Tensor | None]:
     found: dict[str, Tensor | None] = {}
     for name, shape in shapes.items():
         x = torch.ones(shape, dtype=dtype, requires_grad=True)
-        function = getattr(exchange, name)
+        function = getattr(autograd_collectives, name)
         y = function(x, axis) if name in ("copy_to", "reduce_from") else function(x, axis, 1)
         (y * weight).sum().backward()
         assert x.detach().eq(1).all(), f"{name} changed its input"
         found[name] = x.grad
     x = torch.ones(2, 2, 9, dtype=dtype, requires_grad=True)
-    (exchange.switch(x, axis, 2, 1) * weight).sum().backward()
+    (autograd_collectives.switch(x, axis, 2, 1) * weight).sum().backward()
     return found | {"switch": x.grad}
 
 
@@ -146,11 +146,11 @@ def test_an_axis_of_one_is_the_identity() -> None:
         comm.all_gather(x, axis, 1),
         comm.reduce_scatter(x, axis, 1),
         comm.all_to_all(x, axis, 1, 2),
-        exchange.copy_to(x, axis),
-        exchange.reduce_from(x, axis),
-        exchange.gather_from(x, axis, 1),
-        exchange.scatter_to(x, axis, 1),
-        exchange.switch(x, axis, 1, 2),
+        autograd_collectives.copy_to(x, axis),
+        autograd_collectives.reduce_from(x, axis),
+        autograd_collectives.gather_from(x, axis, 1),
+        autograd_collectives.scatter_to(x, axis, 1),
+        autograd_collectives.switch(x, axis, 1, 2),
     ):
         assert same is x
     assert axis.clock.take() == {}

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ultrascale.model.attention import attend
-from ultrascale.model.transformer import Core, Transformer
+from ultrascale.model.transformer import CausalAttention, Transformer
 from ultrascale.parallel import comm, context, local
 from ultrascale.parallel.comm import Axis
 from ultrascale.parallel.context import ContextCore, positions
@@ -176,7 +176,7 @@ def test_the_ring_sends_before_it_computes() -> None:
 def traced(rank: int, nproc: int, store: str) -> list[str]:
     events: list[str] = []
 
-    def shift_start(tensors: list[Tensor], axis: Axis) -> comm.Handle[list[Tensor]]:
+    def shift_start(tensors: list[Tensor], axis: Axis) -> comm.AsyncCollective[list[Tensor]]:
         events.append("send")
         return SHIFT(tensors, axis)
 
@@ -274,7 +274,7 @@ def test_apply_replaces_every_core_or_none() -> None:
     two = Axis("cp", None, 0, 2, (0, 1))
     model = Transformer(MODEL)
     context.apply(model, ALONE, "ring")
-    assert all(type(block.attention.core) is Core for block in model.blocks.values())
+    assert all(type(block.attention.core) is CausalAttention for block in model.blocks.values())
     context.apply(model, two, "ring")
     assert all(type(block.attention.core) is ContextCore for block in model.blocks.values())
 

@@ -16,7 +16,7 @@ from ultrascale.kernels import loss
 from ultrascale.parallel import comm, data, local
 from ultrascale.parallel.comm import Axis
 from ultrascale.parallel.data import mean_start
-from ultrascale.parallel.products import ALONE
+from ultrascale.parallel.multi_linear import ALONE
 from ultrascale.specs.layout import Layout
 from ultrascale.train import kernels
 from ultrascale.train.engine import Engine
@@ -52,7 +52,7 @@ def test_with_context_parallelism(variant: str) -> None:
 def _recorded(engine: Engine) -> list[str]:
     """Reductions and ends of backwards of one step, in order."""
     events: list[str] = []
-    reduce, after = data.mean_start, data.Reduced.after_backward
+    reduce, after = data.mean_start, data.BucketedGrads.after_backward
 
     def started(*arguments: Any) -> Any:
         events.append("reduce")
@@ -63,7 +63,7 @@ def _recorded(engine: Engine) -> list[str]:
         after(self, last, split)
 
     data.mean_start = started
-    data.Reduced.after_backward = ended  # type: ignore[method-assign]
+    data.BucketedGrads.after_backward = ended  # type: ignore[method-assign]
     engine.backward(engine.read(0))
     return events
 
@@ -208,7 +208,7 @@ def test_a_gradient_that_is_not_finite_survives_eight_bits() -> None:
 def _stale(engine: Engine) -> Any:
     """Trains with buckets that still hold something when a step begins, as they do after every step."""
     for chunk in engine.pipeline.chunks.values():
-        assert isinstance(chunk.gradients, data.Reduced)
+        assert isinstance(chunk.gradients, data.BucketedGrads)
         for bucket in chunk.gradients.buckets:
             bucket.flat.fill_(float("nan"))
     return train(engine)
@@ -223,7 +223,7 @@ def test_the_first_micro_batch_is_written_over_the_last_step(fields: dict[str, A
 
 def test_a_parameter_that_nothing_reached_has_a_gradient_of_zero() -> None:
     used, unused = torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)
-    gradients = data.Reduced(torch.nn.ModuleList([used, unused]), ALONE, "bucketed", torch.float32)
+    gradients = data.BucketedGrads(torch.nn.ModuleList([used, unused]), ALONE, "bucketed", torch.float32)
     for step in range(2):
         for bucket in gradients.buckets:
             bucket.flat.fill_(7.0)

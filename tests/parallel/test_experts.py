@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 
 from parallel.harness import check, in_ranks, job_of, one_process, train, training_of
-from ultrascale.measure.rehearse.watch import Watch
+from ultrascale.measure.rehearse.operator_tracker import OperatorTracker
 from ultrascale.model import grouped
 from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.transformer import MLP
-from ultrascale.parallel import local, travel
+from ultrascale.parallel import local, token_dispatch
 from ultrascale.parallel.comm import Axis
-from ultrascale.parallel.expert import TRAVELS
-from ultrascale.parallel.parted import Parted
-from ultrascale.parallel.travel import Journey, Travel
+from ultrascale.parallel.dispatch_overlap import LocalTokensFirst
+from ultrascale.parallel.expert import DISPATCHERS
+from ultrascale.parallel.token_dispatch import AllToAllExchange, TokenDispatcher
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -173,7 +173,7 @@ def exchanged(engine: Engine) -> dict[Any, Any]:
     mesh = engine.mesh
     axes = {name: getattr(mesh, name).group for name in ("world", "shard", "expert_shard", "ep")}
     engine.step(0)
-    watch = Watch(engine, {str(group.group_name): name for name, group in axes.items()})
+    watch = OperatorTracker(engine, {str(group.group_name): name for name, group in axes.items()})
     with watch:
         engine.step(1)
     return dict(watch.seen.calls)
@@ -183,7 +183,7 @@ def exchanged(engine: Engine) -> dict[Any, Any]:
 def test_as_much_is_exchanged_whatever_is_computed_meanwhile() -> None:
     """Rows that stay go along, and matrices are gathered for both parts at once."""
     layout = Layout(dp=4, ep=2, zero=3, gas=2)
-    ways = [in_ranks(exchanged, job_of("qwen2-moe"), layout, training_of(expert_overlap=way)) for way in TRAVELS]
+    ways = [in_ranks(exchanged, job_of("qwen2-moe"), layout, training_of(expert_overlap=way)) for way in DISPATCHERS]
     assert ways[0][0]
     assert ways[0] == ways[1] == ways[2]
 
@@ -283,7 +283,7 @@ def rows_of(rank: int, nproc: int, store: str, own: int) -> tuple[list[float], l
     counts = torch.tensor([own if there == rank else rank + there for there in range(nproc)])
     values = torch.tensor([10.0 * rank + there for there in range(nproc)]).repeat_interleave(counts)
     rows = values.unsqueeze(1).requires_grad_()
-    visit = (Parted if own else Travel)(axis, rows, counts)
+    visit = (LocalTokensFirst if own else TokenDispatcher)(axis, rows, counts)
     arrived: list[torch.Tensor] = []
 
     def experts(coming: torch.Tensor, counts: Any = None, arrive: Any = None, staying: Any = None) -> Any:
@@ -292,8 +292,8 @@ def rows_of(rank: int, nproc: int, store: str, own: int) -> tuple[list[float], l
         made = [rows * (rank + 1) for rows in found]
         return made[0] if arrive is None else made
 
-    visit.meet(experts)  # type: ignore[arg-type]
-    back = visit.return_()
+    visit.run_experts(experts)  # type: ignore[arg-type]
+    back = visit.combine()
     (back * 2).sum().backward()
     assert rows.grad is not None
     dist.destroy_process_group()
@@ -320,7 +320,7 @@ def order_of_events(rank: int, nproc: int, store: str, overlap: ExpertOverlap) -
     axis = Axis("ep", dist.group.WORLD, rank, nproc, tuple(range(nproc)))
     heard: list[str] = []
 
-    class Loud(Journey):
+    class Loud(AllToAllExchange):
         def start(self, way: Any, rows: torch.Tensor) -> None:
             heard.append("begin")
             super().start(way, rows)
@@ -344,12 +344,12 @@ def order_of_events(rank: int, nproc: int, store: str, overlap: ExpertOverlap) -
     layer.router.weight, layer.router.bias = torch.nn.Parameter(torch.empty(8, model.hidden)), torch.zeros(8)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    layer.visit = partial(TRAVELS[overlap], axis)
+    layer.make_dispatcher = partial(DISPATCHERS[overlap], axis)
     for name, module in (("first products", shared.inputs), ("last product", shared.down)):
         module.register_forward_hook(lambda *_, name=name: heard.append(name))
         module.register_full_backward_hook(lambda *_, name=name: heard.append(name))
     x = torch.randn(2, 8, model.hidden, requires_grad=True)
-    patched = mock.patch.object(travel, "Journey", Loud)
+    patched = mock.patch.object(token_dispatch, "Journey", Loud)
     with patched, told("experts", grouped._products), told("their weights", grouped._weight_gradient):
         out = layer(x)
         forward = list(heard)

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from parallel.harness import Seen, in_ranks, job_of, train, training_of
 from ultrascale.kernels import float8, fused
 from ultrascale.kernels.float8 import Float8Linear
-from ultrascale.kernels.float8_products import NARROW, Float8, quantise
+from ultrascale.kernels.float8_gemm import NARROW, Float8Gemms, quantise
 from ultrascale.kernels.float8_weight import Float8Weight
-from ultrascale.measure.rehearse.watch import Watch
+from ultrascale.measure.rehearse.operator_tracker import OperatorTracker
 from ultrascale.model.transformer import Transformer
-from ultrascale.parallel.float8_gather import Scales
-from ultrascale.parallel.products import ALONE
+from ultrascale.parallel.float8_gather import Float8GatherScales
+from ultrascale.parallel.multi_linear import ALONE
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
@@ -117,7 +117,7 @@ def test_a_scale_is_that_of_the_numbers_that_compute(monkeypatch: pytest.MonkeyP
     """449 is 448 in bf16, which just fits: with a scale of the fp32 weight, half of fp8's range would be lost."""
     monkeypatch.setattr("ultrascale.parallel.float8_gather._local", lambda weight: weight.data)
     weight = torch.nn.Parameter(torch.tensor([[449.0, -1.0], [3.0, 0.3]]))
-    scales = Scales([[weight]], ALONE, torch.bfloat16, torch.device("cpu"))
+    scales = Float8GatherScales([[weight]], ALONE, torch.bfloat16, torch.device("cpu"))
     scales.agree()
     assert float(scales.scales) == float(quantise(weight.data.bfloat16(), "tensor", NARROW).scale) == 1.0
 
@@ -126,7 +126,7 @@ def exchanged(engine: Engine) -> Counter[tuple[str, int]]:
     engine.step(0)  # FSDP2 learns in the first step what to fetch ahead
     shard = engine.mesh.shard.group
     assert shard is not None
-    watch = Watch(engine, {str(shard.group_name): "zero"})
+    watch = OperatorTracker(engine, {str(shard.group_name): "zero"})
     with watch:
         engine.step(1)
     found: Counter[tuple[str, int]] = Counter()
@@ -171,7 +171,7 @@ def test_a_weight_in_fp8_is_multiplied_as_it_is() -> None:
     torch.manual_seed(0)
     weight, x, grad = torch.randn(32, 48), torch.randn(16, 48), torch.randn(16, 32)
     narrow = Float8Weight(*quantise(weight, "tensor", NARROW), torch.float32)
-    numbers = Float8("tensor")
+    numbers = Float8Gemms("tensor")
     assert torch.equal(numbers.forward(x, narrow), numbers.forward(x, weight))
     assert torch.equal(numbers.to_input(grad, narrow), numbers.to_input(grad, weight))
     parameter = torch.nn.Parameter(narrow)
@@ -184,7 +184,7 @@ def test_a_weight_in_fp8_is_multiplied_as_it_is() -> None:
 
 def test_a_compiled_product_with_it_is_one_graph() -> None:
     torch.manual_seed(0)
-    linear = Float8Linear(torch.nn.Linear(48, 32), Float8("tensor"))
+    linear = Float8Linear(torch.nn.Linear(48, 32), Float8Gemms("tensor"))
     x = torch.randn(16, 48, requires_grad=True)
     expected = torch.autograd.grad(linear(x).square().sum(), x)[0]
     linear.weight = torch.nn.Parameter(Float8Weight(*quantise(linear.weight.data, "tensor", NARROW), torch.float32))

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ultrascale.parallel import ended, local
+from ultrascale.parallel import exit_reason, local
 from ultrascale.parallel.local import RankError
 from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.train.stop import StopSignals
@@ -136,7 +136,7 @@ def leaving(rank: int, nproc: int, store: str, way: str) -> None:
 def test_of_failures_that_come_together_the_cause_is_told() -> None:
     pairs = [multiprocessing.Pipe(duplex=False) for _ in range(3)]
     for rank, text in enumerate(("[1.2.3.4]:5: Connection closed by peer", "the cause", "rank 2 lost a peer")):
-        local._Mouth(rank, pairs[rank][1]).say(False, local._Failure(rank, text))
+        local._ResultPipe(rank, pairs[rank][1]).say(False, local._Failure(rank, text))
     ranks = local._Ranks([pair[0] for pair in pairs], [], None, None, lambda rank: "")
     with pytest.raises(RankError, match="rank 1 failed:\nthe cause"):
         local._collect(ranks, timeout_s=10, last_s=None)
@@ -169,7 +169,7 @@ def stubborn(rank: int, nproc: int, store: str) -> None:
 
 
 class Told:
-    """A board that knows what each rank did last."""
+    """A heartbeat that knows what each rank did last."""
 
     def last(self, rank: int) -> str:
         return f"step {rank + 5}, forward and backward, since 12:00:00"
@@ -178,7 +178,7 @@ class Told:
 def test_a_dead_rank_is_told_with_its_place_step_and_phase() -> None:
     start = time.monotonic()
     with pytest.raises(RankError) as caught:
-        local.run(killed, 3, timeout_s=30, board=Told(), describe=lambda rank: f"dp {rank}, tp 0")
+        local.run(killed, 3, timeout_s=30, heartbeat=Told(), describe=lambda rank: f"dp {rank}, tp 0")
     text = str(caught.value)
     assert text.startswith("rank 2 (dp 2, tp 0) failed:\nthe process ended without a word (signal SIGKILL: ")
     assert text.endswith("it was at step 7, forward and backward, since 12:00:00")
@@ -207,21 +207,21 @@ def test_who_killed_it(
 ) -> None:
     counts = iter(kills)
     monkeypatch.setattr(local, "oom_kills", lambda: next(counts))
-    monkeypatch.setattr(ended, "oom_kills", lambda: next(counts))
-    monkeypatch.setattr(ended, "memory_left", lambda: left)
+    monkeypatch.setattr(exit_reason, "oom_kills", lambda: next(counts))
+    monkeypatch.setattr(exit_reason, "memory_left", lambda: left)
     with pytest.raises(RankError) as caught:
         local.run(killed, 3, timeout_s=30)
     assert words in str(caught.value)
 
 
 def test_what_the_kernel_says_is_read() -> None:
-    assert ended.state(os.getpid()) in ("R", "S")
-    assert ended.state(2**30) == ""
-    left = ended.memory_left()
+    assert exit_reason.state(os.getpid()) in ("R", "S")
+    assert exit_reason.state(2**30) == ""
+    left = exit_reason.memory_left()
     assert left is None or 0 < left < 1
-    assert ended.ending(3, None) == "exit code 3"
-    assert ended.ending(-signal.SIGSEGV, None) == "signal SIGSEGV"
-    assert ended.ending(None, None) == "still running"
+    assert exit_reason.ending(3, None) == "exit code 3"
+    assert exit_reason.ending(-signal.SIGSEGV, None) == "signal SIGSEGV"
+    assert exit_reason.ending(None, None) == "still running"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
@@ -296,7 +296,7 @@ def test_a_parent_that_is_killed_takes_its_ranks_along(tmp_path: Path) -> None:
     pids = [int(file.name) for file in tmp_path.iterdir()]
     parent.kill()
     parent.wait()
-    wait_for(lambda: all(ended.state(pid) in ("", "Z") for pid in pids))
+    wait_for(lambda: all(exit_reason.state(pid) in ("", "Z") for pid in pids))
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from ultrascale.parallel import mesh as meshes
-from ultrascale.parallel.mesh import Mesh, Place
+from ultrascale.parallel.mesh import Mesh, RankCoordinates
 from ultrascale.specs.layout import Layout
 
 SIZES = (1, 2, 3, 4)
@@ -57,8 +57,8 @@ def test_ranks_make_their_groups_in_step(kv_heads: int, monkeypatch: pytest.Monk
 
 def test_places_count_tp_innermost_and_pp_outermost() -> None:
     layout = Layout(dp=3, tp=2, pp=4, cp=5)
-    places = [Place.of(layout, rank) for rank in range(layout.gpus)]
-    assert places == [Place(*one) for one in product(range(4), range(3), range(5), range(2))]
+    places = [RankCoordinates.of(layout, rank) for rank in range(layout.gpus)]
+    assert places == [RankCoordinates(*one) for one in product(range(4), range(3), range(5), range(2))]
     assert [place.rank(layout) for place in places] == list(range(layout.gpus))
 
 
@@ -67,11 +67,17 @@ def test_axes_share_all_other_coordinates(monkeypatch: pytest.MonkeyPatch) -> No
     everyone, _ = meshes_of(layout, 8, monkeypatch)
     for mesh in everyone:
         place = mesh.place
-        assert [Place.of(layout, rank) for rank in mesh.tp.ranks] == [Place(place.pp, place.dp, place.cp, i) for i in (0, 1)]
-        assert [Place.of(layout, rank) for rank in mesh.cp.ranks] == [Place(place.pp, place.dp, i, place.tp) for i in (0, 1, 2)]
-        assert [Place.of(layout, rank) for rank in mesh.pp.ranks] == [Place(i, place.dp, place.cp, place.tp) for i in (0, 1)]
-        assert [Place.of(layout, rank) for rank in mesh.data.ranks] == [
-            Place(place.pp, i, j, place.tp) for i in (0, 1) for j in (0, 1, 2)
+        assert [RankCoordinates.of(layout, rank) for rank in mesh.tp.ranks] == [
+            RankCoordinates(place.pp, place.dp, place.cp, i) for i in (0, 1)
+        ]
+        assert [RankCoordinates.of(layout, rank) for rank in mesh.cp.ranks] == [
+            RankCoordinates(place.pp, place.dp, i, place.tp) for i in (0, 1, 2)
+        ]
+        assert [RankCoordinates.of(layout, rank) for rank in mesh.pp.ranks] == [
+            RankCoordinates(i, place.dp, place.cp, place.tp) for i in (0, 1)
+        ]
+        assert [RankCoordinates.of(layout, rank) for rank in mesh.data.ranks] == [
+            RankCoordinates(place.pp, i, j, place.tp) for i in (0, 1) for j in (0, 1, 2)
         ]
         assert all(axis.ranks[axis.rank] == mesh.rank for axis in (mesh.tp, mesh.cp, mesh.pp, mesh.data, mesh.world))
         assert mesh.shard.size == mesh.kv.size == 1

@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 
 from parallel.harness import check, engine_of, in_ranks, job_of, relative, training_of
-from ultrascale.kernels.float8_products import Plain
-from ultrascale.schedules import Kind, build
+from ultrascale.kernels.float8_gemm import PlainGemms
+from ultrascale.schedules import ActionKind, build
 from ultrascale.specs.layout import Layout
 from ultrascale.train.engine import Engine
 
@@ -79,18 +79,18 @@ def test_with_data_parallelism(name: str, data_parallel: str, every: bool) -> No
     check("gpt2", training, pp=2, dp=2, data_parallel=data_parallel, **SCHEDULES[name])
 
 
-def _when(engine: Engine) -> list[Kind]:
+def _when(engine: Engine) -> list[ActionKind]:
     """What the pipeline was at whenever a weight's gradient was computed."""
-    plain, seen = Plain.to_weight, list[Kind]()
+    plain, seen = PlainGemms.to_weight, list[ActionKind]()
     actions = engine.pipeline.schedule.actions[engine.pipeline.rank]
 
-    def watched(self: Plain, grad: Any, x: Any) -> Any:
+    def watched(self: PlainGemms, grad: Any, x: Any) -> Any:
         seen.append(actions[len(engine.pipeline.ran)].kind)
         return plain(self, grad, x)
 
-    with mock.patch.object(Plain, "to_weight", watched):
+    with mock.patch.object(PlainGemms, "to_weight", watched):
         engine.backward(engine.read(0))
-    assert not any(chunk.later.owed or chunk.later.open for chunk in engine.pipeline.chunks.values())
+    assert not any(chunk.deferred.pending or chunk.deferred.open for chunk in engine.pipeline.chunks.values())
     return seen
 
 
@@ -98,9 +98,9 @@ def _when(engine: Engine) -> list[Kind]:
 def test_weight_gradients_wait_for_their_turn(name: str) -> None:
     layout = Layout(pp=2, gas=4, **SCHEDULES[name])
     for seen in in_ranks(_when, job_of("llama"), layout, training_of()):
-        assert Kind.I not in seen
+        assert ActionKind.I not in seen
         # Seven products a layer, each in the one W or B of its micro-batch; the head's is never put off.
-        assert seen.count(Kind.W) > 0
+        assert seen.count(ActionKind.W) > 0
         assert len(seen) == 4 * 7 * 2
 
 

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from parallel.harness import check
-from ultrascale.model.transformer import IGNORED, Criterion
+from ultrascale.model.transformer import IGNORED, CrossEntropy
 from ultrascale.parallel import local
 from ultrascale.parallel.comm import Axis
-from ultrascale.parallel.tensor import VocabularyCriterion
+from ultrascale.parallel.tensor import VocabParallelCrossEntropy
 
 slow = pytest.mark.slow
 
@@ -71,7 +71,7 @@ def _loss(rank: int, nproc: int, store: str) -> tuple[torch.Tensor, torch.Tensor
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
     logits, targets = _logits()
     mine = logits.chunk(nproc, dim=-1)[rank].clone().requires_grad_()
-    loss = VocabularyCriterion(Axis("tp", dist.group.WORLD, rank, nproc, tuple(range(nproc))))(mine, targets)
+    loss = VocabParallelCrossEntropy(Axis("tp", dist.group.WORLD, rank, nproc, tuple(range(nproc))))(mine, targets)
     (3 * loss).backward()
     assert mine.grad is not None
     dist.destroy_process_group()
@@ -90,7 +90,7 @@ def _logits() -> tuple[torch.Tensor, torch.Tensor]:
 def test_the_loss_of_cut_logits() -> None:
     logits, targets = _logits()
     logits.requires_grad_()
-    loss = Criterion()(logits, targets)
+    loss = CrossEntropy()(logits, targets)
     (3 * loss).backward()
     assert logits.grad is not None
     for (found, gradient), wanted in zip(local.run(_loss, 3, timeout_s=60), logits.grad.chunk(3, dim=-1), strict=True):

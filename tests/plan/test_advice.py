@@ -7,7 +7,7 @@ import pytest
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.legality import problem
 from ultrascale.plan import advice
-from ultrascale.plan.candidates import Wishes
+from ultrascale.plan.candidates import LayoutConstraints
 from ultrascale.plan.search import plan
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.framework import Framework
@@ -33,7 +33,7 @@ def job(model: str, cluster: str, seq: int, sequences: int) -> Job:
     ],
 )
 def test_the_nearest_batch(sequences: int, fixed: dict[str, int], nearest: int) -> None:
-    found, notes = advice.reachable_batch(job("llama-3-8b", "8xh100", 8192, sequences), Wishes(fixed=fixed))
+    found, notes = advice.reachable_batch(job("llama-3-8b", "8xh100", 8192, sequences), LayoutConstraints(fixed=fixed))
     assert found.sequences == nearest
     assert bool(notes) == (nearest != sequences)
 
@@ -41,7 +41,7 @@ def test_the_nearest_batch(sequences: int, fixed: dict[str, int], nearest: int) 
 def test_a_batch_between_two_sequences_goes_to_the_nearer() -> None:
     of = job("llama-3-8b", "8xh100", 8192, 64)
     for tokens, sequences in ((8192 * 64 + 4000, 64), (8192 * 64 + 5000, 65)):
-        found, notes = advice.reachable_batch(of.changed(batch_tokens=tokens), Wishes())
+        found, notes = advice.reachable_batch(of.changed(batch_tokens=tokens), LayoutConstraints())
         assert found.batch_tokens == 8192 * sequences
         assert f"{sequences:,} sequences" in notes[0]
 
@@ -78,7 +78,7 @@ def test_smaller_clusters_are_halves() -> None:
 
 def test_the_fastest_fits_and_is_legal() -> None:
     of = job("llama-3-8b", "8xh100", 8192, 16)
-    layout = advice.fastest(of, Wishes())
+    layout = advice.fastest(of, LayoutConstraints())
     assert layout is not None
     assert problem(of, layout) is None
     predicted, best = estimate(of, layout), plan(of, explain=False).plans[0].estimate
@@ -87,7 +87,7 @@ def test_the_fastest_fits_and_is_legal() -> None:
 
 
 def test_nothing_is_fastest_when_nothing_fits() -> None:
-    assert advice.fastest(job("llama-3-70b", "4xa100-40gb", 4096, 8), Wishes()) is None
+    assert advice.fastest(job("llama-3-70b", "4xa100-40gb", 4096, 8), LayoutConstraints()) is None
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.legality import divisors, problem
-from ultrascale.plan.candidates import Wishes, cores, why_empty
+from ultrascale.plan.candidates import LayoutConstraints, cores, why_empty
 from ultrascale.plan.search import plan
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
@@ -22,7 +22,7 @@ def job(model: str, cluster: str, seq: int, sequences: int) -> Job:
     return Job(model=Model.load(model), cluster=Cluster.load(cluster), seq=seq, batch_tokens=seq * sequences)
 
 
-def enumerated(of: Job, wishes: Wishes) -> set[Layout]:
+def enumerated(of: Job, wishes: LayoutConstraints) -> set[Layout]:
     found = set()
     for group in cores(of, wishes):
         for row in range(len(group.columns)):
@@ -66,7 +66,7 @@ def by_brute_force(of: Job, loops: int = 8) -> set[Layout]:
 def test_every_legal_layout_is_asked_and_no_other(model: str) -> None:
     """4 GPUs in one box, 4 sequences. One fast domain, so there is no HSDP to try."""
     of = job(model, "4xh100", 1024, 4)
-    asked, legal = enumerated(of, Wishes()), by_brute_force(of)
+    asked, legal = enumerated(of, LayoutConstraints()), by_brute_force(of)
     assert len(asked) > 300
     assert {x for x in asked if x.virtual_stages <= 8} == legal
     # Beyond eight loops only those are tried that cut the layers evenly.
@@ -74,13 +74,13 @@ def test_every_legal_layout_is_asked_and_no_other(model: str) -> None:
 
 
 def test_hsdp_shards_over_one_fast_domain() -> None:
-    shards = {x.zero_shards for x in enumerated(job("tiny", "16xh100", 1024, 16), Wishes(fixed={"pp": 1, "cp": 1}))}
+    shards = {x.zero_shards for x in enumerated(job("tiny", "16xh100", 1024, 16), LayoutConstraints(fixed={"pp": 1, "cp": 1}))}
     assert shards == {None, 8, 4, 2}  # 8 GPUs a box over tp of 1, 2 and 4
 
 
 def test_an_odd_slice_gets_the_contiguous_ring() -> None:
     """seq = 1022 splits into 2 but not into 4 slices: zig-zag is not legal there, so the ring stands in."""
-    words = {x.context_parallel for x in enumerated(job("tiny", "2xh100", 1022, 2), Wishes(fixed={"cp": 2}))}
+    words = {x.context_parallel for x in enumerated(job("tiny", "2xh100", 1022, 2), LayoutConstraints(fixed={"cp": 2}))}
     assert words == {"ring", "allgather", "ulysses"}
 
 
@@ -139,7 +139,7 @@ def test_each_claim_on_one_layout(change: dict[str, Any], layout: Layout) -> Non
 
 def test_fixed_fields_are_kept_and_forbidden_ones_absent() -> None:
     of = job("tiny", "8xh100", 1024, 16)
-    wishes = Wishes.parse(["tp=2, recompute=full"], ["cp", "zero=3", "schedule=afab"])
+    wishes = LayoutConstraints.parse(["tp=2, recompute=full"], ["cp", "zero=3", "schedule=afab"])
     assert wishes.fixed == {"tp": 2, "recompute": "full", "cp": 1}
     found = enumerated(of, wishes)
     assert found
@@ -163,11 +163,11 @@ def test_fixed_fields_are_kept_and_forbidden_ones_absent() -> None:
 )
 def test_wishes_that_make_no_sense_are_explained(fix: list[str], forbid: list[str], words: str) -> None:
     with pytest.raises(SpecError, match=words):
-        Wishes.parse(fix, forbid)
+        LayoutConstraints.parse(fix, forbid)
 
 
 def test_a_fixed_value_that_breaks_a_rule_is_named() -> None:
     of = job("llama-3-8b", "8xh100", 8192, 8)
-    assert why_empty(of, Wishes(fixed={"tp": 3})).startswith("layout.tp is 3 but must divide heads = 32")
+    assert why_empty(of, LayoutConstraints(fixed={"tp": 3})).startswith("layout.tp is 3 but must divide heads = 32")
     with pytest.raises(SpecError, match="must divide heads = 32"):
         plan(of, fix=["tp=3"])

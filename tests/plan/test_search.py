@@ -9,10 +9,10 @@ import pytest
 
 from ultrascale.cost import table
 from ultrascale.cost.estimate import estimate
-from ultrascale.cost.hardware import Machine
+from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.legality import divisors, problem
-from ultrascale.plan.candidates import Wishes, cores
-from ultrascale.plan.search import Previewed, _rank, plan
+from ultrascale.plan.candidates import LayoutConstraints, cores
+from ultrascale.plan.search import LayoutPreview, _rank, plan
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.estimate import Estimate
@@ -101,9 +101,11 @@ def test_plans_are_ranked_fit_and_distinct() -> None:
 
 def test_dropping_slow_layouts_early_loses_none_of_the_fastest() -> None:
     of, kept = job("llama-3-70b", "32xh100", 8192, 128), 1000
-    ranked = _rank(of, Wishes(), "throughput", kept)
+    ranked = _rank(of, LayoutConstraints(), "throughput", kept)
     capacity = of.cluster.gpu.memory_gib * GIB
-    tables = [table.evaluate(of, one.columns, one.variants, Machine(of), capacity) for one in cores(of, Wishes())]
+    tables = [
+        table.evaluate(of, one.columns, one.variants, ClusterRates(of), capacity) for one in cores(of, LayoutConstraints())
+    ]
     assert ranked.evaluated == sum(cells.legal.sum() for cells in tables)
     assert ranked.fitting == sum(np.isfinite(cells.step_s).sum() for cells in tables)
     fastest = np.sort(np.concatenate([cells.step_s.ravel() for cells in tables]))[:kept]
@@ -212,7 +214,7 @@ def test_progress_is_told() -> None:
 
 def test_a_preview_comes_before_the_answer_and_is_near_it() -> None:
     job = Job(model=Model.load("llama-3-8b"), cluster=Cluster.load("16xh100"), seq=4096, batch_tokens=2**19)
-    seen: list[list[Previewed]] = []
+    seen: list[list[LayoutPreview]] = []
     found = plan(job, top=5, explain=False, fix=["pp=2"], preview=seen.append)
     ((first, *others),) = seen
     assert len(others) == 4

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ultrascale.schedules import SCHEDULES, Action, Kind, build, legal, legal_mask, lint
+from ultrascale.schedules import SCHEDULES, Action, ActionKind, build, legal, legal_mask, lint
 from ultrascale.specs.errors import SpecError
 
 
 def warmup(name: str, ranks: int, rank: int, microbatches: int, virtual_stages: int) -> int:
     """Forwards before the first backward."""
     kinds = [action.kind for action in build(name, ranks, microbatches, virtual_stages).actions[rank]]
-    return next(at for at, kind in enumerate(kinds) if kind is not Kind.F)
+    return next(at for at, kind in enumerate(kinds) if kind is not ActionKind.F)
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -31,7 +31,7 @@ def test_interleaved_warms_up_as_megatron_does(rank: int, virtual_stages: int) -
 
 
 def test_one_rank_accumulates() -> None:
-    F, B = Kind.F, Kind.B
+    F, B = ActionKind.F, ActionKind.B
     assert build("1f1b", 1, 2).actions == ((Action(F, 0, 0), Action(B, 0, 0), Action(F, 0, 1), Action(B, 0, 1)),)
     assert build("afab", 1, 2).actions == ((Action(F, 0, 0), Action(F, 0, 1), Action(B, 0, 0), Action(B, 0, 1)),)
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from ultrascale.schedules import Action, Kind, Schedule, build, lint
+from ultrascale.schedules import Action, ActionKind, Schedule, build, lint
 
-F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
+F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W  # noqa: E741
 
 
 def changed(schedule: Schedule, rank: int, change: Callable[[list[Action]], None]) -> list[str]:

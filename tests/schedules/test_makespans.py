@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ultrascale.schedules import SCHEDULES, Pipeline, StageTimes, build, legal, simulate, simulate_makespan
+from ultrascale.schedules import SCHEDULES, StageTimes, TimedSchedule, build, legal, simulate, simulate_makespan
 from ultrascale.schedules.makespans import makespans
 
 SHAPES = [
@@ -21,14 +21,14 @@ SHAPES = [
 ]
 
 
-def uneven(shape: tuple[str, int, int, int], seed: int) -> Pipeline:
+def uneven(shape: tuple[str, int, int, int], seed: int) -> TimedSchedule:
     """Stages that take between half and twice as long as each other, and a hop that is short or long against them."""
     chance = random.Random(seed)
     parts = [tuple(chance.uniform(0.5, 2.0) for _ in range(shape[1] * shape[3])) for _ in range(3)]
-    return Pipeline(*shape, StageTimes(*parts, send_s=chance.choice([0.0, 0.01, 0.5, 3.0])))
+    return TimedSchedule(*shape, StageTimes(*parts, send_s=chance.choice([0.0, 0.01, 0.5, 3.0])))
 
 
-def alone(pipeline: Pipeline) -> float:
+def alone(pipeline: TimedSchedule) -> float:
     return simulate(build(*pipeline[:-1]), pipeline.times).makespan_s
 
 
@@ -49,7 +49,7 @@ def test_by_hand() -> None:
     # Two ranks, two micro-batches, F = I = W = 1, a hop of 0.5. Rank 0: F0 0-1, F1 1-2. Rank 1: F0 1.5-2.5, B0 2.5-4.5,
     # F1 4.5-5.5, B1 5.5-7.5. Rank 0: B0 5-7, B1 8-10.
     times = StageTimes.uniform(2, 1.0, 1.0, 1.0, 0.5)
-    assert makespans([Pipeline("1f1b", 2, 2, 1, times)]) == [10.0]
+    assert makespans([TimedSchedule("1f1b", 2, 2, 1, times)]) == [10.0]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ultrascale.schedules import KINDS, Kind, build, counts, peak_held, timeline
+from ultrascale.schedules import KINDS, ActionKind, build, counts, peak_held, timeline
 
 
 def test_level_after_every_action() -> None:
@@ -19,7 +19,7 @@ def test_the_peak_says_where_and_of_what() -> None:
     assert held.at == 4
     assert held.count == (3, 2)
     assert timeline(schedule, 0, [1.0, 0.0, 100.0, 0.0])[held.at] == 203.0
-    assert schedule.actions[0][held.at].kind is Kind.F
+    assert schedule.actions[0][held.at].kind is ActionKind.F
 
 
 def test_a_split_backward_holds_until_the_weight_gradient() -> None:
@@ -51,8 +51,8 @@ def test_counts_of_all_ranks_follow_their_lists(name: str, virtual_stages: int) 
         local = {stage: index for index, stage in enumerate(schedule.stages_of(rank))}
         for at, (kind, stage, _, _) in enumerate(schedule.actions[rank]):
             own = local[stage]
-            waiting[own] += {Kind.F: 1, Kind.W: 0}.get(kind, -1)
-            deferred[own] += kind is Kind.I
+            waiting[own] += {ActionKind.F: 1, ActionKind.W: 0}.get(kind, -1)
+            deferred[own] += kind is ActionKind.I
             assert found.waiting[rank, at].tolist() == waiting
             assert found.deferred[rank, at].tolist() == deferred
             assert KINDS[found.kind[rank, at]] is kind
@@ -60,6 +60,6 @@ def test_counts_of_all_ranks_follow_their_lists(name: str, virtual_stages: int) 
             assert found.ended[rank, at].tolist() == ended
             assert found.begun[rank, at] == (ended[own] > 0)
             assert found.over[rank, at].tolist() == [count == microbatches for count in ended]
-            deferred[own] -= kind is Kind.W
-            ended[own] += kind in (Kind.B, Kind.W)
+            deferred[own] -= kind is ActionKind.W
+            ended[own] += kind in (ActionKind.B, ActionKind.W)
         assert (found.kind[rank, len(schedule.actions[rank]) :] == -1).all()

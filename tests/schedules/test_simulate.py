@@ -6,8 +6,8 @@ import pytest
 
 from ultrascale.schedules import (
     Action,
+    ActionKind,
     DeadlockError,
-    Kind,
     Schedule,
     StageTimes,
     build,
@@ -59,10 +59,10 @@ def test_v_schedules_leave_only_the_start_and_the_end() -> None:
 def test_a_send_delays_the_receiver_and_not_the_sender() -> None:
     timeline = simulate(build("afab", 2, 2), StageTimes.uniform(2, 1.0, 1.0, 1.0, send_s=0.25))
     starts = {(event.action.kind, event.action.stage, event.action.microbatch): event.start_s for event in timeline.events}
-    assert starts[Kind.F, 0, 1] == 1.0
-    assert starts[Kind.F, 1, 0] == 1.25
-    assert starts[Kind.B, 1, 0] == 3.25
-    assert starts[Kind.B, 0, 0] == 5.5
+    assert starts[ActionKind.F, 0, 1] == 1.0
+    assert starts[ActionKind.F, 1, 0] == 1.25
+    assert starts[ActionKind.B, 1, 0] == 3.25
+    assert starts[ActionKind.B, 0, 0] == 5.5
     assert timeline.makespan_s == 9.5
 
 
@@ -87,7 +87,7 @@ def test_unequal_stages_wait_for_the_slowest() -> None:
 
 
 def test_lists_that_wait_for_each_other_are_named() -> None:
-    F, B = Kind.F, Kind.B
+    F, B = ActionKind.F, ActionKind.B
     crossed = Schedule(
         "by hand", 2, 1, 2,
         (

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ultrascale import cli
-from ultrascale.train import engine, keep, machine, run
+from ultrascale.train import async_checkpoint, engine, machine, run
 
 machine.gpu_names = list  # type: ignore[assignment]
 # The function that begins each phase, in the module or class that calls it.
@@ -21,7 +21,7 @@ PHASES: dict[str, tuple[Any, str]] = {
     "build": (run, "Batches"),
     "restore": (run, "restore"),
     "step": (engine.Engine, "backward"),
-    "save": (keep, "save"),
+    "save": (async_checkpoint, "save"),
     "evaluate": (engine.Engine, "evaluate"),
     "gather": (run, "_measurement"),
     "leave": (run, "leave"),

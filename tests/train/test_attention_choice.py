@@ -10,8 +10,8 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from parallel.harness import job_of, training_of
-from ultrascale.kernels import borrowed, flash
-from ultrascale.model.transformer import Core, Transformer
+from ultrascale.kernels import flash, optional_kernels
+from ultrascale.model.transformer import CausalAttention, Transformer
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -25,11 +25,11 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[attention.Shape]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[attention.AttentionShape]:
     """Made-up times: cuDNN is slower than flash, the third refuses."""
-    shapes: list[attention.Shape] = []
+    shapes: list[attention.AttentionShape] = []
 
-    def time_ms(name: str, shape: attention.Shape, _: torch.device) -> float:
+    def time_ms(name: str, shape: attention.AttentionShape, _: torch.device) -> float:
         shapes.append(shape)
         if name == EFFICIENT:
             raise RuntimeError("No available kernel")
@@ -39,7 +39,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[attention.Shape]:
     return shapes
 
 
-def test_the_fastest_comes_first_and_one_that_refuses_not_at_all(asked: list[attention.Shape]) -> None:
+def test_the_fastest_comes_first_and_one_that_refuses_not_at_all(asked: list[attention.AttentionShape]) -> None:
     found = attention.fastest(job_of("llama"), Layout(mbs=3, tp=2), GPU)
     assert found is not None
     assert str(found) == "attention: flash 4.90 ms, cuDNN 7.50 ms"
@@ -47,29 +47,29 @@ def test_the_fastest_comes_first_and_one_that_refuses_not_at_all(asked: list[att
     assert asked[0] == (3, job_of("llama").seq, model.heads // 2, model.kv_heads // 2, model.head_dim, torch.float32)
     plain = Transformer(model)
     found.apply([plain])
-    cores = [module for module in plain.modules() if isinstance(module, Core)]
+    cores = [module for module in plain.modules() if isinstance(module, CausalAttention)]
     assert len(cores) == model.layers
     assert all(core.backends == [*ORDER, SDPBackend.MATH] and core.kernel is None for core in cores)
 
 
 @pytest.mark.usefixtures("asked")
 def test_flash_attention_4_is_asked_where_it_is_installed_and_takes_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(borrowed, "installed", lambda _: True)
+    monkeypatch.setattr(optional_kernels, "installed", lambda _: True)
     in_fp32, job = job_of("llama"), job_of("llama").changed(precision="bf16")
     assert attention.FLASH_4 not in str(attention.fastest(in_fp32, Layout(), GPU))
     found = attention.fastest(job, Layout(), GPU)
     assert found is not None
     assert str(found) == "attention: FlashAttention 4 4.40 ms, flash 4.90 ms, cuDNN 7.50 ms"
-    core = Core()
+    core = CausalAttention()
     found.apply([core])
     assert core.kernel is flash.attend
     assert core.backends == [*ORDER, SDPBackend.MATH]
-    attention.Timed({CUDNN: 1.0, attention.FLASH_4: 2.0}).apply([core])
+    attention.AttentionTimes({CUDNN: 1.0, attention.FLASH_4: 2.0}).apply([core])
     assert core.kernel is None  # it is the slower one
 
 
 def test_a_run_does_without_flash_attention_4_where_it_fails(
-    monkeypatch: pytest.MonkeyPatch, asked: list[attention.Shape]
+    monkeypatch: pytest.MonkeyPatch, asked: list[attention.AttentionShape]
 ) -> None:
     times = attention._time_ms
 
@@ -79,7 +79,7 @@ def test_a_run_does_without_flash_attention_4_where_it_fails(
         return times(name, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(attention, "_time_ms", fail)
-    monkeypatch.setattr(borrowed, "installed", lambda _: True)
+    monkeypatch.setattr(optional_kernels, "installed", lambda _: True)
     found = attention.fastest(job_of("llama").changed(precision="bf16"), Layout(), GPU)
     assert str(found).endswith("; FlashAttention 4 does not run here: AssertionError: head_dim must be divisible by 8")
     assert attention.FLASH_4 not in (found.times_ms if found else {})
@@ -106,13 +106,13 @@ def test_a_run_on_a_gpu_says_what_it_chose_and_where_a_mask_stays_dense() -> Non
     job = job_of("llama")
     narrow = job.model_copy(update={"model": job.model.model_copy(update={"sliding_window": 4, "head_dim": 8})})
 
-    def notes(job: Job, device: torch.device, chosen: attention.Timed | None) -> str:
+    def notes(job: Job, device: torch.device, chosen: attention.AttentionTimes | None) -> str:
         mesh = SimpleNamespace(device=device, layout=Layout())
         return "; ".join(
             run._notes(cast(Engine, SimpleNamespace(job=job, mesh=mesh, training=training_of(), attention=chosen, gates=None)))
         )
 
-    assert notes(job, GPU, attention.Timed({FLASH: 4.9})) == "attention: flash 4.90 ms"
+    assert notes(job, GPU, attention.AttentionTimes({FLASH: 4.9})) == "attention: flash 4.90 ms"
     assert "attention's mask is dense: heads of 8" in notes(narrow, GPU, None)
     assert notes(narrow, CPU, None) == ""
 
@@ -127,13 +127,13 @@ def test_an_engine_on_a_cpu_leaves_torch_alone() -> None:
     engine = engine_of()
     assert engine.attention is None
     modules = [module for chunk in engine.pipeline.chunks.values() for module in chunk.gradients.module.modules()]
-    assert [core.backends for core in modules if isinstance(core, Core)] == [[]] * engine.job.model.layers
+    assert [core.backends for core in modules if isinstance(core, CausalAttention)] == [[]] * engine.job.model.layers
 
 
 def test_an_engine_hands_its_choice_to_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "fastest", lambda *_: attention.Timed({FLASH: 1.0}))
+    monkeypatch.setattr(attention, "fastest", lambda *_: attention.AttentionTimes({FLASH: 1.0}))
     engine = engine_of()
     modules = [module for chunk in engine.pipeline.chunks.values() for module in chunk.gradients.module.modules()]
-    cores = [module for module in modules if isinstance(module, Core)]
+    cores = [module for module in modules if isinstance(module, CausalAttention)]
     assert [core.backends for core in cores] == [[SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]] * engine.job.model.layers
     assert engine_of(document_mask=True).attention is None  # masks have a kernel of their own

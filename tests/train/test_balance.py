@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from ultrascale.train import log
-from ultrascale.train.balance import WHOLE_TABLE, Loads
+from ultrascale.train.balance import WHOLE_TABLE, RouterLoads
 from ultrascale.train.log import StepRecord
 
 
-def loads(tokens: torch.Tensor, balance: float = 6.0, dropped: float = 0.0) -> Loads:
+def loads(tokens: torch.Tensor, balance: float = 6.0, dropped: float = 0.0) -> RouterLoads:
     """Of three sequences, in a model with one dense layer."""
     ends = torch.tensor([[balance, dropped]]).expand(len(tokens), -1)
-    return Loads(torch.cat([tokens, ends], dim=1), sequences=3, dense_layers=1)
+    return RouterLoads(torch.cat([tokens, ends], dim=1), sequences=3, dense_layers=1)
 
 
-def record(seen: Loads) -> StepRecord:
+def record(seen: RouterLoads) -> StepRecord:
     return StepRecord(
         step=1, tokens=8, loss=1.0, grad_norm=1.0, lr=1.0, tokens_per_s_per_gpu=1.0, mfu=None, peak_gib=None,
         expert_load=seen.busiest, expert_tokens=seen.per_expert, expert_quantiles=seen.quantiles,
@@ -54,4 +54,4 @@ def test_tables_are_no_curves() -> None:
 def test_a_router_without_numbers_is_named_by_its_layer(value: float) -> None:
     table = loads(torch.ones(3, 2)).table.clone()
     table[1, -2] = value
-    assert Loads(table, 3, dense_layers=1).broken == (2,)
+    assert RouterLoads(table, 3, dense_layers=1).broken == (2,)

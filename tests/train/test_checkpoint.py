@@ -21,9 +21,9 @@ from ultrascale.specs.checkpointing import Checkpointing
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.layout import Layout
 from ultrascale.train import checkpoint
+from ultrascale.train.async_checkpoint import CheckpointManager, restore
 from ultrascale.train.convert import to_hf
 from ultrascale.train.engine import Engine
-from ultrascale.train.keep import Keeper, restore
 
 BATCH, BEFORE, STEPS = 8, 2, 5
 CLOSE = 1e-5
@@ -121,10 +121,10 @@ PAIRS = [
 
 
 def before(engine: Engine, run: Path, steps: int = BEFORE, background: bool = True) -> list[float]:
-    keeper = Keeper(engine, run, Checkpointing(background=background))
+    keeper = CheckpointManager(engine, run, Checkpointing(background=background))
     losses = [engine.step(number).loss for number in range(steps)]
     keeper.save(steps)
-    keeper.settle()
+    keeper.wait_for_copy()
     losses += [engine.step(number).loss for number in range(steps, STEPS)]  # the copy was made: these change nothing
     keeper.finish()
     return losses
@@ -235,7 +235,7 @@ def test_sgd_and_its_momentum_are_kept(tmp_path: Path) -> None:
 
 def scaled(engine: Engine, run: Path) -> tuple[float, int]:
     engine.scale.value, engine.scale.good = 128.0, 3
-    keeper = Keeper(engine, run, Checkpointing())
+    keeper = CheckpointManager(engine, run, Checkpointing())
     engine.step(0)
     keeper.save(1, wait=True)
     fresh = type(engine)(engine.job, engine.mesh, engine.training, engine.batches)
@@ -251,7 +251,7 @@ def drawn(engine: Engine, run: Path, folder: Path | None) -> list[float]:
     if folder is None:
         torch.manual_seed(100 + engine.mesh.rank)
         engine.step(0)
-        Keeper(engine, run, Checkpointing()).save(1, wait=True)
+        CheckpointManager(engine, run, Checkpointing()).save(1, wait=True)
     else:
         torch.manual_seed(7)
         restore(engine, checkpoint.open_checkpoint(folder))
@@ -276,11 +276,11 @@ def test_the_newest_are_kept_and_the_folder_says_which(tmp_path: Path) -> None:
 def several(engine: Engine, run: Path) -> None:
     (run / "checkpoints" / ".step-000001.partial").mkdir(parents=True, exist_ok=True)  # as a killed run leaves it
     (run / "checkpoints" / ".latest.tmp").touch()
-    keeper = Keeper(engine, run, Checkpointing(keep=2))
+    keeper = CheckpointManager(engine, run, Checkpointing(keep=2))
     for number in range(4):
         engine.step(number)
         keeper.save(number + 1)
-        keeper.settle()
+        keeper.wait_for_copy()
     keeper.finish()
 
 
@@ -418,7 +418,7 @@ def test_an_index_that_names_other_code_is_not_run(copy_of: Path) -> None:
 
 def full_disk(engine: Engine, run: Path) -> tuple[list[int | None], str | None]:
     """The second checkpoint meets a full disk; training goes on and the third is written."""
-    keeper = Keeper(engine, run, Checkpointing())
+    keeper = CheckpointManager(engine, run, Checkpointing())
     seen: list[int | None] = []
     failed = None
     for number in range(3):
@@ -430,7 +430,7 @@ def full_disk(engine: Engine, run: Path) -> tuple[list[int | None], str | None]:
                 (folder / "__1_0.distcp").symlink_to("/dev/full")
             torch.distributed.barrier()
         keeper.save(number + 1)
-        keeper.settle()
+        keeper.wait_for_copy()
         keeper.finish()
         seen.append(keeper.saved)
         failed = str(keeper._error) if number == 1 else failed
@@ -461,7 +461,7 @@ class FullAfter:
 
 def full_amid_a_tensor(engine: Engine, run: Path, rank: int) -> None:
     """The disk of one rank is full in the middle of what torch writes, where it has an error of its own to raise."""
-    keeper = Keeper(engine, run, Checkpointing())
+    keeper = CheckpointManager(engine, run, Checkpointing())
     plain = Path.open
     if engine.mesh.rank == rank:
         Path.open = lambda path, mode="r", **more: FullAfter(plain(path, mode, **more), 3000)  # type: ignore[assignment]

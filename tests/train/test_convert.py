@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from ultrascale.model.hf_folder import Folder
+from ultrascale.model.hf_folder import HFFolder
 from ultrascale.specs import hf
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.hf_config import ARCHITECTURES
@@ -197,14 +197,14 @@ def test_a_disk_without_room_is_told_first(theirs: Path, tmp_path: Path, monkeyp
 
 
 def test_weights_that_fail_on_the_way_leave_nothing(theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = Folder.tensor
+    read = HFFolder.tensor
 
-    def failing(folder: Folder, name: str) -> torch.Tensor:
+    def failing(folder: HFFolder, name: str) -> torch.Tensor:
         if name in ("blocks.1.mlp.down.weight", "blocks.1.mlp.experts.down"):
             raise SpecError("the file is gone")
         return read(folder, name)
 
-    monkeypatch.setattr(Folder, "tensor", failing)
+    monkeypatch.setattr(HFFolder, "tensor", failing)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(SpecError, match="the file is gone"):
         convert(["hf", str(theirs), str(tmp_path / "x")])

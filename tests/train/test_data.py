@@ -11,13 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ultrascale.data import binary
-from ultrascale.data.corpora import Stored
+from ultrascale.data.corpora import TokenFileCorpus
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import Training
-from ultrascale.train.data import Batches, Bytes, Mixture, Synthetic, corpus, permuted, rows_of, standard_library
+from ultrascale.train.data import (
+    Batches,
+    ByteCorpus,
+    MixtureCorpus,
+    SyntheticCorpus,
+    corpus,
+    permuted,
+    rows_of,
+    standard_library,
+)
 
-COUNTING = Bytes(np.arange(101, dtype=np.uint8))
+COUNTING = ByteCorpus(np.arange(101, dtype=np.uint8))
 
 
 def first_tokens(batches: Batches, steps: range) -> list[int]:
@@ -70,7 +79,7 @@ def test_order_is_a_function_of_seed_and_sample_number_alone() -> None:
 
 
 def test_held_out_windows_are_the_last_and_come_in_order() -> None:
-    batches = Batches(Bytes(np.arange(251, dtype=np.uint8)), seq=2, batch=3, seed=0)
+    batches = Batches(ByteCorpus(np.arange(251, dtype=np.uint8)), seq=2, batch=3, seed=0)
     assert (batches.train_windows, batches.evaluation_windows) == (123, 2)
     assert batches.evaluation(0, slice(None))[0][:, 0].tolist() == [246, 248, 246]
     assert batches.evaluation(1, [0, 2])[0][:, 0].tolist() == [248, 248]
@@ -97,12 +106,12 @@ def test_the_standard_library_is_python_text() -> None:
 
 
 def test_synthetic_windows_are_uniform_and_repeatable() -> None:
-    source = Synthetic(vocab=16, seed=1)
+    source = SyntheticCorpus(vocab=16, seed=1)
     tokens = source.window(3, 16_000)
-    assert np.array_equal(tokens, Synthetic(16, 1).window(3, 16_000))
+    assert np.array_equal(tokens, SyntheticCorpus(16, 1).window(3, 16_000))
     assert tokens.dtype == np.int64
     assert np.all(np.abs(np.bincount(tokens, minlength=16) - 1000) < 160)  # five standard deviations
-    for other in (source.window(4, 16_000), Synthetic(16, 2).window(3, 16_000)):
+    for other in (source.window(4, 16_000), SyntheticCorpus(16, 2).window(3, 16_000)):
         assert np.mean(tokens == other) < 0.08
     assert np.array_equal(source.window(3, 5), tokens[:6])
 
@@ -111,8 +120,8 @@ def test_a_vocabulary_below_a_byte_is_refused() -> None:
     sentence = r"train.data is stdlib \(bytes: 256 tokens\) but model.vocab is 128: try train.data=synthetic"
     with pytest.raises(SpecError, match=sentence):
         corpus(Training(), vocab=128)
-    assert isinstance(corpus(Training(data="synthetic"), vocab=128), Synthetic)
-    assert isinstance(corpus(Training(), vocab=256), Bytes)
+    assert isinstance(corpus(Training(data="synthetic"), vocab=128), SyntheticCorpus)
+    assert isinstance(corpus(Training(), vocab=256), ByteCorpus)
 
 
 def test_a_text_too_short_is_refused_with_a_length_that_works() -> None:
@@ -153,7 +162,7 @@ def test_the_order_of_a_single_set_has_stayed() -> None:
 def test_a_file_of_tokens_is_read_in_the_same_order_as_any_text(tmp_path: Path) -> None:
     path = stored(tmp_path / "a.bin", 0, 101, vocab=256)
     text = corpus(Training(data=str(path)), vocab=256)
-    assert isinstance(text, Stored)
+    assert isinstance(text, TokenFileCorpus)
     ours, theirs = (Batches(one, seq=10, batch=3, seed=4) for one in (text, COUNTING))
     for step in range(4):
         assert all(torch.equal(*pair) for pair in zip(ours.train(step, [0, 1, 2]), theirs.train(step, [0, 1, 2]), strict=True))
@@ -162,7 +171,7 @@ def test_a_file_of_tokens_is_read_in_the_same_order_as_any_text(tmp_path: Path) 
 def mixed(tmp_path: Path, batch: int = 5, seed: int = 0) -> Batches:
     first, second = stored(tmp_path / "a.bin", 0, 201), stored(tmp_path / "b.bin", 500, 101)
     text = corpus(Training(data=f"{first}:0.6,{second}:0.4", seed=seed), vocab=1000)
-    assert isinstance(text, Mixture)
+    assert isinstance(text, MixtureCorpus)
     return Batches(text, seq=10, batch=batch, seed=seed)
 
 
@@ -194,9 +203,9 @@ def test_the_order_of_a_mixture_is_a_function_of_seed_and_sample_number_alone(tm
 
 def test_stdlib_may_be_mixed_and_a_path_may_hold_a_comma(tmp_path: Path) -> None:
     path = stored(tmp_path / "a,b:1.bin", 0, 101)
-    assert isinstance(corpus(Training(data=str(path)), vocab=1000), Stored)
+    assert isinstance(corpus(Training(data=str(path)), vocab=1000), TokenFileCorpus)
     text = corpus(Training(data=f"stdlib:3,{stored(tmp_path / 'c.bin', 0, 101)}:1"), vocab=1000)
-    assert isinstance(text, Mixture)
+    assert isinstance(text, MixtureCorpus)
     assert [weight for _, weight in text.parts] == [3, 1]
 
 
@@ -220,6 +229,6 @@ def test_documents_of_a_row_are_counted_from_its_first(tmp_path: Path) -> None:
 
 
 def test_a_zero_byte_ends_a_document_of_bytes() -> None:
-    text = Bytes(np.frombuffer(b"ab\0c\0\0defgh", dtype=np.uint8))
+    text = ByteCorpus(np.frombuffer(b"ab\0c\0\0defgh", dtype=np.uint8))
     assert text.documents(0, 5).tolist() == [0, 0, 0, 1, 1]
     assert text.documents(1, 5).tolist() == [0, 1, 1, 1, 1]

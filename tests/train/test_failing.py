@@ -16,13 +16,13 @@ import torch.distributed as dist
 from parallel.harness import engine_of, job_of, training_of
 from ultrascale.parallel import comm, local
 from ultrascale.parallel.local import RankError
-from ultrascale.parallel.mesh import Mesh, Place
+from ultrascale.parallel.mesh import Mesh, RankCoordinates
 from ultrascale.specs.errors import RunError
 from ultrascale.specs.layout import Layout
-from ultrascale.train.board import SharedBoard
-from ultrascale.train.meeting import meet
+from ultrascale.train.heartbeat import SharedMemoryHeartbeat
+from ultrascale.train.rank_info import RankInfo
+from ultrascale.train.rendezvous import init
 from ultrascale.train.watchdog import Watchdog, lost_a_peer
-from ultrascale.train.world import Seat
 
 torch.set_num_threads(1)
 LAYOUT = Layout(dp=2, tp=2)
@@ -30,16 +30,16 @@ WORLD, STEPS, AT, VICTIM = LAYOUT.gpus, 6, 3, 2
 
 
 def describe(rank: int) -> str:
-    place = Place.of(LAYOUT, rank)
+    place = RankCoordinates.of(LAYOUT, rank)
     return f"dp {place.dp}, tp {place.tp}"
 
 
-def rank_of_a_run(rank: int, nproc: int, store: str, board: SharedBoard, fault: Callable[[], None]) -> float:
+def rank_of_a_run(rank: int, nproc: int, store: str, heartbeat: SharedMemoryHeartbeat, fault: Callable[[], None]) -> float:
     """A loop with an exchange over each axis, watched; the fault strikes one rank in the middle."""
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc, timeout=timedelta(seconds=20))
     mesh = Mesh.build(LAYOUT, kv_heads=2, rank=rank)
     total = 0.0
-    with Watchdog(board, rank, nproc, 3.0, describe, local.report) as dog:
+    with Watchdog(heartbeat, rank, nproc, 3.0, describe, local.report) as dog:
         try:
             for step in range(1, STEPS + 1):
                 dog.at(step, "forward and backward")
@@ -56,9 +56,9 @@ def rank_of_a_run(rank: int, nproc: int, store: str, board: SharedBoard, fault: 
 
 def run(fault: Callable[[], None]) -> tuple[str, float]:
     """What the user reads, and after how long."""
-    board, start = SharedBoard(WORLD), time.monotonic()
+    heartbeat, start = SharedMemoryHeartbeat(WORLD), time.monotonic()
     with pytest.raises(RunError) as caught:
-        local.run(rank_of_a_run, WORLD, board, fault, timeout_s=60, board=board, describe=describe)
+        local.run(rank_of_a_run, WORLD, heartbeat, fault, timeout_s=60, heartbeat=heartbeat, describe=describe)
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
     assert not children.exists() or children.read_text().split() == []
     return str(caught.value), time.monotonic() - start
@@ -77,12 +77,12 @@ def divide() -> None:
 
 
 def test_without_a_fault_it_runs_through() -> None:
-    board = SharedBoard(WORLD)
-    assert local.run(healthy, WORLD, board, timeout_s=60) == [float(STEPS * WORLD)] * WORLD
+    heartbeat = SharedMemoryHeartbeat(WORLD)
+    assert local.run(healthy, WORLD, heartbeat, timeout_s=60) == [float(STEPS * WORLD)] * WORLD
 
 
-def healthy(rank: int, nproc: int, store: str, board: SharedBoard) -> float:
-    return rank_of_a_run(rank, nproc, store, board, lambda: None)
+def healthy(rank: int, nproc: int, store: str, heartbeat: SharedMemoryHeartbeat) -> float:
+    return rank_of_a_run(rank, nproc, store, heartbeat, lambda: None)
 
 
 def test_a_killed_rank_ends_all_with_its_name_place_step_and_phase() -> None:
@@ -118,20 +118,20 @@ def test_a_stopped_rank_is_named_by_those_that_wait_for_it() -> None:
     ids=str,
 )
 def test_the_engines_own_exchanges_are_named(layout: Layout, exchange: str) -> None:
-    board = SharedBoard(2)
+    heartbeat = SharedMemoryHeartbeat(2)
     with pytest.raises(RunError) as caught:
-        local.run(engine_rank, 2, board, layout, timeout_s=60)
+        local.run(engine_rank, 2, heartbeat, layout, timeout_s=60)
     assert "rank 0 has not moved for" in str(caught.value)
     assert exchange in str(caught.value).splitlines()[0]
     assert "rank 1 is silent" in str(caught.value)
 
 
-def engine_rank(rank: int, nproc: int, store: str, board: SharedBoard, layout: Layout) -> None:
+def engine_rank(rank: int, nproc: int, store: str, heartbeat: SharedMemoryHeartbeat, layout: Layout) -> None:
     torch.set_num_threads(1)  # other tests of this process may have used more, and a fork of those hangs
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
     engine = engine_of(job_of("llama"), layout, training_of(), rank)
     engine.step(0)  # the first may take seconds on a busy machine, and is not what is watched
-    with Watchdog(board, rank, nproc, 3.0, lambda rank: "", local.report) as dog:
+    with Watchdog(heartbeat, rank, nproc, 3.0, lambda rank: "", local.report) as dog:
         for step in range(2, 5):
             dog.at(step, "forward and backward")
             if rank == 1 and step == 3:
@@ -143,7 +143,7 @@ def alone(rank: int, nproc: int, store: str) -> None:
     """One of three ranks never comes."""
     if rank == 2:
         time.sleep(60)
-    meet(Seat(rank, nproc, rank, nproc, store), torch.device("cpu"), timeout_s=1)
+    init(RankInfo(rank, nproc, rank, nproc, store), torch.device("cpu"), timeout_s=1)
 
 
 def test_a_peer_that_never_comes_is_a_sentence() -> None:

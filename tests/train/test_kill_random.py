@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from parallel.harness import family
-from ultrascale.parallel.ended import state
+from ultrascale.parallel.exit_reason import state
 from ultrascale.train import checkpoint, launch
 from ultrascale.train.request import Overrides, Request, from_checkpoint, from_model
 

@@ -23,8 +23,8 @@ import torch
 from parallel.harness import family
 from ultrascale.specs.checkpointing import Checkpointing
 from ultrascale.train import checkpoint, launch
-from ultrascale.train.checkpoint import State
-from ultrascale.train.pieces import Piece, save
+from ultrascale.train.checkpoint import CheckpointState
+from ultrascale.train.dcp_io import TensorSlice, save
 from ultrascale.train.request import Overrides, Request, from_checkpoint, from_model
 
 STEPS = 8
@@ -131,8 +131,8 @@ def write(run: Path, value: float) -> None:
     asked, step = request(), int(value)
     folder = checkpoint.partial_folder(run, step)
     folder.mkdir(parents=True, exist_ok=True)
-    state = State(step, asked.job, asked.layout, asked.training, checkpointing=Checkpointing())
-    pieces = {"model": {"weight": Piece.whole((4,), lambda: torch.full((4,), value))}}
+    state = CheckpointState(step, asked.job, asked.layout, asked.training, checkpointing=Checkpointing())
+    pieces = {"model": {"weight": TensorSlice.whole((4,), lambda: torch.full((4,), value))}}
     save(pieces, folder, lambda sums: checkpoint.commit(run, state, sums, keep=1), None)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.layout import Layout
-from ultrascale.train.log import MetricsLog, Progress, StepRecord, batch_line, duration, open_sinks, progress_line
+from ultrascale.train.log import MetricsLog, ProgressLine, StepRecord, batch_line, duration, open_sinks, progress_line
 
 FIELDS = ["step", "tokens", "loss", "grad_norm", "lr", "tokens_per_s_per_gpu", "mfu", "peak_gib"]
 
@@ -162,7 +162,7 @@ def shown_steps(text: str) -> list[int]:
 
 def test_a_pipe_gets_the_first_steps_every_tenth_part_and_the_last() -> None:
     stream = io.StringIO()
-    progress = Progress(stream, total=52)
+    progress = ProgressLine(stream, total=52)
     for step in range(1, 53):
         progress.show(record(step))
     assert shown_steps(stream.getvalue()) == [1, 2, 3, 4, 5, 10, 15, 20, 25, 30, 35, 40, 45, 50, 52]
@@ -170,12 +170,12 @@ def test_a_pipe_gets_the_first_steps_every_tenth_part_and_the_last() -> None:
 
 def test_a_resumed_run_shows_its_own_first_steps_and_every_overrules() -> None:
     stream = io.StringIO()
-    progress = Progress(stream, total=100)
+    progress = ProgressLine(stream, total=100)
     for step in range(71, 78):
         progress.show(record(step))
     assert shown_steps(stream.getvalue()) == [71, 72, 73, 74, 75]
     stream = io.StringIO()
-    progress = Progress(stream, total=10, every=4)
+    progress = ProgressLine(stream, total=10, every=4)
     for step in range(1, 11):
         progress.show(record(step))
     assert shown_steps(stream.getvalue()) == [4, 8, 10]
@@ -190,7 +190,7 @@ def test_a_terminal_sees_one_line_rewritten_twice_a_second(monkeypatch: pytest.M
     monkeypatch.setenv("COLUMNS", "60")
     seconds = iter(0.125 * step for step in range(1, 17))
     stream = Terminal()
-    progress = Progress(stream, total=16, clock=lambda: next(seconds))
+    progress = ProgressLine(stream, total=16, clock=lambda: next(seconds))
     for step in range(1, 17):
         progress.show(record(step))
     text = stream.getvalue()
@@ -203,7 +203,7 @@ def test_a_terminal_sees_one_line_rewritten_twice_a_second(monkeypatch: pytest.M
 def test_the_time_left_is_the_mean_of_recent_steps() -> None:
     seconds = iter([0.0, 30.0, 40.0, 50.0])  # the first step compiled
     stream = io.StringIO()
-    progress = Progress(stream, total=4, clock=lambda: next(seconds))
+    progress = ProgressLine(stream, total=4, clock=lambda: next(seconds))
     for step in (1, 2, 3, 4):
         progress.show(record(step, step_time_s=2.0))
     etas = [line.rsplit("ETA ", 1)[1] for line in stream.getvalue().splitlines()]

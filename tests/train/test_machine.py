@@ -19,9 +19,9 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 from ultrascale.train import machine
 from ultrascale.train.machine import cpu_cluster, detect, kind_of_gpu, memory_bytes
-from ultrascale.train.rates import LinkRate, Rates, seconds_each
+from ultrascale.train.rates import CPURates, LinkRate, seconds_each
 
-RATES = Rates(
+RATES = CPURates(
     products_flops=50e9,
     stream_bytes_s=5e9,
     operator_s=4e-6,

@@ -12,16 +12,16 @@ import torch
 from parallel.harness import in_ranks, job_of, training_of
 from ultrascale.cost.estimate import estimate
 from ultrascale.model import moe
-from ultrascale.parallel.zero import Sharded
+from ultrascale.parallel.zero import FSDPGrads
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.estimate import Memory
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model, MoE
-from ultrascale.train.account import account
 from ultrascale.train.engine import Engine
-from ultrascale.train.live import LiveBytes
+from ultrascale.train.live_memory import LiveBytes
+from ultrascale.train.memory_owners import account
 
 MODEL = Model(name="small", layers=4, hidden=64, heads=4, kv_heads=2, ffn=192, vocab=256)
 EXPERTS = Model(
@@ -62,7 +62,7 @@ def _measured(engine: Engine) -> Held:
     live.track(engine.optimizer.state_tensors(), "optimizer")
     for chunk in engine.pipeline.chunks.values():
         gradients = chunk.gradients
-        if isinstance(gradients, Sharded):
+        if isinstance(gradients, FSDPGrads):
             live.track(gradients.gathered(), "gathered")
             watched = gradients.unsharded()
         else:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ultrascale.cost.estimate import estimate
-from ultrascale.parallel.mesh import Place
+from ultrascale.parallel.mesh import RankCoordinates
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -17,15 +17,15 @@ from ultrascale.specs.plan import Plan
 from ultrascale.specs.training import Training
 from ultrascale.specs.units import GIB
 from ultrascale.train.machine import cpu_cluster
-from ultrascale.train.memory_advice import Held, held, is_out_of_memory, out_of_memory
-from ultrascale.train.rates import LinkRate, Rates
+from ultrascale.train.memory_advice import MemoryAtFailure, held, is_out_of_memory, out_of_memory
+from ultrascale.train.rates import CPURates, LinkRate
 from ultrascale.train.request import Overrides, Request, from_plan
 
 CUDA = (
     "CUDA out of memory. Tried to allocate 1.96 GiB. GPU 0 has a total capacity of 79.10 GiB of which 307.19 MiB is free. "
     "Of the allocated memory 70.00 GiB is allocated by PyTorch, and 6.00 GiB is reserved by PyTorch but unallocated."
 )
-SEEN = Held(total=79.1 * GIB, free=0.3 * GIB, allocated=70 * GIB, reserved=77 * GIB)
+SEEN = MemoryAtFailure(total=79.1 * GIB, free=0.3 * GIB, allocated=70 * GIB, reserved=77 * GIB)
 
 
 def request(model: str, cluster: str, layout: Layout, seq: int = 8192) -> Request:
@@ -52,7 +52,7 @@ def advised(text: str) -> list[str]:
 def test_advice_fits_when_it_is_followed(asked: Request) -> None:
     before = estimate(asked.job, asked.layout)
     assert not before.fits
-    text = out_of_memory(asked, 3, CUDA, SEEN, Place.of(asked.layout, 0))
+    text = out_of_memory(asked, 3, CUDA, SEEN, RankCoordinates.of(asked.layout, 0))
     offered = advised(text)
     assert 1 <= len(offered) <= 3
     plan = Plan(job=asked.job, layout=asked.layout, estimate=before)
@@ -67,7 +67,7 @@ def test_advice_fits_when_it_is_followed(asked: Request) -> None:
 
 def test_the_report_names_rank_step_owners_and_what_was_held() -> None:
     asked = request("llama-3-8b", "16xh100", Layout(dp=2, tp=4, pp=2, gas=8, mbs=8))
-    text = out_of_memory(asked, 3, CUDA, SEEN, Place(pp=1, dp=0, cp=0, tp=2))
+    text = out_of_memory(asked, 3, CUDA, SEEN, RankCoordinates(pp=1, dp=0, cp=0, tp=2))
     assert text.startswith("rank 10 (pp 1, dp 0, tp 2) ran out of memory at step 3: 1.96 GiB more were asked for.")
     assert "70.00 GiB in tensors at the most, 77.00 GiB taken by the allocator, 307.2 MiB free of 79.10 GiB" in text
     stage = estimate(asked.job, asked.layout).memory[1]
@@ -79,7 +79,7 @@ def test_the_report_names_rank_step_owners_and_what_was_held() -> None:
 def test_one_change_is_enough_where_it_is() -> None:
     """Smaller changes come first, though cutting otherwise (three fields: an axis, dp, gas) may be faster."""
     asked = request("llama-3-70b", "64xh100", Layout(dp=8, tp=8, mbs=1, gas=16, zero=1))
-    offered = advised(out_of_memory(asked, 1, CUDA, SEEN, Place(0, 0, 0, 0)))
+    offered = advised(out_of_memory(asked, 1, CUDA, SEEN, RankCoordinates(0, 0, 0, 0)))
     assert [len(words.split()) for words in offered] == [1, 1, 1]
     assert "layout.zero=2" in offered
 
@@ -88,7 +88,7 @@ def test_a_plan_that_should_have_fitted_is_believed_less() -> None:
     asked = request("llama-3-8b", "8xh100", Layout(dp=8, zero=3, mbs=1, gas=4))
     before = estimate(asked.job, asked.layout)
     assert before.fits
-    text = out_of_memory(asked, 1, CUDA, SEEN, Place(0, 0, 0, 0))
+    text = out_of_memory(asked, 1, CUDA, SEEN, RankCoordinates(0, 0, 0, 0))
     assert "That should have fitted" in text
     plan = Plan(job=asked.job, layout=asked.layout, estimate=before)
     for words in advised(text):
@@ -98,7 +98,7 @@ def test_a_plan_that_should_have_fitted_is_believed_less() -> None:
 
 def test_nothing_fits_and_how_much_is_missing() -> None:
     asked = request("llama-3-70b", "1xh100", Layout())
-    text = out_of_memory(asked, 1, CUDA, Held(total=10 * GIB), Place(0, 0, 0, 0))
+    text = out_of_memory(asked, 1, CUDA, MemoryAtFailure(total=10 * GIB), RankCoordinates(0, 0, 0, 0))
     assert not advised(text)
     missing = float(re.search(r"([\d,.]+) GiB too much", text)[1].replace(",", ""))  # type: ignore[index]
     smallest = float(re.search(r"needs ([\d,.]+) GiB", text)[1].replace(",", ""))  # type: ignore[index]
@@ -106,13 +106,15 @@ def test_nothing_fits_and_how_much_is_missing() -> None:
 
 
 def test_processes_of_a_cpu_share_its_memory() -> None:
-    place = cpu_cluster(2, Rates(1e10, 1e10, 5e-6, 5e9, 5e9, 5e8), LinkRate(1e9, 1e-4), 2.0**36)
+    place = cpu_cluster(2, CPURates(1e10, 1e10, 5e-6, 5e9, 5e9, 5e8), LinkRate(1e9, 1e-4), 2.0**36)
     layout = Layout(dp=2, mbs=8, gas=1)
     job = Job(model=Model.load("mini"), cluster=place, seq=256, batch_tokens=layout.batch_tokens(256), precision="fp32")
     asked = Request(job, layout, Training())
     before = estimate(job, layout)
     error = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4194304 bytes. Error code 12"
-    text = out_of_memory(asked, 2, error, Held(total=before.peak_gib * GIB, resident=0.2 * GIB), Place(0, 1, 0, 0))
+    text = out_of_memory(
+        asked, 2, error, MemoryAtFailure(total=before.peak_gib * GIB, resident=0.2 * GIB), RankCoordinates(0, 1, 0, 0)
+    )
     assert "rank 1 (" in text
     assert "4.0 MiB more were asked for" in text
     assert "offload" not in text
@@ -125,10 +127,10 @@ def test_processes_of_a_cpu_share_its_memory() -> None:
 
 def test_a_smaller_micro_batch_is_accumulated_to_the_same_batch() -> None:
     """One process that recomputes everything has nothing else to give."""
-    place = cpu_cluster(1, Rates(1e10, 1e10, 5e-6, 5e9, 5e9, 5e8), LinkRate(1e9, 1e-4), 2.0**36)
+    place = cpu_cluster(1, CPURates(1e10, 1e10, 5e-6, 5e9, 5e9, 5e8), LinkRate(1e9, 1e-4), 2.0**36)
     layout = Layout(mbs=8, gas=2, recompute="full")
     job = Job(model=Model.load("mini"), cluster=place, seq=256, batch_tokens=layout.batch_tokens(256), precision="fp32")
-    text = out_of_memory(Request(job, layout, Training()), 1, "", Held(total=2.0**36), Place(0, 0, 0, 0))
+    text = out_of_memory(Request(job, layout, Training()), 1, "", MemoryAtFailure(total=2.0**36), RankCoordinates(0, 0, 0, 0))
     assert advised(text) == ["layout.mbs=4 layout.gas=4", "layout.mbs=2 layout.gas=8", "layout.mbs=1 layout.gas=16"]
 
 

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ultrascale.cost import host
-from ultrascale.cost.columns import Columns
-from ultrascale.cost.hardware import Machine
+from ultrascale.cost.columns import LayoutColumns
+from ultrascale.cost.hardware import ClusterRates
 from ultrascale.model.rotary import tables
 from ultrascale.model.transformer import Block
 from ultrascale.specs.job import Job
@@ -19,7 +19,7 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 from ultrascale.train import rates
 from ultrascale.train.machine import cpu_cluster
-from ultrascale.train.rates import LinkRate, Rates
+from ultrascale.train.rates import CPURates, LinkRate
 
 BANDWIDTH = 1e10
 SEQ = 64
@@ -43,9 +43,9 @@ class Passed(TorchDispatchMode):
 @pytest.mark.parametrize("name", ["tiny", "mini"])
 def test_a_layer_passes_over_as_much_as_the_law_says(name: str) -> None:
     model, layout = Model.load(name), Layout(mbs=4)
-    cluster = cpu_cluster(1, Rates(1e10, BANDWIDTH, 5e-6, 5e9, 5e9, 5e8), LinkRate(1e9, 1e-4), 2.0**34)
+    cluster = cpu_cluster(1, CPURates(1e10, BANDWIDTH, 5e-6, 5e9, 5e9, 5e8), LinkRate(1e9, 1e-4), 2.0**34)
     job = Job(model=model, cluster=cluster, seq=SEQ, batch_tokens=4 * SEQ, precision="fp32")
-    law = host.elementwise(job, Columns.of([layout]), Machine(job), moe=False)
+    law = host.elementwise(job, LayoutColumns.of([layout]), ClusterRates(job), moe=False)
     block, rope = Block(model, 0), tables(model, torch.arange(SEQ))
     x = torch.randn(4, SEQ, model.hidden, requires_grad=True)
     with Passed() as forward:

@@ -16,7 +16,7 @@ from conftest import Run
 from parallel.harness import family
 from ultrascale.specs.errors import SpecError
 from ultrascale.train import checkpoint, rollback
-from ultrascale.train.checkpoint import State
+from ultrascale.train.checkpoint import CheckpointState
 from ultrascale.train.request import Overrides, from_model
 
 FORK = multiprocessing.get_context("fork")
@@ -28,7 +28,7 @@ def save(run: Path, step: int, branch: str, keep: int = 0) -> None:
     folder = checkpoint.partial_folder(run, step)
     folder.mkdir(parents=True)
     (folder / "branch").write_text(branch)
-    checkpoint.commit(run, State(step, REQUEST.job, REQUEST.layout, REQUEST.training), {}, keep)
+    checkpoint.commit(run, CheckpointState(step, REQUEST.job, REQUEST.layout, REQUEST.training), {}, keep)
 
 
 def train(run: Path, first: int, last: int, branch: str) -> None:

@@ -122,7 +122,7 @@ def ladders(
     if gpus and world > gpus:
         raise SpecError(f"--nproc is {world} but this machine shows {gpus} GPUs: try {gpus}")
     length, size = count(seq or usual[1], "--seq", "4096"), mbs or usual[2]
-    here = climb.Here(Model.load(model or usual[0]), length, size, steps, world, gpus, cache(launch.machine))
+    here = climb.LadderMachine(Model.load(model or usual[0]), length, size, steps, world, gpus, cache(launch.machine))
     launch.import_torch()
     found, console = list[climb.Ladder](), terminal()
     with progress() as say:
@@ -165,9 +165,9 @@ def collectives(
     from ultrascale.show.lines import progress, terminal
     from ultrascale.specs.errors import SpecError
     from ultrascale.train import machine
-    from ultrascale.train.world import seat
+    from ultrascale.train.rank_info import rank_info_from_env
 
-    mine, gpus = (seat() if nproc is None else None), len(machine.gpu_names())
+    mine, gpus = (rank_info_from_env() if nproc is None else None), len(machine.gpu_names())
     world = mine.world if mine else nproc or gpus or 2
     if world == 1 or (mine is None and gpus == 1):
         alone = "this machine shows one GPU" if gpus else "there is one process"

@@ -12,8 +12,8 @@ import typer
 from ultrascale.cli.common import echo, print_json
 
 if TYPE_CHECKING:
-    from ultrascale.data.info import Info
-    from ultrascale.data.progress import Progress
+    from ultrascale.data.info import TokenSetSummary
+    from ultrascale.data.progress import TokenizeProgress
 
 app = typer.Typer(
     name="data",
@@ -99,7 +99,7 @@ def info(
         echo(f"{name:<18}{value}")
 
 
-def _rows(found: Info) -> list[tuple[str, str]]:
+def _rows(found: TokenSetSummary) -> list[tuple[str, str]]:
     kinds = {"ultrascale": "ultrascale", "megatron": "Megatron .bin and .idx", "flat": "flat, without a header"}
     vocab = f"{found.vocab:,}" if found.vocab is not None else f"not said; tokens up to {found.largest_seen:,} seen"
     documents = f"{found.documents:,}" if found.kind != "flat" else "not marked"
@@ -127,7 +127,7 @@ class _Line:
         self.terminal = sys.stderr.isatty()
         self.shown_at = time.monotonic() if not self.terminal else 0.0
 
-    def show(self, progress: Progress) -> None:
+    def show(self, progress: TokenizeProgress) -> None:
         now = time.monotonic()
         if now - self.shown_at < _EVERY_S[0 if self.terminal else 1]:
             return
@@ -141,7 +141,7 @@ class _Line:
             sys.stderr.write("\n")
 
 
-def progress_line(progress: Progress) -> str:
+def progress_line(progress: TokenizeProgress) -> str:
     left = progress.eta_s
     minutes, seconds = divmod(round(left or 0), 60)
     hours, minutes = divmod(minutes, 60)

@@ -100,7 +100,7 @@ def rehearse(
 
     [dim]ultrascale rehearse plan.yaml --stage all[/]
     """
-    from ultrascale.measure.rehearse.asked import check, kernels_of, ranks_of
+    from ultrascale.measure.rehearse.request import check, kernels_of, ranks_of
     from ultrascale.show import rehearse as show
     from ultrascale.show.lines import progress
     from ultrascale.specs.plan import Plan
@@ -149,7 +149,7 @@ def profile(
     [dim]ultrascale profile plan.yaml --steps 5 -o runs/x[/]
     [dim]ultrascale profile --trace trace.json.gz --plan plan.yaml[/]
     """
-    from ultrascale.measure.profile.asked import check
+    from ultrascale.measure.profile.request import check
     from ultrascale.show import profile as show
 
     check(words or [], trace or [], plan)
@@ -172,14 +172,14 @@ def _read(traces: list[Path], plan: Path | None) -> Analysis:
 
 def _profiled(words: list[str], steps: int, nproc: int | None, out: Path | None) -> Analysis | None:
     """None on every rank of torchrun but the first."""
-    from ultrascale.measure.profile import asked as profile_asked
+    from ultrascale.measure.profile import request as profile_asked
     from ultrascale.show.lines import progress
     from ultrascale.specs.folders import folder_name
     from ultrascale.train import launch
     from ultrascale.train.log import batch_line
-    from ultrascale.train.world import seat
+    from ultrascale.train.rank_info import rank_info_from_env
 
-    mine = seat() if nproc is None else None
+    mine = rank_info_from_env() if nproc is None else None
     request = profile_asked.request(words, steps, mine.world if mine else nproc, launch.has_gpu())
     folder = out or Path("runs") / f"{folder_name(request.job.model.name)}-profile-{datetime.now():%Y%m%d-%H%M%S}"
     launch.import_torch()

@@ -113,10 +113,10 @@ def train(
     from ultrascale.train import launch
     from ultrascale.train.checkpoint import run_named, run_of
     from ultrascale.train.log import batch_line
+    from ultrascale.train.rank_info import rank_info_from_env
     from ultrascale.train.request import from_words
-    from ultrascale.train.world import seat
 
-    mine = seat() if nproc is None else None
+    mine = rank_info_from_env() if nproc is None else None
     if resume is not None and mine is not None and (run_folder := run_named(resume)).resolve() == (out or run_folder).resolve():
         # A restart goes on from the newest checkpoint; the one on the command line may have been moved or deleted since.
         resume = run_folder if launch.is_restart(run_folder, mine) else resume
@@ -252,7 +252,7 @@ def _verify_layouts(
 
 
 def _verify_runs(runs: int | None, seed: int, processes: int, program: Path | None, json_file: Path | None) -> bool:
-    from ultrascale.measure.verify.programs import Drawing, Program
+    from ultrascale.measure.verify.programs import Program, ProgramGenerator
     from ultrascale.show import verify as show
     from ultrascale.show.lines import progress
     from ultrascale.train import launch
@@ -261,7 +261,7 @@ def _verify_runs(runs: int | None, seed: int, processes: int, program: Path | No
     launch.import_torch()
     from ultrascale.measure.verify import runs as verifying
 
-    drawing, verdicts, count = Drawing(seed, processes), [], runs or 1
+    drawing, verdicts, count = ProgramGenerator(seed, processes), [], runs or 1
     echo(show.RUNS_HEADING)
     with progress() as say:
         for number in range(1, count + 1):

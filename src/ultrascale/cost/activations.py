@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ultrascale.cost import fused
-from ultrascale.cost.columns import Array, Columns
+from ultrascale.cost.columns import Array, LayoutColumns
 from ultrascale.specs.job import Job
 from ultrascale.specs.model import Model
 
@@ -39,7 +39,7 @@ def sharded_gradient_bytes(job: Job) -> int:
     return FP32 if job.framework.states == "fp32" else gradient_bytes(job)
 
 
-def split_backward(columns: Columns) -> Array:
+def split_backward(columns: LayoutColumns) -> Array:
     """Schedules whose weight gradients come apart from input gradients."""
     return columns.is_("schedule", "zero-bubble") | columns.is_("schedule", "zb-v") | columns.is_("schedule", "dualpipe-v")
 
@@ -67,7 +67,7 @@ class LayerActivations:
         return np.asarray(self.whole - self.total + self.gradients)
 
 
-def layer(job: Job, columns: Columns, moe: bool) -> LayerActivations:
+def layer(job: Job, columns: LayoutColumns, moe: bool) -> LayerActivations:
     model, b = job.model, compute_bytes(job)
     tokens = columns.tokens(job.seq)
     residual = b * tokens * model.hidden / columns.sequence_cut  # one residual-wide tensor, cut only by sequence parallelism
@@ -98,7 +98,7 @@ def _active_width(model: Model, moe: bool) -> float:
     return model.moe.top_k * model.moe.expert_ffn + (model.moe.shared_expert_ffn or 0) * bool(model.moe.shared_experts)
 
 
-def _attention(job: Job, columns: Columns, tokens: Array, b: int) -> dict[str, Array]:
+def _attention(job: Job, columns: LayoutColumns, tokens: Array, b: int) -> dict[str, Array]:
     model, tp = job.model, columns.tp
     kv_cut = np.minimum(tp, model.kv_heads)
     if model.mla is None:
@@ -133,14 +133,14 @@ def _attention(job: Job, columns: Columns, tokens: Array, b: int) -> dict[str, A
     }
 
 
-def _mlp(job: Job, columns: Columns, tokens: Array, b: int, operand: Array) -> dict[str, Array]:
+def _mlp(job: Job, columns: LayoutColumns, tokens: Array, b: int, operand: Array) -> dict[str, Array]:
     model = job.model
     wide = tokens * model.ffn / columns.tp
     kept = operand_bytes(job) + (b if model.gated and job.framework.eager_activation else 0)
     return {"mlp input": operand, "mlp products": b * (2 if model.gated else 1) * wide, "mlp activation": kept * wide}
 
 
-def _moe(job: Job, columns: Columns, tokens: Array, b: int, residual: Array) -> dict[str, Array]:
+def _moe(job: Job, columns: LayoutColumns, tokens: Array, b: int, residual: Array) -> dict[str, Array]:
     model, moe = job.model, job.model.moe
     assert moe is not None
     busiest = columns.busiest(job.cluster.efficiency.expert_imbalance)
@@ -175,7 +175,7 @@ _PRODUCTS = {"q, k, v", "mlp products", "expert products", "mlp norm"}
 _CHEAP = ("qkv input", "mlp input", "mlp activation", "expert activation")
 
 
-def _apply_policy(job: Job, columns: Columns, modules: dict[str, Array], residual: Array) -> dict[str, Array]:
+def _apply_policy(job: Job, columns: LayoutColumns, modules: dict[str, Array], residual: Array) -> dict[str, Array]:
     none, selective = columns.is_("recompute", "none"), columns.is_("recompute", "selective")
     # Korthikanti's selective policy: without flash attention only the score matrices are dropped.
     dropped = _CHEAP if job.attention == "flash" else ("attention scores",)
@@ -201,17 +201,17 @@ def _apply_policy(job: Job, columns: Columns, modules: dict[str, Array], residua
     return kept
 
 
-def uncut(columns: Columns) -> Array:
+def uncut(columns: LayoutColumns) -> Array:
     """Layers that one GPU computes whole, backward in one go: they can be fused or compiled."""
     return np.asarray((columns.tp == 1) & (columns.cp == 1) & ~split_backward(columns))
 
 
-def eager(job: Job, columns: Columns) -> Array:
+def eager(job: Job, columns: LayoutColumns) -> Array:
     """Layers that run operator by operator, where that was followed."""
     return np.asarray(job.framework.followed & ~(uncut(columns) & job.framework.lean))
 
 
-def lean(job: Job, columns: Columns) -> Array:
+def lean(job: Job, columns: LayoutColumns) -> Array:
     """Layers whose backward makes the cheap outputs again without being asked to recompute."""
     fits = job.framework.lean and job.attention == "flash"  # compiled blocks in fp8 keep as little (docs/fp8.md)
     return np.asarray(uncut(columns) & (fits and fused.why_not(job.model, job.seq) is None))
@@ -240,7 +240,7 @@ class HeadActivations:
         return HeadActivations(*(np.where(there, *pair) for pair in pairs))
 
 
-def head(job: Job, columns: Columns) -> HeadActivations:
+def head(job: Job, columns: LayoutColumns) -> HeadActivations:
     tokens, b = columns.tokens(job.seq), compute_bytes(job)
     norm = 2 * b * tokens * job.model.hidden / columns.sequence_cut
     statistics = 2 * FP32 * tokens
@@ -264,7 +264,7 @@ def head(job: Job, columns: Columns) -> HeadActivations:
     return _head_at_once(job, columns, norm + statistics).where((columns.tp == 1) & ~split_backward(columns), plain)
 
 
-def _head_at_once(job: Job, columns: Columns, norm: Array) -> HeadActivations:
+def _head_at_once(job: Job, columns: LayoutColumns, norm: Array) -> HeadActivations:
     """A few tokens' logits at a time; the gradients of hidden states (in the count of `norm`) and, in fp32, of the weight stay.
 
     In forward the norm's output and a chunk's logits stand beside them, in backward both gradients once more as they leave.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ultrascale.cost import flops
-from ultrascale.cost.columns import Array, Columns
-from ultrascale.cost.hardware import Machine
+from ultrascale.cost.columns import Array, LayoutColumns
+from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.passes import Passes
 from ultrascale.specs.job import Job
 
@@ -30,18 +30,18 @@ def head_size_factor(head_dim: int, small_heads: float) -> float:
     return min(1.0, max(0.3, small_heads + (1 - small_heads) * (head_dim - 64) / 64))
 
 
-def filled(machine: Machine, blocks: Array | float) -> Array | float:
+def filled(machine: ClusterRates, blocks: Array | float) -> Array | float:
     """Share of the multiprocessors' time that so many blocks of queries fill; all of it where no number of them is known."""
     return blocks / (blocks + LOST * (machine.gpu.multiprocessors or 0))
 
 
-def imbalance(columns: Columns) -> Array:
+def imbalance(columns: LayoutColumns) -> Array:
     """Slowest cp rank over the mean under the causal mask: contiguous slices of the ring give the last rank 2 − 1/cp."""
     contiguous = columns.is_("context_parallel", "ring")
     return np.where(contiguous & (columns.cp > 1), 2 - 1 / columns.cp, 1.0)
 
 
-def passes(job: Job, columns: Columns, machine: Machine) -> Passes:
+def passes(job: Job, columns: LayoutColumns, machine: ClusterRates) -> Passes:
     """Seconds of one layer's attention on one rank; there are no weights, so no weight gradient."""
     tokens = columns.tokens(job.seq)
     work = flops.score_flops(job.model, job.seq, causal=True) * tokens / columns.tp * imbalance(columns)
@@ -62,13 +62,13 @@ def passes(job: Job, columns: Columns, machine: Machine) -> Passes:
     return Passes(work / (peak * rate.forward * reach), BACKWARD_FLOPS * work / (peak * rate.backward * reach), zero)
 
 
-def done_flops(job: Job, columns: Columns) -> Array:
+def done_flops(job: Job, columns: LayoutColumns) -> Array:
     """Of one layer's attention on one rank, forward and backward, with what its kernel computes again."""
     work = flops.score_flops(job.model, job.seq, causal=True) * columns.tokens(job.seq) / columns.tp
     return np.asarray((1 + BACKWARD_FLOPS) * work)
 
 
-def _on_host(job: Job, machine: Machine, work: Array, zero: Array) -> Passes:
+def _on_host(job: Job, machine: ClusterRates, work: Array, zero: Array) -> Passes:
     """On a CPU: the products, and what a score costs however narrow a head is, its exponential and passes through a cache."""
     each = 2.0 * (job.model.qk_head_dim + job.model.v_head_dim)
     seen = flops.score_flops(job.model, job.seq, causal=True) / (each * job.model.heads)
@@ -81,7 +81,7 @@ def _on_host(job: Job, machine: Machine, work: Array, zero: Array) -> Passes:
     return Passes(forward, backward, zero)
 
 
-def _plain(job: Job, columns: Columns, machine: Machine, work: Array, zero: Array) -> Passes:
+def _plain(job: Job, columns: LayoutColumns, machine: ClusterRates, work: Array, zero: Array) -> Passes:
     """Whole score matrices: batched products at half the peak, and passes of scale, mask, softmax (and dropout) over them."""
     scores = columns.tokens(job.seq) * job.seq * job.model.heads / columns.tp
     full_work = 2 * work  # without a kernel that skips it, the masked half is computed too

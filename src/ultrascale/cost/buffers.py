@@ -9,12 +9,16 @@ import numpy as np
 
 from ultrascale.cost import float8, params
 from ultrascale.cost.activations import compute_bytes, gradient_bytes, split_backward
-from ultrascale.cost.columns import Array, Columns
+from ultrascale.cost.columns import Array, LayoutColumns
 from ultrascale.specs.job import Job
 
 
 def at_once(
-    job: Job, columns: Columns, held: params.RankParameters, narrow: Array | float = 0.0, narrow_fetched: Array | float = 0.0
+    job: Job,
+    columns: LayoutColumns,
+    held: params.RankParameters,
+    narrow: Array | float = 0.0,
+    narrow_fetched: Array | float = 0.0,
 ) -> Array:
     """All that can be on its way during a backward; of the rank's elements and of two layers' so many are gathered in fp8."""
     model, b = job.model, compute_bytes(job)
@@ -52,7 +56,7 @@ def at_once(
     return np.asarray(buffers)
 
 
-def _context_buffers(job: Job, columns: Columns) -> Array:
+def _context_buffers(job: Job, columns: LayoutColumns) -> Array:
     model, b = job.model, compute_bytes(job)
     tokens = columns.tokens(job.seq)
     kv_width = 2 * model.kv_dim if model.mla is None else model.heads * (model.qk_head_dim + model.v_head_dim)

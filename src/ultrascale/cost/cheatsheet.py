@@ -8,10 +8,10 @@ import numpy as np
 
 from ultrascale.cost import context, data, expert, flops, params, pipeline, stages, tensor, zero
 from ultrascale.cost.activations import compute_bytes, gradient_bytes
-from ultrascale.cost.columns import Columns
-from ultrascale.cost.hardware import Machine
-from ultrascale.cost.mesh import Group, mesh
-from ultrascale.cost.overlap import Ratio
+from ultrascale.cost.columns import LayoutColumns
+from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.mesh import CommGroup, mesh
+from ultrascale.cost.overlap import OverlapRatio
 from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
@@ -29,7 +29,7 @@ class Strategy:
     memory: str
     compute: str
     communication: str
-    overlap: Ratio
+    overlap: OverlapRatio
     verdict: str
 
     @property
@@ -48,7 +48,7 @@ class Formula:
     value: str
 
 
-def bandwidth(machine: Machine, group: Group) -> float:
+def bandwidth(machine: ClusterRates, group: CommGroup) -> float:
     """Bytes a second that one member sends: the cheat-sheet's peak_bw, for where the group really sits."""
     inside = machine.intra("all_gather").bytes_per_s
     if not group.leaves_domain[0]:
@@ -58,7 +58,7 @@ def bandwidth(machine: Machine, group: Group) -> float:
 
 def strategies(plan: Plan) -> list[Strategy]:
     job, x, model = plan.job, plan.layout, plan.job.model
-    machine, row = Machine(plan.job), Columns.of([plan.layout])
+    machine, row = ClusterRates(plan.job), LayoutColumns.of([plan.layout])
     places = mesh(row, machine.cluster)
     tokens = x.mbs * job.seq / x.cp
     peak = job.peak_flops
@@ -174,7 +174,7 @@ def _held_once(model: Model, layout: Layout) -> float:
     return model.parameters - elsewhere * model.moe_layers * experts * model.expert_parameters
 
 
-def _verdict(ratio: Ratio, layout: Layout) -> str:
+def _verdict(ratio: OverlapRatio, layout: Layout) -> str:
     if not ratio.corrected:
         return "not used"
     words = "could hide" if ratio.corrected <= 1 else "cannot hide whole"

@@ -24,7 +24,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Columns:
+class LayoutColumns:
     """One array per field of the Layout; words are stored as their index in CHOICES; zero_shards 0 means all."""
 
     dp: Array
@@ -46,20 +46,20 @@ class Columns:
     offload: Array
 
     @classmethod
-    def of(cls, layouts: Sequence[Layout]) -> Columns:
+    def of(cls, layouts: Sequence[Layout]) -> LayoutColumns:
         return cls.from_mapping({name: [encode(name, getattr(one, name)) for one in layouts] for name in NAMES})
 
     @classmethod
-    def from_mapping(cls, columns: Mapping[str, Any]) -> Columns:
+    def from_mapping(cls, columns: Mapping[str, Any]) -> LayoutColumns:
         return cls(**{name: np.asarray(columns[name], dtype=np.int64) for name in NAMES})
 
     def __len__(self) -> int:
         return len(self.dp)
 
-    def take(self, index: Array | slice) -> Columns:
-        return Columns(**{name: getattr(self, name)[index] for name in NAMES})
+    def take(self, index: Array | slice) -> LayoutColumns:
+        return LayoutColumns(**{name: getattr(self, name)[index] for name in NAMES})
 
-    def changed(self, **columns: Array) -> Columns:
+    def changed(self, **columns: Array) -> LayoutColumns:
         return replace(self, **columns)
 
     def layout(self, row: int) -> Layout:
@@ -69,7 +69,7 @@ class Columns:
     def is_(self, field: str, word: str) -> Array:
         return np.asarray(getattr(self, field) == CHOICES[field].index(word))
 
-    def distinct(self, names: Sequence[str]) -> tuple[Columns, Array]:
+    def distinct(self, names: Sequence[str]) -> tuple[LayoutColumns, Array]:
         """The distinct combinations of some fields (as whole rows) and, per row, which of them it is.
 
         A search has 10⁶ rows but some hundred combinations of tp, cp, mbs and ep: a layer's time is computed for those only.
@@ -127,7 +127,7 @@ class Columns:
         return np.asarray(self.mbs * seq / self.cp)
 
 
-NAMES: tuple[str, ...] = tuple(field.name for field in fields(Columns))
+NAMES: tuple[str, ...] = tuple(field.name for field in fields(LayoutColumns))
 
 
 def encode(name: str, value: Any) -> int:

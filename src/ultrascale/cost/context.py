@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ultrascale.cost.activations import compute_bytes
-from ultrascale.cost.columns import Array, Columns
-from ultrascale.cost.hardware import Machine
-from ultrascale.cost.mesh import Mesh
-from ultrascale.cost.overlap import Ratio, Transfer, exposed, transfer
+from ultrascale.cost.columns import Array, LayoutColumns
+from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.mesh import GroupPlacement
+from ultrascale.cost.overlap import CollectiveTransfer, OverlapRatio, exposed, transfer
 from ultrascale.cost.passes import Passes
 from ultrascale.specs.job import Job
 
@@ -19,12 +19,12 @@ from ultrascale.specs.job import Job
 class ContextTraffic:
     """Per layer and micro-batch. Backward sends keys, values and their gradients: twice the forward's bytes."""
 
-    block: Transfer
+    block: CollectiveTransfer
     """ring: one neighbour's keys and values, cp − 1 times"""
-    gather: Transfer
+    gather: CollectiveTransfer
     """all-gather: everybody's keys and values; backward gathers again and reduce-scatters the gradients"""
-    scatter: Transfer
-    switch: Transfer
+    scatter: CollectiveTransfer
+    switch: CollectiveTransfer
     """Ulysses: q, k, v from sequence-cut to head-cut and the output back; the same in backward"""
     forward_s: Array
     backward_s: Array
@@ -33,7 +33,7 @@ class ContextTraffic:
     behind_backward_s: Array
 
 
-def kv_width(job: Job, columns: Columns) -> Array:
+def kv_width(job: Job, columns: LayoutColumns) -> Array:
     """Elements of keys and values per token on one rank. MLA's are expanded before they travel."""
     model = job.model
     if model.mla is None:
@@ -41,7 +41,7 @@ def kv_width(job: Job, columns: Columns) -> Array:
     return np.asarray(model.heads * (model.qk_head_dim + model.v_head_dim) / columns.tp)
 
 
-def traffic(job: Job, columns: Columns, mesh: Mesh, machine: Machine, attention: Passes) -> ContextTraffic:
+def traffic(job: Job, columns: LayoutColumns, mesh: GroupPlacement, machine: ClusterRates, attention: Passes) -> ContextTraffic:
     model, cp, group = job.model, columns.cp, mesh.context
     b, tokens = compute_bytes(job), columns.tokens(job.seq)
     keys = b * tokens * kv_width(job, columns)
@@ -78,9 +78,9 @@ def printed_volume(cp: int, mbs: int, seq: int, kv_dim: int) -> float:
     return (cp - 1) * mbs * seq / cp * kv_dim * 2
 
 
-def ratio(cp: int, seq: int, mbs: int, kv_dim: int, q_dim: int, peak_flops: float, bandwidth: float) -> Ratio:
+def ratio(cp: int, seq: int, mbs: int, kv_dim: int, q_dim: int, peak_flops: float, bandwidth: float) -> OverlapRatio:
     """One ring step: 2·2·(s/CP)·kv_dim bytes against 4·(s/CP)²·q_dim FLOPs, of which the causal mask leaves half."""
-    return Ratio(
+    return OverlapRatio(
         "context",
         "(CP−1)·B·L/CP·H_kv·(num_k + num_v)  [elements, not a ratio]",
         printed_volume(cp, mbs, seq, kv_dim),

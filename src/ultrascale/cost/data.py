@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ultrascale.cost.activations import gradient_bytes
-from ultrascale.cost.columns import Array, Columns
-from ultrascale.cost.hardware import Machine
-from ultrascale.cost.mesh import Mesh
-from ultrascale.cost.overlap import Ratio, Transfer, exposed, transfer
+from ultrascale.cost.columns import Array, LayoutColumns
+from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.mesh import GroupPlacement
+from ultrascale.cost.overlap import CollectiveTransfer, OverlapRatio, exposed, transfer
 from ultrascale.specs.job import Job
 
 # Tensors of one layer that a hook would reduce one by one: q, k, v, o, gate, up, down and two norms.
@@ -22,15 +22,17 @@ TENSORS_PER_LAYER = 9
 
 @dataclass(frozen=True)
 class DataTraffic:
-    reduce: Transfer
-    expert_reduce: Transfer
+    reduce: CollectiveTransfer
+    expert_reduce: CollectiveTransfer
 
     @property
     def time_s(self) -> Array:
         return np.asarray(self.reduce.time_s + self.expert_reduce.time_s)
 
 
-def traffic(job: Job, columns: Columns, mesh: Mesh, machine: Machine, elements: Array, expert_elements: Array) -> DataTraffic:
+def traffic(
+    job: Job, columns: LayoutColumns, mesh: GroupPlacement, machine: ClusterRates, elements: Array, expert_elements: Array
+) -> DataTraffic:
     g = gradient_bytes(job)
     return DataTraffic(
         transfer(machine, "data", "all_reduce", g * elements, mesh.data),
@@ -38,7 +40,7 @@ def traffic(job: Job, columns: Columns, mesh: Mesh, machine: Machine, elements: 
     )
 
 
-def exposed_s(columns: Columns, machine: Machine, reduction: Array, backward: Array, layers: Array) -> Array:
+def exposed_s(columns: LayoutColumns, machine: ClusterRates, reduction: Array, backward: Array, layers: Array) -> Array:
     """Seconds that the step waits for the reduction, by variant.
 
     Naive hides nothing. Hooks start each tensor as it is ready but pay a collective's latency per tensor; buckets pay it per
@@ -53,8 +55,8 @@ def exposed_s(columns: Columns, machine: Machine, reduction: Array, backward: Ar
     return np.where(columns.is_("data_parallel", "naive"), reduction, hidden)
 
 
-def ratio(dp: int, parameters: float, tokens: float, peak_flops: float, bandwidth: float) -> Ratio:
-    return Ratio(
+def ratio(dp: int, parameters: float, tokens: float, peak_flops: float, bandwidth: float) -> OverlapRatio:
+    return OverlapRatio(
         "data",
         "(DP−1)·num_params·peak_flops / (2·peak_bw·num_tokens·DP)",
         (dp - 1) * parameters * peak_flops / (2 * bandwidth * tokens * dp),

@@ -9,13 +9,13 @@ from functools import cached_property
 import numpy as np
 
 from ultrascale.cost import activations, flops, gemm, memory, stages, traffic
-from ultrascale.cost.columns import Columns
+from ultrascale.cost.columns import LayoutColumns
+from ultrascale.cost.layout_rows import LayoutRows, pipelines_s, send_s, views
 from ultrascale.cost.legality import check, legal_rows
 from ultrascale.cost.operators import layer_matmuls
 from ultrascale.cost.passes import Passes
 from ultrascale.cost.peaks import Peak, peaks
 from ultrascale.cost.uncertainty import estimate_range
-from ultrascale.cost.view import View, pipelines_s, send_s, views
 from ultrascale.schedules import makespan
 from ultrascale.specs.estimate import OWNERS, ActivationItem, Estimate, Memory, StageMemory, Time
 from ultrascale.specs.job import Job
@@ -24,10 +24,10 @@ from ultrascale.specs.units import GIB
 
 
 @dataclass(frozen=True)
-class Held:
+class StageFill:
     """How full the stages of a layout are, which decides whether it is worth simulating."""
 
-    view: View
+    view: LayoutRows
     at_peak: list[Peak]
 
     @cached_property
@@ -57,7 +57,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Draft(Held):
+class DraftEstimate(StageFill):
     """What ranks a layout: its time by cause and its fullest stage; `whole` adds what people want to know besides."""
 
     time: Time
@@ -77,27 +77,29 @@ def estimate(job: Job, layout: Layout) -> Estimate:
     return whole(drafts(job, [layout])[0])
 
 
-def drafts(job: Job, layouts: Sequence[Layout]) -> list[Draft]:
+def drafts(job: Job, layouts: Sequence[Layout]) -> list[DraftEstimate]:
     """Of each layout, all at once. Raises SpecError for an illegal one."""
     return timed(held(job, layouts))
 
 
-def held(job: Job, layouts: Sequence[Layout]) -> list[Held]:
+def held(job: Job, layouts: Sequence[Layout]) -> list[StageFill]:
     """The memory of each alone."""
-    if not legal_rows(job, Columns.of(layouts)).all():
+    if not legal_rows(job, LayoutColumns.of(layouts)).all():
         for layout in layouts:
             check(job, layout)
-    return [Held(view, peaks(view)) for view in views(job, layouts)]
+    return [StageFill(view, peaks(view)) for view in views(job, layouts)]
 
 
-def timed(found: Sequence[Held]) -> list[Draft]:
+def timed(found: Sequence[StageFill]) -> list[DraftEstimate]:
     """The same with their time, all pipelines simulated together, be they of one job or of several."""
     pipelines = [one.view for one in found if one.view.layout.pp > 1]
     took = iter(pipelines_s(pipelines))
-    return [Draft(one.view, one.at_peak, *_time(one.view, next(took) if one.view.layout.pp > 1 else 0.0)) for one in found]
+    return [
+        DraftEstimate(one.view, one.at_peak, *_time(one.view, next(took) if one.view.layout.pp > 1 else 0.0)) for one in found
+    ]
 
 
-def whole(draft: Draft) -> Estimate:
+def whole(draft: DraftEstimate) -> Estimate:
     view, time, step_s, rate = draft.view, draft.time, draft.step_time_s, draft.tokens_per_s
     job, layout, stage_memory = view.job, view.layout, _memory(draft)
     peak = stage_memory[draft.peak_stage]
@@ -146,7 +148,7 @@ def whole(draft: Draft) -> Estimate:
     )
 
 
-def _owned(view: View, at_peak: list[Peak]) -> list[dict[str, float]]:
+def _owned(view: LayoutRows, at_peak: list[Peak]) -> list[dict[str, float]]:
     state = view.state()
     lasting = zip(state.parameters.tolist(), state.master.tolist(), state.optimizer.tolist(), strict=True)
     runtime = memory.runtime(view.job, np.asarray([peak.activations + peak.buffers for peak in at_peak])).tolist()
@@ -164,7 +166,7 @@ def _owned(view: View, at_peak: list[Peak]) -> list[dict[str, float]]:
     ]
 
 
-def _memory(draft: Draft) -> list[StageMemory]:
+def _memory(draft: DraftEstimate) -> list[StageMemory]:
     view = draft.view
     layers = stages.chunk_layers(view.job, view.layout.pp, view.layout.virtual_stages)
     result = []
@@ -181,7 +183,7 @@ def _at_optimizer_step(held: Memory) -> float:
     return held.parameters + held.master + held.gradients + held.optimizer
 
 
-def _time(view: View, pipeline_s: float) -> tuple[Time, float]:
+def _time(view: LayoutRows, pipeline_s: float) -> tuple[Time, float]:
     """Step time by cause on the slowest rank, and the pipeline's idle share."""
     layout, machine = view.layout, view.machine
     by_rank = view.rank_passes
@@ -213,7 +215,7 @@ def _time(view: View, pipeline_s: float) -> tuple[Time, float]:
     return time, max(0.0, 1 - mean_busy / in_pipeline) if layout.pp > 1 else 0.0
 
 
-def _send_share(view: View, by_rank: Passes, slowest: int) -> float:
+def _send_share(view: LayoutRows, by_rank: Passes, slowest: int) -> float:
     """How much of the pipeline's time the hops between stages cost: the closed form with them less that without."""
     layout = view.layout
     parts = (by_rank.forward, by_rank.input_grad, by_rank.weight_grad)
@@ -227,7 +229,7 @@ def _send_share(view: View, by_rank: Passes, slowest: int) -> float:
     return max(0.0, closed_form(send_s(view)) - closed_form(0.0))
 
 
-def _activation_items(view: View, peak: Peak) -> list[ActivationItem]:
+def _activation_items(view: LayoutRows, peak: Peak) -> list[ActivationItem]:
     """What each module keeps on the peak stage, largest first; the last is alive for a moment only."""
     share = view.chunk_share()
     kept: dict[str, float] = {}
@@ -243,7 +245,7 @@ def _activation_items(view: View, peak: Peak) -> list[ActivationItem]:
     return [ActivationItem(module=module, bytes=bytes_) for module, bytes_ in ordered if bytes_ > 0]
 
 
-def _range_notes(view: View) -> list[str]:
+def _range_notes(view: LayoutRows) -> list[str]:
     """Shapes that the measured surface does not cover."""
     surface = view.machine.surface
     if surface is None:

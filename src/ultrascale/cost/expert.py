@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ultrascale.cost.activations import compute_bytes, split_backward
-from ultrascale.cost.columns import Array, Columns
-from ultrascale.cost.hardware import Machine
-from ultrascale.cost.mesh import Mesh
+from ultrascale.cost.columns import Array, LayoutColumns
+from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.mesh import GroupPlacement
 from ultrascale.cost.operators import layer_matmuls, matmul_passes, mlp_matmuls
-from ultrascale.cost.overlap import Ratio, Transfer, exposed, transfer
+from ultrascale.cost.overlap import CollectiveTransfer, OverlapRatio, exposed, transfer
 from ultrascale.cost.passes import Passes
 from ultrascale.specs.job import Job
 
@@ -27,7 +27,7 @@ KERNELS_PARTED = 9  # forward, beyond those of one grouped product: three produc
 
 @dataclass(frozen=True)
 class ExpertTraffic:
-    exchange: Transfer
+    exchange: CollectiveTransfer
     forward_s: Array
     """exposed, per MoE layer and micro-batch"""
     backward_s: Array
@@ -36,7 +36,7 @@ class ExpertTraffic:
     behind_backward_s: Array | float = 0.0
 
 
-def traffic(job: Job, columns: Columns, mesh: Mesh, machine: Machine) -> ExpertTraffic:
+def traffic(job: Job, columns: LayoutColumns, mesh: GroupPlacement, machine: ClusterRates) -> ExpertTraffic:
     model, moe = job.model, job.model.moe
     assert moe is not None
     routed = columns.tokens(job.seq) * moe.top_k * job.cluster.efficiency.expert_imbalance
@@ -65,13 +65,18 @@ def traffic(job: Job, columns: Columns, mesh: Mesh, machine: Machine) -> ExpertT
     )
 
 
-def rows_first(job: Job, columns: Columns, mesh: Mesh, machine: Machine) -> Array:
+def rows_first(job: Job, columns: LayoutColumns, mesh: GroupPlacement, machine: ClusterRates) -> Array:
     """Where an engine with `experts_behind` multiplies rows that stay by themselves."""
     return np.asarray(traffic(job, columns, mesh, machine).behind_forward_s > np.zeros(len(columns)))
 
 
 def _behind(
-    job: Job, columns: Columns, machine: Machine, exchange: Transfer, both: Array, windows: tuple[Array, Array]
+    job: Job,
+    columns: LayoutColumns,
+    machine: ClusterRates,
+    exchange: CollectiveTransfer,
+    both: Array,
+    windows: tuple[Array, Array],
 ) -> ExpertTraffic:
     """With gradients of the experts' matrices behind one of backward's exchanges, and rows that stay behind one of each pass
     where that is faster, its price included.
@@ -108,7 +113,7 @@ def _behind(
     )
 
 
-def _node_wise_s(job: Job, columns: Columns, mesh: Mesh, machine: Machine) -> Array:
+def _node_wise_s(job: Job, columns: LayoutColumns, mesh: GroupPlacement, machine: ClusterRates) -> Array:
     """One exchange in which a token crosses to each other domain at most once and is handed on there over the fast link.
 
     Of D domains a token with k choices meets D·(1 − (1 − 1/D)^k) in the mean; all but its own lie across the network.
@@ -124,9 +129,9 @@ def _node_wise_s(job: Job, columns: Columns, mesh: Mesh, machine: Machine) -> Ar
     return np.asarray(np.maximum(across, inside) + machine.inter.latency_s * (domains > 1) + machine.intra("all_to_all").base_s)
 
 
-def ratio(ep: int, experts: int, hidden: int, expert_parameters: float, peak_flops: float, bandwidth: float) -> Ratio:
+def ratio(ep: int, experts: int, hidden: int, expert_parameters: float, peak_flops: float, bandwidth: float) -> OverlapRatio:
     """Dispatch and combine of a routed token (2·2·h bytes, (EP−1)/EP of them leave) against its expert's 2·parameters FLOPs."""
-    return Ratio(
+    return OverlapRatio(
         "expert",
         "(EP−1)·peak_flops / (12·num_experts·h·peak_bw)",
         (ep - 1) * peak_flops / (12 * experts * hidden * bandwidth),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ultrascale.cost.activations import compute_bytes, lean, split_backward
-from ultrascale.cost.columns import Array, Columns
+from ultrascale.cost.columns import Array, LayoutColumns
 from ultrascale.cost.stages import RankShare
 from ultrascale.specs.job import Job
 from ultrascale.specs.model import Model
@@ -19,18 +19,18 @@ from ultrascale.specs.training import FP8_MULTIPLE
 
 
 @dataclass(frozen=True)
-class Narrow:
+class Float8Gather:
     """What is gathered in fp8 of something on one rank."""
 
     elements: Array
     scales: Array
     """on which ranks agree once a step"""
 
-    def scaled(self, factor: Array | float) -> Narrow:
-        return Narrow(np.asarray(factor * self.elements), np.asarray(factor * self.scales))
+    def scaled(self, factor: Array | float) -> Float8Gather:
+        return Float8Gather(np.asarray(factor * self.elements), np.asarray(factor * self.scales))
 
-    def __add__(self, other: Narrow) -> Narrow:
-        return Narrow(np.asarray(self.elements + other.elements), np.asarray(self.scales + other.scales))
+    def __add__(self, other: Float8Gather) -> Float8Gather:
+        return Float8Gather(np.asarray(self.elements + other.elements), np.asarray(self.scales + other.scales))
 
 
 def less(job: Job, elements: Array) -> Array:
@@ -38,16 +38,16 @@ def less(job: Job, elements: Array) -> Array:
     return np.asarray((compute_bytes(job) - 1) * elements)
 
 
-def layer(job: Job, columns: Columns, moe: bool) -> Narrow:
+def layer(job: Job, columns: LayoutColumns, moe: bool) -> Float8Gather:
     """Of one layer, if it is neither the first nor the last."""
     split = (columns.pp > 1) & split_backward(columns)
     return _layer(job, columns, moe, split).scaled(~columns.is_("offload", "parameters"))
 
 
-def _layer(job: Job, columns: Columns, moe: bool, split: Array | bool) -> Narrow:
+def _layer(job: Job, columns: LayoutColumns, moe: bool, split: Array | bool) -> Float8Gather:
     model, tp, none = job.model, columns.tp, np.zeros(len(columns))
     if job.precision != "fp8" or not job.framework.fp8_gather or model.mla is not None:
-        return Narrow(none, none)
+        return Float8Gather(none, none)
     gathers = (columns.zero == 3) & (columns.shards > 1)
     h, q, kv = model.hidden, model.q_dim / tp, model.kv_dim / np.minimum(tp, model.kv_heads)
     by_hand = (tp > 1) | split  # products of one input, which are in fp8 together
@@ -58,22 +58,22 @@ def _layer(job: Job, columns: Columns, moe: bool, split: Array | bool) -> Narrow
     elements = h * (q * q_fits + 2 * kv * kv_fits + q * fits(h, q) + matrices * width * mlp_fits)
     # A fused block has one product for q, k and v, and one for gate and up, with one scale each.
     scales = np.where(lean(job, columns), 4, 1 * q_fits + 2 * kv_fits + fits(h, q) + matrices * mlp_fits)
-    return Narrow(np.where(gathers, elements, 0.0), np.where(gathers, scales, 0))
+    return Float8Gather(np.where(gathers, elements, 0.0), np.where(gathers, scales, 0))
 
 
-def on_rank(job: Job, columns: Columns, share: RankShare) -> Narrow:
+def on_rank(job: Job, columns: LayoutColumns, share: RankShare) -> Float8Gather:
     found = layer(job, columns, moe=False).scaled(np.maximum(0, share.dense_layers - _ends(job.model, share, moe=False)))
     if job.model.moe is None:
         return found
     return found + layer(job, columns, moe=True).scaled(np.maximum(0, share.moe_layers - _ends(job.model, share, moe=True)))
 
 
-def mean(job: Job, columns: Columns, moe: bool) -> Array:
+def mean(job: Job, columns: LayoutColumns, moe: bool) -> Array:
     """Elements of a layer, first and last of the model counted in; what a piece's time depends on decides alone (pieces.py)."""
     return np.asarray(_layer(job, columns, moe, split=False).elements * max(0, job.model.layers - 2) / job.model.layers)
 
 
-def block(job: Job, columns: Columns, share: RankShare) -> Array:
+def block(job: Job, columns: LayoutColumns, share: RankShare) -> Array:
     """Elements of the largest layer on a rank, as one that is neither first nor last."""
     dense, moe = (layer(job, columns, each).elements for each in (False, True))
     return np.where(share.moe_layers > 0, moe if job.model.moe is not None else 0.0, dense)

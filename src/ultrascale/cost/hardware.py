@@ -9,7 +9,7 @@ import numpy as np
 from ultrascale.cost import collectives, gemm
 from ultrascale.cost.collectives import Link, Op
 from ultrascale.cost.columns import Array
-from ultrascale.cost.mesh import Group
+from ultrascale.cost.mesh import CommGroup
 from ultrascale.specs.gpu import GPU
 from ultrascale.specs.job import Job
 
@@ -106,7 +106,7 @@ def _power(gpu: GPU) -> float:
 FULL_WORK = 0.55
 
 
-class Machine:
+class ClusterRates:
     """Rates of one job's cluster in the job's precision."""
 
     def __init__(self, job: Job) -> None:
@@ -198,7 +198,7 @@ class Machine:
             link.switch_gain,
         )
 
-    def collective_s(self, op: Op, bytes_: Array, group: Group) -> Array:
+    def collective_s(self, op: Op, bytes_: Array, group: CommGroup) -> Array:
         if self.efficiency.synchronous and op == "reduce_scatter":
             op = "all_reduce"  # gloo's own is one inside, of which each rank keeps its part
         per_domain = group.per_domain
@@ -213,10 +213,10 @@ class Machine:
         # Three tiers: bridged pairs or lone cards talk over PCIe inside the node before anything reaches the network.
         return np.where(group.size <= group.per_node, over(self.host), over(self.inter))
 
-    def send_s(self, bytes_: Array, group: Group) -> Array:
+    def send_s(self, bytes_: Array, group: CommGroup) -> Array:
         """A hop between neighbours of the group: over the network when the group leaves its domain."""
         per_domain = np.where(group.leaves_domain, 1, 2)
-        pair = Group(np.minimum(group.size, 2), per_domain, np.where(group.size > group.per_node, 1, 2))
+        pair = CommGroup(np.minimum(group.size, 2), per_domain, np.where(group.size > group.per_node, 1, 2))
         return self.collective_s("send_recv", bytes_, pair)
 
     def notes(self) -> list[str]:

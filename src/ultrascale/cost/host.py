@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from ultrascale.cost.activations import compute_bytes
-from ultrascale.cost.columns import Array, Columns
-from ultrascale.cost.hardware import Machine
+from ultrascale.cost.columns import Array, LayoutColumns
+from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.launch import weights_of
 from ultrascale.cost.passes import Passes
 from ultrascale.specs.job import Job
@@ -46,7 +46,7 @@ PLAIN_FORWARD, PLAIN_BACKWARD = 2, 3
 LOSS_FORWARD, LOSS_BACKWARD = 2, 5
 
 
-def launches(columns: Columns, machine: Machine, moe: bool) -> Passes:
+def launches(columns: LayoutColumns, machine: ClusterRates, moe: bool) -> Passes:
     """Host time of one layer's operators. A full recomputation's second forward is not in it, being a forward."""
     full, selective = columns.is_("recompute", "full"), columns.is_("recompute", "selective")
     forward = FORWARD + ROUTING_FORWARD * moe + np.where(full, HOOKS_FORWARD, np.where(selective, SEEN_FORWARD, 0))
@@ -55,25 +55,25 @@ def launches(columns: Columns, machine: Machine, moe: bool) -> Passes:
     return Passes(each * forward, each * backward, np.zeros(len(columns)))
 
 
-def embedding_launches(columns: Columns, machine: Machine) -> Passes:
+def embedding_launches(columns: LayoutColumns, machine: ClusterRates) -> Passes:
     return _operators(columns, machine, EMBEDDING_FORWARD, EMBEDDING_BACKWARD)
 
 
-def head_launches(columns: Columns, machine: Machine) -> Passes:
+def head_launches(columns: LayoutColumns, machine: ClusterRates) -> Passes:
     return _operators(columns, machine, HEAD_FORWARD, HEAD_BACKWARD)
 
 
-def _operators(columns: Columns, machine: Machine, forward: int, backward: int) -> Passes:
+def _operators(columns: LayoutColumns, machine: ClusterRates, forward: int, backward: int) -> Passes:
     each = machine.launch_s * machine.efficiency.synchronous * np.ones(len(columns))
     return Passes(each * forward, each * backward, 0 * each)
 
 
-def of_weights_s(model: Model, machine: Machine, layers: Array) -> Array:
+def of_weights_s(model: Model, machine: ClusterRates, layers: Array) -> Array:
     """Host time of the optimizer's operators for the weights of so many layers."""
     return np.asarray(OF_WEIGHT * machine.launch_s * weights_of(model) * layers)
 
 
-def elementwise(job: Job, columns: Columns, machine: Machine, moe: bool) -> Passes:
+def elementwise(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool) -> Passes:
     """Reading and writing by one layer's operators between the products, moving of tokens left aside."""
     model, tokens = job.model, columns.tokens(job.seq)
     residual: Array = model.hidden / columns.sequence_cut
@@ -94,7 +94,7 @@ def elementwise(job: Job, columns: Columns, machine: Machine, moe: bool) -> Pass
     return Passes(machine.stream_s(bytes_ * forward), machine.stream_s(bytes_ * backward), np.zeros(len(columns)))
 
 
-def _width(job: Job, columns: Columns, moe: bool) -> Array:
+def _width(job: Job, columns: LayoutColumns, moe: bool) -> Array:
     model: Model = job.model
     if not moe or model.moe is None:
         return np.asarray(model.ffn / columns.tp)
@@ -103,7 +103,7 @@ def _width(job: Job, columns: Columns, moe: bool) -> Array:
     return np.asarray((rows * model.moe.expert_ffn + shared) / columns.tp)
 
 
-def loss(job: Job, columns: Columns, machine: Machine) -> Passes:
+def loss(job: Job, columns: LayoutColumns, machine: ClusterRates) -> Passes:
     """The last norm, and the loss of logits that stand in memory."""
     tokens, logits = columns.tokens(job.seq), job.model.vocab / columns.tp
     residual: Array = job.model.hidden / columns.sequence_cut

@@ -16,8 +16,8 @@ from functools import reduce
 import numpy as np
 
 from ultrascale.cost.activations import lean
-from ultrascale.cost.columns import Array, Columns
-from ultrascale.cost.hardware import Machine
+from ultrascale.cost.columns import Array, LayoutColumns
+from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.memory import alone, on_one_gpu
 from ultrascale.cost.passes import Passes
 from ultrascale.cost.stages import RankShare
@@ -43,17 +43,17 @@ AROUND_S = 49e-6
 BETWEEN_S = 0.3e-3
 
 
-def queued(job: Job, columns: Columns, machine: Machine) -> bool:
+def queued(job: Job, columns: LayoutColumns, machine: ClusterRates) -> bool:
     """Whether one queue runs through the whole step; else each layer waits for its own launches. Rows share their pp."""
     asynchronous = job.framework.counted and not machine.efficiency.synchronous
     return asynchronous and not job.model.moe_layers and bool((columns.pp == 1).all())
 
 
-def _each_s(machine: Machine) -> float:
+def _each_s(machine: ClusterRates) -> float:
     return machine.launch_s * machine.framework.launch
 
 
-def of_weights(model: Model, machine: Machine, layers: Array) -> Array:
+def of_weights(model: Model, machine: ClusterRates, layers: Array) -> Array:
     """Host time of one launch for every weight of so many layers: products, norms, biases; experts of a layer are stacked."""
     return np.asarray(OF_WEIGHT * _each_s(machine) * weights_of(model) * layers)
 
@@ -64,7 +64,7 @@ def weights_of(model: Model) -> int:
     return 4 + (3 if model.gated else 2) + 2 + biases
 
 
-def of_layer(job: Job, columns: Columns, machine: Machine) -> tuple[float, Array]:
+def of_layer(job: Job, columns: LayoutColumns, machine: ClusterRates) -> tuple[float, Array]:
     """Host time to launch one dense layer, forward and backward."""
     biases = 3 * job.model.qkv_bias + job.model.attention_output_bias + 2 * job.model.mlp_bias
     again = np.where(columns.is_("recompute", "full"), AGAIN, 0)
@@ -74,8 +74,8 @@ def of_layer(job: Job, columns: Columns, machine: Machine) -> tuple[float, Array
 
 def idle_s(
     job: Job,
-    columns: Columns,
-    machine: Machine,
+    columns: LayoutColumns,
+    machine: ClusterRates,
     share: RankShare,
     layers: Passes,
     head: Passes,
@@ -113,7 +113,7 @@ def idle_s(
     return np.where(recorded, np.minimum(one_by_one, BETWEEN_S), one_by_one)
 
 
-def starts_s(job: Job, columns: Columns, share: RankShare) -> tuple[Array, Array, Array]:
+def starts_s(job: Job, columns: LayoutColumns, share: RankShare) -> tuple[Array, Array, Array]:
     """What kernels that stream take beyond their bytes: in forward and backward of a micro-batch, and in the optimizer."""
     full = columns.is_("recompute", "full")
     forward, backward = (
@@ -125,6 +125,6 @@ def starts_s(job: Job, columns: Columns, share: RankShare) -> tuple[Array, Array
     return START_S * forward * share.layers, START_S * (backward * share.layers + sums), START_S * 2 * weights
 
 
-def recordable(job: Job, columns: Columns) -> Array:
-    """Where our engine can record a step's launches and make them as one (train/graphs.py says why not elsewhere)."""
+def recordable(job: Job, columns: LayoutColumns) -> Array:
+    """Where our engine can record a step's launches and make them as one (train/cuda_graphs.py says why not elsewhere)."""
     return on_one_gpu(job, columns) & (job.framework.recorded and job.precision != "fp16")

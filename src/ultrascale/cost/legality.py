@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ultrascale.cost.columns import CHOICES, Array, Columns
+from ultrascale.cost.columns import CHOICES, Array, LayoutColumns
 from ultrascale.schedules import legal, legal_mask
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
@@ -18,7 +18,7 @@ from ultrascale.specs.layout import Layout
 class Rule:
     fields: tuple[str, ...]
     """what the rule looks at; the enumeration applies it as soon as those are chosen"""
-    holds: Callable[[Job, Columns], Array]
+    holds: Callable[[Job, LayoutColumns], Array]
     sentence: Callable[[Job, Layout], str]
 
 
@@ -46,7 +46,7 @@ def _gpus(job: Job, layout: Layout) -> str:
     )
 
 
-def _tp_cuts_heads(job: Job, c: Columns) -> Array:
+def _tp_cuts_heads(job: Job, c: LayoutColumns) -> Array:
     model = job.model
     kv = (model.kv_heads % c.tp == 0) | (c.tp % model.kv_heads == 0)
     return np.asarray((model.heads % c.tp == 0) & kv)
@@ -71,7 +71,7 @@ def _widths(job: Job) -> dict[str, int]:
     return widths
 
 
-def _tp_cuts_mlp(job: Job, c: Columns) -> Array:
+def _tp_cuts_mlp(job: Job, c: LayoutColumns) -> Array:
     return np.asarray(np.logical_and.reduce([width % c.tp == 0 for width in _widths(job).values()]))
 
 
@@ -80,7 +80,7 @@ def _mlp_sentence(job: Job, layout: Layout) -> str:
     return f"layout.tp is {layout.tp} but must divide {name} = {width}: try {near(layout.tp, divisors(width))}"
 
 
-def _cp_cuts_sequence(job: Job, c: Columns) -> Array:
+def _cp_cuts_sequence(job: Job, c: LayoutColumns) -> Array:
     slices = np.where(c.is_("context_parallel", "zigzag") & (c.cp > 1), 2 * c.cp, c.cp)
     return np.asarray(job.seq % slices == 0)
 
@@ -92,19 +92,19 @@ def _cp_sentence(job: Job, layout: Layout) -> str:
     return f"layout.cp is {layout.cp} but seq = {job.seq} must split into {parts}: try {near(layout.cp, allowed)}"
 
 
-def _ulysses_has_heads(job: Job, c: Columns) -> Array:
+def _ulysses_has_heads(job: Job, c: LayoutColumns) -> Array:
     heads = job.model.heads // np.minimum(c.tp, job.model.heads)
     kv = np.maximum(1, job.model.kv_heads // c.tp)
     enough = (heads % c.cp == 0) & ((kv % c.cp == 0) | (c.cp % kv == 0))
     return np.asarray(~c.is_("context_parallel", "ulysses") | (c.cp == 1) | enough)
 
 
-def _sequence_splits(job: Job, c: Columns) -> Array:
+def _sequence_splits(job: Job, c: LayoutColumns) -> Array:
     whole = (job.seq // np.maximum(c.cp, 1)) % c.tp == 0
     return np.asarray((c.sequence_parallel == 0) | (c.tp == 1) | whole)
 
 
-def _ep_cuts_experts(job: Job, c: Columns) -> Array:
+def _ep_cuts_experts(job: Job, c: LayoutColumns) -> Array:
     experts = job.model.moe.experts if job.model.moe is not None else 1
     return np.asarray((experts % c.ep == 0) & ((c.data_ranks % c.ep == 0) | (c.data_ranks * c.tp % c.ep == 0)))
 
@@ -121,7 +121,7 @@ def _ep_sentence(job: Job, layout: Layout) -> str:
     )
 
 
-def _schedule_legal(job: Job, c: Columns) -> Array:
+def _schedule_legal(job: Job, c: LayoutColumns) -> Array:
     result = np.zeros(len(c), dtype=bool)
     for code in np.unique(c.schedule):
         rows = c.schedule == code
@@ -222,7 +222,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def legal_rows(job: Job, columns: Columns, rules: tuple[Rule, ...] = RULES) -> Array:
+def legal_rows(job: Job, columns: LayoutColumns, rules: tuple[Rule, ...] = RULES) -> Array:
     """Per row: may the job be cut so?"""
     result = np.ones(len(columns), dtype=bool)
     for rule in rules:
@@ -232,7 +232,7 @@ def legal_rows(job: Job, columns: Columns, rules: tuple[Rule, ...] = RULES) -> A
 
 def problem(job: Job, layout: Layout) -> str | None:
     """The first broken rule's sentence, or None."""
-    row = Columns.of([layout])
+    row = LayoutColumns.of([layout])
     return next((rule.sentence(job, layout) for rule in RULES if not rule.holds(job, row)[0]), None)
 
 

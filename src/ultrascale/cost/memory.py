@@ -12,9 +12,9 @@ from functools import cached_property
 import numpy as np
 
 from ultrascale.cost import activations, float8, moments, moments_layer, moments_zero, params
-from ultrascale.cost.columns import Array, Columns
-from ultrascale.cost.moment import Moment
-from ultrascale.cost.scene import Scene
+from ultrascale.cost.chunk_memory import ChunkMemory
+from ultrascale.cost.columns import Array, LayoutColumns
+from ultrascale.cost.memory_point import MemoryPoint
 from ultrascale.cost.stages import RankShare
 from ultrascale.specs.job import OPTIMIZER_STATE_BYTES, Job
 from ultrascale.specs.units import GIB
@@ -35,7 +35,7 @@ def has_master(job: Job) -> bool:
     return job.precision != "fp32" and job.framework.states != "pure"
 
 
-def states(job: Job, columns: Columns, held: params.RankParameters, narrow: Array) -> StateBytes:
+def states(job: Job, columns: LayoutColumns, held: params.RankParameters, narrow: Array) -> StateBytes:
     """The playbook's four persistent owners; experts are sharded over the data ranks that ep left them.
 
     `narrow` of the elements are gathered in fp8.
@@ -83,7 +83,7 @@ def _kept_gradient_bytes(job: Job, shards: Array) -> Array:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class InFlightMicrobatches:
     """Micro-batches' worth of activations on a rank at its peak."""
 
     in_flight: Array
@@ -97,7 +97,7 @@ class Waiting:
     one: float = 1.0
     """one chunk, as a share of the rank's: what a split backward brings back at a time"""
 
-    def take(self, rows: Array) -> Waiting:
+    def take(self, rows: Array) -> InFlightMicrobatches:
         return replace(self, in_flight=self.in_flight[rows], deferred=self.deferred[rows], losses=self.losses[rows])
 
 
@@ -110,16 +110,16 @@ class PeakParts:
     """activations of one micro-batch in flight"""
     dropped: Array
     """what recomputation left out of them and a deferred weight gradient brings back"""
-    layer: Moment
+    layer: MemoryPoint
     """the layer in backward: what it dropped, and gradients of its activations"""
-    split_layer: Moment
+    split_layer: MemoryPoint
     """the same where what it dropped is counted with the chunks that wait for their weight gradients"""
-    loss: Moment
+    loss: MemoryPoint
     kept_loss: Array
     slack: float
     """the allocator's, of what comes and goes"""
 
-    def live(self, waiting: Waiting) -> Array:
+    def live(self, waiting: InFlightMicrobatches) -> Array:
         """Activations that wait, of all micro-batches."""
         live = waiting.in_flight * self.kept + waiting.losses * self.kept_loss
         if waiting.together:
@@ -138,7 +138,7 @@ class PeakParts:
         layer, split, loss = (slack * one.moving + one.gradients for one in (self.layer, self.split_layer, self.loss))
         return np.maximum(layer, loss), np.maximum(split, loss)
 
-    def total(self, job: Job, waiting: Waiting) -> Array:
+    def total(self, job: Job, waiting: InFlightMicrobatches) -> Array:
         whole, split = self._passing
         passing = np.where(waiting.deferred > 0, split, whole)
         lasting = self._lasting + job.cluster.efficiency.context_gib * GIB
@@ -149,13 +149,13 @@ class PeakParts:
 class WalkedParts(PeakParts):
     """With what else a walk along a rank's list of actions meets, action by action."""
 
-    forward: Moment
+    forward: MemoryPoint
     """its end: what is on its way, and rows that come home from experts"""
-    between: Moment
+    between: MemoryPoint
     """weight gradients that were put off: nothing but what is on its way"""
-    scattering: Moment
+    scattering: MemoryPoint
     """the end of a chunk's backward, where FSDP scatters what is left"""
-    beginning: Moment
+    beginning: MemoryPoint
     """of a backward before which ZeRO-3 gathers the ends again"""
     fresh_head: Array
     """the head's gradient, never put off"""
@@ -175,17 +175,17 @@ def runtime(job: Job, moving: Array) -> Array:
     return np.asarray(constants.context_gib * GIB + constants.allocator_slack * moving)
 
 
-def peak_parts(job: Job, columns: Columns, share: RankShare) -> PeakParts:
+def peak_parts(job: Job, columns: LayoutColumns, share: RankShare) -> PeakParts:
     """Of a rank that computes `share`."""
-    return _parts(Scene(job, columns, share, share))
+    return _parts(ChunkMemory(job, columns, share, share))
 
 
-def walked_parts(job: Job, columns: Columns, share: RankShare, holder: RankShare, first: bool = False) -> WalkedParts:
+def walked_parts(job: Job, columns: LayoutColumns, share: RankShare, holder: RankShare, first: bool = False) -> WalkedParts:
     """One chunk of several computes its own share, but its rank (`holder`) has the states of all.
 
     `first`: until a step's first backward is over, where gradients exist only as far as they were made.
     """
-    scene = Scene(job, columns, share, holder, first)
+    scene = ChunkMemory(job, columns, share, holder, first)
     parts = _parts(scene)
     gradients = parts.state.gradients
     return WalkedParts(
@@ -203,7 +203,7 @@ def walked_parts(job: Job, columns: Columns, share: RankShare, holder: RankShare
     )
 
 
-def _parts(scene: Scene) -> PeakParts:
+def _parts(scene: ChunkMemory) -> PeakParts:
     job, columns, share, held = scene.job, scene.columns, scene.share, scene.held
     state = states(job, columns, held, float8.on_rank(job, columns, scene.holder).elements)
     if scene.first:
@@ -232,12 +232,12 @@ def _parts(scene: Scene) -> PeakParts:
     )
 
 
-def alone(job: Job, columns: Columns) -> Array:
+def alone(job: Job, columns: LayoutColumns) -> Array:
     """One micro-batch on one GPU with AdamW on it: there is nothing to add a gradient to."""
     return np.asarray((columns.gas == 1) & on_one_gpu(job, columns))
 
 
-def on_one_gpu(job: Job, columns: Columns) -> Array:
+def on_one_gpu(job: Job, columns: LayoutColumns) -> Array:
     """With AdamW on it too."""
     ranks = columns.data_ranks * columns.tp * columns.pp * columns.ep
     return np.asarray((ranks == 1) & columns.is_("offload", "none") & (job.optimizer == "adamw"))

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ultrascale.cost.columns import Array, Columns
+from ultrascale.cost.columns import Array, LayoutColumns
 from ultrascale.specs.cluster import Cluster
 
 
 @dataclass(frozen=True)
-class Group:
+class CommGroup:
     """A communication group per row: its size, and how many of its members share one fast-link domain and one node."""
 
     size: Array
@@ -27,34 +27,34 @@ class Group:
         return np.asarray(self.size > self.per_domain)
 
 
-def group(size: Array, stride: Array, cluster: Cluster) -> Group:
+def group(size: Array, stride: Array, cluster: Cluster) -> CommGroup:
     """`stride` is the distance in ranks between neighbours of the group; domains and nodes hold consecutive ranks."""
 
     def members(ranks: int) -> Array:
         return np.asarray(np.clip(ranks // np.maximum(stride, 1), 1, size))
 
-    return Group(size, members(cluster.fast_domain), members(cluster.gpus_per_node))
+    return CommGroup(size, members(cluster.fast_domain), members(cluster.gpus_per_node))
 
 
 @dataclass(frozen=True)
-class Mesh:
-    tensor: Group
-    context: Group
-    data: Group
+class GroupPlacement:
+    tensor: CommGroup
+    context: CommGroup
+    data: CommGroup
     """every rank with the same non-expert weights: dp × cp"""
-    shard: Group
+    shard: CommGroup
     """the data ranks that ZeRO shards over"""
-    replica: Group
+    replica: CommGroup
     """HSDP: the ranks that hold the same shard"""
-    expert: Group
-    expert_data: Group
+    expert: CommGroup
+    expert_data: CommGroup
     """every rank with the same experts"""
-    pipeline: Group
+    pipeline: CommGroup
 
 
-def mesh(columns: Columns, cluster: Cluster) -> Mesh:
+def mesh(columns: LayoutColumns, cluster: Cluster) -> GroupPlacement:
     tp, cp, data = columns.tp, columns.cp, columns.data_ranks
-    return Mesh(
+    return GroupPlacement(
         tensor=group(tp, np.ones_like(tp), cluster),
         context=group(cp, tp, cluster),
         data=group(data, tp, cluster),

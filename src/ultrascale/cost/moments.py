@@ -13,40 +13,40 @@ import numpy as np
 
 from ultrascale.cost import moments_norm, moments_zero, params
 from ultrascale.cost.activations import compute_bytes, gradient_bytes, split_backward
+from ultrascale.cost.chunk_memory import ChunkMemory
 from ultrascale.cost.columns import Array
-from ultrascale.cost.moment import Moment, fullest
-from ultrascale.cost.scene import Scene
+from ultrascale.cost.memory_point import MemoryPoint, fullest
 
 
-def at_loss(scene: Scene, gradients: Array) -> Moment:
+def at_loss(scene: ChunkMemory, gradients: Array) -> MemoryPoint:
     peak = np.asarray(scene.share.head * scene.head.peak)
     if not scene.job.framework.followed:
-        return Moment(peak, scene.at_once, gradients)
+        return MemoryPoint(peak, scene.at_once, gradients)
     # One layer is there: fetched for backward, or where the loss is fullest in forward (a cut vocabulary) not yet let go.
     moving = moments_zero.gathered(scene) + moments_zero.scattered_last(scene)
     there, head, sent = np.where(scene.one_backward, 0.0, gradients), scene.share.head, moments_zero.sent_gradient(scene)
     stays = (scene.columns.zero < 3) | (scene.columns.keep_gathered == 1)  # else that layer has gone already
     arrived = np.where(stays, moments_zero.last_arrived(scene), 0.0)
     in_forward = moving + np.where(arrived > 0, arrived, sent)
-    loss = Moment(peak, np.asarray(head * np.where(scene.columns.tp > 1, in_forward, moving + sent)), there)
-    loss = fullest(loss, Moment(np.asarray(head * scene.head.forward), np.asarray(head * in_forward), there))
+    loss = MemoryPoint(peak, np.asarray(head * np.where(scene.columns.tp > 1, in_forward, moving + sent)), there)
+    loss = fullest(loss, MemoryPoint(np.asarray(head * scene.head.forward), np.asarray(head * in_forward), there))
     if scene.job.model.norm != "rmsnorm":
         return loss
     # Few logits a token weigh less than the final norm in its backward, beside which FSDP has the head's fresh gradients.
     beside = np.asarray(head * (moving + sent) + moments_zero.head_gradients(scene))
-    return fullest(loss, Moment(np.asarray(head * moments_norm.of_head(scene)), beside, there))
+    return fullest(loss, MemoryPoint(np.asarray(head * moments_norm.of_head(scene)), beside, there))
 
 
-def beginning(scene: Scene, gradients: Array) -> Moment:
+def beginning(scene: ChunkMemory, gradients: Array) -> MemoryPoint:
     """Of a backward before which ZeRO-3 must gather embedding and head again: as they arrive, and as they are used."""
     there = scene.job.framework.followed & (scene.columns.zero == 3) & (scene.columns.keep_gathered == 0)
     elements, narrow = 2 * scene.held.ends + 2 * scene.held.block, scene.narrow_after(0 * scene.share.layers)
     moving = moments_zero.gathered_elements(scene, elements, narrow) + moments_zero.scattered_last(scene)
     nothing = 0.0 * scene.residual
-    return Moment(np.where(there, scene.residual, nothing), np.where(there, moving, nothing), gradients)
+    return MemoryPoint(np.where(there, scene.residual, nothing), np.where(there, moving, nothing), gradients)
 
 
-def in_forward(scene: Scene, gradients: Array) -> Moment:
+def in_forward(scene: ChunkMemory, gradients: Array) -> MemoryPoint:
     """At the end of a forward. Where experts' rows come home: those, as they came and times their weights, the sum of each
     token's, and the layer's normed input, whole; the layer's output is not there yet.
     """
@@ -61,23 +61,23 @@ def in_forward(scene: Scene, gradients: Array) -> Moment:
     return replace(one, activations=here * there, buffers=one.buffers + moments_zero.last_arrived(scene) * there)
 
 
-def between(scene: Scene, gradients: Array) -> Moment:
+def between(scene: ChunkMemory, gradients: Array) -> MemoryPoint:
     """While weight gradients that were put off are computed; weights that ZeRO-3 kept gathered went with their inputs' turn."""
     one, split = _passing(scene, gradients), split_backward(scene.columns) & scene.job.framework.followed
     gone = np.where(split & scene.lets_go & (scene.columns.zero == 3), compute_bytes(scene.job) * scene.own.total, 0.0)
     return replace(one, buffers=one.buffers - gone, gone=gone)
 
 
-def _passing(scene: Scene, gradients: Array) -> Moment:
+def _passing(scene: ChunkMemory, gradients: Array) -> MemoryPoint:
     """What is there whatever the rank computes."""
     nothing = np.zeros(len(scene.columns))
     if not scene.job.framework.followed:
-        return Moment(nothing, scene.at_once, gradients)
+        return MemoryPoint(nothing, scene.at_once, gradients)
     moving = moments_zero.gathered(scene) + moments_zero.scattered_last(scene)
-    return Moment(nothing, moving, np.where(scene.one_backward, 0.0, gradients))
+    return MemoryPoint(nothing, moving, np.where(scene.one_backward, 0.0, gradients))
 
 
-def scattering(scene: Scene, gradients: Array) -> Moment:
+def scattering(scene: ChunkMemory, gradients: Array) -> MemoryPoint:
     """The end of a chunk's backward, when its activations are gone: embedding and head, which are FSDP's last group, are on
     their way. Where backward is split they are the first, after the weights' turn, and all of the chunk's gradients are there:
     their own scatter or the first layer's is the fuller one.
@@ -97,22 +97,22 @@ def scattering(scene: Scene, gradients: Array) -> Moment:
     # Of a step's only backward, those that are on their way now were not there before.
     new = np.where(scene.one_backward, np.where(split, own.total, own.ends) / scene.held.total, 0.0)
     moving = np.where(there, moving - weights, nothing)
-    return Moment(np.where(there, -gone, nothing), moving, gradients * (1 - new), gone=weights)
+    return MemoryPoint(np.where(there, -gone, nothing), moving, gradients * (1 - new), gone=weights)
 
 
-def fresh(scene: Scene, there: Array) -> Array:
+def fresh(scene: ChunkMemory, there: Array) -> Array:
     """The gradient of the embedding or of the head as autograd makes it, where backward is split."""
     each = compute_bytes(scene.job) * params.head(scene.job.model).on_rank(scene.columns.tp, scene.job.model.kv_heads)
     return np.where(split_backward(scene.columns) & scene.job.framework.followed, there * each, 0.0)
 
 
-def waiting(scene: Scene, there: Array) -> Array:
+def waiting(scene: ChunkMemory, there: Array) -> Array:
     """The same while it waits for the other weights' turn, in the format that meets; what ZeRO-1 keeps is counted anyway."""
     apart = scene.sharded & (scene.scatters | scene.first)
     return np.where(apart, max(1.0, gradient_bytes(scene.job) / compute_bytes(scene.job)) * fresh(scene, there), 0.0)
 
 
-def looked_up(scene: Scene) -> Array:
+def looked_up(scene: ChunkMemory) -> Array:
     """Gradients of all tokens' embeddings on a rank that has a part of the vocabulary."""
     there = split_backward(scene.columns) & (scene.columns.tp > 1) & scene.job.framework.followed
     return np.where(there, scene.share.embedding * scene.uncut, 0.0)

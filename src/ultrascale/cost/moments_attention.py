@@ -6,13 +6,13 @@ import numpy as np
 
 from ultrascale.cost import moments_norm
 from ultrascale.cost.activations import FP32, LayerActivations, compute_bytes
+from ultrascale.cost.chunk_memory import ChunkMemory
 from ultrascale.cost.columns import Array
-from ultrascale.cost.scene import Scene
 
 OF_MLP = ("mlp", "expert", "router", "shared")
 
 
-def backward(scene: Scene, layer: LayerActivations, moe: bool, split: Array, matrix: Array) -> tuple[Array, Array]:
+def backward(scene: ChunkMemory, layer: LayerActivations, moe: bool, split: Array, matrix: Array) -> tuple[Array, Array]:
     """What is there beyond all that the layer keeps, and beside it the MLP's fresh gradients, where FSDP holds them.
 
     The MLP's own tensors are gone, but wait for its weights' turn where backward is split.
@@ -23,7 +23,7 @@ def backward(scene: Scene, layer: LayerActivations, moe: bool, split: Array, mat
     return np.asarray(_gradients(scene) - freed), np.where(apart, 0.0, (2 + scene.job.model.gated) * matrix)
 
 
-def _gradients(scene: Scene) -> Array:
+def _gradients(scene: ChunkMemory) -> Array:
     """Of the output, of queries, and of keys and values as the kernel writes them: for every head of queries, and where heads
     share keys it reads copies of these, one for each. All-gathered keys and values stand beside gradients as long.
     """
@@ -44,7 +44,7 @@ def _gradients(scene: Scene) -> Array:
     return np.maximum(found, moments_norm.wide(scene, query)) if model.qk_norm else found
 
 
-def _ring(scene: Scene, query: Array, key: Array, copies: Array, rows: float) -> Array:
+def _ring(scene: ChunkMemory, query: Array, key: Array, copies: Array, rows: float) -> Array:
     """A block of keys and values with the part of the queries that sees it (`rows`): gradients of queries are added in fp32,
     those of the rank's own keys and the sums for others wait, and while blocks travel on each is there as it goes and comes.
     """

@@ -8,20 +8,20 @@ import numpy as np
 
 from ultrascale.cost import moments_attention, moments_norm, moments_zero
 from ultrascale.cost.activations import LayerActivations, compute_bytes, gradient_bytes, lean, split_backward, uncut
+from ultrascale.cost.chunk_memory import ChunkMemory
 from ultrascale.cost.columns import Array
-from ultrascale.cost.moment import Moment, fullest
-from ultrascale.cost.scene import Scene
+from ultrascale.cost.memory_point import MemoryPoint, fullest
 
 
-def in_layer(scene: Scene, gradients: Array, split: bool) -> Moment:
+def in_layer(scene: ChunkMemory, gradients: Array, split: bool) -> MemoryPoint:
     """The fullest moment of the fullest layer's backward; `split`: what it dropped is counted with what waits for it."""
     nothing = np.zeros(len(scene.columns))
     if not scene.job.framework.followed:
         most = nothing
         for count, _, layer in scene.layers:
             most = np.maximum(most, np.where(count > 0, layer.gradients if split else layer.working, 0.0))
-        return Moment(most, scene.at_once, gradients)
-    found = none = Moment(nothing, nothing, nothing)
+        return MemoryPoint(most, scene.at_once, gradients)
+    found = none = MemoryPoint(nothing, nothing, nothing)
     apart = split_backward(scene.columns) & split
     for count, moe, layer in scene.layers:
         stages = _on_a_gpu(scene, layer, moe, apart) if scene.job.framework.lean else _followed(scene, layer, moe, apart)
@@ -31,7 +31,7 @@ def in_layer(scene: Scene, gradients: Array, split: bool) -> Moment:
     return found
 
 
-def _done(scene: Scene) -> list[Array]:
+def _done(scene: ChunkMemory) -> list[Array]:
     """Layers whose backward is over when a rank may be fullest: none, one, all but the last two, all but the last.
 
     Where their weights go with all that they keep, no more than one.
@@ -41,7 +41,7 @@ def _done(scene: Scene) -> list[Array]:
     return [np.maximum(0, np.minimum(done, most)) for done in (0, 1, layers - 2, layers - 1)]
 
 
-def _received(scene: Scene, moe: bool, split: Array) -> Array:
+def _received(scene: ChunkMemory, moe: bool, split: Array) -> Array:
     """The gradient that a chunk began with, which its backward has in hand to the end; where that is split, the last layer's
     product may wait with it anyway: not with one gathered from slices, nor where rows have gradients of their own.
     """
@@ -51,8 +51,8 @@ def _received(scene: Scene, moe: bool, split: Array) -> Array:
 
 
 def _on_top(
-    scene: Scene, one: Moment, layer: LayerActivations, gradients: Array, done: Array, split: Array, received: Array
-) -> Moment:
+    scene: ChunkMemory, one: MemoryPoint, layer: LayerActivations, gradients: Array, done: Array, split: Array, received: Array
+) -> MemoryPoint:
     """With what every moment of a layer's backward has, after `done` others: fewer activations, more gradients, gathered
     weights, and what was scattered or sent and is not yet let go. A split backward frees none, and of what is counted for its
     weights' turn only the layers that are done have it.
@@ -79,7 +79,7 @@ def _on_top(
     moving = moving + np.where(late, 0.0, moments_zero.made_first(scene, through))
     gone = np.where(scene.lets_go, compute_bytes(job) * (through + (held.block if one.scatters else 0.0)), 0.0)
     made = (gradients - gradients * held.ends / held.total) * done / layers
-    return Moment(
+    return MemoryPoint(
         back + one.activations + np.where((done > 0) | one.apart, received, 0.0),
         one.buffers + moving - gone,
         np.where(scene.one_backward, made, gradients),
@@ -87,7 +87,7 @@ def _on_top(
     )
 
 
-def _followed(scene: Scene, layer: LayerActivations, moe: bool, split: Array) -> list[Moment]:
+def _followed(scene: ChunkMemory, layer: LayerActivations, moe: bool, split: Array) -> list[MemoryPoint]:
     """What comes and goes in one layer's backward, beyond all that it keeps.
 
     Backward frees what it has used, so that a gate's output makes room for its gradient; a split one keeps the inputs of
@@ -125,21 +125,21 @@ def _followed(scene: Scene, layer: LayerActivations, moe: bool, split: Array) ->
         stages.append((np.where(scene.columns.tp > 1, rows + scene.residual + beside - used, 0.0), last + turns * matrix))
     if model.norm == "rmsnorm":
         stages.append((moments_norm.of_mlp(scene, layer, moe, split), last))
-    found = [Moment(scene.residual + act, moving, nothing) for act, moving in stages]
+    found = [MemoryPoint(scene.residual + act, moving, nothing) for act, moving in stages]
     act, moving = moments_attention.backward(scene, layer, moe, split, last)
-    found.append(Moment(scene.residual + act, moving, nothing, apart=True))
+    found.append(MemoryPoint(scene.residual + act, moving, nothing, apart=True))
     if model.norm == "rmsnorm":
         act = np.where(split, moments_norm.of_attention(scene, moe), 0.0)
-        found.append(Moment(scene.residual + act, last, nothing, apart=True))
+        found.append(MemoryPoint(scene.residual + act, last, nothing, apart=True))
     b, g = compute_bytes(scene.job), gradient_bytes(scene.job)
     late = split_backward(scene.columns)
     whole = scene.held.block * (b + np.where(scene.scatters & ~(late & (g == b)), g, 0))
     whole = whole + np.where(scene.scatters & ~late, moments_zero.arriving(scene, scene.held.block), 0.0)
     end = np.where(scene.holds_gradients & ~split, scene.residual - layer.whole, -np.inf)
-    return [*found, Moment(end, whole, nothing, scatters=True, apart=True)]
+    return [*found, MemoryPoint(end, whole, nothing, scatters=True, apart=True)]
 
 
-def _on_a_gpu(scene: Scene, layer: LayerActivations, moe: bool, split: Array) -> list[Moment]:
+def _on_a_gpu(scene: ChunkMemory, layer: LayerActivations, moe: bool, split: Array) -> list[MemoryPoint]:
     """The same where whole layers are fused or compiled, and run operator by operator only where they are cut or put off."""
     *plain, end = _followed(scene, layer, moe, split)
     columns, nothing = scene.columns, 0.0 * scene.residual
@@ -147,17 +147,17 @@ def _on_a_gpu(scene: Scene, layer: LayerActivations, moe: bool, split: Array) ->
     fused = lean(scene.job, columns) & ~columns.is_("recompute", "full") & (not moe)
     stages = [_rows(one, ~whole) for one in plain]
     if not moe:
-        stages += [_rows(Moment(act, moving, nothing), fused) for act, moving in _fused(scene, layer)]
-    return [*stages, _rows(Moment(layer.gradients, nothing, nothing), whole & ~fused), end]
+        stages += [_rows(MemoryPoint(act, moving, nothing), fused) for act, moving in _fused(scene, layer)]
+    return [*stages, _rows(MemoryPoint(layer.gradients, nothing, nothing), whole & ~fused), end]
 
 
-def _rows(one: Moment, there: Array) -> Moment:
+def _rows(one: MemoryPoint, there: Array) -> MemoryPoint:
     """Where such a moment comes; elsewhere it adds nothing to what every moment has."""
     nothing = np.zeros(len(there))
-    return replace(one.where(there, Moment(nothing, nothing, nothing)), scatters=one.scatters, apart=one.apart)
+    return replace(one.where(there, MemoryPoint(nothing, nothing, nothing)), scatters=one.scatters, apart=one.apart)
 
 
-def _fused(scene: Scene, layer: LayerActivations) -> list[tuple[Array, Array]]:
+def _fused(scene: ChunkMemory, layer: LayerActivations) -> list[tuple[Array, Array]]:
     """A fused block's MLP, whose backward is one function: what it was given is there until it returns, and gradients of its
     weights are given back together. Nothing was dropped that comes back; products of weights that ZeRO gathered one by one
     copy them together.
@@ -177,7 +177,7 @@ def _fused(scene: Scene, layer: LayerActivations) -> list[tuple[Array, Array]]:
     return [(np.asarray(act - back), moving) for act, moving in stages]
 
 
-def _matrix(scene: Scene, moe: bool) -> Array:
+def _matrix(scene: ChunkMemory, moe: bool) -> Array:
     """Bytes of the gradient of one of the MLP's matrices as autograd makes it; of all experts' on the rank."""
     model, b = scene.job.model, compute_bytes(scene.job)
     if not moe or model.moe is None:

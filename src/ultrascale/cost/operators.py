@@ -8,8 +8,8 @@ import numpy as np
 
 from ultrascale.cost import attention, host, launch
 from ultrascale.cost.activations import compute_bytes, gradient_bytes, lean
-from ultrascale.cost.columns import Array, Columns
-from ultrascale.cost.hardware import Machine
+from ultrascale.cost.columns import Array, LayoutColumns
+from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.memory import alone, has_master
 from ultrascale.cost.passes import Passes
 from ultrascale.specs.job import OPTIMIZER_STATE_BYTES, Job
@@ -61,7 +61,7 @@ class LayerTime:
         return self.matmul + self.attention + self.memory_bound + self.launch
 
 
-def attention_matmuls(model: Model, columns: Columns, tokens: Array) -> list[Matmul]:
+def attention_matmuls(model: Model, columns: LayoutColumns, tokens: Array) -> list[Matmul]:
     tp, h = columns.tp, np.asarray(float(model.hidden))
     kv_cut = np.minimum(tp, model.kv_heads)
     if model.mla is None:
@@ -88,7 +88,7 @@ def mlp_matmuls(model: Model, name: str, m: Array, width: Array, count: Array | 
     return [Matmul(f"{name} up", m, up, h, count), Matmul(f"{name} down", m, h, width, count)]
 
 
-def layer_matmuls(job: Job, columns: Columns, moe: bool) -> list[Matmul]:
+def layer_matmuls(job: Job, columns: LayoutColumns, moe: bool) -> list[Matmul]:
     model, tokens = job.model, columns.tokens(job.seq)
     products = attention_matmuls(model, columns, tokens)
     if not moe:
@@ -105,7 +105,7 @@ def layer_matmuls(job: Job, columns: Columns, moe: bool) -> list[Matmul]:
     return products
 
 
-def as_run(job: Job, columns: Columns, products: list[Matmul]) -> list[Matmul]:
+def as_run(job: Job, columns: LayoutColumns, products: list[Matmul]) -> list[Matmul]:
     """The products of a layer as the engine makes them: joined in fused blocks, each by itself where it runs or compiles the
     plain model. Other engines are taken to join theirs.
     """
@@ -125,7 +125,7 @@ def as_run(job: Job, columns: Columns, products: list[Matmul]) -> list[Matmul]:
     return found
 
 
-def matmul_passes(machine: Machine, products: list[Matmul]) -> Passes:
+def matmul_passes(machine: ClusterRates, products: list[Matmul]) -> Passes:
     """Forward m×n×k; the input's gradient swaps n and k; the weight's reduces over the tokens."""
     zero = np.asarray(0.0)
     total = Passes(zero, zero, zero)
@@ -135,7 +135,7 @@ def matmul_passes(machine: Machine, products: list[Matmul]) -> Passes:
     return total
 
 
-def memory_bound_bytes(job: Job, columns: Columns, moe: bool) -> Array:
+def memory_bound_bytes(job: Job, columns: LayoutColumns, moe: bool) -> Array:
     """Bytes that the operators between the products of one layer read and write in forward, moving tokens left aside.
 
     Two norms with their residual (read 2, write 2 residual-wide tensors each), rotary on q and k (read and write), and the
@@ -153,7 +153,7 @@ def memory_bound_bytes(job: Job, columns: Columns, moe: bool) -> Array:
     return np.asarray(8 * residual + rotary + activation)
 
 
-def permuted_bytes(job: Job, columns: Columns, moe: bool) -> Array:
+def permuted_bytes(job: Job, columns: LayoutColumns, moe: bool) -> Array:
     """Routing reads and writes each routed token twice: permute, then weigh and add.
 
     What a plain all-to-all brings lies by rank: it is sorted by expert, and back again before it goes home. DeepEP and the like
@@ -167,7 +167,7 @@ def permuted_bytes(job: Job, columns: Columns, moe: bool) -> Array:
     return np.asarray(np.where(sorts, 8, 4) * rows * compute_bytes(job) * tokens * job.model.hidden)
 
 
-def biases_apart(job: Job, columns: Columns, machine: Machine, moe: bool) -> Passes:
+def biases_apart(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool) -> Passes:
     """Biases of experts' outputs, in engines that add them outside the products."""
     zero = np.zeros(len(columns))
     if not (moe and job.model.moe is not None and job.model.mlp_bias and job.framework.expert_biases_apart):
@@ -177,7 +177,7 @@ def biases_apart(job: Job, columns: Columns, machine: Machine, moe: bool) -> Pas
     return Passes(machine.stream_s(BIAS_APART_FORWARD * elements), machine.stream_s(BIAS_APART_BACKWARD * elements), zero)
 
 
-def accumulate_s(job: Job, columns: Columns, machine: Machine, elements: Array) -> Array:
+def accumulate_s(job: Job, columns: LayoutColumns, machine: ClusterRates, elements: Array) -> Array:
     """A micro-batch's weight gradients are read as autograd made them and added to the accumulated ones (read and write).
 
     Small next to the products when a rank sees many tokens per parameter; a quarter of them for 2,048 tokens and no tp.
@@ -188,7 +188,7 @@ def accumulate_s(job: Job, columns: Columns, machine: Machine, elements: Array) 
     return np.where(alone(job, columns), 0.0, each) if job.framework.gradients_as_made else each
 
 
-def fp8_casts(job: Job, machine: Machine, products: list[Matmul]) -> Passes:
+def fp8_casts(job: Job, machine: ClusterRates, products: list[Matmul]) -> Passes:
     """Operands of fp8 products are read in bf16 and written in fp8 twice, as they are and transposed for weight gradients."""
     zero = np.asarray(0.0)
     if job.precision != "fp8":
@@ -199,13 +199,13 @@ def fp8_casts(job: Job, machine: Machine, products: list[Matmul]) -> Passes:
     return Passes(inputs, gradients, zero)
 
 
-def stepped_gradient_bytes(job: Job, columns: Columns) -> Array:
+def stepped_gradient_bytes(job: Job, columns: LayoutColumns) -> Array:
     """Of one weight's gradient as the optimizer finds it."""
     g = np.full(len(columns), gradient_bytes(job))
     return np.where(alone(job, columns), compute_bytes(job), g) if job.framework.gradients_as_made else g
 
 
-def optimizer_bytes(job: Job, columns: Columns) -> Array:
+def optimizer_bytes(job: Job, columns: LayoutColumns) -> Array:
     """That a step of the optimizer reads and writes for one weight, the gradient once more for its norm."""
     state, g = OPTIMIZER_STATE_BYTES[job.optimizer], stepped_gradient_bytes(job, columns)
     mixed: Array | int = compute_bytes(job) if has_master(job) else 0
@@ -214,7 +214,7 @@ def optimizer_bytes(job: Job, columns: Columns) -> Array:
     return np.asarray(2 * g + 2 * 4 + 2 * state + mixed)
 
 
-def clock(job: Job, columns: Columns, machine: Machine) -> Array:
+def clock(job: Job, columns: LayoutColumns, machine: ClusterRates) -> Array:
     """Of a step, over that of products in a row. One for all of it: a card's power is limited over more than a layer."""
     if machine.efficiency.boost <= 1 or machine.efficiency.synchronous or job.attention != "flash":
         return np.ones(len(columns))
@@ -233,7 +233,7 @@ def clock(job: Job, columns: Columns, machine: Machine) -> Array:
     return machine.clock(np.asarray(work), np.asarray(seconds))
 
 
-def layer(job: Job, columns: Columns, machine: Machine, moe: bool, at: Array | float = 1.0) -> LayerTime:
+def layer(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool, at: Array | float = 1.0) -> LayerTime:
     """At a clock as `clock` gives it."""
     busy = _busy(job, columns, machine, moe)
     if machine.efficiency.synchronous:
@@ -249,7 +249,7 @@ def layer(job: Job, columns: Columns, machine: Machine, moe: bool, at: Array | f
     return busy if launch.queued(job, columns, machine) else replace(busy, launch=_waits(busy.total, launched))
 
 
-def _busy(job: Job, columns: Columns, machine: Machine, moe: bool) -> LayerTime:
+def _busy(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool) -> LayerTime:
     """A layer that nothing waits for, at the clock of products in a row."""
     products = layer_matmuls(job, columns, moe)
     matmul = matmul_passes(machine, as_run(job, columns, products))
@@ -274,13 +274,13 @@ def _waits(busy: Passes, host: Array) -> Passes:
     )
 
 
-def head(job: Job, columns: Columns, machine: Machine, at: Array | float = 1.0) -> LayerTime:
+def head(job: Job, columns: LayoutColumns, machine: ClusterRates, at: Array | float = 1.0) -> LayerTime:
     """Final norm, output matrix (kept out of fp8) and vocabulary-parallel cross-entropy."""
     busy = _head(job, columns, machine)
     return replace(busy, matmul=busy.matmul.scaled(1 / at), launch=host.head_launches(columns, machine))
 
 
-def _head(job: Job, columns: Columns, machine: Machine) -> LayerTime:
+def _head(job: Job, columns: LayoutColumns, machine: ClusterRates) -> LayerTime:
     model, tokens = job.model, columns.tokens(job.seq)
     products = [Matmul("head", tokens, model.vocab / columns.tp, np.asarray(float(model.hidden)), in_fp8=False)]
     logits = tokens * model.vocab / columns.tp
@@ -296,7 +296,7 @@ def _head(job: Job, columns: Columns, machine: Machine) -> LayerTime:
     return LayerTime(matmul_passes(machine, products), none, passes, none, products)
 
 
-def embedding(job: Job, columns: Columns, machine: Machine) -> LayerTime:
+def embedding(job: Job, columns: LayoutColumns, machine: ClusterRates) -> LayerTime:
     """A look-up forward, a scatter-add of fp32-accumulated rows backward: bandwidth, no FLOPs."""
     bytes_ = compute_bytes(job) * columns.tokens(job.seq) * job.model.hidden
     forward, backward = machine.stream_s(2 * bytes_), machine.stream_s(3 * bytes_)

@@ -8,8 +8,8 @@ import numpy as np
 
 from ultrascale.cost.collectives import Op, wire_bytes
 from ultrascale.cost.columns import Array
-from ultrascale.cost.hardware import Machine
-from ultrascale.cost.mesh import Group
+from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.mesh import CommGroup
 from ultrascale.specs.efficiency import Efficiency
 
 
@@ -20,12 +20,12 @@ def exposed(transfer_s: Array, window_s: Array, constants: Efficiency) -> Array:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class CollectiveTransfer:
     """A collective that a technique calls: on which group, with how large a buffer, and how long one call takes."""
 
     technique: str
     collective: Op
-    group: Group
+    group: CommGroup
     buffer_bytes: Array
     time_s: Array
 
@@ -34,15 +34,17 @@ class Transfer:
         return wire_bytes(self.collective, self.buffer_bytes, self.group.size)
 
 
-def transfer(machine: Machine, technique: str, collective: Op, buffer_bytes: Array, group: Group) -> Transfer:
+def transfer(
+    machine: ClusterRates, technique: str, collective: Op, buffer_bytes: Array, group: CommGroup
+) -> CollectiveTransfer:
     """Nothing to send is no call: a dense model has no experts to gather, and waits for no latency of theirs."""
     send = collective == "send_recv"
     time = machine.send_s(buffer_bytes, group) if send else machine.collective_s(collective, buffer_bytes, group)
-    return Transfer(technique, collective, group, buffer_bytes, np.where(np.asarray(buffer_bytes) > 0, time, 0.0))
+    return CollectiveTransfer(technique, collective, group, buffer_bytes, np.where(np.asarray(buffer_bytes) > 0, time, 0.0))
 
 
 @dataclass(frozen=True)
-class Ratio:
+class OverlapRatio:
     """An overlap ratio of the cheat-sheet: transfer time over the computation that should hide it. Below 1 it can.
 
     `printed` is the cheat-sheet's own form, `corrected` the derived one; both are numbers for one layout.

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ultrascale.cost.columns import Array, Columns
+from ultrascale.cost.columns import Array, LayoutColumns
 from ultrascale.specs.job import Job
 from ultrascale.specs.model import Model
 
@@ -14,7 +14,7 @@ Shapes = Iterable[tuple[Array | float, Array | float]]
 """rows of a tensor on one rank before ZeRO cuts them, and what is in a row"""
 
 
-def shards_of(job: Job, columns: Columns) -> Array:
+def shards_of(job: Job, columns: LayoutColumns) -> Array:
     """Parts into which each tensor is cut by its rows; 1: by nobody."""
     cuts = (columns.zero > 0) & (job.framework.states == "fp32")
     return np.where(cuts, columns.shards, 1)
@@ -26,7 +26,7 @@ def added(shapes: Shapes, shards: Array) -> Array:
     return np.asarray(sum(((-rows) % shards * each for rows, each in shapes), 0.0 * shards))
 
 
-def attention(model: Model, columns: Columns) -> Shapes:
+def attention(model: Model, columns: LayoutColumns) -> Shapes:
     if model.mla is not None:
         return
     h, tp = model.hidden, columns.tp
@@ -40,13 +40,13 @@ def attention(model: Model, columns: Columns) -> Shapes:
         yield from [(model.head_dim, 1)] * 2
 
 
-def keys(model: Model, columns: Columns, shards: Array) -> Array:
+def keys(model: Model, columns: LayoutColumns, shards: Array) -> Array:
     """Of one layer's keys and values, with their biases."""
     rows = model.kv_dim // np.minimum(columns.tp, model.kv_heads)
     return added([(rows, 2 * (model.hidden + model.qkv_bias * 1))], shards)
 
 
-def biases(model: Model, columns: Columns, shards: Array) -> Array:
+def biases(model: Model, columns: LayoutColumns, shards: Array) -> Array:
     """Of one layer's attention, with what is added."""
     if model.mla is not None:
         return 0.0 * columns.tp
@@ -55,7 +55,7 @@ def biases(model: Model, columns: Columns, shards: Array) -> Array:
     return np.asarray(model.qkv_bias * of_products + model.attention_output_bias * _whole(model.hidden, shards))
 
 
-def mlp_biases(model: Model, columns: Columns, shards: Array) -> Array:
+def mlp_biases(model: Model, columns: LayoutColumns, shards: Array) -> Array:
     inner = (1 + model.gated) * _whole(model.ffn // columns.tp, shards)
     return np.asarray(model.mlp_bias * (inner + _whole(model.hidden, shards)))
 
@@ -68,7 +68,7 @@ def norms(model: Model, count: int) -> Shapes:
     yield model.hidden, count * (2 if model.norm == "layernorm" else 1)
 
 
-def mlp(model: Model, columns: Columns, width: int) -> Shapes:
+def mlp(model: Model, columns: LayoutColumns, width: int) -> Shapes:
     inner, bias = width // columns.tp, 1 * model.mlp_bias
     yield inner, (1 + model.gated) * (model.hidden + bias)
     yield model.hidden, inner + bias
@@ -81,7 +81,7 @@ def router(model: Model) -> Shapes:
             yield 1, model.hidden
 
 
-def experts(model: Model, columns: Columns, shards: Array) -> Shapes:
+def experts(model: Model, columns: LayoutColumns, shards: Array) -> Shapes:
     """In slices, where shards are a multiple of experts (parallel/zero.py)."""
     if model.moe is not None:
         rows, width, h = model.moe.experts // columns.ep, model.moe.expert_ffn // columns.expert_cut, model.hidden
@@ -91,5 +91,5 @@ def experts(model: Model, columns: Columns, shards: Array) -> Shapes:
         yield rows * slices, (2 + model.gated) * h * width / slices
 
 
-def vocabulary(model: Model, columns: Columns) -> Shapes:
+def vocabulary(model: Model, columns: LayoutColumns) -> Shapes:
     yield model.vocab // columns.tp, model.hidden

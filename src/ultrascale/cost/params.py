@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ultrascale.cost import padding
-from ultrascale.cost.columns import Array, Columns
+from ultrascale.cost.columns import Array, LayoutColumns
 from ultrascale.cost.stages import RankShare
 from ultrascale.specs.model import Model
 
@@ -111,7 +111,7 @@ def partial_on_tp(model: Model, share: RankShare, sequence_parallel: bool, shard
     return np.asarray(share.layers * trunk + share.dense_layers * dense + share.moe_layers * chooses + ends)
 
 
-def outside_products(model: Model, columns: Columns, share: RankShare, shards: Array | int = 1) -> Array:
+def outside_products(model: Model, columns: LayoutColumns, share: RankShare, shards: Array | int = 1) -> Array:
     """Elements on a rank whose gradients no schedule puts off: norms, biases, routers, embedding and head."""
     cut = np.asarray(shards)
     head_norms = 2.0 * (model.head_dim + -model.head_dim % cut) * model.qk_norm if model.mla is None else 0.0
@@ -132,7 +132,7 @@ class LayerParameters:
     """the routed experts of one MoE layer on one rank"""
 
 
-def per_layer(model: Model, columns: Columns, shards: Array | int = 1) -> LayerParameters:
+def per_layer(model: Model, columns: LayoutColumns, shards: Array | int = 1) -> LayerParameters:
     """`shards`: ranks among whom the rows of each tensor are made to divide."""
     tp, cut = columns.tp, np.asarray(shards)
     trunk = attention(model).on_rank(tp, model.kv_heads) + norms(model)
@@ -176,7 +176,7 @@ class RankParameters:
         return np.asarray(self.trunk + self.experts)
 
 
-def on_rank(model: Model, columns: Columns, share: RankShare, shards: Array | int = 1) -> RankParameters:
+def on_rank(model: Model, columns: LayoutColumns, share: RankShare, shards: Array | int = 1) -> RankParameters:
     layer, cut = per_layer(model, columns, shards), np.asarray(shards)
     # A tied head is the embedding's own where the model is in one piece: two chunks of a rank have a copy each.
     owns_head = share.head * np.where(model.tied_embeddings & (columns.pp == 1), 0, 1)

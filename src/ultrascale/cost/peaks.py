@@ -9,11 +9,11 @@ import numpy as np
 
 from ultrascale.cost import memory
 from ultrascale.cost.activations import compute_bytes, gradient_bytes
+from ultrascale.cost.chunk_progress import OtherChunks, summed
 from ultrascale.cost.columns import Array
-from ultrascale.cost.moment import Moment
-from ultrascale.cost.progress import Others, summed
-from ultrascale.cost.view import View
-from ultrascale.schedules import KINDS, Counts, Kind, counts
+from ultrascale.cost.layout_rows import LayoutRows
+from ultrascale.cost.memory_point import MemoryPoint
+from ultrascale.schedules import KINDS, ActionKind, InFlightCounts, counts
 from ultrascale.specs.layout import Layout
 
 
@@ -50,13 +50,13 @@ class _Candidate:
     """which actions have it"""
     live: Array
     """what waits meanwhile"""
-    later: Moment
+    later: MemoryPoint
     """on top of that, for each chunk"""
-    first: Moment
+    first: MemoryPoint
     """the same until the chunk's first backward of a step is over"""
 
 
-def peaks(view: View) -> list[Peak]:
+def peaks(view: LayoutRows) -> list[Peak]:
     """Of every rank."""
     later = view.parts()
     # FSDP makes room for gradients in a step's first backward.
@@ -68,14 +68,14 @@ def _sharded(layout: Layout) -> bool:
     return layout.zero > 0 and layout.shards > 1
 
 
-def _walked(view: View, first: memory.WalkedParts, later: memory.WalkedParts) -> list[Peak]:
+def _walked(view: LayoutRows, first: memory.WalkedParts, later: memory.WalkedParts) -> list[Peak]:
     """Walks the ranks' action lists with the bytes of their chunks, other ones until a chunk's `first` backward is over."""
     layout = view.layout
     # Beyond four rounds the list only repeats itself, and what it holds no longer grows (AFAB holds everything).
     enough = layout.gas if layout.schedule == "afab" else min(layout.gas, _settled(layout))
     held = counts(layout.schedule, layout.pp, enough, layout.virtual_stages)
     candidates = [each for each in _candidates(view, first, later, held) if each.there.any()]
-    others = Others.of(view, later, held) if first is not later else None
+    others = OtherChunks.of(view, later, held) if first is not later else None
     totals = np.stack([_totals(each, held, others) for each in candidates], axis=1)
     fullest = totals.reshape(layout.pp, -1).argmax(axis=1)
     return [
@@ -84,10 +84,12 @@ def _walked(view: View, first: memory.WalkedParts, later: memory.WalkedParts) ->
     ]
 
 
-def _candidates(view: View, first: memory.WalkedParts, later: memory.WalkedParts, held: Counts) -> Iterator[_Candidate]:
+def _candidates(
+    view: LayoutRows, first: memory.WalkedParts, later: memory.WalkedParts, held: InFlightCounts
+) -> Iterator[_Candidate]:
     chunks, at = view.chunks, held.stage
     kept, dropped, waiting_loss = later.kept, later.dropped, later.kept_loss
-    forward, whole, inputs, weights = (held.of[kind] for kind in Kind)
+    forward, whole, inputs, weights = (held.of[kind] for kind in ActionKind)
     live = summed(held.waiting, (kept + waiting_loss)[chunks]) + summed(held.deferred, (kept + dropped)[chunks])
     live = live + np.where(whole, kept[at], 0.0) + summed(held.ended >= 2, later.met[chunks])
     at_loss = live
@@ -113,18 +115,18 @@ def _candidates(view: View, first: memory.WalkedParts, later: memory.WalkedParts
     yield _Candidate("loss of a micro-batch", whole | inputs, at_loss, later.loss, first.loss)
 
 
-def _totals(candidate: _Candidate, held: Counts, others: Others | None) -> Array:
+def _totals(candidate: _Candidate, held: InFlightCounts, others: OtherChunks | None) -> Array:
     top = candidate.later.total[held.stage]
     if others is not None:
         top = np.where(held.begun, top, candidate.first.total[held.stage]) + others.gradients + others.buffers
     return np.where(candidate.there, candidate.live + top, -np.inf)
 
 
-def _peak(held: Counts, rank: int, action: int, found: _Candidate, others: Others | None, chunks: Array) -> Peak:
+def _peak(held: InFlightCounts, rank: int, action: int, found: _Candidate, others: OtherChunks | None, chunks: Array) -> Peak:
     chunk, own = held.stage[rank, action], (rank, action)
     top = found.later if others is None or held.begun[own] else found.first
     waiting = held.waiting[own] + held.deferred[own]
-    waiting[chunks == chunk] += held.kind[own] == KINDS.index(Kind.B)
+    waiting[chunks == chunk] += held.kind[own] == KINDS.index(ActionKind.B)
     return Peak(
         float(found.live[own] + top.activations[chunk]),
         float(top.buffers[chunk] + (others.buffers[own] if others else 0.0)),

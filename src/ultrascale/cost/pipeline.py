@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from ultrascale.cost.activations import compute_bytes
-from ultrascale.cost.columns import Columns
-from ultrascale.cost.hardware import Machine
-from ultrascale.cost.mesh import Mesh
-from ultrascale.cost.overlap import Ratio, Transfer, transfer
+from ultrascale.cost.columns import LayoutColumns
+from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.mesh import GroupPlacement
+from ultrascale.cost.overlap import CollectiveTransfer, OverlapRatio, transfer
 from ultrascale.specs.job import Job
 
 
-def hop(job: Job, columns: Columns, mesh: Mesh, machine: Machine) -> Transfer:
+def hop(job: Job, columns: LayoutColumns, mesh: GroupPlacement, machine: ClusterRates) -> CollectiveTransfer:
     """Activations of one micro-batch to the next stage, or their gradients back; cut along the sequence when tp is."""
     wide = compute_bytes(job) * columns.tokens(job.seq) * job.model.hidden / columns.sequence_cut
     return transfer(machine, "pipeline", "send_recv", wide, mesh.pipeline)
@@ -21,9 +21,9 @@ def textbook_bubble(pp: int, microbatches: int, virtual_stages: int = 1) -> floa
     return (pp - 1) / (virtual_stages * microbatches)
 
 
-def ratio(pp: int, hidden: int, layers: int, layer_parameters: float, peak_flops: float, bandwidth: float) -> Ratio:
+def ratio(pp: int, hidden: int, layers: int, layer_parameters: float, peak_flops: float, bandwidth: float) -> OverlapRatio:
     """One hop of 2·s·mbs·h bytes against the stage's 2·parameters FLOPs per token."""
-    return Ratio(
+    return OverlapRatio(
         "pipeline",
         "PP·peak_flops / (32·h·num_layers·peak_bw)",
         pp * peak_flops / (32 * hidden * layers * bandwidth),

@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from ultrascale.cost import flops
-from ultrascale.cost.columns import CHOICES, Array, Columns
+from ultrascale.cost.columns import CHOICES, Array, LayoutColumns
 from ultrascale.specs.job import Job
 from ultrascale.specs.model import Model
 
@@ -119,7 +119,7 @@ def chunk_shares(job: Job, ranks: int, virtual_stages: int) -> RankShare:
     return RankShare(position, dense, counts - dense, 1 * (position == 0), 1 * (position == len(counts) - 1))
 
 
-def share_of(job: Job, columns: Columns, rank: Array) -> RankShare:
+def share_of(job: Job, columns: LayoutColumns, rank: Array) -> RankShare:
     """The share of `rank` (one per row); rows are grouped by their few distinct pipelines."""
     pipelines, inverse = columns.distinct(("pp", "virtual_stages", "schedule"))
     tables = [

@@ -8,13 +8,13 @@ import numpy as np
 
 from ultrascale.cost import data, host, launch, params, zero
 from ultrascale.cost.activations import compute_bytes, gradient_bytes
-from ultrascale.cost.columns import Array, Columns
-from ultrascale.cost.hardware import Machine
-from ultrascale.cost.mesh import Mesh
+from ultrascale.cost.columns import Array, LayoutColumns
+from ultrascale.cost.components import ComponentTotals
+from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.mesh import GroupPlacement
 from ultrascale.cost.operators import optimizer_bytes, stepped_gradient_bytes
 from ultrascale.cost.overlap import exposed, transfer
 from ultrascale.cost.passes import Passes
-from ultrascale.cost.pieces import PieceTotals
 from ultrascale.cost.stages import RankShare
 from ultrascale.specs.job import Job
 
@@ -35,7 +35,9 @@ class EndOfStep:
         return np.asarray(self.data_s + self.optimizer_s + self.offload_s + self.launch_s + self.overhead_s)
 
 
-def end_of_step(job: Job, columns: Columns, machine: Machine, places: Mesh, share: RankShare, totals: PieceTotals) -> EndOfStep:
+def end_of_step(
+    job: Job, columns: LayoutColumns, machine: ClusterRates, places: GroupPlacement, share: RankShare, totals: ComponentTotals
+) -> EndOfStep:
     one_microbatch = totals.on(share)
     held = params.on_rank(job.model, columns, share)
     backward, forward = one_microbatch.input_grad + one_microbatch.weight_grad, one_microbatch.forward
@@ -69,7 +71,7 @@ def end_of_step(job: Job, columns: Columns, machine: Machine, places: Mesh, shar
 
 
 def _optimizer(
-    job: Job, columns: Columns, machine: Machine, held: params.RankParameters, forward: Array, backward: Array
+    job: Job, columns: LayoutColumns, machine: ClusterRates, held: params.RankParameters, forward: Array, backward: Array
 ) -> tuple[Array, Array]:
     """Reading and writing every state once, and the gradient once more for its norm; or doing so on the host."""
     expert_shards = np.maximum(1, columns.shards * columns.tp / columns.expert_cut / columns.ep)

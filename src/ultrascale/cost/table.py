@@ -14,11 +14,11 @@ from itertools import pairwise
 import numpy as np
 
 from ultrascale.cost import memory, pipeline, stages
-from ultrascale.cost.columns import Array, Columns, encode
-from ultrascale.cost.hardware import Machine
+from ultrascale.cost.columns import Array, LayoutColumns, encode
+from ultrascale.cost.components import depends_on, pieces
+from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.mesh import mesh
 from ultrascale.cost.passes import Passes
-from ultrascale.cost.pieces import depends_on, pieces
 from ultrascale.cost.step import end_of_step
 from ultrascale.schedules import closed, legal_mask
 from ultrascale.specs.job import Job
@@ -31,7 +31,7 @@ BLOCK = 16_384  # cores at a time: the working arrays of a block stay in the cac
 class Table:
     """Cores of one pipeline degree under every variant, as arrays of cores × variants."""
 
-    cores: Columns
+    cores: LayoutColumns
     variants: tuple[Variant, ...]
     legal: Array
     peak_bytes: Array
@@ -41,19 +41,19 @@ class Table:
     step_s: Array
     """infinite where it does not fit, or takes longer than was asked about"""
 
-    def layouts(self, core: Array, variant: Array) -> Columns:
+    def layouts(self, core: Array, variant: Array) -> LayoutColumns:
         """The chosen cells as rows."""
         rows = {name: getattr(self.cores, name)[core] for name in self.cores.__dataclass_fields__}
         rows["schedule"] = np.asarray([encode("schedule", name) for name, _ in self.variants])[variant]
         rows["virtual_stages"] = np.asarray([loops for _, loops in self.variants])[variant]
-        return Columns.from_mapping(rows)
+        return LayoutColumns.from_mapping(rows)
 
 
 def evaluate(
     job: Job,
-    cores: Columns,
+    cores: LayoutColumns,
     variants: Sequence[Variant],
-    machine: Machine,
+    machine: ClusterRates,
     capacity_bytes: float,
     longest_s: float = np.inf,
 ) -> Table:
@@ -75,7 +75,7 @@ def _blocks(rows: int) -> list[slice]:
 
 
 def _evaluate_block(
-    job: Job, cores: Columns, variants: Sequence[Variant], machine: Machine, capacity_bytes: float, longest_s: float
+    job: Job, cores: LayoutColumns, variants: Sequence[Variant], machine: ClusterRates, capacity_bytes: float, longest_s: float
 ) -> tuple[Array, Array, Array, Array]:
     legal = _legal(cores, variants)
     peak = _peaks(job, cores, variants, legal, capacity_bytes)
@@ -89,7 +89,7 @@ def _evaluate_block(
     return legal, peak, fits, step
 
 
-def _legal(cores: Columns, variants: Sequence[Variant]) -> Array:
+def _legal(cores: LayoutColumns, variants: Sequence[Variant]) -> Array:
     """Variants × cores."""
     pp = int(cores.pp[0])
     if pp == 1:
@@ -116,7 +116,7 @@ def _fullest(job: Job, pp: int, variant: Variant) -> list[tuple[int, tuple[int, 
     return [(rank, share) for share, rank in first.items()]
 
 
-def _peaks(job: Job, cores: Columns, variants: Sequence[Variant], legal: Array, capacity_bytes: float) -> Array:
+def _peaks(job: Job, cores: LayoutColumns, variants: Sequence[Variant], legal: Array, capacity_bytes: float) -> Array:
     """Variants × cores. Share after share; cores that no variant makes fit any more are not asked about the rest."""
     pp = int(cores.pp[0])
     gas, of = np.unique(cores.gas, return_inverse=True)
@@ -156,18 +156,20 @@ def _by_share(job: Job, pp: int, variants: Sequence[Variant]) -> list[tuple[tupl
     return ordered
 
 
-def waiting(name: str, pp: int, rank: int, gas: Array, loops: int) -> memory.Waiting:
+def waiting(name: str, pp: int, rank: int, gas: Array, loops: int) -> memory.InFlightMicrobatches:
     """The closed forms of schedules/closed.py in micro-batches' worth: chunks over chunks per rank."""
     one, none = np.ones(len(gas)), np.zeros(len(gas))
     if pp == 1:
-        return memory.Waiting(one, none, none)
+        return memory.InFlightMicrobatches(one, none, none)
     held = closed.in_flight(name, pp, rank, gas, loops) / loops
     put_off = closed.deferred(name, pp, rank, gas, loops) / loops
     losses = np.asarray(held - 1 if name == "afab" else none)
-    return memory.Waiting(held, np.asarray(put_off), losses, together=name not in stages.V_SHAPED, one=1 / loops)
+    return memory.InFlightMicrobatches(held, np.asarray(put_off), losses, together=name not in stages.V_SHAPED, one=1 / loops)
 
 
-def _steps(job: Job, cores: Columns, variants: Sequence[Variant], machine: Machine, longest_s: float) -> tuple[Array, Array]:
+def _steps(
+    job: Job, cores: LayoutColumns, variants: Sequence[Variant], machine: ClusterRates, longest_s: float
+) -> tuple[Array, Array]:
     """Which cores might take no longer, and their times: variants × those."""
     pp = int(cores.pp[0])
     distinct, inverse = cores.distinct(depends_on(job))
@@ -214,7 +216,7 @@ def _slowest(ranks: list[Passes]) -> Passes:
 
 
 def _makespan(
-    variant: Variant, pp: int, cores: Columns, whole: Passes, slowest: Passes, send: Array, overhead_s: float
+    variant: Variant, pp: int, cores: LayoutColumns, whole: Passes, slowest: Passes, send: Array, overhead_s: float
 ) -> Array:
     if pp == 1:
         return np.asarray(cores.gas * slowest.total)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ultrascale.cost.activations import compute_bytes
-from ultrascale.cost.columns import Array, Columns
-from ultrascale.cost.hardware import Machine
-from ultrascale.cost.mesh import Mesh
-from ultrascale.cost.overlap import Ratio, Transfer, transfer
+from ultrascale.cost.columns import Array, LayoutColumns
+from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.mesh import GroupPlacement
+from ultrascale.cost.overlap import CollectiveTransfer, OverlapRatio, transfer
 from ultrascale.specs.job import Job
 
 REGIONS = 2  # attention and MLP
@@ -23,9 +23,9 @@ REGIONS = 2  # attention and MLP
 
 @dataclass(frozen=True)
 class TensorTraffic:
-    gather: Transfer
-    scatter: Transfer
-    reduce: Transfer
+    gather: CollectiveTransfer
+    scatter: CollectiveTransfer
+    reduce: CollectiveTransfer
     with_sequence: Array
 
     @property
@@ -44,7 +44,7 @@ class TensorTraffic:
         return np.where(self.with_sequence, REGIONS * self.gather.time_s, 0.0)
 
 
-def traffic(job: Job, columns: Columns, mesh: Mesh, machine: Machine) -> TensorTraffic:
+def traffic(job: Job, columns: LayoutColumns, mesh: GroupPlacement, machine: ClusterRates) -> TensorTraffic:
     wide = compute_bytes(job) * columns.tokens(job.seq) * job.model.hidden
     return TensorTraffic(
         transfer(machine, "tensor", "all_gather", wide, mesh.tensor),
@@ -54,7 +54,7 @@ def traffic(job: Job, columns: Columns, mesh: Mesh, machine: Machine) -> TensorT
     )
 
 
-def pieced_s(job: Job, columns: Columns, inside: TensorTraffic, moe: bool) -> Array:
+def pieced_s(job: Job, columns: LayoutColumns, inside: TensorTraffic, moe: bool) -> Array:
     """Of one direction of one layer, what may hide behind products that are cut along with the exchange.
 
     Transformer Engine's user buffers pass one rank's piece on while the product of the piece already there runs, so all but one
@@ -64,9 +64,9 @@ def pieced_s(job: Job, columns: Columns, inside: TensorTraffic, moe: bool) -> Ar
     return np.where(inside.with_sequence, share * (1 - 1 / columns.tp) * inside.layer_s, 0.0)
 
 
-def ratio(tp: int, hidden: int, layer_parameters: float, peak_flops: float, bandwidth: float) -> Ratio:
+def ratio(tp: int, hidden: int, layer_parameters: float, peak_flops: float, bandwidth: float) -> OverlapRatio:
     """One exchange of s·mbs·h bf16 elements against the next region's share of the layer (half of it in the mean)."""
-    return Ratio(
+    return OverlapRatio(
         "tensor",
         "(TP−1)·peak_flops / (24·h·peak_bw)",
         (tp - 1) * peak_flops / (24 * hidden * bandwidth),

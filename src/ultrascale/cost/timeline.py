@@ -7,10 +7,10 @@ from functools import lru_cache
 
 import numpy as np
 
+from ultrascale.cost.layout_rows import LayoutRows, send_s
 from ultrascale.cost.legality import check
-from ultrascale.cost.moment import fullest
-from ultrascale.cost.view import View, send_s
-from ultrascale.schedules import Kind, build, simulate
+from ultrascale.cost.memory_point import fullest
+from ultrascale.schedules import ActionKind, build, simulate
 from ultrascale.schedules.simulate import Timeline
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
@@ -18,7 +18,7 @@ from ultrascale.specs.layout import Layout
 
 
 @dataclass(frozen=True)
-class Moment:
+class TimelinePoint:
     """What a stage holds while one action runs; `static` are parameters, master, gradients and optimizer states."""
 
     start_s: float
@@ -37,12 +37,12 @@ class Moment:
 def simulated(job: Job, layout: Layout) -> Timeline:
     """The whole pipeline of one step, action by action: what explain draws and the figures show, one after the other."""
     check(job, layout)
-    view = View.of(job, layout)
+    view = LayoutRows.of(job, layout)
     schedule = build(layout.schedule, layout.pp, layout.gas, layout.virtual_stages)
     return simulate(schedule, view.stage_times(send_s(view) if layout.pp > 1 else 0.0))
 
 
-def memory_timeline(job: Job, layout: Layout, stage: int = 0, first_step: bool = False) -> tuple[Moment, ...]:
+def memory_timeline(job: Job, layout: Layout, stage: int = 0, first_step: bool = False) -> tuple[TimelinePoint, ...]:
     """Every action of `stage` with what it holds meanwhile, then the optimizer step.
 
     In the first step the optimizer's states do not exist before the optimizer has run.
@@ -50,7 +50,7 @@ def memory_timeline(job: Job, layout: Layout, stage: int = 0, first_step: bool =
     check(job, layout)
     if not 0 <= stage < layout.pp:
         raise SpecError(f"stage is {stage} but the layout has {layout.pp}: try 0 to {layout.pp - 1}")
-    view = View.of(job, layout)
+    view = LayoutRows.of(job, layout)
     state = view.state()
     base = float((state.parameters + state.master)[stage])
     optimizer = float(np.broadcast_to(state.optimizer, layout.pp)[stage])
@@ -62,23 +62,23 @@ def memory_timeline(job: Job, layout: Layout, stage: int = 0, first_step: bool =
         kind, chunk, microbatch, _ = event.action
         key = (chunk, microbatch)
         now = parts.between
-        if kind is Kind.F:
+        if kind is ActionKind.F:
             # The loss waits with its layers: for a moment in most schedules, for the whole forward in AFAB.
             held[key] = float(parts.kept[chunk] + parts.kept_loss[chunk])
             now = parts.forward
-        elif kind is Kind.B:
+        elif kind is ActionKind.B:
             held[key] = float(parts.kept[chunk])
             now = fullest(parts.layer, parts.loss)
-        elif kind is Kind.I:
+        elif kind is ActionKind.I:
             held[key] = float(parts.kept[chunk] + parts.dropped[chunk])
             now = fullest(parts.split_layer, parts.loss)
         live = sum(held.values()) + float(now.activations[chunk])
         static = base + float(now.gradients[chunk]) + (0.0 if first_step else optimizer)
         name = f"{kind.value}{microbatch}" + (f" of chunk {chunk}" if layout.virtual_stages > 1 else "")
-        moments.append(Moment(event.start_s, event.end_s, name, static, live, float(now.buffers[chunk])))
-        if kind in (Kind.B, Kind.W):
+        moments.append(TimelinePoint(event.start_s, event.end_s, name, static, live, float(now.buffers[chunk])))
+        if kind in (ActionKind.B, ActionKind.W):
             held.pop(key)
     end = moments[-1].end_s
     static = base + float(state.gradients[stage]) + optimizer
-    moments.append(Moment(end, end, "optimizer step", static, 0.0, 0.0))
+    moments.append(TimelinePoint(end, end, "optimizer step", static, 0.0, 0.0))
     return tuple(moments)

@@ -10,20 +10,20 @@ from collections.abc import Iterator
 import numpy as np
 
 from ultrascale.cost import stages
-from ultrascale.cost.columns import Columns
-from ultrascale.cost.hardware import Machine
+from ultrascale.cost.columns import LayoutColumns
+from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.traffic_calls import Stage, calls_of, hops
 from ultrascale.specs.estimate import Time, Traffic
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 
 
-def by_technique(job: Job, layout: Layout, machine: Machine, time: Time) -> list[Traffic]:
+def by_technique(job: Job, layout: Layout, machine: ClusterRates, time: Time) -> list[Traffic]:
     """The rank with the most layers, between two others if there is one.
 
     The exposed seconds of a technique are shared out over its calls by their time.
     """
-    ranks = Columns.of([layout]).take(np.zeros(layout.pp, dtype=np.int64))
+    ranks = LayoutColumns.of([layout]).take(np.zeros(layout.pp, dtype=np.int64))
     layers = stages.share_of(job, ranks, np.arange(layout.pp)).layers
     busiest = max(range(layout.pp), key=lambda stage: (layers[stage], hops(layout, stage)))
     exposed = {
@@ -46,7 +46,7 @@ def by_technique(job: Job, layout: Layout, machine: Machine, time: Time) -> list
     ]
 
 
-def of_stage(job: Job, layout: Layout, machine: Machine, stage: int) -> Iterator[Traffic]:
+def of_stage(job: Job, layout: Layout, machine: ClusterRates, stage: int) -> Iterator[Traffic]:
     """What a rank of that pipeline stage sends, each exchange once; nobody says here what computing hides of it."""
     for moved, calls in calls_of(Stage.of(job, layout, machine, stage)):
         yield Traffic(

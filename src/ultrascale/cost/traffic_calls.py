@@ -14,15 +14,15 @@ import numpy as np
 
 from ultrascale.cost import context, data, expert, float8, operators, padding, params, pipeline, stages, tensor, zero
 from ultrascale.cost.activations import FP32, gradient_bytes, sharded_gradient_bytes, split_backward
-from ultrascale.cost.columns import Array, Columns
-from ultrascale.cost.hardware import Machine
-from ultrascale.cost.mesh import Mesh, group, mesh
-from ultrascale.cost.overlap import Transfer, transfer
-from ultrascale.schedules import Kind, build
+from ultrascale.cost.columns import Array, LayoutColumns
+from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.mesh import GroupPlacement, group, mesh
+from ultrascale.cost.overlap import CollectiveTransfer, transfer
+from ultrascale.schedules import ActionKind, build
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 
-Calls = Iterator[tuple[Transfer, float]]
+Calls = Iterator[tuple[CollectiveTransfer, float]]
 COUNT = 8  # bytes of a number of tokens
 
 
@@ -32,15 +32,15 @@ class Stage:
 
     job: Job
     layout: Layout
-    machine: Machine
+    machine: ClusterRates
     index: int
-    row: Columns
-    places: Mesh
+    row: LayoutColumns
+    places: GroupPlacement
     share: stages.RankShare
 
     @classmethod
-    def of(cls, job: Job, layout: Layout, machine: Machine, index: int) -> Stage:
-        row = Columns.of([layout])
+    def of(cls, job: Job, layout: Layout, machine: ClusterRates, index: int) -> Stage:
+        row = LayoutColumns.of([layout])
         share = stages.share_of(job, row, np.asarray([index]))
         return cls(job, layout, machine, index, row, mesh(row, machine.cluster), share)
 
@@ -268,6 +268,9 @@ def _scattered(stage: Stage, scatters: int) -> Iterator[tuple[Array, int]]:
     own = sorted({action.stage for action in actions})
     yield trunk - at_once[own].sum(), scatters
     for chunk in own:
-        kinds = [action.kind for action in actions if action.stage == chunk and action.kind is not Kind.F]
+        kinds = [action.kind for action in actions if action.stage == chunk and action.kind is not ActionKind.F]
         turns = zip((None, *kinds), kinds, strict=False)
-        yield at_once[chunk : chunk + 1], sum(kind is Kind.B or (kind is Kind.W and before is Kind.I) for before, kind in turns)
+        yield (
+            at_once[chunk : chunk + 1],
+            sum(kind is ActionKind.B or (kind is ActionKind.W and before is ActionKind.I) for before, kind in turns),
+        )

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ultrascale.specs.estimate import Range
+from ultrascale.specs.estimate import EstimateRange
 from ultrascale.specs.job import Job
 
 ENOUGH = 12  # runs from which quantiles are read; fewer, and the circle is drawn wider
 LOW, HIGH = 0.10, 0.90
 
 
-class Error(NamedTuple):
+class PredictionError(NamedTuple):
     """Of one run: the log of predicted over measured speed, or of measured over predicted memory."""
 
     log: float
@@ -33,7 +33,7 @@ def _table() -> dict[str, Any]:
     return data
 
 
-def similar(job: Job, without_source: str | None = None) -> tuple[list[Error], str]:
+def similar(job: Job, without_source: str | None = None) -> tuple[list[PredictionError], str]:
     """Errors of the nearest kind of runs, and which kind that is in words."""
     rows = [row for row in _table()["time"] if row["source"] != without_source]
     experts = job.model.moe is not None
@@ -53,11 +53,11 @@ def similar(job: Job, without_source: str | None = None) -> tuple[list[Error], s
     return _errors(rows), f"{len(rows)} runs: all models"
 
 
-def _errors(rows: Iterable[dict[str, Any]]) -> list[Error]:
-    return [Error(row["log"], row["source"]) for row in rows]
+def _errors(rows: Iterable[dict[str, Any]]) -> list[PredictionError]:
+    return [PredictionError(row["log"], row["source"]) for row in rows]
 
 
-def quantile(errors: Sequence[Error], share: float) -> float:
+def quantile(errors: Sequence[PredictionError], share: float) -> float:
     """Where the error of a run of a new source falls below with that probability.
 
     Runs of one source resemble each other: each source has one vote, and the new one may be anywhere. Where every run has its
@@ -75,7 +75,7 @@ def time_range(job: Job, step_time_s: float, without_source: str | None = None) 
     return step_time_s * math.exp(quantile(errors, LOW)), step_time_s * math.exp(quantile(errors, HIGH)), words
 
 
-def estimate_range(job: Job, step_time_s: float, peak_gib: float, capacity_gib: float) -> Range | None:
+def estimate_range(job: Job, step_time_s: float, peak_gib: float, capacity_gib: float) -> EstimateRange | None:
     """None on a CPU: all runs that errors are known of are of GPUs."""
     if job.cluster.efficiency.synchronous:
         return None
@@ -83,7 +83,7 @@ def estimate_range(job: Job, step_time_s: float, peak_gib: float, capacity_gib: 
     memory = _errors(_table()["memory"])
     # One run more that fits and one that does not: no finite number of runs makes a certainty.
     fitting = sum(peak_gib * math.exp(error.log) <= capacity_gib for error in memory)
-    return Range(
+    return EstimateRange(
         step_time_low_s=min(low, step_time_s),
         step_time_high_s=max(high, step_time_s),
         peak_low_gib=min(peak_gib, peak_gib * math.exp(quantile(memory, LOW))),

@@ -14,10 +14,10 @@ import numpy as np
 
 from ultrascale.cost import float8
 from ultrascale.cost.activations import compute_bytes, gradient_bytes
-from ultrascale.cost.columns import Array, Columns
-from ultrascale.cost.hardware import Machine
-from ultrascale.cost.mesh import Mesh, group
-from ultrascale.cost.overlap import Ratio, Transfer, transfer
+from ultrascale.cost.columns import Array, LayoutColumns
+from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.mesh import GroupPlacement, group
+from ultrascale.cost.overlap import CollectiveTransfer, OverlapRatio, transfer
 from ultrascale.specs.job import Job
 
 
@@ -25,10 +25,10 @@ from ultrascale.specs.job import Job
 class ZeroTraffic:
     """Of one layer (or of all a rank holds, as the elements given): dense parameters and experts have groups of their own."""
 
-    gather: Transfer
-    scatter: Transfer
-    expert_gather: Transfer
-    expert_scatter: Transfer
+    gather: CollectiveTransfer
+    scatter: CollectiveTransfer
+    expert_gather: CollectiveTransfer
+    expert_scatter: CollectiveTransfer
 
     @property
     def gather_s(self) -> Array:
@@ -41,9 +41,9 @@ class ZeroTraffic:
 
 def traffic(
     job: Job,
-    columns: Columns,
-    mesh: Mesh,
-    machine: Machine,
+    columns: LayoutColumns,
+    mesh: GroupPlacement,
+    machine: ClusterRates,
     elements: Array,
     expert_elements: Array,
     narrow: Array | float = 0.0,
@@ -61,8 +61,8 @@ def traffic(
     )
 
 
-def ratio_2(dp: int, parameters: float, tokens: float, peak_flops: float, bandwidth: float) -> Ratio:
-    return Ratio(
+def ratio_2(dp: int, parameters: float, tokens: float, peak_flops: float, bandwidth: float) -> OverlapRatio:
+    return OverlapRatio(
         "zero-2",
         "(DP−1)·num_params·peak_flops / (4·peak_bw·num_tokens·DP)",
         (dp - 1) * parameters * peak_flops / (4 * bandwidth * tokens * dp),
@@ -72,8 +72,8 @@ def ratio_2(dp: int, parameters: float, tokens: float, peak_flops: float, bandwi
     )
 
 
-def ratio_3(dp: int, tokens: float, peak_flops: float, bandwidth: float) -> Ratio:
-    return Ratio(
+def ratio_3(dp: int, tokens: float, peak_flops: float, bandwidth: float) -> OverlapRatio:
+    return OverlapRatio(
         "zero-3",
         "(DP−1)·peak_flops / (2·seq·mbs·peak_bw)",
         (dp - 1) * peak_flops / (2 * tokens * bandwidth),

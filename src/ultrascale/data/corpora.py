@@ -44,7 +44,7 @@ class Corpus(Protocol):
         ...
 
 
-class Bytes:
+class ByteCorpus:
     """Text whose bytes are its tokens; a zero byte ends a document."""
 
     def __init__(self, text: npt.NDArray[np.uint8]) -> None:
@@ -64,7 +64,7 @@ class Bytes:
         return _documents(self.ends, index, seq)
 
 
-class Synthetic:
+class SyntheticCorpus:
     """Uniform random tokens, each window a function of the seed and its index: nothing is kept, nothing can be learned."""
 
     def __init__(self, vocab: int, seed: int) -> None:
@@ -84,7 +84,7 @@ class Synthetic:
         return np.zeros(seq, dtype=np.int64)
 
 
-class Stored:
+class TokenFileCorpus:
     """The tokens of a file. Each window's tokens are held to the vocabulary when it is read: files can be wrong."""
 
     def __init__(self, tokens: TokenSet, vocab: int) -> None:
@@ -108,11 +108,11 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Mixture:
+class MixtureCorpus:
     """Several texts and how much of each; `held_out` is what is evaluated on, if not each text's own end."""
 
     parts: tuple[tuple[Corpus, Fraction], ...]
-    held_out: Mixture | None = None
+    held_out: MixtureCorpus | None = None
 
 
 def _larger_vocabulary(largest: int) -> str:

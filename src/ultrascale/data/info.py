@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ultrascale.data.sets import Facts, Kind, TokenSet, largest_token, open_set
+from ultrascale.data.sets import Kind, TokenSet, TokenSetMetadata, largest_token, open_set
 from ultrascale.specs.errors import SpecError
 
 _AT_ONCE = 2**20  # documents
 
 
 @dataclass(frozen=True)
-class Info:
+class TokenSetSummary:
     path: str
     kind: Kind
     tokens: int
@@ -28,12 +28,12 @@ class Info:
     """of the tokens looked at: all of a small set, some stretches of a large one"""
     longest_document: int
     mean_document: float
-    facts: Facts | None
+    facts: TokenSetMetadata | None
 
 
-def info(path: str | os.PathLike[str]) -> Info:
+def info(path: str | os.PathLike[str]) -> TokenSetSummary:
     found = open_set(path)
-    return Info(
+    return TokenSetSummary(
         path=os.fspath(path),
         kind=found.kind,
         tokens=len(found.tokens),

@@ -19,7 +19,7 @@ _64_BITS = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-class Order:
+class SampleOrder:
     """The samples of one set: windows in a new order each epoch, its last ones held out for evaluation."""
 
     def __init__(self, windows: int, seed: int, held_out: float = EVALUATION) -> None:
@@ -36,7 +36,7 @@ class Order:
         return self.train_windows + sample % self.evaluation_windows
 
 
-class Pattern:
+class MixturePattern:
     """Deals samples to sets by weight, evenly: any stretch holds each set's share to within a sample or two."""
 
     def __init__(self, weights: Sequence[Fraction]) -> None:

@@ -6,25 +6,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ultrascale.data.pieces import Piece, Span, checked, pieces
+from ultrascale.data.input_parts import DocumentChunk, InputSpan, checked, pieces
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.validate import shown
 
 _ROWS = 64  # made into Python's text at once
 
 
-def cut(path: Path, field: str, size: int, digest: str, length: int) -> Iterator[Span]:
+def cut(path: Path, field: str, size: int, digest: str, length: int) -> Iterator[InputSpan]:
     groups = _opened(path, field).metadata
     start = held = 0
     for group in range(groups.num_row_groups):
         held += groups.row_group(group).total_byte_size
         if held >= length or group + 1 == groups.num_row_groups:
             share = size * (group + 1) // groups.num_row_groups - size * start // groups.num_row_groups
-            yield Span(str(path), size, digest, start, group + 1, share)
+            yield InputSpan(str(path), size, digest, start, group + 1, share)
             start, held = group + 1, 0
 
 
-def read(span: Span, field: str) -> Iterator[Piece]:
+def read(span: InputSpan, field: str) -> Iterator[DocumentChunk]:
     import pyarrow  # type: ignore[import-untyped]
 
     try:
@@ -34,7 +34,7 @@ def read(span: Span, field: str) -> Iterator[Piece]:
         raise SpecError(f"{span.file} cannot be read ({reason}): repair it or take it out") from None
 
 
-def _rows(span: Span, field: str) -> Iterator[Piece]:
+def _rows(span: InputSpan, field: str) -> Iterator[DocumentChunk]:
     file = _opened(Path(span.file), field)
     counts = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
     before, total, done = sum(counts[: span.start]), sum(counts[span.start : span.stop]), 0

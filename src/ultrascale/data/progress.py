@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ultrascale.data.crew import Said, Task
-from ultrascale.data.pieces import Part
+from ultrascale.data.input_parts import InputPart
+from ultrascale.data.worker_pool import WorkerReport, WorkerTask
 
 
 @dataclass(frozen=True)
-class Progress:
+class TokenizeProgress:
     """How far a job is; rates are those of this start of it."""
 
     documents: int
@@ -37,26 +37,26 @@ class Progress:
         return (self.total_bytes - self.bytes) / rate if rate > 0 else None
 
 
-Report = Callable[[Progress], None]
+Report = Callable[[TokenizeProgress], None]
 
 
-class Meter:
+class ProgressMeter:
     """Adds up what workers say into a progress to report."""
 
-    def __init__(self, parts: Sequence[Part], done: int, tokens: int, documents: int, report: Report | None) -> None:
+    def __init__(self, parts: Sequence[InputPart], done: int, tokens: int, documents: int, report: Report | None) -> None:
         self.documents, self.tokens, self.report = documents, tokens, report
         self.total = sum(part.cost for part in parts)
         self.bytes = self.bytes_before = sum(part.cost for part in parts[:done])
         self.tokens_before = tokens
         self.started = time.monotonic()
-        self.partly: dict[int, Said] = {}
+        self.partly: dict[int, WorkerReport] = {}
         self._tell()
 
-    def saw(self, said: Said) -> None:
+    def saw(self, said: WorkerReport) -> None:
         self.partly[said.number] = said
         self._tell()
 
-    def kept(self, task: Task, documents: int, tokens: int) -> None:
+    def kept(self, task: WorkerTask, documents: int, tokens: int) -> None:
         """A part has been appended; so much is there now."""
         self.bytes += task.part.cost
         if self.partly.pop(task.number, None) is None:  # an earlier start made it
@@ -70,7 +70,7 @@ class Meter:
             return
         partly = self.partly.values()
         self.report(
-            Progress(
+            TokenizeProgress(
                 documents=self.documents + sum(said.documents for said in partly),
                 tokens=self.tokens + sum(said.tokens for said in partly),
                 bytes=self.bytes + sum(said.place for said in partly),

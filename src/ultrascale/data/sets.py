@@ -21,7 +21,7 @@ FACTS, TOKENS = "data.json", "tokens.bin"
 Kind = Literal["ultrascale", "megatron", "flat"]
 
 
-class Inputs(BaseModel):
+class TokenizedInputs(BaseModel):
     """What was tokenized."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -33,7 +33,7 @@ class Inputs(BaseModel):
     digest: str | None = Field(default=None, description="of the files' names and content; None: made before it was kept")
 
 
-class Facts(BaseModel):
+class TokenSetMetadata(BaseModel):
     """data.json: what a tokenized folder holds, and where it came from."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -45,7 +45,7 @@ class Facts(BaseModel):
     tokens: int = Field(ge=1)
     documents: int = Field(ge=1)
     dtype: Literal["uint16", "uint32"]
-    inputs: Inputs
+    inputs: TokenizedInputs
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class TokenSet:
     ends: npt.NDArray[Any]
     vocab: int | None
     """no token is as large; None: nothing says so"""
-    facts: Facts | None = None
+    facts: TokenSetMetadata | None = None
 
 
 def open_set(name: str | os.PathLike[str]) -> TokenSet:
@@ -89,7 +89,7 @@ def _folder(path: Path) -> TokenSet:
             else f"make one: ultrascale data tokenize TEXTS -o {path}"
         )
         raise SpecError(f"{path} holds no {FACTS} and is no set that `ultrascale data tokenize` made: {hint}")
-    facts = build(Facts, read_mapping(path / FACTS, "data"), str(path / FACTS))
+    facts = build(TokenSetMetadata, read_mapping(path / FACTS, "data"), str(path / FACTS))
     header, tokens, ends = binary.read(path / TOKENS)
     told, found = (facts.tokens, facts.documents, facts.vocab), (header.tokens, header.documents, header.vocab)
     if told != found:

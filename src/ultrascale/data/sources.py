@@ -21,7 +21,7 @@ from typing import IO
 
 from ultrascale.data import parquet
 from ultrascale.data.corpora import library_sources
-from ultrascale.data.pieces import PIECE, Part, Piece, Span, checked, pieces
+from ultrascale.data.input_parts import PIECE, DocumentChunk, InputPart, InputSpan, checked, pieces
 from ultrascale.data.reading import cannot_read, size_of
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import open_regular
@@ -83,34 +83,34 @@ def _digest(path: Path) -> str:
     return found.hexdigest()
 
 
-def cut(files: list[Path], contents: list[str], field: str, length: int = PART) -> list[Part]:
+def cut(files: list[Path], contents: list[str], field: str, length: int = PART) -> list[InputPart]:
     """The parts of all files, in order: long files make many, short ones share one. `contents`: the files' digests."""
-    found: list[Part] = []
-    together: list[Span] = []
+    found: list[InputPart] = []
+    together: list[InputSpan] = []
     held = 0
     spans = (span for file, digest in zip(files, contents, strict=True) for span in _spans(file, digest, field, length))
     for span in spans:
         if together and held + span.cost > length:
-            found.append(Part(tuple(together)))
+            found.append(InputPart(tuple(together)))
             together, held = [], 0
         together.append(span)
         held += span.cost
-    return [*found, Part(tuple(together))] if together else found
+    return [*found, InputPart(tuple(together))] if together else found
 
 
-def _spans(path: Path, digest: str, field: str, length: int) -> Iterator[Span]:
+def _spans(path: Path, digest: str, field: str, length: int) -> Iterator[InputSpan]:
     size = size_of(path)
     if path.name.endswith(".parquet"):
         yield from parquet.cut(path, field, size, digest, length)
     elif path.name.endswith(".gz"):
-        yield Span(str(path), size, digest, 0, size, size)
+        yield InputSpan(str(path), size, digest, 0, size, size)
     else:
         for start in range(0, size, length):
             stop = min(size, start + length)
-            yield Span(str(path), size, digest, start, stop, stop - start)
+            yield InputSpan(str(path), size, digest, start, stop, stop - start)
 
 
-def read(part: Part, field: str) -> Iterator[Piece]:
+def read(part: InputPart, field: str) -> Iterator[DocumentChunk]:
     """The documents of a part, in pieces; SpecError with file and line where there is none to be read."""
     before = 0
     for span in part.spans:
@@ -119,7 +119,7 @@ def read(part: Part, field: str) -> Iterator[Piece]:
         before += span.cost
 
 
-def _read(span: Span, field: str) -> Iterator[Piece]:
+def _read(span: InputSpan, field: str) -> Iterator[DocumentChunk]:
     name = span.file
     try:
         if name.endswith(".parquet"):
@@ -137,7 +137,7 @@ def _read(span: Span, field: str) -> Iterator[Piece]:
         raise SpecError(f"{name} cannot be read ({reason}): repair it or take it out") from None
 
 
-def _json_lines(span: Span, field: str) -> Iterator[Piece]:
+def _json_lines(span: InputSpan, field: str) -> Iterator[DocumentChunk]:
     """The lines that begin in the span: the last may end behind it."""
     with open(span.file, "rb") as file:
         place = 0
@@ -171,7 +171,7 @@ def _line_number(name: str, place: int) -> int:
     return number
 
 
-def _document(line: bytes, field: str, where: Callable[[], str], place: int) -> Iterator[Piece]:
+def _document(line: bytes, field: str, where: Callable[[], str], place: int) -> Iterator[DocumentChunk]:
     if not line.strip():
         return
     try:
@@ -198,7 +198,7 @@ def _field(line: bytes, field: str) -> str:
     return checked(record[field], field)
 
 
-def _text(span: Span) -> Iterator[Piece]:
+def _text(span: InputSpan) -> Iterator[DocumentChunk]:
     """A file is one document, which ends with its last span."""
     with open(span.file, "rb") as file:
         start = _line_end(file, span.start, span.size)
@@ -212,7 +212,7 @@ def _text(span: Span) -> Iterator[Piece]:
                 raise SpecError(
                     f"{span.file} is not UTF-8 at byte {start + error.start:,}: convert it, or take it out"
                 ) from None
-            yield Piece(text, mark == span.size, stop - span.start)
+            yield DocumentChunk(text, mark == span.size, stop - span.start)
             start = stop
 
 

@@ -19,12 +19,12 @@ import numpy as np
 
 from ultrascale.data import sources
 from ultrascale.data.binary import END, HEADER_BYTES, Header, smallest_type
-from ultrascale.data.crew import Crew, Task
-from ultrascale.data.pieces import Part
-from ultrascale.data.progress import Meter, Report
+from ultrascale.data.input_parts import InputPart
+from ultrascale.data.progress import ProgressMeter, Report
 from ultrascale.data.reading import size_of
-from ultrascale.data.sets import FACTS, TOKENS, Facts, Inputs, open_set
+from ultrascale.data.sets import FACTS, TOKENS, TokenizedInputs, TokenSetMetadata, open_set
 from ultrascale.data.tokenizer import Tokenizer, load
+from ultrascale.data.worker_pool import WorkerPool, WorkerTask
 from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.files import read_mapping, write_text
 from ultrascale.specs.folders import alone
@@ -43,14 +43,14 @@ def tokenize(
     eod: str | None = None,
     progress: Report | None = None,
     part_bytes: int = sources.PART,
-) -> Facts:
+) -> TokenSetMetadata:
     """The set in folder `out`, made of a file, a folder of files, or `stdlib`. Started again, it goes on where it was."""
     if not 1 <= workers <= MOST_WORKERS:
         raise SpecError(f"--workers is {workers} but must be from 1 to {MOST_WORKERS}: try {os.cpu_count() or 1}")
     words = load(Path(tokenizer) if tokenizer is not None else None, eod)
     files = sources.find(os.fspath(source))
     contents = sources.digests(files, workers)
-    inputs = Inputs(
+    inputs = TokenizedInputs(
         path=os.fspath(source),
         files=len(files),
         bytes=sum(map(size_of, files)),
@@ -83,7 +83,7 @@ def tokenize(
     return facts
 
 
-def _finished(out: Path, words: Tokenizer, inputs: Inputs) -> Facts | None:
+def _finished(out: Path, words: Tokenizer, inputs: TokenizedInputs) -> TokenSetMetadata | None:
     """What is in the folder already, if it is this; None if it has to be made; SpecError if it is anything else."""
     try:
         there = sorted(os.listdir(out)) if out.is_dir() else []
@@ -137,7 +137,7 @@ def _alone(work: Path) -> Iterator[None]:
 class _Job:
     """The parts of the input, how many of them have been appended, and what they hold."""
 
-    def __init__(self, work: Path, words: Tokenizer, parts: list[Part], part_bytes: int, field: str) -> None:
+    def __init__(self, work: Path, words: Tokenizer, parts: list[InputPart], part_bytes: int, field: str) -> None:
         self.work, self.words, self.parts, self.field = work, words, parts, field
         self.type = smallest_type(words.vocab)
         self.file, self.ends = work / "set" / TOKENS, work / ENDS
@@ -170,18 +170,18 @@ class _Job:
             if path not in wanted:
                 path.unlink()
 
-    def _tasks(self) -> Iterator[Task]:
+    def _tasks(self) -> Iterator[WorkerTask]:
         for number in range(self.parts_done, len(self.parts)):
-            yield Task(number, self.parts[number], self.work / f"part-{number:07d}-{self.digests[number + 1][:16]}")
+            yield WorkerTask(number, self.parts[number], self.work / f"part-{number:07d}-{self.digests[number + 1][:16]}")
 
     def run(self, workers: int, report: Report | None) -> None:
         waiting = list(self._tasks())[::-1]
         if not waiting:
             return
-        meter = Meter(self.parts, self.parts_done, self.tokens, self.documents, report)
-        crew = Crew(min(workers, len(waiting)), self.words, self.field)
-        made: dict[int, Task] = {}  # by a worker, not yet appended
-        given: dict[int, Task] = {}
+        meter = ProgressMeter(self.parts, self.parts_done, self.tokens, self.documents, report)
+        crew = WorkerPool(min(workers, len(waiting)), self.words, self.field)
+        made: dict[int, WorkerTask] = {}  # by a worker, not yet appended
+        given: dict[int, WorkerTask] = {}
         try:
             while waiting or given or made:
                 while waiting and crew.idle and waiting[-1].number < self.parts_done + _AHEAD * workers:
@@ -202,7 +202,7 @@ class _Job:
         finally:
             crew.end()
 
-    def _append(self, task: Task) -> None:
+    def _append(self, task: WorkerTask) -> None:
         ends = np.fromfile(task.ends, dtype=END)
         with self.file.open("ab") as file, task.tokens.open("rb") as part:
             shutil.copyfileobj(part, file, 2**20)
@@ -217,7 +217,7 @@ class _Job:
         task.tokens.unlink()
         task.ends.unlink()
 
-    def finish(self, words: Tokenizer, inputs: Inputs, tokenizer: Path | None) -> Facts:
+    def finish(self, words: Tokenizer, inputs: TokenizedInputs, tokenizer: Path | None) -> TokenSetMetadata:
         """Header, ends and data.json: the set as it will be found."""
         if not self.documents:
             shutil.rmtree(self.work, ignore_errors=True)
@@ -231,7 +231,7 @@ class _Job:
             _settle(file.fileno(), file.flush)
         if tokenizer is not None:
             shutil.copyfile(tokenizer, self.file.with_name("tokenizer.json"))
-        facts = Facts(
+        facts = TokenSetMetadata(
             tokenizer=words.name,
             tokenizer_sha256=words.sha256,
             vocab=words.vocab,

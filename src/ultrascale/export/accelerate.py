@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ultrascale.export import header, hugging_face
-from ultrascale.export.common import Engine, File, Found, World
+from ultrascale.export.common import EngineFormat, File, Found, World
 from ultrascale.export.keys import Keys
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import mapping_of, to_yaml
@@ -151,7 +151,7 @@ def files(job: Job, layout: Layout, settings: Any, said: list[str]) -> tuple[Fil
     return (File("config.yaml", head + to_yaml(settings)), *hugging_face.config(job.model))
 
 
-ENGINE = Engine(
+ENGINE = EngineFormat(
     name="accelerate",
     title=TITLE,
     framework="torchtitan-eager",

@@ -49,7 +49,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineFormat:
     """An engine, and how its own file is written and read."""
 
     name: str

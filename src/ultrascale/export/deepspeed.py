@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ultrascale.export import hugging_face
-from ultrascale.export.common import Engine, File, Found, World
+from ultrascale.export.common import EngineFormat, File, Found, World
 from ultrascale.export.keys import Keys
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import mapping_of
@@ -173,7 +173,7 @@ def files(job: Job, layout: Layout, settings: Mapping[str, Any], said: list[str]
     return (File("ds_config.json", text), *hugging_face.config(job.model))
 
 
-ENGINE = Engine(
+ENGINE = EngineFormat(
     name="deepspeed",
     title=TITLE,
     framework="eager",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ultrascale.export import header, megatron_model, megatron_read
-from ultrascale.export.common import Engine, File, lowest_rate, quoted, steps
+from ultrascale.export.common import EngineFormat, File, lowest_rate, quoted, steps
 from ultrascale.export.megatron_model import CONTEXT, SHARDING, STATES, Arguments, Script
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -136,7 +136,7 @@ def files(job: Job, layout: Layout, script: Script, said: list[str]) -> tuple[Fi
     return (File("run.sh", text + " \\\n  ".join(words) + "\n"),)
 
 
-ENGINE = Engine(
+ENGINE = EngineFormat(
     name="megatron",
     title=TITLE,
     framework="megatron-core",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ultrascale.export import header
-from ultrascale.export.common import Engine, File, Found, World, lowest_rate, steps, torchrun
+from ultrascale.export.common import EngineFormat, File, Found, World, lowest_rate, steps, torchrun
 from ultrascale.export.keys import Keys
 from ultrascale.specs.files import mapping_of, to_yaml
 from ultrascale.specs.job import Job
@@ -196,7 +196,7 @@ def files(job: Job, layout: Layout, settings: Any, said: list[str]) -> tuple[Fil
     return (File("config.yaml", head + to_yaml(settings)),)
 
 
-ENGINE = Engine(
+ENGINE = EngineFormat(
     name="nanotron",
     title=TITLE,
     framework="nanotron",

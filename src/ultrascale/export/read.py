@@ -12,7 +12,7 @@ from typing import Any
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.legality import check
 from ultrascale.export import accelerate, deepspeed, fields, header, megatron, nanotron, torchtitan
-from ultrascale.export.common import Engine, Found, World
+from ultrascale.export.common import EngineFormat, Found, World
 from ultrascale.export.fields import Fields
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
@@ -52,7 +52,7 @@ class Given:
 @dataclass(frozen=True)
 class Imported:
     plan: Plan
-    engine: Engine
+    engine: EngineFormat
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -103,7 +103,7 @@ def _naming_slips(found: Found, where: str) -> Iterator[None]:
         raise SpecError(f"{error}; {where} has {slips[0]}") from None
 
 
-def _build(found: Found, said: Fields, given: Given, cluster: Cluster, engine: Engine, where: str) -> tuple[Job, Layout]:
+def _build(found: Found, said: Fields, given: Given, cluster: Cluster, engine: EngineFormat, where: str) -> tuple[Job, Layout]:
     framework = engine.framework if given.framework is None else given.framework.name
     known = fields.completed(found.fields, framework)
     known = fields.joined(fields.joined(known, said), given.fields())
@@ -119,7 +119,7 @@ def _build(found: Found, said: Fields, given: Given, cluster: Cluster, engine: E
     return fields.job_and_layout(fields.settled(known))
 
 
-def _edited(engine: Engine, job: Job, layout: Layout, found: Found, said: Fields) -> set[str]:
+def _edited(engine: EngineFormat, job: Job, layout: Layout, found: Found, said: Fields) -> set[str]:
     """Header lines that no longer belong: a plan with their value would not have been written as this file is."""
     if not said:
         return set()
@@ -127,7 +127,7 @@ def _edited(engine: Engine, job: Job, layout: Layout, found: Found, said: Fields
     return {name for name in said if name in found.fields and again.get(name) != found.fields[name]}
 
 
-def _cluster(engine: Engine, settings: Any, where: str, said: Fields, given: Given, notes: list[str]) -> Cluster | None:
+def _cluster(engine: EngineFormat, settings: Any, where: str, said: Fields, given: Given, notes: list[str]) -> Cluster | None:
     if given.cluster is not None:
         return given.cluster
     if "job.cluster" in said:
@@ -169,7 +169,7 @@ def text_of(path: Path) -> str:
     return text
 
 
-def engine_of(path: Path, text: str) -> Engine:
+def engine_of(path: Path, text: str) -> EngineFormat:
     """By the file's ending and, where two engines share one, by its settings."""
     ending = path.suffix.lower()
     named = {".toml": torchtitan.TOML, ".py": torchtitan.CURRENT, ".json": deepspeed.ENGINE}

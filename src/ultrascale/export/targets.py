@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ultrascale.export import accelerate, deepspeed, kubernetes, megatron, nanotron, slurm, torchrun, torchtitan, write
-from ultrascale.export.common import Engine, File, name_of, quoted
+from ultrascale.export.common import EngineFormat, File, name_of, quoted
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.files import to_yaml
 from ultrascale.specs.plan import HEADER, Plan
 
-ENGINES: dict[str, tuple[Engine, ...]] = {
+ENGINES: dict[str, tuple[EngineFormat, ...]] = {
     "torchtitan": (torchtitan.TOML, torchtitan.CURRENT),
     "megatron": (megatron.ENGINE,),
     "nanotron": (nanotron.ENGINE,),

@@ -7,7 +7,7 @@ from typing import Any
 
 from ultrascale.export import torchtitan_read
 from ultrascale.export import torchtitan_text as text
-from ultrascale.export.common import Engine, steps, torchrun
+from ultrascale.export.common import EngineFormat, steps, torchrun
 from ultrascale.export.torchtitan_read import ENDS, FLAVORS, LOOPED, SCHEDULES, stages_of
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -138,7 +138,7 @@ _WHY = {
     "model.*": "the flavor has its own",
 }
 
-TOML = Engine(
+TOML = EngineFormat(
     name="torchtitan",
     title="torchtitan 0.2 (TOML)",
     framework="torchtitan",
@@ -151,7 +151,7 @@ TOML = Engine(
     why={**_WHY, "layout.sequence_parallel": "torchtitan 0.2 always cuts the sequence over tp"},
 )
 
-CURRENT = Engine(
+CURRENT = EngineFormat(
     name="torchtitan",
     title="torchtitan 0.3 (Python)",
     framework="torchtitan",

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ultrascale.export import fields, header
-from ultrascale.export.common import Engine, File, World
+from ultrascale.export.common import EngineFormat, File, World
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import write_text
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 
 
-def for_engine(engine: Engine, job: Job, layout: Layout) -> tuple[tuple[File, ...], list[str]]:
+def for_engine(engine: EngineFormat, job: Job, layout: Layout) -> tuple[tuple[File, ...], list[str]]:
     """The engine's files, and the lines that stand in their header."""
     settings = engine.native(job, layout)
     found = engine.read(settings, engine.config, World(job.cluster.gpus)).fields

@@ -8,7 +8,7 @@ from itertools import cycle
 from typing import TYPE_CHECKING
 
 from ultrascale.figures import style
-from ultrascale.plan.survey import Cell, Point
+from ultrascale.plan.survey import HeatmapCell, ScalingPoint
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.layout import Layout
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 
-def heat_map(cells: Sequence[Cell], gpu: str) -> go.Figure:
+def heat_map(cells: Sequence[HeatmapCell], gpu: str) -> go.Figure:
     """Best tokens/s/GPU over model size and nodes, with MFU and the winning layout written in each cell."""
     go = style.graph_objects()
     models, nodes = list(dict.fromkeys(cell.model for cell in cells)), sorted({cell.nodes for cell in cells})
@@ -46,7 +46,7 @@ def heat_map(cells: Sequence[Cell], gpu: str) -> go.Figure:
     return figure
 
 
-def _cell_words(cell: Cell) -> str:
+def _cell_words(cell: HeatmapCell) -> str:
     if cell.layout is None or cell.estimate is None:
         return "does not fit"
     cut = " ".join(
@@ -59,7 +59,7 @@ def _cell_words(cell: Cell) -> str:
     )
 
 
-def scaling(points: Sequence[Point], cluster: Cluster, title: str) -> go.Figure:
+def scaling(points: Sequence[ScalingPoint], cluster: Cluster, title: str) -> go.Figure:
     """Tokens/s/GPU of each technique alone; hollow where it does not fit; the line where a node ends."""
     go = style.graph_objects()
     figure = style.picture(title, "GPUs", "tokens/s/GPU")

@@ -7,9 +7,9 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from ultrascale.figures import style
-from ultrascale.measure.accuracy.scores import Scored
+from ultrascale.measure.accuracy.scores import ScoredRun
 from ultrascale.measure.trace.intervals import Intervals, merged, within
-from ultrascale.measure.trace.view import View
+from ultrascale.measure.trace.step_intervals import StepIntervals
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -50,14 +50,14 @@ def _line(go: Any, name: str, rows: Sequence[Mapping[str, Any]], field: str, lin
     )
 
 
-def accuracy(scored: Sequence[Scored], by: str = "gpu") -> go.Figure:
+def accuracy(scored: Sequence[ScoredRun], by: str = "gpu") -> go.Figure:
     """Predicted against measured speed of every run that could be modelled; the lines are ten per cent either way."""
     go = style.graph_objects()
     known = [one for one in scored if one.measured is not None and one.tokens_per_s_per_gpu is not None]
     figure = style.picture(
         f"Predicted and measured speed of {len(known)} runs", "measured tokens/s/GPU", "predicted tokens/s/GPU", height=520
     )
-    groups: dict[str, list[Scored]] = {}
+    groups: dict[str, list[ScoredRun]] = {}
     for one in known:
         groups.setdefault(str(getattr(one.run, by)), []).append(one)
     for number, (name, mine) in enumerate(sorted(groups.items(), key=lambda pair: -len(pair[1]))):
@@ -97,7 +97,7 @@ def accuracy(scored: Sequence[Scored], by: str = "gpu") -> go.Figure:
     return figure
 
 
-def lanes(seen: View, step: int = 0) -> go.Figure:
+def lanes(seen: StepIntervals, step: int = 0) -> go.Figure:
     """One recorded step: when the rank computed, and when it exchanged for each technique, one above the other."""
     go, (name, (start, end)) = style.graph_objects(), seen.steps[step]
     found: dict[str, Intervals] = {"computing": seen.computing, "of it the optimizer": seen.optimizer}

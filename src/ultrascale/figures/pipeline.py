@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ultrascale.cost.timeline import simulated
 from ultrascale.figures import style
-from ultrascale.schedules.actions import Kind
+from ultrascale.schedules.actions import ActionKind
 from ultrascale.schedules.simulate import Event, Timeline
 from ultrascale.specs.plan import Plan
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 KINDS = (
-    (Kind.F, "forward", style.SKY),
-    (Kind.B, "backward", style.ORANGE),
-    (Kind.I, "backward, gradient of the input", style.ORANGE),
-    (Kind.W, "backward, gradient of the weights", style.GREEN),
+    (ActionKind.F, "forward", style.SKY),
+    (ActionKind.B, "backward", style.ORANGE),
+    (ActionKind.I, "backward, gradient of the input", style.ORANGE),
+    (ActionKind.W, "backward, gradient of the weights", style.GREEN),
 )
 MOST = 1500  # bars: beyond, a browser stutters; the first part of the step is drawn, and the title says so
 LABELLED = 500  # bars with the micro-batch's number on them
@@ -68,7 +68,7 @@ def gantt(timeline: Timeline, name: str, unit: str = "") -> go.Figure:
                     x=[(event.end_s - event.start_s) * factor for event in mine],
                     width=[0.42 if half else 0.86 for half in halved],
                     # A pair runs at once: its forward is drawn in the upper half, its backward in the lower.
-                    offset=[-0.43 if kind is Kind.F or not half else 0.01 for half in halved],
+                    offset=[-0.43 if kind is ActionKind.F or not half else 0.01 for half in halved],
                     marker={"color": colour, "line": {"color": "rgba(0,0,0,0.35)", "width": 0.5}},
                     text=[str(event.action.microbatch) for event in mine] if len(events) <= LABELLED else None,
                     textposition="inside",

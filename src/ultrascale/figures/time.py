@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ultrascale.figures import style
-from ultrascale.measure.compare import TIMES, Comparison, Term
+from ultrascale.measure.compare import TIMES, ComparedTerm, Comparison
 from ultrascale.plan.reasons import CAUSE_WORDS
 from ultrascale.specs.estimate import CAUSES
 from ultrascale.specs.plan import Plan
@@ -79,5 +79,5 @@ def predicted_and_measured(found: Comparison) -> go.Figure:
     return style.themed(figure, "light")
 
 
-def _known(term: Term) -> bool:
+def _known(term: ComparedTerm) -> bool:
     return term.first is not None or term.second is not None

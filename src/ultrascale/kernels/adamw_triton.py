@@ -2,7 +2,7 @@
 
 The gradient is read in the format it has and scaled on the way (clipping, fp16's loss scale), and the copy that computes is
 written with its master. Each number is read and written once: 28 bytes a parameter with gradients in bf16, 26 where the master
-shares its upper half with the copy (kernels/halves.py), where scaling, torch's fused AdamW and a copy move 42.
+shares its upper half with the copy (kernels/split_master.py), where scaling, torch's fused AdamW and a copy move 42.
 """
 
 # No postponed annotations: Triton reads them.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ultrascale.kernels.borrowed import FLASH_ATTENTION_4
+from ultrascale.kernels.optional_kernels import FLASH_ATTENTION_4
 from ultrascale.model import attention
 
 

@@ -1,6 +1,6 @@
 """fp8 applied to a plain model from outside: which products are in fp8, and which stay as they were.
 
-Experts' grouped products, routers and embeddings stay. The arithmetic is in kernels/float8_products.py.
+Experts' grouped products, routers and embeddings stay. The arithmetic is in kernels/float8_gemm.py.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from ultrascale.kernels.float8_block import Float8Block
+from ultrascale.kernels.float8_gemm import CustomGemmModule, Float8Gemms
 from ultrascale.kernels.float8_head import Float8Head
-from ultrascale.kernels.float8_products import ByHand, Float8
 from ultrascale.kernels.fused import FusedBlock
 from ultrascale.kernels.loss import ChunkedHead
 from ultrascale.model.moe import MixtureOfExperts
-from ultrascale.model.transformer import MLP, Fan, Head, Transformer
+from ultrascale.model.transformer import MLP, Head, MultiLinear, Transformer
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.training import FP8_MULTIPLE, Fp8Keep, Fp8Scaling
 
@@ -25,7 +25,7 @@ BLOCKS = 9  # the one major capability for which cuBLAS has products with a scal
 class Float8Linear(nn.Linear):
     """A linear layer in fp8; weight and bias are the plain one's, under the same names."""
 
-    def __init__(self, plain: nn.Linear, numbers: Float8) -> None:
+    def __init__(self, plain: nn.Linear, numbers: Float8Gemms) -> None:
         nn.Module.__init__(self)  # the plain module's parameters are taken over as they are
         self.weight, self.bias, self.numbers = plain.weight, plain.bias, numbers
 
@@ -40,7 +40,7 @@ def apply(model: Transformer, scaling: Fp8Scaling, keep: Fp8Keep, device: torch.
     """Swaps products for those in fp8, where their sizes suit the kernel; names and parameters stay."""
     if device.type == "cuda":
         check(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device), scaling)
-    numbers = Float8(scaling)
+    numbers = Float8Gemms(scaling)
     ends = (0, model.model.layers - 1) if keep == "ends" else ()
     for index, block in zip(model.blocks, model.each_block(), strict=True):
         if int(index) in ends:
@@ -68,8 +68,10 @@ def weights(model: nn.Module) -> list[list[nn.Parameter]]:
             found += [[linear.get_parameter("weight")] for linear in (module.attention.out, module.mlp.down)]
         elif isinstance(module, Float8Head):
             found.append([module.linear.get_parameter("weight")])
-        elif isinstance(module, Float8Linear) or (isinstance(module, ByHand) and isinstance(module.numbers, Float8)):
-            linears = module.children() if isinstance(module, Fan) else (module,)
+        elif isinstance(module, Float8Linear) or (
+            isinstance(module, CustomGemmModule) and isinstance(module.numbers, Float8Gemms)
+        ):
+            linears = module.children() if isinstance(module, MultiLinear) else (module,)
             found += [[linear.get_parameter("weight")] for linear in linears]
     looked_up = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]  # a tied head's is, too
     return [group for group in found if not any(group[0] is table for table in looked_up)]
@@ -83,23 +85,23 @@ def check(capability: tuple[int, int], name: str, scaling: Fp8Scaling) -> None:
         raise SpecError(f"train.fp8_scaling is block but {name} has no such products (Hopper has): try tensor or row")
 
 
-def _fits(linear: nn.Module, numbers: Float8) -> bool:
+def _fits(linear: nn.Module, numbers: Float8Gemms) -> bool:
     weight = linear.get_parameter("weight")
     return all(size % FP8_MULTIPLE[numbers.scaling] == 0 for size in weight.shape)
 
 
-def _linear(linear: nn.Linear, numbers: Float8) -> nn.Linear:
+def _linear(linear: nn.Linear, numbers: Float8Gemms) -> nn.Linear:
     if not _fits(linear, numbers):
         return linear
-    if isinstance(linear, ByHand):
+    if isinstance(linear, CustomGemmModule):
         linear.numbers = numbers
         return linear
     return Float8Linear(linear, numbers)
 
 
-def _fan(fan: Fan, numbers: Float8) -> None:
+def _fan(fan: MultiLinear, numbers: Float8Gemms) -> None:
     """Products of one input; those cut by hand are made together, so that all of them fit or none is changed."""
-    if isinstance(fan, ByHand):
+    if isinstance(fan, CustomGemmModule):
         if all(_fits(linear, numbers) for linear in fan.children()):
             fan.numbers = numbers
         return
@@ -108,7 +110,7 @@ def _fan(fan: Fan, numbers: Float8) -> None:
         setattr(fan, name, _linear(linear, numbers))
 
 
-def _head(head: Head, numbers: Float8) -> Head:
+def _head(head: Head, numbers: Float8Gemms) -> Head:
     if not _fits(head.linear, numbers):
         return head
     if isinstance(head, ChunkedHead):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ultrascale.kernels import fused
-from ultrascale.kernels.float8_products import NARROW, WIDE, Operand, multiply, quantise, to_fp8
+from ultrascale.kernels.float8_gemm import NARROW, WIDE, GemmOperand, multiply, quantise, to_fp8
 from ultrascale.kernels.float8_weight import Float8Weight, stacked
 from ultrascale.kernels.fused import FusedBlock
 
@@ -25,13 +25,13 @@ class Float8Block(FusedBlock):
     """A fused block in fp8; parameters are the plain one's, under the same names."""
 
     def queries(self, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return _Queries.apply(*given)  # type: ignore[no-untyped-call, no-any-return]
+        return _Float8QKV.apply(*given)  # type: ignore[no-untyped-call, no-any-return]
 
     def rest(self, *given: Any) -> Tensor:
-        return _Rest.apply(*given)  # type: ignore[no-untyped-call, no-any-return]
+        return _Float8OutputAndMLP.apply(*given)  # type: ignore[no-untyped-call, no-any-return]
 
 
-class _Queries(torch.autograd.Function):
+class _Float8QKV(torch.autograd.Function):
     """Norm, the product to q, k and v, and the rotation; the input is passed on, so that its gradients meet in one kernel."""
 
     @staticmethod
@@ -52,14 +52,14 @@ class _Queries(torch.autograd.Function):
     def backward(ctx: Any, past: Tensor, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, roots, gain, q, k, v, cos, sin, of_normed, of_weight = ctx.saved_tensors
         to_q, to_k, to_v = (grad.contiguous().flatten(0, 1) for grad in grads)
-        kept, turned = cast_both_ways(fused.turn_back(to_q, to_k, to_v, (cos, sin)).flatten(1))
+        kept, turned = cast_both_ways(fused.rotate_back(to_q, to_k, to_v, (cos, sin)).flatten(1))
         to_normed = multiply(kept, cast_turned(joined(q, k, v), of_weight), x.dtype)
         to_x, to_gain, normed = norm_backward_cast(to_normed, x.flatten(0, 1), roots, gain, past.flatten(0, 1), of_normed)
         to_weights = torch.split(multiply(turned, normed, x.dtype), [len(q), len(k), len(v)])
         return to_x.view_as(x), to_gain, *to_weights, None, None, None, None
 
 
-class _Rest(torch.autograd.Function):
+class _Float8OutputAndMLP(torch.autograd.Function):
     """From attention's output to the block's: the product, the residual's sum with the norm, and the gated MLP."""
 
     @staticmethod
@@ -112,80 +112,82 @@ def largest(x: Tensor) -> Tensor:
     return found.float()
 
 
-def of_rows(operand: Operand) -> Tensor:
+def of_rows(operand: GemmOperand) -> Tensor:
     """What stands for the largest entry of a tensor whose rows have scales: it has the largest of those."""
     return operand.scale.amax() * torch.finfo(operand.data.dtype).max
 
 
-def cast_rows(x: Tensor) -> Operand:
+def cast_rows(x: Tensor) -> GemmOperand:
     """x [n, c] in fp8, with a scale for each row; a weight that came in fp8 has the same for all."""
     if isinstance(x, Float8Weight):
-        return Operand(x.fp8, x.scale.expand(len(x), 1).contiguous())
+        return GemmOperand(x.fp8, x.scale.expand(len(x), 1).contiguous())
     if x.is_cuda:
         from ultrascale.kernels import float8_triton
 
-        return Operand(*float8_triton.cast_rows(x, NARROW))
+        return GemmOperand(*float8_triton.cast_rows(x, NARROW))
     return quantise(x, "row", NARROW)
 
 
-def norm_cast(x: Tensor, added: Tensor | None, gain: Tensor, eps: float) -> tuple[Tensor, Operand, Tensor]:
+def norm_cast(x: Tensor, added: Tensor | None, gain: Tensor, eps: float) -> tuple[Tensor, GemmOperand, Tensor]:
     """As `fused.norm`, the norm's output in fp8 with a scale for each row."""
     if x.is_cuda:
         from ultrascale.kernels import float8_triton
 
         total, out, scale, roots = float8_triton.norm_cast(x, added, gain, eps, NARROW)
-        return total, Operand(out, scale), roots
+        return total, GemmOperand(out, scale), roots
     total, normed, roots = fused.norm(x, added, gain, eps)
     return total, quantise(normed, "row", NARROW), roots
 
 
-def gate_cast(both: Tensor) -> tuple[Operand, Tensor]:
+def gate_cast(both: Tensor) -> tuple[GemmOperand, Tensor]:
     """silu(gate) · up of both [n, 2·f] in fp8 with a scale for each row, and the largest entry of both."""
     if both.is_cuda:
         from ultrascale.kernels import float8_triton
 
         out, scale, inputs = float8_triton.gate_cast(both, NARROW)
-        return Operand(out, scale), inputs.amax()
+        return GemmOperand(out, scale), inputs.amax()
     return quantise(fused.gate(both), "row", NARROW), largest(both)
 
 
-def cast_turned(x: Tensor, of_x: Tensor) -> Operand:
+def cast_turned(x: Tensor, of_x: Tensor) -> GemmOperand:
     """x [n, c] in fp8 with one scale, transposed."""
     if isinstance(x, Float8Weight):
-        return _turned(Operand(x.fp8, x.scale))
+        return _turned(GemmOperand(x.fp8, x.scale))
     if x.is_cuda:
         from ultrascale.kernels import float8_triton
 
-        return Operand(*float8_triton.cast_turned(x, of_x, NARROW))
+        return GemmOperand(*float8_triton.cast_turned(x, of_x, NARROW))
     return _turned(to_fp8(x, of_x, NARROW))
 
 
-def cast_both_ways(grad: Tensor) -> tuple[Operand, Operand]:
+def cast_both_ways(grad: Tensor) -> tuple[GemmOperand, GemmOperand]:
     """A gradient [n, c] in fp8 with one scale, as it is and transposed."""
     of_grad = largest(grad)
     if grad.is_cuda:
         from ultrascale.kernels import float8_triton
 
         kept, turned, scale = float8_triton.cast_both_ways(grad, of_grad, WIDE)
-        return Operand(kept, scale), Operand(turned, scale)
+        return GemmOperand(kept, scale), GemmOperand(turned, scale)
     narrow = to_fp8(grad, of_grad, WIDE)
     return narrow, _turned(narrow)
 
 
 def norm_backward_cast(
     grad: Tensor, x: Tensor, roots: Tensor, gain: Tensor, residual: Tensor, of_normed: Tensor
-) -> tuple[Tensor, Tensor, Operand]:
+) -> tuple[Tensor, Tensor, GemmOperand]:
     """As `fused.norm_backward`, the norm's output in fp8 and transposed."""
     if x.is_cuda:
         from ultrascale.kernels import float8_triton, fused_triton
 
         gradients = fused_triton.norm_gradients(grad, x, roots, gain, residual)
-        return *gradients, Operand(*float8_triton.cast_turned(x, of_normed, NARROW, norm=(roots, gain)))
+        return *gradients, GemmOperand(*float8_triton.cast_turned(x, of_normed, NARROW, norm=(roots, gain)))
     to_x, to_gain, normed = fused.norm_backward(grad, x, roots, gain, residual)
     return to_x, to_gain, cast_turned(normed, of_normed)
 
 
-def gate_backward_cast(grad: Tensor, both: Tensor, of_both: Tensor, of_gated: Tensor) -> tuple[Operand, Operand, Operand]:
+def gate_backward_cast(
+    grad: Tensor, both: Tensor, of_both: Tensor, of_gated: Tensor
+) -> tuple[GemmOperand, GemmOperand, GemmOperand]:
     """The gradient of both as it is and transposed, and the gate's output transposed."""
     of_grad = largest(grad)
     if both.is_cuda:
@@ -193,12 +195,12 @@ def gate_backward_cast(grad: Tensor, both: Tensor, of_both: Tensor, of_gated: Te
 
         made = float8_triton.gate_backward_cast(grad, both, of_grad, of_both, of_gated, (WIDE, NARROW))
         kept, turned, gated, scale, gated_scale = made
-        return Operand(kept, scale), Operand(turned, scale), Operand(gated, gated_scale)
+        return GemmOperand(kept, scale), GemmOperand(turned, scale), GemmOperand(gated, gated_scale)
     to_both, output = fused.gate_backward(grad, both)
     # |silu'| stays below 1.1 and |silu(x)| below |x|: a bound for both halves at once.
     narrow = to_fp8(to_both, 1.1 * of_grad * of_both, WIDE)
     return narrow, _turned(narrow), cast_turned(output, of_gated)
 
 
-def _turned(operand: Operand) -> Operand:
-    return Operand(operand.data.t().contiguous(), operand.scale)
+def _turned(operand: GemmOperand) -> GemmOperand:
+    return GemmOperand(operand.data.t().contiguous(), operand.scale)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ultrascale.kernels import loss
 from ultrascale.kernels.float8_block import cast_rows, cast_turned, of_rows
-from ultrascale.kernels.float8_products import WIDE, Operand, multiply
+from ultrascale.kernels.float8_gemm import WIDE, GemmOperand, multiply
 from ultrascale.kernels.loss import ChunkedHead, LinearCrossEntropy
 from ultrascale.specs.training import FP8_TOKENS
 
@@ -36,7 +36,7 @@ class _LinearCrossEntropy(LinearCrossEntropy):
         parts = *narrow, targets, losses
         if not kept:
             for data, scale, wanted, lost in _split(parts, chunk):
-                loss.loss_and_gradient(multiply(Operand(data, scale), table, hidden.dtype, fast=True), wanted, lost)
+                loss.loss_and_gradient(multiply(GemmOperand(data, scale), table, hidden.dtype, fast=True), wanted, lost)
             return losses.sum()
         turned, of_hidden = cast_turned(weight, of_rows(table)), of_rows(narrow)
         to_hidden, to_weight = torch.empty_like(hidden), None
@@ -46,11 +46,11 @@ class _LinearCrossEntropy(LinearCrossEntropy):
             for columns, (data, scale, wanted, lost, out) in zip(
                 torch.split(gradients, chunk, 1), _split(group, chunk), strict=True
             ):
-                logits = multiply(Operand(data, scale), table, hidden.dtype, fast=True)
+                logits = multiply(GemmOperand(data, scale), table, hidden.dtype, fast=True)
                 gradient = scaled_gradient(logits, wanted, lost, columns)
                 del logits  # or the next chunk's would be made beside them
-                out.copy_(multiply(Operand(gradient, back), turned, hidden.dtype))
-            part = multiply(Operand(gradients, back), cast_turned(rows, of_hidden), wide)
+                out.copy_(multiply(GemmOperand(gradient, back), turned, hidden.dtype))
+            part = multiply(GemmOperand(gradients, back), cast_turned(rows, of_hidden), wide)
             to_weight = part if to_weight is None else to_weight.add_(part)
         ctx.save_for_backward(to_hidden, to_weight)
         ctx.dtype = weight.dtype

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from ultrascale.model.operators import RMSNorm, swiglu
 from ultrascale.model.rotary import Rope, rotate
-from ultrascale.model.transformer import MLP, Block, Fan, Transformer
+from ultrascale.model.transformer import MLP, Block, MultiLinear, Transformer
 
 
 def apply(model: Transformer) -> None:
@@ -32,10 +32,10 @@ def join(model: Transformer) -> None:
             block.join()
 
 
-class Gates:
+class GatedMLPKernel:
     """The products of a gated MLP that make its gates, and the gates, both ways: here a kernel of ours between products.
 
-    kernels/woven.py has the other way.
+    kernels/gated_gemm.py has the other way.
     """
 
     def forward(self, x: Tensor, gate_: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,7 +60,7 @@ class FusedBlock(Block):
         nn.Module.__init__(self)  # the plain module's parameters are taken over as they are
         self.attention_norm, self.attention = plain.attention_norm, plain.attention
         self.mlp_norm, self.mlp = plain.mlp_norm, plain.mlp
-        self.gates = Gates()
+        self.gates = GatedMLPKernel()
 
     def join(self) -> None:
         """Lays the weights that are one product side by side in memory."""
@@ -70,18 +70,18 @@ class FusedBlock(Block):
             for weight, part in zip(weights, torch.split(together, [len(weight) for weight in weights]), strict=True):
                 weight.data = part
 
-    def fans(self) -> tuple[Fan, Fan]:
+    def fans(self) -> tuple[MultiLinear, MultiLinear]:
         """Weights that are one product."""
         assert isinstance(self.mlp, MLP)
         return self.attention.qkv, self.mlp.inputs
 
     def queries(self, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What is computed before attention, with its own backward."""
-        return _Queries.apply(*given)  # type: ignore[no-untyped-call, no-any-return]
+        return _FusedQKV.apply(*given)  # type: ignore[no-untyped-call, no-any-return]
 
     def rest(self, *given: Any) -> Tensor:
         """What is computed after it."""
-        return _Rest.apply(*given, self.gates)  # type: ignore[no-untyped-call, no-any-return]
+        return _FusedOutputAndMLP.apply(*given, self.gates)  # type: ignore[no-untyped-call, no-any-return]
 
     def forward(self, x: Tensor, rope: Rope | None, bias: Tensor | None = None) -> Tensor:
         if bias is not None or rope is None:
@@ -95,7 +95,7 @@ class FusedBlock(Block):
         return self.rest(x, seen, attention.out.weight, second.weight, *weights[3:], self.mlp.down.weight, second.eps)
 
 
-class _Queries(torch.autograd.Function):
+class _FusedQKV(torch.autograd.Function):
     """Norm, the product to q, k and v, and the rotation; the input is passed on, so that its gradients meet in one kernel."""
 
     @staticmethod
@@ -115,20 +115,20 @@ class _Queries(torch.autograd.Function):
     def backward(ctx: Any, past: Tensor, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, scales, gain, q, k, v, cos, sin = ctx.saved_tensors
         to_q, to_k, to_v = (grad.contiguous().flatten(0, 1) for grad in grads)
-        joint = turn_back(to_q, to_k, to_v, (cos, sin)).flatten(1)
+        joint = rotate_back(to_q, to_k, to_v, (cos, sin)).flatten(1)
         to_normed = joint @ joined(q, k, v)
         to_x, to_gain, normed = norm_backward(to_normed, x.flatten(0, 1), scales, gain, past.flatten(0, 1))
         to_weights = torch.split(joint.t() @ normed, [len(q), len(k), len(v)])
         return to_x.view_as(x), to_gain, *to_weights, None, None, None, None
 
 
-class _Rest(torch.autograd.Function):
+class _FusedOutputAndMLP(torch.autograd.Function):
     """From attention's output to the block's: the product, the residual's sum with the norm, and the gated MLP."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, seen: Tensor, out: Tensor, gain: Tensor, gate_: Tensor, up: Tensor, down: Tensor, eps: float,
-        gates: Gates,
+        gates: GatedMLPKernel,
     ) -> Tensor:  # fmt: skip
         rows = seen.flatten(2).flatten(0, 1)
         total, normed, scales = norm(rows @ out.t(), x.flatten(0, 1), gain, eps)
@@ -202,12 +202,12 @@ def turn_(qkv: Tensor, heads: int, kv_heads: int, rope: Rope) -> None:
     turned.copy_(rotate(turned, rope))
 
 
-def turn_back(q: Tensor, k: Tensor, v: Tensor, rope: Rope) -> Tensor:
+def rotate_back(q: Tensor, k: Tensor, v: Tensor, rope: Rope) -> Tensor:
     """Gradients of q, k and v [n, heads, d] as one [n, heads + 2·kv_heads, d], before the rotation."""
     if q.is_cuda:
         from ultrascale.kernels import fused_triton
 
-        return fused_triton.turn_back(q, k, v, *rope)
+        return fused_triton.rotate_back(q, k, v, *rope)
     cos, sin = rope
     both = torch.cat((q, k), dim=1)
     turned = both.view(-1, len(cos), *both.shape[1:])

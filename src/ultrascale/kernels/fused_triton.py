@@ -138,7 +138,7 @@ def turn_(qkv: torch.Tensor, heads: int, kv_heads: int, cos: torch.Tensor, sin: 
     _turn[(rows,)](*parts, cos, sin, len(cos), together * dim, together * dim, qkv, BACK=False, **_heads(heads, kv_heads, dim))
 
 
-def turn_back(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate_back(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Gradients of q, k and v [n, heads, d] as one [n, heads + 2·kv_heads, d], before the rotation."""
     (rows, heads, dim), kv_heads = q.shape, k.shape[1]
     out = torch.empty(rows, heads + 2 * kv_heads, dim, dtype=q.dtype, device=q.device)

@@ -37,7 +37,7 @@ OWNERS = {
 
 
 @dataclass(frozen=True)
-class Term:
+class ComparedTerm:
     """None: that side does not know it."""
 
     name: str
@@ -58,7 +58,7 @@ Seen = Estimate | Measurement
 
 
 @dataclass(frozen=True)
-class Side:
+class ComparisonSide:
     name: str
     plan: Plan
     seen: Seen
@@ -71,9 +71,9 @@ class Side:
 
 @dataclass(frozen=True)
 class Comparison:
-    first: Side
-    second: Side
-    terms: tuple[Term, ...]
+    first: ComparisonSide
+    second: ComparisonSide
+    terms: tuple[ComparedTerm, ...]
     apart: tuple[str, ...]
     """settings in which the two differ"""
 
@@ -94,20 +94,20 @@ class Comparison:
         return likely(term, sides["measured"].plan, planned, measured, slower)
 
 
-def load(path: Path) -> Side:
+def load(path: Path) -> ComparisonSide:
     """A run's folder, or a plan's file."""
     if not path.exists():
         raise SpecError(f"{path} does not exist: give a plan file, such as plan.yaml, or a run's folder, such as runs/first")
     if not path.is_dir():
         plan = Plan.load(path)
-        return Side(str(path), plan, plan.estimate)
+        return ComparisonSide(str(path), plan, plan.estimate)
     for name, made in ((PLAN, "`ultrascale train --out` writes it"), (MEASUREMENT, "a run has it once all its steps are done")):
         if not (path / name).is_file():
             raise SpecError(f"{path} has no {name}, so there is nothing to compare ({made}): try another run, or a plan file")
-    return Side(str(path), Plan.load(path / PLAN), Measurement.load(path / MEASUREMENT))
+    return ComparisonSide(str(path), Plan.load(path / PLAN), Measurement.load(path / MEASUREMENT))
 
 
-def compare(first: Side, second: Side) -> Comparison:
+def compare(first: ComparisonSide, second: ComparisonSide) -> Comparison:
     models = [side.plan.job.model for side in (first, second)]
     if first.word != second.word and models[0] != models[1]:
         raise SpecError(
@@ -118,11 +118,11 @@ def compare(first: Side, second: Side) -> Comparison:
     one, other = (_attention_s(side) for side in (first, second))
     if one and other:
         place = next((number for number, term in enumerate(found) if term.name == "computing"), len(found) - 1) + 1
-        found.insert(place, Term("attention", "s", one, other, part=True))
+        found.insert(place, ComparedTerm("attention", "s", one, other, part=True))
     return Comparison(first, second, tuple(found), tuple(_apart(first.plan, second.plan)))
 
 
-def _attention_s(side: Side) -> float | None:
+def _attention_s(side: ComparisonSide) -> float | None:
     """Of a step; a run on a GPU timed one layer's, forward and backward, when it chose a kernel for it."""
     if isinstance(side.seen, Estimate):
         return side.seen.time.attention_s
@@ -131,12 +131,12 @@ def _attention_s(side: Side) -> float | None:
     return next((layers * side.plan.layout.gas * float(match[1]) / 1e3 for match in told if match), None)
 
 
-def terms(first: Seen | None, second: Seen | None) -> Iterator[Term]:
+def terms(first: Seen | None, second: Seen | None) -> Iterator[ComparedTerm]:
     """Every term that either side knows: rates, time by cause, memory by owner of the fullest stage."""
 
-    def both(name: str, unit: str, values: tuple[float | None, float | None], part: bool = True) -> Iterator[Term]:
+    def both(name: str, unit: str, values: tuple[float | None, float | None], part: bool = True) -> Iterator[ComparedTerm]:
         if any(values):
-            yield Term(name, unit, *values, part=part)
+            yield ComparedTerm(name, unit, *values, part=part)
 
     sides = first, second
     rates = {"step time": ("step_time_s", "s"), "tokens/s/GPU": ("tokens_per_s_per_gpu", ""), "MFU": ("mfu", "%")}

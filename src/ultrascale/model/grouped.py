@@ -8,25 +8,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Owe = Callable[[Callable[[], None]], bool]
+PushDeferred = Callable[[Callable[[], None]], bool]
 """takes a weight gradient that shall be computed later; False: it must be computed now"""
 
-Owed = list[tuple[Tensor, Tensor, Tensor]]
+PendingGrads = list[tuple[Tensor, Tensor, Tensor]]
 """gradients, rows and counts of products whose weight's gradient is still to be made"""
 
 ALIGNED = 16  # bytes: what the grouped kernel asks of every row
 
 
-def grouped_product(x: Tensor, weight: Tensor, counts: Tensor, owe: Owe | None = None, leaf: Tensor | None = None) -> Tensor:
+def grouped_product(
+    x: Tensor, weight: Tensor, counts: Tensor, push_deferred: PushDeferred | None = None, leaf: Tensor | None = None
+) -> Tensor:
     """x [n, in] by weight [experts, out, in]: the first counts[0] rows meet weight[0], the next counts[1] weight[1] …
 
-    `leaf`: of which the weight is a view, and which is given what is owed.
+    `leaf`: of which the weight is a view, and which is given what is pending.
     """
-    out: Tensor = _Grouped.apply(x, weight, counts, owe, leaf, None)  # type: ignore[no-untyped-call]
+    out: Tensor = _GroupedGemm.apply(x, weight, counts, push_deferred, leaf, None)  # type: ignore[no-untyped-call]
     return out
 
 
-class Late:
+class DeferredWeightGrad:
     """A weight whose gradient is made when backward comes back to where this was made, not with those of the rows.
 
     Autograd goes back in the order in which nodes were made: whatever was made in between is undone before.
@@ -35,41 +37,47 @@ class Late:
     def __init__(self, weight: Tensor, shape: tuple[int, int, int]) -> None:
         """`shape`: [experts, out, in], as which it is seen."""
         self.weight = weight
-        self.owed: Owed = []
-        self.seen: Tensor = _Late.apply(weight, shape, self.owed)  # type: ignore[no-untyped-call]
+        self.pending: PendingGrads = []
+        self.seen: Tensor = _DeferredWeightGrad.apply(weight, shape, self.pending)  # type: ignore[no-untyped-call]
 
-    def product(self, x: Tensor, counts: Tensor, owe: Owe | None = None) -> Tensor:
+    def product(self, x: Tensor, counts: Tensor, push_deferred: PushDeferred | None = None) -> Tensor:
         """As `grouped_product`."""
-        out: Tensor = _Grouped.apply(x, self.seen, counts, owe, self.weight, self.owed)  # type: ignore[no-untyped-call]
+        out: Tensor = _GroupedGemm.apply(x, self.seen, counts, push_deferred, self.weight, self.pending)  # type: ignore[no-untyped-call]
         return out
 
 
-class _Late(torch.autograd.Function):
+class _DeferredWeightGrad(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, shape: tuple[int, int, int], owed: Owed) -> Tensor:
-        ctx.stored, ctx.owed = weight.shape, owed
+    def forward(ctx: Any, weight: Tensor, shape: tuple[int, int, int], pending: PendingGrads) -> Tensor:
+        ctx.stored, ctx.pending = weight.shape, pending
         ctx.set_materialize_grads(False)  # products give none: they leave what it is made of
         return weight.view(shape)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, None, None]:
         total: Tensor | None = None
-        while ctx.owed:
-            part = _weight_gradient(*ctx.owed.pop())
+        while ctx.pending:
+            part = _weight_gradient(*ctx.pending.pop())
             total = part if total is None else total.add_(part)
         return None if total is None else total.view(ctx.stored), None, None
 
 
-class _Grouped(torch.autograd.Function):
+class _GroupedGemm(torch.autograd.Function):
     """Autograd would make a gradient as large as all experts for each of them."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, counts: Tensor, owe: Owe | None, parameter: Tensor | None, owed: Owed | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        counts: Tensor,
+        push_deferred: PushDeferred | None,
+        parameter: Tensor | None,
+        pending: PendingGrads | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, counts)
         # The leaf itself: what checkpointing unpacks is a copy whose .grad is lost.
-        ctx.parameter, ctx.owe, ctx.owed = weight if parameter is None else parameter, owe, owed
+        ctx.parameter, ctx.push_deferred, ctx.pending = weight if parameter is None else parameter, push_deferred, pending
         return _products(x, weight.transpose(1, 2), counts)
 
     @staticmethod
@@ -77,15 +85,15 @@ class _Grouped(torch.autograd.Function):
         x, weight, counts = ctx.saved_tensors
         grad = grads[0].contiguous()  # the kernel refuses expanded ones
         dx = _products(grad, weight, counts) if ctx.needs_input_grad[0] else None
-        if ctx.owe is not None and ctx.owe(_payment(grad, x, counts, ctx.parameter)):
+        if ctx.push_deferred is not None and ctx.push_deferred(_deferred_grad(grad, x, counts, ctx.parameter)):
             return dx, None, None, None, None, None
-        if ctx.owed is not None:
-            ctx.owed.append((grad, x, counts))
+        if ctx.pending is not None:
+            ctx.pending.append((grad, x, counts))
             return dx, None, None, None, None, None
         return dx, _weight_gradient(grad, x, counts), None, None, None, None
 
 
-def _payment(grad: Tensor, x: Tensor, counts: Tensor, parameter: Tensor) -> Callable[[], None]:
+def _deferred_grad(grad: Tensor, x: Tensor, counts: Tensor, parameter: Tensor) -> Callable[[], None]:
     @torch.no_grad()
     def pay() -> None:
         gradient = _weight_gradient(grad, x, counts).view(parameter.shape)

@@ -71,7 +71,7 @@ _STORED_IN_OUT = ("attention.qkv", "attention.out", "mlp.inputs.up", "mlp.down")
 
 
 @dataclass(frozen=True)
-class Stored:
+class HFTensor:
     """One tensor of a Hugging Face file, and which of our parameters it holds."""
 
     name: str
@@ -106,7 +106,7 @@ class Stored:
         return piece.t() if self.turned else piece
 
 
-def stored(model: Model) -> Iterator[Stored]:
+def stored(model: Model) -> Iterator[HFTensor]:
     """Every tensor of the model's files; a tied head is not among them."""
     gpt2 = _is_gpt2(model)
     for ours, theirs in _names(model):
@@ -115,21 +115,21 @@ def stored(model: Model) -> Iterator[Stored]:
         stem, kind = ours.rsplit(".", 1)
         fused = gpt2 and stem.endswith("attention.qkv")
         held = tuple(f"{stem}.{name}.{kind}" for name in "qkv") if fused else (ours,)
-        yield Stored(theirs, held, gpt2 and kind == "weight" and stem.endswith(_STORED_IN_OUT))
+        yield HFTensor(theirs, held, gpt2 and kind == "weight" and stem.endswith(_STORED_IN_OUT))
     if model.moe is not None:
         yield from _stored_experts(model, model.moe)
 
 
-def _stored_experts(model: Model, moe: MoE) -> Iterator[Stored]:
+def _stored_experts(model: Model, moe: MoE) -> Iterator[HFTensor]:
     """Router and experts of every layer that has them; all experts of one of ours in a row, as a writer wants them."""
     names = _MLP_MIXTRAL if family_of(model) == "mixtral" else {**_MLP_QWEN, **(_SHARED_QWEN if moe.shared_experts else {})}
     for layer in range(moe.dense_layers, model.layers):
         for ours, theirs in names.items():
             name, held = f"model.layers.{layer}.{theirs}", (f"blocks.{layer}.{ours}",)
             if "{}" in theirs:
-                yield from (Stored(name.format(expert), held, False, expert) for expert in range(moe.experts))
+                yield from (HFTensor(name.format(expert), held, False, expert) for expert in range(moe.experts))
             else:
-                yield Stored(name, held, False)
+                yield HFTensor(name, held, False)
 
 
 def whole(parts: Sequence[Tensor]) -> Tensor:

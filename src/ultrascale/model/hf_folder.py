@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ultrascale.model.hf import Stored, stored, whole, whole_shapes
+from ultrascale.model.hf import HFTensor, stored, whole, whole_shapes
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import read_mapping
 from ultrascale.specs.hf_config import ARCHITECTURES
@@ -57,15 +57,15 @@ class _Entry:
 
 
 @dataclass(frozen=True)
-class Folder:
+class HFFolder:
     path: Path
     model: Model
     shapes: Mapping[str, tuple[int, ...]]
-    places: Mapping[str, Sequence[tuple[Stored, _Entry]]]
+    places: Mapping[str, Sequence[tuple[HFTensor, _Entry]]]
     """where each of our parameters is stored; experts in many tensors"""
 
     @classmethod
-    def open(cls, path: str | Path) -> Folder:
+    def open(cls, path: str | Path) -> HFFolder:
         """Everything that can be wrong with the folder is said here, as a SpecError."""
         path = Path(path)
         if not os.path.isdir(path):  # where pathlib would raise, such as for a name too long, os.path answers False
@@ -78,7 +78,7 @@ class Folder:
         shapes = whole_shapes(model)
         for name, one in wanted.items():
             _refuse_misshapen(found[name], one.shape(shapes))
-        places: dict[str, list[tuple[Stored, _Entry]]] = {}
+        places: dict[str, list[tuple[HFTensor, _Entry]]] = {}
         for name, one in wanted.items():
             for ours in one.ours:
                 places.setdefault(ours, []).append((one, found[name]))
@@ -187,12 +187,12 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:120]
 
 
-def _wanted(path: Path, model: Model, found: Mapping[str, _Entry]) -> dict[str, Stored]:
+def _wanted(path: Path, model: Model, found: Mapping[str, _Entry]) -> dict[str, HFTensor]:
     """The tensors of the model by their names in the folder; none is missing."""
     # GPT-2 lies on the hub as saved from its bare body: without the first word of the names.
     first = "transformer."
     bare = not any(name.startswith(first) for name in found)
-    wanted: dict[str, Stored] = {}
+    wanted: dict[str, HFTensor] = {}
     for one in stored(model):
         name = one.name.removeprefix(first) if bare else one.name
         if name not in found:
@@ -204,7 +204,7 @@ def _wanted(path: Path, model: Model, found: Mapping[str, _Entry]) -> dict[str, 
     return wanted
 
 
-def _refuse_extra(path: Path, model: Model, wanted: Mapping[str, Stored], found: Mapping[str, _Entry]) -> None:
+def _refuse_extra(path: Path, model: Model, wanted: Mapping[str, HFTensor], found: Mapping[str, _Entry]) -> None:
     extra = [name for name in found if name not in wanted and not _BUFFERS.fullmatch(name)]
     if model.tied_embeddings and "lm_head.weight" in extra:
         tokens = next(name for name, one in wanted.items() if one.ours == ("embed.tokens.weight",))

@@ -16,7 +16,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from ultrascale.model.hf import Stored, stored, whole_shapes
+from ultrascale.model.hf import HFTensor, stored, whole_shapes
 from ultrascale.model.hf_folder import CONFIG, INDEX, SINGLE
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import MAX_TOKENIZER_BYTES, read_text
@@ -44,10 +44,10 @@ _KINDS = {"bf16": (torch.bfloat16, "BF16"), "fp32": (torch.float32, "F32")}
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _HFTensorWrite:
     """One tensor to write."""
 
-    stored: Stored
+    stored: HFTensor
     shape: tuple[int, ...]
     bytes: int
 
@@ -103,14 +103,14 @@ def _one_at_a_time(tensor: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
     return last
 
 
-def _piece(one: Stored, shapes: dict[str, tuple[int, ...]], kind: torch.dtype) -> _Piece:
+def _piece(one: HFTensor, shapes: dict[str, tuple[int, ...]], kind: torch.dtype) -> _HFTensorWrite:
     shape = one.shape(shapes)
-    return _Piece(one, shape, torch.Size(shape).numel() * kind.itemsize)
+    return _HFTensorWrite(one, shape, torch.Size(shape).numel() * kind.itemsize)
 
 
-def _shards(pieces: Sequence[_Piece], most: int) -> list[list[_Piece]]:
+def _shards(pieces: Sequence[_HFTensorWrite], most: int) -> list[list[_HFTensorWrite]]:
     """In the model's order; a tensor larger than a shard has one of its own."""
-    shards: list[list[_Piece]] = []
+    shards: list[list[_HFTensorWrite]] = []
     room = -1
     for piece in pieces:
         if piece.bytes > room:
@@ -128,7 +128,7 @@ def _names(count: int) -> list[str]:
     return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def _header(shard: Sequence[_Piece], word: str) -> bytes:
+def _header(shard: Sequence[_HFTensorWrite], word: str) -> bytes:
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for piece in shard:
@@ -141,7 +141,7 @@ def _header(shard: Sequence[_Piece], word: str) -> bytes:
 
 def _write_tensor(
     file: BinaryIO,
-    piece: _Piece,
+    piece: _HFTensorWrite,
     tensor: Callable[[str], Tensor],
     kind: torch.dtype,
     shapes: dict[str, tuple[int, ...]],
@@ -156,7 +156,7 @@ def _write_tensor(
     file.write(whole.flatten().view(torch.uint8).numpy().data)
 
 
-def _write_index(folder: Path, names: Sequence[str], shards: Sequence[Sequence[_Piece]], total: int) -> None:
+def _write_index(folder: Path, names: Sequence[str], shards: Sequence[Sequence[_HFTensorWrite]], total: int) -> None:
     weight_map = {piece.stored.name: name for name, shard in zip(names, shards, strict=True) for piece in shard}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -1,7 +1,7 @@
 """Mixture of experts: a router that sends each token to a few experts, their weights in one tensor each, shared experts.
 
-Dropless unless a capacity is set. Nothing here exchanges: expert parallelism sets `visit`, tensor parallelism cuts the
-experts' width, and whoever trains lets each router count and sets how strongly it is pulled towards balance.
+Dropless unless a capacity is set. There is no communication here: expert parallelism sets `make_dispatcher`, tensor
+parallelism shards the width of the experts, and the trainer sets `pull`, `tally` and `over_sequence` of each router.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ultrascale.model.grouped import Late, Owe, grouped_product, has_kernel
+from ultrascale.model.grouped import DeferredWeightGrad, PushDeferred, grouped_product, has_kernel
 from ultrascale.model.operators import ACTIVATIONS
-from ultrascale.model.permute import Order
-from ultrascale.model.route import Seen, choose, counts_of, first, logits_of
+from ultrascale.model.permute import ExpertPermutation
+from ultrascale.model.route import RouterStats, choose, counts_of, first, logits_of
 from ultrascale.specs.model import Model, MoE
 
 Sorted = tuple[Tensor, Tensor]
@@ -24,7 +24,7 @@ Sorted = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Routes:
+class RoutingResult:
     """Where the tokens of [b, s, …] go."""
 
     experts: Tensor
@@ -56,7 +56,7 @@ class Router(nn.Module):
         self.tally: Tensor | None = None
         """[experts + 2], whose gradient tells how often each expert was chosen, balance losses and dropped tokens"""
 
-    def forward(self, x: Tensor) -> Routes:
+    def forward(self, x: Tensor) -> RoutingResult:
         moe = self.moe
         logits = logits_of(x, self.weight)
         scores = logits.softmax(-1) if moe.router == "softmax" else logits.sigmoid()
@@ -68,13 +68,13 @@ class Router(nn.Module):
             dropped = torch.zeros((), device=x.device) if kept is None else (~kept).sum()
             taken = counts if kept is None else _taken(experts, kept, moe.experts)
         if torch.is_grad_enabled() and self.tally is not None:
-            scores = Seen.apply(  # type: ignore[no-untyped-call]
+            scores = RouterStats.apply(  # type: ignore[no-untyped-call]
                 scores, probabilities.sum(1), self.tally, counts, dropped, self.pull, moe.top_k, self.over_sequence
             )
         weights = scores.gather(-1, experts)
         if moe.renormalize:
             weights = weights / weights.sum(-1, keepdim=True)
-        return Routes(experts, (weights * moe.scaling).to(x.dtype), taken.sum(0).long(), kept)
+        return RoutingResult(experts, (weights * moe.scaling).to(x.dtype), taken.sum(0).long(), kept)
 
     def count(self, device: torch.device) -> None:
         """From now on, backward counts, on the device that computes."""
@@ -93,19 +93,19 @@ def _taken(experts: Tensor, kept: Tensor, of: int) -> Tensor:
     return counts_of(experts.masked_fill(~kept, of).flatten(1), of + 1)[:, :of]
 
 
-class Visit:
-    """Sorted rows meet their experts: here, where all of them are. Each way begins early, so that work is done meanwhile."""
+class LocalDispatcher:
+    """Runs the experts on rows sorted by expert, where all experts are local. Subclasses send rows to other ranks."""
 
     def __init__(self, rows: Tensor, counts: Tensor) -> None:
-        """Rows sorted by expert, and how many each expert gets, set out."""
+        """Starts to dispatch rows, which are sorted by expert; counts: rows of each expert."""
         self.rows, self.counts = rows, counts
 
-    def meet(self, experts: nn.Module) -> None:
-        """Rows arrive at the experts here, and what these make of them sets out for home."""
+    def run_experts(self, experts: nn.Module) -> None:
+        """Runs the local experts on their rows, and starts to send back their outputs."""
         self.rows = experts(self.rows, self.counts)
 
-    def return_(self) -> Tensor:
-        """In the order of the rows that set out."""
+    def combine(self) -> Tensor:
+        """The outputs, in the order of the dispatched rows."""
         return self.rows
 
 
@@ -119,7 +119,7 @@ class Experts(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.empty(moe.experts, moe.expert_ffn, model.hidden)))
         self.down = nn.Parameter(torch.empty(moe.experts, model.hidden, moe.expert_ffn))
         self.activation = ACTIVATIONS[model.activation]
-        self.owe: Owe | None = None
+        self.push_deferred: PushDeferred | None = None
         self.slices = 1
 
     def slice(self, slices: int) -> None:
@@ -138,28 +138,28 @@ class Experts(nn.Module):
         self,
         rows: Tensor,
         counts: Tensor | None = None,
-        arrive: Callable[[Tensor], Sorted] | None = None,
-        staying: Sorted | None = None,
+        receive: Callable[[Tensor], Sorted] | None = None,
+        local_rows: Sorted | None = None,
     ) -> Any:
-        """What becomes of sorted rows; without counts, of rows on their way, for which `arrive` waits.
+        """What becomes of sorted rows; without counts, of rows on their splits, for which `receive` waits.
 
-        Gradients of the matrices are then made while those of the rows travel home. Rows that are `staying` are multiplied
+        Gradients of the matrices are then made while those of the rows travel home. Rows that are `local_rows` are multiplied
         before the wait; what becomes of them comes first. All in one call: who gathers the matrices for it does so once.
         """
-        if arrive is None:
+        if receive is None:
             assert counts is not None
             return self._made(rows, counts, {})
-        late = {name: Late(self.get_parameter(name), self.shape(name)) for name in (*self.inner, "down")}
-        stayed = None if staying is None else self._made(*staying, late)
-        made = self._made(*arrive(rows), late)
-        return made if stayed is None else (stayed, made)
+        late = {name: DeferredWeightGrad(self.get_parameter(name), self.shape(name)) for name in (*self.inner, "down")}
+        local_out = None if local_rows is None else self._made(*local_rows, late)
+        made = self._made(*receive(rows), late)
+        return made if local_out is None else (local_out, made)
 
-    def _made(self, rows: Tensor, counts: Tensor, late: dict[str, Late]) -> Tensor:
+    def _made(self, rows: Tensor, counts: Tensor, late: dict[str, DeferredWeightGrad]) -> Tensor:
         def product(x: Tensor, name: str) -> Tensor:
             if name in late:
-                return late[name].product(x, counts, self.owe)
+                return late[name].product(x, counts, self.push_deferred)
             weight = self.get_parameter(name)
-            return grouped_product(x, weight.view(self.shape(name)), counts, self.owe, weight)
+            return grouped_product(x, weight.view(self.shape(name)), counts, self.push_deferred, weight)
 
         return product(self.activation(*(product(rows, name) for name in self.inner)), "down")
 
@@ -173,24 +173,28 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(model, moe)
         self.shared = shared
         self.shared_gate = nn.Linear(model.hidden, 1, bias=False) if moe.shared_gate else None
-        self.visit: Callable[[Tensor, Tensor], Visit] = Visit
+        self.make_dispatcher: Callable[[Tensor, Tensor], LocalDispatcher] = LocalDispatcher
 
     def forward(self, x: Tensor) -> Tensor:
         return self._forward(x) if self._of_known_sizes(x) else self._forward_uncompiled(x)
 
     def _of_known_sizes(self, x: Tensor) -> bool:
         """Does no shape depend on where tokens go? Then a block with experts is one graph for the compiler."""
-        whole = self.visit is Visit and self.router.capacity_factor is None and self.experts.owe is None
+        whole = (
+            self.make_dispatcher is LocalDispatcher
+            and self.router.capacity_factor is None
+            and self.experts.push_deferred is None
+        )
         return whole and has_kernel(x, *self.experts.shape("down")[1:])
 
     def _forward(self, x: Tensor) -> Tensor:
         routes = self.router(x)
-        order = Order.of(routes.experts.flatten(0, 1), _flat(routes.kept), self.router.moe.experts)
-        visit = self.visit(order.spread(x.flatten(0, 1)), routes.counts)
+        order = ExpertPermutation.of(routes.experts.flatten(0, 1), _flat(routes.kept), self.router.moe.experts)
+        dispatcher = self.make_dispatcher(order.spread(x.flatten(0, 1)), routes.counts)
         inner = None if self.shared is None else _inner(self.shared, x)
-        visit.meet(self.experts)
+        dispatcher.run_experts(self.experts)
         shared = None if inner is None else self._shared(inner, x)
-        out = order.collect(visit.return_(), routes.weights.flatten(0, 1)).view_as(x)
+        out = order.collect(dispatcher.combine(), routes.weights.flatten(0, 1)).view_as(x)
         return out if shared is None else out + shared
 
     _forward_uncompiled = torch.compiler.disable(_forward)  # type: ignore[no-untyped-call]

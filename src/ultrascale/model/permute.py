@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 
 @dataclass(frozen=True)
-class Order:
+class ExpertPermutation:
     """How the k choices of each of t tokens are sorted by expert."""
 
     sorted: Tensor
@@ -22,7 +22,7 @@ class Order:
     """[t, k]; None: all are"""
 
     @classmethod
-    def of(cls, experts: Tensor, kept: Tensor | None, number: int) -> Order:
+    def of(cls, experts: Tensor, kept: Tensor | None, number: int) -> ExpertPermutation:
         """`experts` [t, k] of `number`."""
         keys = experts.flatten().to(torch.int16 if number < 2**15 else torch.int32)  # a radix sort passes each byte
         sorted_ = keys.argsort(stable=True)
@@ -34,18 +34,18 @@ class Order:
 
     def spread(self, tokens: Tensor) -> Tensor:
         """Tokens [t, h] -> a row for each choice, sorted: [n, h]."""
-        rows: Tensor = _Spread.apply(tokens, self.sorted, self.places, self.kept)  # type: ignore[no-untyped-call]
+        rows: Tensor = _PermuteRows.apply(tokens, self.sorted, self.places, self.kept)  # type: ignore[no-untyped-call]
         return rows
 
     def collect(self, rows: Tensor, weights: Tensor) -> Tensor:
         """Sorted rows [n, h] -> each token's sum by weights [t, k]: [t, h]."""
         if self.kept is not None:
             weights = weights * self.kept
-        chosen: Tensor = _Collect.apply(rows, self.sorted, self.places)  # type: ignore[no-untyped-call]
+        chosen: Tensor = _UnpermuteRows.apply(rows, self.sorted, self.places)  # type: ignore[no-untyped-call]
         return (chosen * weights.unsqueeze(-1)).sum(-2)
 
 
-class _Spread(torch.autograd.Function):
+class _PermuteRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, sorted_: Tensor, places: Tensor, kept: Tensor | None) -> Tensor:
         ctx.save_for_backward(places, kept)
@@ -61,7 +61,7 @@ class _Spread(torch.autograd.Function):
         return each.sum(-2), None, None, None
 
 
-class _Collect(torch.autograd.Function):
+class _UnpermuteRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sorted_: Tensor, places: Tensor) -> Tensor:
         ctx.save_for_backward(sorted_)

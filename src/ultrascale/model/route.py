@@ -83,7 +83,7 @@ def first(experts: Tensor, capacity: int) -> Tensor:
     return torch.empty_like(chosen).scatter_(1, order, rank).lt(capacity).view_as(experts)
 
 
-class Seen(torch.autograd.Function):
+class RouterStats(torch.autograd.Function):
     """Passes scores on; tells in backward, as the gradient of `tally`, what a router saw, and pulls towards balance.
 
     A gradient, since backward passes every micro-batch once, even where its forward is recomputed. The balance loss of a

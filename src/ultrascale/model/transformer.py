@@ -30,7 +30,7 @@ Mask = Any
 """what a token sees: a Tensor that is added to scores, or a BlockMask on a GPU"""
 
 
-class Fan(nn.Module):
+class MultiLinear(nn.Module):
     """Several products of one input, so that whoever gathers or casts the input does so once."""
 
     def __init__(self, width: int, outputs: Mapping[str, int], bias: bool) -> None:
@@ -42,7 +42,7 @@ class Fan(nn.Module):
         return tuple(product(x) for product in self.children())
 
 
-class Core(nn.Module):
+class CausalAttention(nn.Module):
     """Causal attention: q [b, s, heads, d], k and v [b, s, kv_heads, d] -> [b, s, heads, d].
 
     `bias` [b, 1, s, s], where given, is added to the scores: 0 for what a token sees, minus infinity for all else. A block mask
@@ -82,10 +82,10 @@ class Attention(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.head_dim = model.head_dim
-        self.qkv = Fan(model.hidden, {"q": model.q_dim, "k": model.kv_dim, "v": model.kv_dim}, model.qkv_bias)
+        self.qkv = MultiLinear(model.hidden, {"q": model.q_dim, "k": model.kv_dim, "v": model.kv_dim}, model.qkv_bias)
         self.q_norm = RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
         self.k_norm = RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
-        self.core = Core(model.sliding_window)
+        self.core = CausalAttention(model.sliding_window)
         self.out = nn.Linear(model.q_dim, model.hidden, bias=model.attention_output_bias)
 
     def forward(self, x: Tensor, rope: Rope | None, bias: Mask | None = None) -> Tensor:
@@ -103,7 +103,7 @@ class MLP(nn.Module):
     def __init__(self, model: Model, width: int) -> None:
         super().__init__()
         names = ("gate", "up") if model.gated else ("up",)
-        self.inputs = Fan(model.hidden, dict.fromkeys(names, width), model.mlp_bias)
+        self.inputs = MultiLinear(model.hidden, dict.fromkeys(names, width), model.mlp_bias)
         self.activation = ACTIVATIONS[model.activation]
         self.down = nn.Linear(width, model.hidden, bias=model.mlp_bias)
 
@@ -140,7 +140,7 @@ class Embedding(nn.Module):
         return x if self.positions is None else x + self.positions(positions)
 
 
-class Criterion(nn.Module):
+class CrossEntropy(nn.Module):
     """Summed cross-entropy in fp32 of logits [b, s, vocab]: a sum, so that parts of a batch add up to the whole."""
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class Head(nn.Module):
         super().__init__()
         self.norm = _norm(model)
         self.linear = nn.Linear(model.hidden, model.vocab, bias=False)
-        self.criterion = Criterion()
+        self.criterion = CrossEntropy()
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         logits: Tensor = self.linear(self.norm(x))
@@ -229,7 +229,7 @@ class Transformer(nn.Module):
         return () if documents is None else (within(documents, x.dtype),)
 
     def _has_plain_cores(self) -> bool:
-        return all(isinstance(block.attention.core, Core) for block in self.each_block())
+        return all(isinstance(block.attention.core, CausalAttention) for block in self.each_block())
 
 
 def within(documents: Tensor, dtype: torch.dtype) -> Tensor:

@@ -29,7 +29,7 @@ _gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or d
 _scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Clock:
+class WaitClock:
     """Seconds spent waiting for other ranks, by the name of the axis; a profiler sees the same waits."""
 
     def __init__(self) -> None:
@@ -63,10 +63,10 @@ class Axis:
     size: int
     ranks: tuple[int, ...]
     """the global ranks on the axis, in order"""
-    clock: Clock = field(default_factory=Clock, compare=False, repr=False)
+    clock: WaitClock = field(default_factory=WaitClock, compare=False, repr=False)
 
 
-class Handle(Generic[Result]):
+class AsyncCollective(Generic[Result]):
     """A collective under way. `wait` returns its result; calling it again returns the same."""
 
     def __init__(
@@ -86,7 +86,7 @@ class Handle(Generic[Result]):
             self._kept, self._finish = [], lambda: result  # what arrived in pieces goes with them
         return self._result
 
-    def then(self, change: Callable[[Result], Result]) -> Handle[Result]:
+    def then(self, change: Callable[[Result], Result]) -> AsyncCollective[Result]:
         """The same exchange; its result passes through `change` when it is waited for."""
         finish = self._finish
         self._finish = lambda: change(finish())
@@ -104,46 +104,46 @@ class Handle(Generic[Result]):
         self._works = []
 
 
-def all_reduce_start(x: Tensor, axis: Axis, op: Op = "sum") -> Handle[Tensor]:
+def all_reduce_start(x: Tensor, axis: Axis, op: Op = "sum") -> AsyncCollective[Tensor]:
     """In place; `x` must be contiguous and left alone until `wait`."""
     if axis.size == 1:
         return done(x, axis)
     with exchange(axis.name, "all_reduce"):
         work = dist.all_reduce(x, _OPS[op], group=axis.group, async_op=True)
-    return Handle("all_reduce", _works(work), axis, [x], lambda: x)
+    return AsyncCollective("all_reduce", _works(work), axis, [x], lambda: x)
 
 
-def all_gather_start(x: Tensor, axis: Axis, dim: int = 0) -> Handle[Tensor]:
+def all_gather_start(x: Tensor, axis: Axis, dim: int = 0) -> AsyncCollective[Tensor]:
     if axis.size == 1:
         return done(x, axis)
     x = x.contiguous()
     whole = x.new_empty(axis.size * x.numel())
     with exchange(axis.name, "all_gather"):
         work = _gather_into(whole, x.view(-1), group=axis.group, async_op=True)
-    return Handle("all_gather", _works(work), axis, [x], lambda: _join(whole.view(axis.size, *x.shape), dim % x.dim()))
+    return AsyncCollective("all_gather", _works(work), axis, [x], lambda: _join(whole.view(axis.size, *x.shape), dim % x.dim()))
 
 
-def reduce_scatter_start(x: Tensor, axis: Axis, dim: int = 0, op: Op = "sum") -> Handle[Tensor]:
+def reduce_scatter_start(x: Tensor, axis: Axis, dim: int = 0, op: Op = "sum") -> AsyncCollective[Tensor]:
     if axis.size == 1:
         return done(x, axis)
     parts = _cut(x, axis, dim % x.dim())
     own = torch.empty_like(parts[0])
     with exchange(axis.name, "reduce_scatter"):
         work = _scatter_into(own.view(-1), parts.view(-1), op=_OPS[op], group=axis.group, async_op=True)
-    return Handle("reduce_scatter", _works(work), axis, [parts], lambda: own)
+    return AsyncCollective("reduce_scatter", _works(work), axis, [parts], lambda: own)
 
 
-def all_to_all_start(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Handle[Tensor]:
+def all_to_all_start(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> AsyncCollective[Tensor]:
     if axis.size == 1:
         return done(x, axis)
     parts = _cut(x, axis, split_dim % x.dim())
     received = torch.empty_like(parts)
     with exchange(axis.name, "all_to_all"):
         work = dist.all_to_all_single(received.view(-1), parts.view(-1), group=axis.group, async_op=True)
-    return Handle("all_to_all", _works(work), axis, [parts], lambda: _join(received, concat_dim % x.dim()))
+    return AsyncCollective("all_to_all", _works(work), axis, [parts], lambda: _join(received, concat_dim % x.dim()))
 
 
-def all_to_all_rows_start(x: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> Handle[Tensor]:
+def all_to_all_rows_start(x: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> AsyncCollective[Tensor]:
     """The first sent[0] rows go to rank 0, the next sent[1] to rank 1 …; received[i] come from rank i, in that order."""
     if axis.size == 1:
         return done(x, axis)
@@ -151,10 +151,10 @@ def all_to_all_rows_start(x: Tensor, axis: Axis, sent: Sequence[int], received: 
     rows = x.new_empty(sum(received), *x.shape[1:])
     with exchange(axis.name, "all_to_all"):
         work = dist.all_to_all_single(rows, x, list(received), list(sent), group=axis.group, async_op=True)
-    return Handle("all_to_all", _works(work), axis, [x], lambda: rows)
+    return AsyncCollective("all_to_all", _works(work), axis, [x], lambda: rows)
 
 
-def shift_start(tensors: Sequence[Tensor], axis: Axis) -> Handle[list[Tensor]]:
+def shift_start(tensors: Sequence[Tensor], axis: Axis) -> AsyncCollective[list[Tensor]]:
     """Each tensor to the next rank of the ring, and the previous rank's in return; every rank must bring the same shapes.
 
     All of it is one batch: on NCCL a lone send and a lone receive would wait for one another.
@@ -168,7 +168,7 @@ def shift_start(tensors: Sequence[Tensor], axis: Axis) -> Handle[list[Tensor]]:
     operations += [dist.P2POp(dist.irecv, x, before, axis.group, tag) for tag, x in enumerate(received)]
     with exchange(axis.name, "send_recv"):
         works = dist.batch_isend_irecv(operations)
-    return Handle("send and recv", works, axis, sent, lambda: received)
+    return AsyncCollective("send and recv", works, axis, sent, lambda: received)
 
 
 def all_reduce(x: Tensor, axis: Axis, op: Op = "sum") -> Tensor:
@@ -195,9 +195,9 @@ def _works(work: dist.Work | None) -> list[dist.Work]:
     return [] if work is None else [work]
 
 
-def done(x: Result, axis: Axis) -> Handle[Result]:
+def done(x: Result, axis: Axis) -> AsyncCollective[Result]:
     """A handle of something that needs no waiting."""
-    return Handle("nothing", [], axis, [], lambda: x)
+    return AsyncCollective("nothing", [], axis, [], lambda: x)
 
 
 def _cut(x: Tensor, axis: Axis, dim: int) -> Tensor:

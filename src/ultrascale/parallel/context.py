@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ultrascale.model.attention import Gradients, attend, attend_backward
-from ultrascale.model.transformer import Attention, Core
+from ultrascale.model.transformer import Attention, CausalAttention
 from ultrascale.parallel import comm
+from ultrascale.parallel.autograd_collectives import switch
 from ultrascale.parallel.comm import Axis
-from ultrascale.parallel.exchange import switch
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.layout import ContextParallel
 
@@ -49,7 +49,7 @@ def apply(model: nn.Module, axis: Axis, variant: ContextParallel, seq: int | Non
         attention = cast(Attention, block.attention)
         window = attention.core.sliding_window
         reaches_all = window is not None and seq is not None and window >= seq
-        attention.core = cast(Core, ContextCore(axis, variant, None if reaches_all else window))
+        attention.core = cast(CausalAttention, ContextCore(axis, variant, None if reaches_all else window))
 
 
 class ContextCore(nn.Module):
@@ -64,15 +64,15 @@ class ContextCore(nn.Module):
             )
         self.axis = axis
         self.variant: ContextParallel = variant
-        self.whole = Core(sliding_window) if variant == "ulysses" else None
+        self.whole = CausalAttention(sliding_window) if variant == "ulysses" else None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.whole is not None:
             return _ulysses(q, k, v, self.axis, self.whole)
-        return cast(Tensor, _InBlocks.apply(q, k, v, self.axis, self.variant))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _TiledAttention.apply(q, k, v, self.axis, self.variant))  # type: ignore[no-untyped-call]
 
 
-def _ulysses(q: Tensor, k: Tensor, v: Tensor, axis: Axis, core: Core) -> Tensor:
+def _ulysses(q: Tensor, k: Tensor, v: Tensor, axis: Axis, core: CausalAttention) -> Tensor:
     copies = max(1, axis.size // k.shape[2])
     if copies > 1:  # fewer kv heads than ranks: neighbouring ranks read the same one
         k, v = (x.repeat_interleave(copies, dim=2) for x in (k, v))
@@ -81,7 +81,7 @@ def _ulysses(q: Tensor, k: Tensor, v: Tensor, axis: Axis, core: Core) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Block:
+class AttentionTile:
     """What of a rank's queries (`rows`) sees what of an owner's keys."""
 
     rows: slice
@@ -89,21 +89,21 @@ class Block:
     causal: bool
 
 
-OWN = Block(ALL, ALL, causal=True)
+OWN = AttentionTile(ALL, ALL, causal=True)
 """A rank's queries and its own keys; in zigzag too, because its second slice comes after its first."""
 
 
-def visible(variant: ContextParallel, rank: int, owner: int, length: int) -> Block | None:
+def visible(variant: ContextParallel, rank: int, owner: int, length: int) -> AttentionTile | None:
     """The part of `owner`'s keys that the causal mask leaves to the queries of `rank`, in `length` tokens each."""
     if owner == rank:
         return OWN
     if variant == "zigzag":
         first, second = slice(0, length // 2), slice(length // 2, length)
-        return Block(ALL, first, causal=False) if owner < rank else Block(second, ALL, causal=False)
-    return Block(ALL, ALL, causal=False) if owner < rank else None
+        return AttentionTile(ALL, first, causal=False) if owner < rank else AttentionTile(second, ALL, causal=False)
+    return AttentionTile(ALL, ALL, causal=False) if owner < rank else None
 
 
-class _Joined:
+class _OnlineSoftmax:
     """The output over the keys seen so far, with its log-sum-exp, in fp32 or wider."""
 
     def __init__(self, out: Tensor, lse: Tensor) -> None:
@@ -129,7 +129,7 @@ class _Saved:
     lse: Tensor
     grad_out: Tensor
 
-    def backward(self, block: Block, k: Tensor, v: Tensor) -> Gradients:
+    def backward(self, block: AttentionTile, k: Tensor, v: Tensor) -> Gradients:
         rows = block.rows
         return attend_backward(
             self.grad_out[:, rows],
@@ -143,7 +143,7 @@ class _Saved:
         )
 
 
-class _InBlocks(torch.autograd.Function):
+class _TiledAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, variant: ContextParallel) -> Tensor:
         joined = _gathered_forward(q, k, v, axis) if variant == "allgather" else _ring_forward(q, k, v, axis, variant)
@@ -162,9 +162,9 @@ class _InBlocks(torch.autograd.Function):
         return *_ring_backward(saved, ctx.axis, ctx.variant), None, None
 
 
-def _gathered_forward(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> _Joined:
+def _gathered_forward(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> _OnlineSoftmax:
     coming = [comm.all_gather_start(x, axis, dim=1) for x in (k, v)]
-    joined = _Joined(*attend(q, k, v, True, _scale(q)))
+    joined = _OnlineSoftmax(*attend(q, k, v, True, _scale(q)))
     keys, values = (x.wait() for x in coming)
     if axis.rank > 0:
         earlier = slice(0, axis.rank * q.shape[1])
@@ -183,7 +183,7 @@ def _gathered_backward(saved: _Saved, axis: Axis) -> Gradients:
         whole[:, start : start + length] = part
     if start > 0:
         earlier = slice(0, start)
-        more, *before = saved.backward(Block(ALL, earlier, causal=False), keys, values)
+        more, *before = saved.backward(AttentionTile(ALL, earlier, causal=False), keys, values)
         dq = (_wide(dq) + more).to(dq.dtype)
         for whole, part in zip(grads, before, strict=True):
             whole[:, earlier] = part
@@ -192,9 +192,9 @@ def _gathered_backward(saved: _Saved, axis: Axis) -> Gradients:
     return dq, dk, dv
 
 
-def _ring_forward(q: Tensor, k: Tensor, v: Tensor, axis: Axis, variant: ContextParallel) -> _Joined:
+def _ring_forward(q: Tensor, k: Tensor, v: Tensor, axis: Axis, variant: ContextParallel) -> _OnlineSoftmax:
     coming = comm.shift_start([k, v], axis)
-    joined = _Joined(*attend(q, k, v, True, _scale(q)))
+    joined = _OnlineSoftmax(*attend(q, k, v, True, _scale(q)))
     for step in range(1, axis.size):
         held = coming.wait()
         if step + 1 < axis.size:

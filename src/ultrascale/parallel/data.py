@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ultrascale.parallel import comm
-from ultrascale.parallel.comm import Axis, Handle
+from ultrascale.parallel.comm import AsyncCollective, Axis
 
 Variant = Literal["naive", "hooks", "bucketed"]
 Compress = Literal["none", "bf16", "int8"]
@@ -24,7 +24,7 @@ MEGABYTE = 1e6
 BLOCK = 256  # numbers with one int8 scale: a scale for a whole bucket would round its small gradients to zero
 
 
-class Gradients(ABC):
+class GradientReducer(ABC):
     """The gradients of one pipeline chunk: the pipeline announces every backward, the optimizer asks for the result.
 
     `last` says that no other backward of the chunk follows in this step; `split` that weight gradients come apart from input
@@ -67,7 +67,7 @@ class Bucket:
     """parameters whose gradient this backward has not made yet"""
 
 
-class AsMade(Gradients):
+class SingleMicrobatchGrads(GradientReducer):
     """One micro-batch on one rank: nothing is added to a gradient, so it stays in the tensor and the format it comes in."""
 
     def begin(self) -> None:
@@ -86,7 +86,7 @@ class AsMade(Gradients):
         return []  # at the peak of a step: they come after it, where activations were
 
 
-class Reduced(Gradients):
+class BucketedGrads(GradientReducer):
     """Gradients as views of contiguous buckets, reduced by hand."""
 
     def __init__(
@@ -102,7 +102,7 @@ class Reduced(Gradients):
         super().__init__(module)
         self.axis, self.variant, self.compress, self.every_microbatch = axis, variant, compress, every_microbatch
         self.armed = False
-        self.under_way: list[Handle[torch.Tensor]] = []
+        self.under_way: list[AsyncCollective[torch.Tensor]] = []
         self.unwritten: set[nn.Parameter] = set()
         """parameters whose view still holds the last step's gradient"""
         # Backward visits the last parameter first: buckets in that order fill one after the other.
@@ -200,7 +200,7 @@ def _views(bucket: Bucket) -> Iterable[tuple[nn.Parameter, torch.Tensor]]:
     return ((parameter, part.view_as(parameter)) for parameter, part in zip(bucket.parameters, parts, strict=True))
 
 
-def mean_start(flat: torch.Tensor, axis: Axis, compress: Compress = "none") -> Handle[torch.Tensor]:
+def mean_start(flat: torch.Tensor, axis: Axis, compress: Compress = "none") -> AsyncCollective[torch.Tensor]:
     """The mean over the axis, in place, the numbers travelling in full, in two bytes or in one."""
     if compress == "none":
         return comm.all_reduce_start(flat, axis, "mean")
@@ -209,7 +209,7 @@ def mean_start(flat: torch.Tensor, axis: Axis, compress: Compress = "none") -> H
     return _eight_bits_start(flat, axis)
 
 
-def _eight_bits_start(flat: torch.Tensor, axis: Axis) -> Handle[torch.Tensor]:
+def _eight_bits_start(flat: torch.Tensor, axis: Axis) -> AsyncCollective[torch.Tensor]:
     """A reduce-scatter and an all-gather of bytes: slices meet in fp32 and are rounded once on either way."""
     blocks = -(-flat.numel() // (axis.size * BLOCK))
     padded = flat.new_zeros(axis.size * blocks * BLOCK)
@@ -228,7 +228,7 @@ def _quantised(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (rows / scales).round().to(torch.int8), scales
 
 
-class TorchDDP(Gradients):
+class DDPGrads(GradientReducer):
     """torch's own DistributedDataParallel, for comparison. It wants a word before the backward that reduces."""
 
     def __init__(self, module: nn.Module, axis: Axis, bucket_mb: float, every_microbatch: bool) -> None:

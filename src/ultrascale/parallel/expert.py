@@ -1,9 +1,8 @@
-"""Expert parallelism: each rank of the ep axis holds some of the experts, and tokens travel to theirs and back (travel.py).
+"""Expert parallelism: each rank of the ep axis holds some of the experts; an all-to-all dispatches tokens to them.
 
-Shared experts compute while rows travel, their first products on the way there and their last on the way back, in backward
-alike; and so may the experts themselves (parted.py). The ep axis runs over data ranks: they bring different
-tokens, and an expert's gradient is complete on its rank but for those ranks that hold the same experts. The law is
-cost/expert.py.
+Shared experts overlap with the exchange: their first GEMMs with the dispatch, their last with the combine, and in backward
+alike. So can the routed experts (dispatch_overlap.py). The ep axis runs over data ranks, which have different tokens: the
+gradient of an expert is complete on its rank, except for the ranks that hold the same experts. The law is cost/expert.py.
 """
 
 from __future__ import annotations
@@ -15,18 +14,22 @@ from torch import Tensor, nn
 
 from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.transformer import Transformer
-from ultrascale.parallel.data import Gradients
+from ultrascale.parallel.data import GradientReducer
+from ultrascale.parallel.dispatch_overlap import LocalTokensFirst, OverlapWeightGrads
 from ultrascale.parallel.mesh import Mesh
-from ultrascale.parallel.parted import Behind, Parted
 from ultrascale.parallel.shards import Shard
-from ultrascale.parallel.travel import Travel
+from ultrascale.parallel.token_dispatch import TokenDispatcher
 from ultrascale.specs.training import ExpertOverlap
 
-TRAVELS: dict[ExpertOverlap, type[Travel]] = {"none": Travel, "gradients": Behind, "rows": Parted}
+DISPATCHERS: dict[ExpertOverlap, type[TokenDispatcher]] = {
+    "none": TokenDispatcher,
+    "gradients": OverlapWeightGrads,
+    "rows": LocalTokensFirst,
+}
 
 
 def apply(model: Transformer, mesh: Mesh, shards: dict[str, Shard], overlap: ExpertOverlap) -> None:
-    """Leaves each rank its experts, in place; tells so in `shards`. `overlap`: what they compute while rows travel."""
+    """Leaves each rank its experts, in place, and records them in `shards`. `overlap`: what runs during the exchange."""
     axis = mesh.ep
     if axis.size == 1:
         return
@@ -39,7 +42,7 @@ def apply(model: Transformer, mesh: Mesh, shards: dict[str, Shard], overlap: Exp
             each = parameter.shape[0] // axis.size
             shards[name] = replace(shards[name], rows=(axis.rank * each, each))
             setattr(experts, leaf, nn.Parameter(parameter.data.narrow(0, axis.rank * each, each).contiguous()))
-        block.mlp.visit = partial(TRAVELS[overlap], axis)
+        block.mlp.make_dispatcher = partial(DISPATCHERS[overlap], axis)
 
 
 def experts_of(model: Transformer) -> list[nn.Parameter]:
@@ -47,10 +50,10 @@ def experts_of(model: Transformer) -> list[nn.Parameter]:
     return [parameter for experts in found for parameter in experts.parameters()]
 
 
-class Apart(Gradients):
-    """Experts meet over other ranks than the rest does."""
+class ExpertDenseGrads(GradientReducer):
+    """Gradients of experts and of all other parameters, which are reduced over different ranks."""
 
-    def __init__(self, module: nn.Module, experts: Gradients, rest: Gradients) -> None:
+    def __init__(self, module: nn.Module, experts: GradientReducer, rest: GradientReducer) -> None:
         super().__init__(module)
         self.both = (experts, rest)
         self.owner = {parameter: part for part in self.both for parameter in part.module.parameters()}

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ultrascale.kernels.float8_products import NARROW, factor_below
+from ultrascale.kernels.float8_gemm import NARROW, factor_below
 from ultrascale.kernels.float8_weight import Float8Weight
 from ultrascale.parallel import comm
 from ultrascale.parallel.comm import Axis
 
 
-class Scales:
+class Float8GatherScales:
     """Of all weights of one chunk that are gathered in fp8; `groups` are those that share a scale."""
 
     def __init__(

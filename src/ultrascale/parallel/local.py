@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Protocol
 
-from ultrascale.parallel.ended import LOST, ending, oom_kills, state
+from ultrascale.parallel.exit_reason import LOST, ending, oom_kills, state
 from ultrascale.specs.errors import RunError, SpecError
 
 GRACE_S = 4.0  # between asking the surviving ranks to end and ending them
@@ -42,8 +42,8 @@ class RankError(RunError):
         self.text = text
 
 
-class Board(Protocol):
-    """Where ranks leave what they are doing; train/board.py has one."""
+class HeartbeatReader(Protocol):
+    """What each rank did last; train/heartbeat.py implements it."""
 
     def last(self, rank: int) -> str: ...
 
@@ -61,7 +61,7 @@ def run(
     nproc: int,
     *arguments: Any,
     timeout_s: float | None = None,
-    board: Board | None = None,
+    heartbeat: HeartbeatReader | None = None,
     describe: Callable[[int], str] | None = None,
     stoppable: bool = False,
     last_s: float | None = None,
@@ -69,14 +69,14 @@ def run(
     """`function(rank, nproc, store, *arguments)` in `nproc` processes; what each returned, in the order of ranks.
 
     `store` is an address that torch.distributed takes as `init_method`. The first rank that fails ends the others and is
-    raised as RankError, with its last words on the `board` and its place as `describe` tells it. `stoppable`: ranks save and
-    return on SIGTERM, SIGINT and SIGUSR1, so such signals are handed on to them and waited for. `last_s`: how long after the
-    first rank has returned the last one may take.
+    raised as RankError, with its last status of the `heartbeat` and its place as `describe` gives it. `stoppable`: ranks
+    save and return on SIGTERM, SIGINT and SIGUSR1, so such signals are handed on to them and waited for. `last_s`: how long
+    after the first rank has returned the last one may take.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="ultrascale-") as folder:
         store = f"file://{Path(folder) / 'store'}"
-        ranks = _Ranks([], [], oom_kills(), board, describe or (lambda rank: ""))
+        ranks = _Ranks([], [], oom_kills(), heartbeat, describe or (lambda rank: ""))
         try:
             for rank in range(nproc):
                 receiving, sending = context.Pipe(duplex=False)
@@ -110,19 +110,19 @@ class _Ranks:
     pipes: list[Connection]
     processes: list[Any]
     kills_before: int | None
-    board: Board | None
+    heartbeat: HeartbeatReader | None
     describe: Callable[[int], str]
 
     def died(self, rank: int) -> _Failure:
         process = self.processes[rank]
         process.join(GRACE_S)
         text = f"the process ended without a word ({ending(process.exitcode, self.kills_before)})"
-        said = self.board.last(rank) if self.board is not None else ""
+        said = self.heartbeat.last(rank) if self.heartbeat is not None else ""
         return _Failure(rank, f"{text}; it was at {said}" if said else text)
 
     def unanswered(self, ranks: list[int], timeout_s: float) -> str:
         """A sentence about ranks that have not returned in time, with what they last said."""
-        said = {rank: self.board.last(rank) if self.board is not None else "" for rank in ranks}
+        said = {rank: self.heartbeat.last(rank) if self.heartbeat is not None else "" for rank in ranks}
         waiting = ", ".join(f"{rank} (at {word})" if word else str(rank) for rank, word in said.items())
         return f"no answer within {timeout_s:g} s; still running: rank {waiting}{self.stopped()}"
 
@@ -142,7 +142,7 @@ def _rank(
     parent: int,
 ) -> None:
     end_with(parent)
-    _mine.append(_Mouth(rank, pipe))
+    _mine.append(_ResultPipe(rank, pipe))
     try:
         _mine[-1].say(True, function(rank, nproc, store, *arguments))
     except BaseException as error:
@@ -152,7 +152,7 @@ def _rank(
         os._exit(1)  # peers may be stuck in a collective with us: no clean-up that waits for them
 
 
-class _Mouth:
+class _ResultPipe:
     """A rank's way to its parent; the first message counts, whichever thread sends it."""
 
     def __init__(self, rank: int, pipe: Connection) -> None:
@@ -167,7 +167,7 @@ class _Mouth:
             self._pipe.send_bytes(message)
 
 
-_mine: list[_Mouth] = []  # of the rank that this process is; the parent has none
+_mine: list[_ResultPipe] = []  # of the rank that this process is; the parent has none
 
 
 def report(text: str) -> None:

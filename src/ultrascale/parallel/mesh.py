@@ -13,12 +13,12 @@ from itertools import product
 import torch
 import torch.distributed as dist
 
-from ultrascale.parallel.comm import Axis, Clock
+from ultrascale.parallel.comm import Axis, WaitClock
 from ultrascale.specs.layout import Layout
 
 
 @dataclass(frozen=True)
-class Place:
+class RankCoordinates:
     """Coordinates of one rank."""
 
     pp: int
@@ -27,7 +27,7 @@ class Place:
     tp: int
 
     @classmethod
-    def of(cls, layout: Layout, rank: int) -> Place:
+    def of(cls, layout: Layout, rank: int) -> RankCoordinates:
         rank, tp = divmod(rank, layout.tp)
         rank, cp = divmod(rank, layout.cp)
         pp, dp = divmod(rank, layout.dp)
@@ -47,7 +47,7 @@ class Mesh:
 
     layout: Layout
     rank: int
-    place: Place
+    place: RankCoordinates
     device: torch.device
     tp: Axis
     cp: Axis
@@ -71,7 +71,7 @@ class Mesh:
     parts: Axis
     """every rank with another part of the weights, gradients and states: the norm adds up over them"""
     world: Axis
-    clock: Clock = field(default_factory=Clock)
+    clock: WaitClock = field(default_factory=WaitClock)
 
     @classmethod
     def build(
@@ -86,7 +86,7 @@ class Mesh:
 
         `timeout_s`: of each group's collectives; None: torch's own.
         """
-        place, clock = Place.of(layout, rank), Clock()
+        place, clock = RankCoordinates.of(layout, rank), WaitClock()
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
         def axis(name: str, ranks: Iterable[int]) -> Axis:
@@ -103,7 +103,7 @@ class Mesh:
         ) -> list[int]:
             """Ranks that share this one's coordinates but for those given."""
             ways = product(list(pp) or [place.pp], list(dp) or [place.dp], list(cp) or [place.cp], list(tp) or [place.tp])
-            return [Place(*coordinates).rank(layout) for coordinates in ways]
+            return [RankCoordinates(*coordinates).rank(layout) for coordinates in ways]
 
         every = {name: range(getattr(layout, name)) for name in ("pp", "dp", "cp", "tp")}
         data = along(dp=every["dp"], cp=every["cp"])
@@ -182,4 +182,4 @@ def _ends(axis: Callable[[str, Iterable[int]], Axis], ends: list[int], rank: int
 
 
 def _data_ranks(layout: Layout, pp: int, tp: int) -> list[int]:
-    return [Place(pp, dp, cp, tp).rank(layout) for dp in range(layout.dp) for cp in range(layout.cp)]
+    return [RankCoordinates(pp, dp, cp, tp).rank(layout) for dp in range(layout.dp) for cp in range(layout.cp)]

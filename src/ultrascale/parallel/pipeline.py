@@ -16,28 +16,28 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ultrascale.parallel.comm import Clock
-from ultrascale.parallel.data import Gradients
-from ultrascale.parallel.float8_gather import Scales
+from ultrascale.parallel.comm import WaitClock
+from ultrascale.parallel.data import GradientReducer
+from ultrascale.parallel.float8_gather import Float8GatherScales
 from ultrascale.parallel.mesh import Mesh
-from ultrascale.parallel.products import Later
+from ultrascale.parallel.multi_linear import DeferredWeightGrads
 from ultrascale.parallel.ranges import exchange, named
-from ultrascale.schedules import Action, Kind, Schedule
+from ultrascale.schedules import Action, ActionKind, Schedule
 
 Actions = Sequence[Sequence[Action]]
-PASSES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradients", Kind.W: "weight gradients"}
+PASSES = {ActionKind.F: "forward", ActionKind.B: "backward", ActionKind.I: "input gradients", ActionKind.W: "weight gradients"}
 
 
-class Message(NamedTuple):
+class StageMessage(NamedTuple):
     """What stage `stage` made of a micro-batch: its output on the way down, its input's gradient on the way up."""
 
-    kind: Kind
+    kind: ActionKind
     stage: int
     microbatch: int
 
 
 @dataclass(frozen=True)
-class Route:
+class StageRoutes:
     """Where stages live, and which messages each link carries, in order."""
 
     schedule: Schedule
@@ -46,49 +46,49 @@ class Route:
     def target(self, action: Action) -> int | None:
         """The rank that waits for what an action makes; None: nobody, or only its weights."""
         schedule = self.schedule
-        if action.kind is Kind.F:
+        if action.kind is ActionKind.F:
             return schedule.rank_of(action.stage + 1) if action.stage + 1 < schedule.stages else None
-        if action.kind is Kind.W:
+        if action.kind is ActionKind.W:
             return None
         return schedule.rank_of(action.stage - 1) if action.stage > 0 else None
 
-    def messages(self, source: int, target: int) -> list[Message]:
+    def messages(self, source: int, target: int) -> list[StageMessage]:
         return [_message(action) for action in self.actions[source] if self.target(action) == target != source]
 
     @cached_property
-    def made_at(self) -> list[dict[Message, int]]:
+    def made_at(self) -> list[dict[StageMessage, int]]:
         """Per rank, the place in its list at which it makes each message."""
         return [
-            {_message(action): place for place, action in enumerate(actions) if action.kind is not Kind.W}
+            {_message(action): place for place, action in enumerate(actions) if action.kind is not ActionKind.W}
             for actions in self.actions
         ]
 
-    def used_at(self, message: Message, target: int) -> int:
+    def used_at(self, message: StageMessage, target: int) -> int:
         """The place in the target's list that takes a message: the same pass of the stage next on its way."""
-        following = message.stage + (1 if message.kind is Kind.F else -1)
+        following = message.stage + (1 if message.kind is ActionKind.F else -1)
         return self.made_at[target][message._replace(stage=following)]
 
 
-def _message(action: Action) -> Message:
-    return Message(Kind.F if action.kind is Kind.F else Kind.B, action.stage, action.microbatch)
+def _message(action: Action) -> StageMessage:
+    return StageMessage(ActionKind.F if action.kind is ActionKind.F else ActionKind.B, action.stage, action.microbatch)
 
 
-def forwards_only(schedule: Schedule) -> Route:
+def forwards_only(schedule: Schedule) -> StageRoutes:
     """The route of an evaluation: every stage of a rank in turn, all micro-batches through each."""
     actions = [
-        [Action(Kind.F, stage, k) for stage in schedule.stages_of(rank) for k in range(schedule.microbatches)]
+        [Action(ActionKind.F, stage, k) for stage in schedule.stages_of(rank) for k in range(schedule.microbatches)]
         for rank in range(schedule.ranks)
     ]
-    return Route(schedule, actions)
+    return StageRoutes(schedule, actions)
 
 
 @dataclass
-class Chunk:
+class StageChunk:
     """One stage on this rank."""
 
     stage: int
-    gradients: Gradients
-    later: Later
+    gradients: GradientReducer
+    deferred: DeferredWeightGrads
 
 
 @dataclass
@@ -103,7 +103,7 @@ class Batch:
 
 
 @dataclass
-class _Kept:
+class _MicrobatchState:
     """A micro-batch between its forward and its backward on one stage."""
 
     x: torch.Tensor
@@ -111,7 +111,7 @@ class _Kept:
 
 
 @dataclass
-class Links:
+class PipelineLinks:
     """This rank's ends of the links to its pipeline neighbours."""
 
     mesh: Mesh
@@ -135,19 +135,19 @@ class Links:
             return x, dist.irecv(x, there, group=self.groups[there, self.mesh.rank], tag=tag)
 
 
-class _Mail:
+class _StageMailbox:
     """The messages of one step: posts receives in the sender's order, hands over what stays on the rank."""
 
-    def __init__(self, route: Route, rank: int, links: Links, clock: Clock) -> None:
+    def __init__(self, route: StageRoutes, rank: int, links: PipelineLinks, clock: WaitClock) -> None:
         self.route, self.rank, self.links, self.clock = route, rank, links, clock
         others = [other for other in range(route.schedule.ranks) if other != rank]
         self.expected = {other: deque(enumerate(route.messages(other, rank))) for other in others}
         self.sent = dict.fromkeys(others, 0)
-        self.arriving: dict[Message, tuple[torch.Tensor, dist.Work | None]] = {}
+        self.arriving: dict[StageMessage, tuple[torch.Tensor, dist.Work | None]] = {}
         self.leaving: dict[int, list[tuple[int, torch.Tensor, dist.Work | None]]] = {other: [] for other in others}
         """per target: when it uses what was sent, and what must live until then"""
 
-    def give(self, message: Message, x: torch.Tensor, target: int) -> None:
+    def give(self, message: StageMessage, x: torch.Tensor, target: int) -> None:
         if target == self.rank:
             self.arriving[message] = (x, None)
             return
@@ -156,7 +156,7 @@ class _Mail:
         self.leaving[target].append((self.route.used_at(message, target), x, work))
         self.sent[target] += 1
 
-    def take(self, message: Message, source: int) -> torch.Tensor:
+    def take(self, message: StageMessage, source: int) -> torch.Tensor:
         queue = self.expected.get(source)
         while message not in self.arriving:
             assert queue, f"{message} never leaves rank {source}"
@@ -187,22 +187,22 @@ class Pipeline:
 
     def __init__(
         self,
-        chunks: Sequence[Chunk],
+        chunks: Sequence[StageChunk],
         schedule: Schedule,
         mesh: Mesh,
         shape: tuple[int, ...],
         dtype: torch.dtype,
-        scales: Scales | None = None,
+        scales: Float8GatherScales | None = None,
     ) -> None:
         self.mesh, self.schedule, self.scales = mesh, schedule, scales
         self.rank = mesh.pp.rank
         self.chunks = {chunk.stage: chunk for chunk in chunks}
-        self.route = Route(schedule, schedule.actions)
-        self.links = Links(mesh, shape, dtype)
+        self.route = StageRoutes(schedule, schedule.actions)
+        self.links = PipelineLinks(mesh, shape, dtype)
         self.last_stage = schedule.stages - 1
         mine = schedule.actions[self.rank]
-        self.split = {action.stage for action in mine if action.kind is Kind.W}
-        finals = {action.stage: place for place, action in enumerate(mine) if action.kind in (Kind.B, Kind.W)}
+        self.split = {action.stage for action in mine if action.kind is ActionKind.W}
+        finals = {action.stage: place for place, action in enumerate(mine) if action.kind in (ActionKind.B, ActionKind.W)}
         self.finals = set(finals.values())
         self.ran: list[Action] = []
         """what the last step computed, in order"""
@@ -211,9 +211,9 @@ class Pipeline:
 
     def step(self, batch: Batch, scale: float) -> torch.Tensor:
         """All forwards and backwards of one step; the sum of this rank's losses. `scale` weighs each token's loss."""
-        mail = _Mail(self.route, self.rank, self.links, self.mesh.clock)
-        kept: dict[tuple[int, int], _Kept] = {}
-        owed: dict[tuple[int, int], list[Callable[[], None]]] = {}
+        mail = _StageMailbox(self.route, self.rank, self.links, self.mesh.clock)
+        kept: dict[tuple[int, int], _MicrobatchState] = {}
+        pending: dict[tuple[int, int], list[Callable[[], None]]] = {}
         total = torch.zeros((), device=self.mesh.device)
         self.ran = []
         self._agree()
@@ -223,20 +223,20 @@ class Pipeline:
             chunk, key = self.chunks[action.stage], (action.stage, action.microbatch)
             last, split = place in self.finals, action.stage in self.split
             with named(PASSES[action.kind], "stage", action.stage, "micro-batch", action.microbatch):
-                if action.kind is Kind.F:
+                if action.kind is ActionKind.F:
                     kept[key] = self._forward(chunk, action, batch, mail)
                     if action.stage == self.last_stage:
                         total += kept[key].y.detach()
-                elif action.kind is Kind.W:
-                    _settle(owed.pop(key))
+                elif action.kind is ActionKind.W:
+                    _run_deferred(pending.pop(key))
                     chunk.gradients.after_backward(last, split)
                 else:
-                    chunk.later.open = action.kind is Kind.I
+                    chunk.deferred.open = action.kind is ActionKind.I
                     chunk.gradients.before_backward(last, split)
                     self._backward(action, kept.pop(key), scale, mail)
-                    chunk.later.open = False
-                    if action.kind is Kind.I:
-                        owed[key] = chunk.later.take()
+                    chunk.deferred.open = False
+                    if action.kind is ActionKind.I:
+                        pending[key] = chunk.deferred.pop()
                     else:
                         chunk.gradients.after_backward(last, split)
             self.ran.append(action)
@@ -249,7 +249,7 @@ class Pipeline:
     def evaluate(self, batch: Batch) -> torch.Tensor:
         """All forwards; the sum of this rank's losses."""
         route = forwards_only(self.schedule)
-        mail = _Mail(route, self.rank, self.links, self.mesh.clock)
+        mail = _StageMailbox(route, self.rank, self.links, self.mesh.clock)
         total = torch.zeros((), device=self.mesh.device)
         self._agree()
         for action in route.actions[self.rank]:
@@ -264,12 +264,12 @@ class Pipeline:
         if self.scales is not None:
             self.scales.agree()
 
-    def _forward(self, chunk: Chunk, action: Action, batch: Batch, mail: _Mail) -> _Kept:
+    def _forward(self, chunk: StageChunk, action: Action, batch: Batch, mail: _StageMailbox) -> _MicrobatchState:
         stage, k = action.stage, action.microbatch
         if stage == 0:
             x = batch.inputs(k)
         else:
-            x = mail.take(Message(Kind.F, stage - 1, k), self.schedule.rank_of(stage - 1)).requires_grad_(
+            x = mail.take(StageMessage(ActionKind.F, stage - 1, k), self.schedule.rank_of(stage - 1)).requires_grad_(
                 torch.is_grad_enabled()
             )
         targets = batch.targets(k) if stage == self.last_stage else None
@@ -277,17 +277,17 @@ class Pipeline:
         self.microbatch = k
         y = chunk.gradients.module(x, batch.positions, targets, *documents)
         self.microbatch = None
-        target = self.route.target(Action(Kind.F, stage, k))
+        target = self.route.target(Action(ActionKind.F, stage, k))
         if target is not None:
-            mail.give(Message(Kind.F, stage, k), y.detach(), target)
-        return _Kept(x, y)
+            mail.give(StageMessage(ActionKind.F, stage, k), y.detach(), target)
+        return _MicrobatchState(x, y)
 
-    def _backward(self, action: Action, kept: _Kept, scale: float, mail: _Mail) -> None:
+    def _backward(self, action: Action, kept: _MicrobatchState, scale: float, mail: _StageMailbox) -> None:
         stage, k = action.stage, action.microbatch
         if stage == self.last_stage:
             grad = torch.full_like(kept.y, scale)
         else:
-            grad = mail.take(Message(Kind.B, stage + 1, k), self.schedule.rank_of(stage + 1))
+            grad = mail.take(StageMessage(ActionKind.B, stage + 1, k), self.schedule.rank_of(stage + 1))
         torch.autograd.backward(kept.y, grad)
         target = self.route.target(action)
         if target is not None:
@@ -295,8 +295,8 @@ class Pipeline:
             mail.give(_message(action), kept.x.grad, target)
 
 
-def _settle(owed: list[Callable[[], None]]) -> None:
-    """Pays in the order in which it was owed, and lets go of each as soon as it is paid."""
-    owed.reverse()
-    while owed:
-        owed.pop()()
+def _run_deferred(pending: list[Callable[[], None]]) -> None:
+    """Pays in the order in which it was pending, and lets go of each as soon as it is paid."""
+    pending.reverse()
+    while pending:
+        pending.pop()()

@@ -12,18 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ultrascale.kernels.float8_products import ByHand
+from ultrascale.kernels.float8_gemm import CustomGemmModule
 from ultrascale.model.moe import MixtureOfExperts
-from ultrascale.model.transformer import IGNORED, MLP, Criterion, Embedding, Fan, Transformer
+from ultrascale.model.transformer import IGNORED, MLP, CrossEntropy, Embedding, MultiLinear, Transformer
 from ultrascale.parallel import comm
+from ultrascale.parallel.autograd_collectives import copy_to, gather_from, reduce_from, scatter_to
 from ultrascale.parallel.comm import Axis
-from ultrascale.parallel.exchange import copy_to, gather_from, reduce_from, scatter_to
 from ultrascale.parallel.mesh import Mesh
-from ultrascale.parallel.products import ALONE, SEQUENCE, Later, Result, products, summed
+from ultrascale.parallel.multi_linear import ALONE, SEQUENCE, DeferredWeightGrads, Result, multi_linear, row_parallel_linear
 from ultrascale.parallel.shards import Shard
 
 
-class _Cut(nn.Module):
+class _TensorParallelModule(nn.Module):
     """A module that took over a plain one's parameters: what it prints is what this rank holds."""
 
     sparse = False  # torch's DDP asks every embedding
@@ -34,36 +34,36 @@ class _Cut(nn.Module):
         return f"{tuple(self.weight.shape)}, part {self.axis.rank + 1} of {self.axis.size}"
 
 
-class ColumnFan(ByHand, Fan):
+class ColumnParallelLinear(CustomGemmModule, MultiLinear):
     """Products whose outputs are cut; with sequence parallelism the input arrives in slices and is gathered for all at once."""
 
-    def __init__(self, plain: Fan, axis: Axis, sequence: bool, later: Later) -> None:
+    def __init__(self, plain: MultiLinear, axis: Axis, sequence: bool, deferred: DeferredWeightGrads) -> None:
         nn.Module.__init__(self)  # the plain module's parameters are taken over as they are
         for name, linear in plain.named_children():
             self.add_module(name, linear)
-        self.axis, self.sequence, self.later = axis, sequence, later
+        self.axis, self.sequence, self.deferred = axis, sequence, deferred
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         linears = cast(list[nn.Linear], list(self.children()))
         weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-        return products(x, weights, biases, self.later, self.axis, self.sequence, self.numbers)
+        return multi_linear(x, weights, biases, self.deferred, self.axis, self.sequence, self.numbers)
 
 
-class RowLinear(ByHand, _Cut, nn.Linear):
+class RowParallelLinear(CustomGemmModule, _TensorParallelModule, nn.Linear):
     """A product whose input is cut: the parts are summed over tp, and left in slices of the sequence where those are wanted."""
 
-    def __init__(self, plain: nn.Linear, axis: Axis, sequence: bool, later: Later) -> None:
+    def __init__(self, plain: nn.Linear, axis: Axis, sequence: bool, deferred: DeferredWeightGrads) -> None:
         nn.Module.__init__(self)
         self.weight, self.bias = plain.weight, plain.bias
-        self.axis, self.sequence, self.later = axis, sequence, later
+        self.axis, self.sequence, self.deferred = axis, sequence, deferred
         self.result: Result = "kept"
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        y = summed(input, self.weight, self.axis, self.sequence, self.later, self.numbers, self.result)
+        y = row_parallel_linear(input, self.weight, self.axis, self.sequence, self.deferred, self.numbers, self.result)
         return y if self.bias is None else y + self.bias
 
 
-class VocabularyEmbedding(_Cut, nn.Embedding):
+class VocabParallelEmbedding(_TensorParallelModule, nn.Embedding):
     """Rows of the table cut over tp: each rank looks up the tokens it has, the rest are zero, the sum is the embedding."""
 
     def __init__(self, plain: nn.Embedding, axis: Axis, sequence: bool) -> None:
@@ -79,7 +79,7 @@ class VocabularyEmbedding(_Cut, nn.Embedding):
         return scatter_to(part, self.axis, SEQUENCE) if self.sequence else reduce_from(part, self.axis)
 
 
-class SlicedPositions(_Cut, nn.Embedding):
+class SequenceParallelPositions(_TensorParallelModule, nn.Embedding):
     """Learned positions, looked up for this rank's slice of the sequence only."""
 
     def __init__(self, plain: nn.Embedding, axis: Axis) -> None:
@@ -90,20 +90,20 @@ class SlicedPositions(_Cut, nn.Embedding):
         return F.embedding(input.chunk(self.axis.size)[self.axis.rank], self.weight)
 
 
-class VocabularyLinear(ByHand, _Cut, nn.Linear):
+class VocabParallelLinear(CustomGemmModule, _TensorParallelModule, nn.Linear):
     """The head: every rank has the logits of its rows of the vocabulary."""
 
-    def __init__(self, plain: nn.Linear, axis: Axis, sequence: bool, later: Later) -> None:
+    def __init__(self, plain: nn.Linear, axis: Axis, sequence: bool, deferred: DeferredWeightGrads) -> None:
         nn.Module.__init__(self)
         self.weight = plain.weight
-        self.axis, self.sequence, self.later = axis, sequence, later
+        self.axis, self.sequence, self.deferred = axis, sequence, deferred
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        (logits,) = products(input, [self.weight], [None], self.later, self.axis, self.sequence, self.numbers)
+        (logits,) = multi_linear(input, [self.weight], [None], self.deferred, self.axis, self.sequence, self.numbers)
         return logits
 
 
-class VocabularyCriterion(Criterion):
+class VocabParallelCrossEntropy(CrossEntropy):
     """Cross-entropy of logits cut by vocabulary: a maximum and two sums travel, never the logits."""
 
     def __init__(self, axis: Axis) -> None:
@@ -111,11 +111,11 @@ class VocabularyCriterion(Criterion):
         self.axis = axis
 
     def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = _VocabularyLoss.apply(logits, targets, self.axis)  # type: ignore[no-untyped-call]
+        loss: torch.Tensor = _VocabParallelCrossEntropy.apply(logits, targets, self.axis)  # type: ignore[no-untyped-call]
         return loss
 
 
-class _VocabularyLoss(torch.autograd.Function):
+class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: torch.Tensor, targets: torch.Tensor, axis: Axis) -> torch.Tensor:  # type: ignore[no-untyped-def]
         scores = logits.float()
@@ -142,7 +142,7 @@ class _VocabularyLoss(torch.autograd.Function):
         return shares.mul_((counts * grad).unsqueeze(-1)).to(ctx.dtype), None, None
 
 
-class CutExperts(MixtureOfExperts):
+class TensorParallelExperts(MixtureOfExperts):
     """Experts cut along their width: tokens arrive whole, routed alike on every rank, and the parts are summed at the end.
 
     In between everything is linear in what is cut, so router and gates have shares of their gradients on each rank.
@@ -155,7 +155,7 @@ class CutExperts(MixtureOfExperts):
         for name in ("shared", "shared_gate"):
             if getattr(plain, name) is None:
                 setattr(self, name, None)
-        self.visit, self.axis, self.sequence = plain.visit, axis, sequence
+        self.make_dispatcher, self.axis, self.sequence = plain.make_dispatcher, axis, sequence
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.sequence:
@@ -163,7 +163,7 @@ class CutExperts(MixtureOfExperts):
         return reduce_from(super().forward(copy_to(x, self.axis)), self.axis)
 
 
-def apply(model: Transformer, mesh: Mesh, later: Later) -> dict[str, Shard]:
+def apply(model: Transformer, mesh: Mesh, deferred: DeferredWeightGrads) -> dict[str, Shard]:
     """Cuts the model (built on the meta device) to this rank's part; says which part that is, per parameter."""
     axis, sequence = mesh.tp, mesh.layout.sequence_parallel and mesh.tp.size > 1
     shards = {name: _shard(name, tuple(weight.shape), mesh, sequence) for name, weight in model.named_parameters()}
@@ -171,8 +171,8 @@ def apply(model: Transformer, mesh: Mesh, later: Later) -> dict[str, Shard]:
         if shard.dim is not None:
             _shrink(model, name, shard)
     model.tie()
-    if axis.size > 1 or later.used:
-        _exchange(model, axis, sequence, later)
+    if axis.size > 1 or deferred.used:
+        _exchange(model, axis, sequence, deferred)
     return shards
 
 
@@ -208,30 +208,32 @@ def _shrink(model: Transformer, name: str, shard: Shard) -> None:
     setattr(module, leaf, nn.Parameter(shard.of(module.get_parameter(leaf).data).contiguous()))
 
 
-def _exchange(model: Transformer, axis: Axis, sequence: bool, later: Later) -> None:
+def _exchange(model: Transformer, axis: Axis, sequence: bool, deferred: DeferredWeightGrads) -> None:
     for block in model.each_block():
         attention = block.attention
-        attention.qkv = ColumnFan(attention.qkv, axis, sequence, later)
-        attention.out = RowLinear(attention.out, axis, sequence, later)
-        block.mlp = _exchanging(block.mlp, axis, sequence, later)
+        attention.qkv = ColumnParallelLinear(attention.qkv, axis, sequence, deferred)
+        attention.out = RowParallelLinear(attention.out, axis, sequence, deferred)
+        block.mlp = _exchanging(block.mlp, axis, sequence, deferred)
     if model.embed is not None and axis.size > 1:
         embed: Embedding = model.embed
-        embed.tokens = VocabularyEmbedding(embed.tokens, axis, sequence)
+        embed.tokens = VocabParallelEmbedding(embed.tokens, axis, sequence)
         if embed.positions is not None and sequence:
-            embed.positions = SlicedPositions(embed.positions, axis)
+            embed.positions = SequenceParallelPositions(embed.positions, axis)
     if model.head is not None and axis.size > 1:
         # The head's weight gradient is never put off: until it is made, the gradient of all logits must live.
-        model.head.linear = VocabularyLinear(model.head.linear, axis, sequence, Later(used=False))
-        model.head.criterion = VocabularyCriterion(axis)
+        model.head.linear = VocabParallelLinear(model.head.linear, axis, sequence, DeferredWeightGrads(used=False))
+        model.head.criterion = VocabParallelCrossEntropy(axis)
 
 
-def _exchanging(mlp: MLP | MixtureOfExperts, axis: Axis, sequence: bool, later: Later) -> MLP | MixtureOfExperts:
+def _exchanging(
+    mlp: MLP | MixtureOfExperts, axis: Axis, sequence: bool, deferred: DeferredWeightGrads
+) -> MLP | MixtureOfExperts:
     if isinstance(mlp, MLP):
-        mlp.inputs = ColumnFan(mlp.inputs, axis, sequence, later)
-        mlp.down = RowLinear(mlp.down, axis, sequence, later)
+        mlp.inputs = ColumnParallelLinear(mlp.inputs, axis, sequence, deferred)
+        mlp.down = RowParallelLinear(mlp.down, axis, sequence, deferred)
         return mlp
-    if later.used:
-        mlp.experts.owe = later.owe
+    if deferred.used:
+        mlp.experts.push_deferred = deferred.push
         if isinstance(mlp.shared, MLP):
-            mlp.shared = cast(MLP, _exchanging(mlp.shared, ALONE, False, later))
-    return CutExperts(mlp, axis, sequence) if axis.size > 1 else mlp
+            mlp.shared = cast(MLP, _exchanging(mlp.shared, ALONE, False, deferred))
+    return TensorParallelExperts(mlp, axis, sequence) if axis.size > 1 else mlp

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.transformer import Transformer
 from ultrascale.parallel.comm import Axis
-from ultrascale.parallel.data import Gradients
+from ultrascale.parallel.data import GradientReducer
 from ultrascale.parallel.mesh import Mesh, join
 from ultrascale.parallel.shards import Shard
 
@@ -86,7 +86,7 @@ def _offload(mesh: Mesh) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
 
 
-class Sharded(Gradients):
+class FSDPGrads(GradientReducer):
     """Gradients that FSDP2 scatters."""
 
     def __init__(self, module: Transformer, mesh: Mesh, every_microbatch: bool = False) -> None:

@@ -8,9 +8,9 @@ import numpy as np
 
 from ultrascale.cost import table
 from ultrascale.cost.estimate import estimate
-from ultrascale.cost.hardware import Machine
+from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.legality import divisors
-from ultrascale.plan.candidates import Wishes, cores
+from ultrascale.plan.candidates import LayoutConstraints, cores
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.framework import Framework
@@ -55,7 +55,7 @@ class NoFit:
         return f"{words}; cheapest change: {self.changes[0].text}" if self.changes else words
 
 
-def reachable_batch(job: Job, wishes: Wishes) -> tuple[Job, list[str]]:
+def reachable_batch(job: Job, wishes: LayoutConstraints) -> tuple[Job, list[str]]:
     """The job with the nearest batch that some layout can cut, and what was changed in words."""
     notes: list[str] = []
     asked, sequences = job.batch_tokens, job.sequences
@@ -77,7 +77,7 @@ def reachable_batch(job: Job, wishes: Wishes) -> tuple[Job, list[str]]:
     return job.changed(batch_tokens=nearest * job.seq), notes
 
 
-def _batch_units(job: Job, wishes: Wishes) -> set[int]:
+def _batch_units(job: Job, wishes: LayoutConstraints) -> set[int]:
     """dp·mbs (with what is pinned) of every way to fill the cluster: a batch must be a multiple of one of them."""
     model, world = job.model, job.cluster.gpus
     units = set()
@@ -131,7 +131,7 @@ def smaller_clusters(job: Job) -> list[Job]:
     return jobs
 
 
-def no_fit(job: Job, wishes: Wishes, peak_bytes: float, layout: Layout) -> NoFit:
+def no_fit(job: Job, wishes: LayoutConstraints, peak_bytes: float, layout: Layout) -> NoFit:
     """Tries, in the order of what they cost: the host's memory, narrower states, more GPUs, larger GPUs, shorter sequences."""
     changes = [
         *_with_offload(job, wishes),
@@ -143,18 +143,18 @@ def no_fit(job: Job, wishes: Wishes, peak_bytes: float, layout: Layout) -> NoFit
     return NoFit(layout, peak_bytes / GIB, job.cluster.gpu.memory_gib, tuple(changes))
 
 
-def _with_offload(job: Job, wishes: Wishes) -> list[Change]:
+def _with_offload(job: Job, wishes: LayoutConstraints) -> list[Change]:
     if "offload" in wishes.fixed:
         return []
     for where in ("optimizer", "parameters"):
         fixed = {**wishes.fixed, "offload": where}
-        found = fastest(job, Wishes(fixed, wishes.forbidden))
+        found = fastest(job, LayoutConstraints(fixed, wishes.forbidden))
         if found is not None:
             return [_change(f"keep the {where} on the host (--fix offload={where})", job, found)]
     return []
 
 
-def _with_narrower_states(job: Job, wishes: Wishes) -> list[Change]:
+def _with_narrower_states(job: Job, wishes: LayoutConstraints) -> list[Change]:
     for fields, flags in (
         ({"gradients": "bf16"}, "--gradients bf16"),
         ({"optimizer": "adamw-8bit"}, "--optimizer adamw-8bit"),
@@ -169,7 +169,7 @@ def _with_narrower_states(job: Job, wishes: Wishes) -> list[Change]:
     return []
 
 
-def _with_more_gpus(job: Job, wishes: Wishes) -> list[Change]:
+def _with_more_gpus(job: Job, wishes: LayoutConstraints) -> list[Change]:
     gpus = job.cluster.gpus
     while gpus < MOST_GPUS:
         gpus *= 2
@@ -183,7 +183,7 @@ def _with_more_gpus(job: Job, wishes: Wishes) -> list[Change]:
     return []
 
 
-def _with_larger_gpu(job: Job, wishes: Wishes) -> list[Change]:
+def _with_larger_gpu(job: Job, wishes: LayoutConstraints) -> list[Change]:
     here = job.cluster.gpu
     larger = [g for g in GPU.presets().values() if g.memory_gib > here.memory_gib and g.vendor == here.vendor]
     for kind in sorted(larger, key=lambda g: g.memory_gib):
@@ -197,7 +197,7 @@ def _with_larger_gpu(job: Job, wishes: Wishes) -> list[Change]:
     return []
 
 
-def _with_shorter_sequence(job: Job, wishes: Wishes) -> list[Change]:
+def _with_shorter_sequence(job: Job, wishes: LayoutConstraints) -> list[Change]:
     seq = job.seq
     while seq % 2 == 0 and seq > 512:
         seq //= 2
@@ -214,9 +214,9 @@ def _change(text: str, job: Job, layout: Layout) -> Change:
     return Change(words, job, layout, predicted)
 
 
-def fastest(job: Job, wishes: Wishes) -> Layout | None:
+def fastest(job: Job, wishes: LayoutConstraints) -> Layout | None:
     """The fastest layout that fits, in closed form; None when none does."""
-    machine, capacity = Machine(job), job.cluster.gpu.memory_gib * GIB
+    machine, capacity = ClusterRates(job), job.cluster.gpu.memory_gib * GIB
     best: tuple[float, Layout] | None = None
     for group in cores(job, wishes):
         cells = table.evaluate(job, group.columns, group.variants, machine, capacity)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ultrascale.cost.columns import CHOICES, NAMES, Array, Columns, encode
+from ultrascale.cost.columns import CHOICES, NAMES, Array, LayoutColumns, encode
 from ultrascale.cost.legality import RULES, divisors, legal_rows, near
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
@@ -38,14 +38,14 @@ MAX_LOOPS = 8  # virtual stages tried beyond those that divide the layers evenly
 
 
 @dataclass(frozen=True)
-class Wishes:
+class LayoutConstraints:
     """What the user pinned and what was ruled out, by field of the layout."""
 
     fixed: dict[str, Any] = field(default_factory=dict)
     forbidden: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
     @classmethod
-    def parse(cls, fix: Sequence[str] = (), forbid: Sequence[str] = ()) -> Wishes:
+    def parse(cls, fix: Sequence[str] = (), forbid: Sequence[str] = ()) -> LayoutConstraints:
         """`tp=8` (several separated by commas) and `cp`, `zero=3`, `recompute=full`."""
         fixed: dict[str, Any] = {}
         for text in _words(fix, "--fix"):
@@ -103,17 +103,17 @@ def _pair(text: str, flag: str) -> tuple[str, str]:
 
 
 @dataclass(frozen=True)
-class Cores:
+class LayoutCores:
     """Every legal layout of one pipeline degree but for its schedule, and the schedules to try with each."""
 
-    columns: Columns
+    columns: LayoutColumns
     variants: tuple[tuple[str, int], ...]
 
 
 _CORE_RULES = tuple(rule for rule in RULES if "schedule" not in rule.fields and "virtual_stages" not in rule.fields)
 
 
-def cores(job: Job, wishes: Wishes) -> Iterator[Cores]:
+def cores(job: Job, wishes: LayoutConstraints) -> Iterator[LayoutCores]:
     """All cores, grouped by pp; nothing when nothing is legal."""
     by_pp: dict[int, list[dict[str, Array]]] = {}
     for base in _degrees(job, wishes):
@@ -122,13 +122,13 @@ def cores(job: Job, wishes: Wishes) -> Iterator[Cores]:
             by_pp.setdefault(base["pp"], []).append(part)
     for pp in sorted(by_pp):
         variants = _schedules(job, wishes, pp)
-        table = Columns.from_mapping({name: np.concatenate([part[name] for part in by_pp[pp]]) for name in NAMES})
+        table = LayoutColumns.from_mapping({name: np.concatenate([part[name] for part in by_pp[pp]]) for name in NAMES})
         table = table.take(legal_rows(job, table, _CORE_RULES))
         if variants and len(table):
-            yield Cores(table, tuple(variants))
+            yield LayoutCores(table, tuple(variants))
 
 
-def _degrees(job: Job, wishes: Wishes) -> Iterator[dict[str, int]]:
+def _degrees(job: Job, wishes: LayoutConstraints) -> Iterator[dict[str, int]]:
     """Every dp·tp·pp·cp that fills the cluster, with every ep inside it."""
     model, world = job.model, job.cluster.gpus
     experts = divisors(model.moe.experts) if model.moe is not None else [1]
@@ -150,7 +150,7 @@ def _slices(job: Job, ranks: int) -> list[int]:
     return [d for d in divisors(ranks) if d == 1 or job.seq // d >= SHORTEST_SLICE]
 
 
-def _variants(job: Job, wishes: Wishes, base: dict[str, int]) -> dict[str, Array] | None:
+def _variants(job: Job, wishes: LayoutConstraints, base: dict[str, int]) -> dict[str, Array] | None:
     """One set of degrees with every micro-batch, sharding, policy and exchange."""
     passes = job.sequences // base["dp"]
     batches = [(mbs, passes // mbs) for mbs in wishes.among("mbs", divisors(passes)) if passes % mbs == 0]
@@ -197,7 +197,7 @@ def _product(axes: tuple[tuple[tuple[Any, ...], ...], ...]) -> dict[str, Array]:
     return columns
 
 
-def _shardings(job: Job, wishes: Wishes, base: dict[str, int]) -> list[tuple[Any, ...]]:
+def _shardings(job: Job, wishes: LayoutConstraints, base: dict[str, int]) -> list[tuple[Any, ...]]:
     """ZeRO stages; ZeRO-3 also keeping its layers gathered, and over one fast domain only (HSDP)."""
     data_ranks = base["dp"] * base["cp"]
     levels = wishes.among("zero", range(4) if data_ranks > 1 else (0,))
@@ -211,7 +211,7 @@ def _shardings(job: Job, wishes: Wishes, base: dict[str, int]) -> list[tuple[Any
     return found
 
 
-def _exchanges(job: Job, wishes: Wishes, base: dict[str, int]) -> list[str]:
+def _exchanges(job: Job, wishes: LayoutConstraints, base: dict[str, int]) -> list[str]:
     if base["cp"] == 1:
         return wishes.among("context_parallel", ["zigzag"])
     return wishes.among("context_parallel", ["zigzag" if job.seq % (2 * base["cp"]) == 0 else "ring", "allgather", "ulysses"])
@@ -221,7 +221,7 @@ def _sequence(job: Job, base: dict[str, int]) -> list[bool]:
     return [job.seq // base["cp"] % base["tp"] == 0]
 
 
-def _schedules(job: Job, wishes: Wishes, pp: int) -> list[tuple[str, int]]:
+def _schedules(job: Job, wishes: LayoutConstraints, pp: int) -> list[tuple[str, int]]:
     if pp == 1:
         pairs = [("1f1b", 1)]
     else:
@@ -236,12 +236,12 @@ def _schedules(job: Job, wishes: Wishes, pp: int) -> list[tuple[str, int]]:
     return [pair for pair in pairs if wishes.allows("schedule", pair[0]) and wishes.allows("virtual_stages", pair[1])]
 
 
-def why_empty(job: Job, wishes: Wishes) -> str:
+def why_empty(job: Job, wishes: LayoutConstraints) -> str:
     """Why no layout is legal: the first rule that the pinned fields alone already break, or the batch."""
     pinned = dict(wishes.fixed)
     if pinned:
         layout = Layout.model_construct(**{**Layout().model_dump(), **pinned})
-        row = Columns.of([layout])
+        row = LayoutColumns.of([layout])
         for rule in RULES:
             if set(rule.fields) <= set(pinned) and not rule.holds(job, row)[0]:
                 return rule.sentence(job, layout)

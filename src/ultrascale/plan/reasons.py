@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ultrascale.cost.estimate import Draft, drafts
+from ultrascale.cost.estimate import DraftEstimate, drafts
 from ultrascale.cost.legality import divisors, problem
-from ultrascale.plan.candidates import Wishes
+from ultrascale.plan.candidates import LayoutConstraints
 from ultrascale.plan.objective import Objective
 from ultrascale.schedules import legal
 from ultrascale.specs.errors import SpecError
@@ -127,7 +127,7 @@ def _change_words(layout: Layout, other: Layout, fields: dict[str, Any]) -> str:
     return f"{asked} ({', '.join(followed)})" if followed else asked
 
 
-def _verdict(chosen: Estimate, other: Estimate | Draft) -> str:
+def _verdict(chosen: Estimate, other: Estimate | DraftEstimate) -> str:
     slower = other.step_time_s / chosen.step_time_s - 1
     if not other.fits:
         return (
@@ -142,7 +142,7 @@ def _verdict(chosen: Estimate, other: Estimate | Draft) -> str:
     return f"{change} per step (mostly {CAUSE_WORDS[cause]} {difference:+.2f} s), {saved:+,.1f} GiB"
 
 
-def largest_difference(chosen: Estimate, other: Estimate | Draft) -> tuple[str, float]:
+def largest_difference(chosen: Estimate, other: Estimate | DraftEstimate) -> tuple[str, float]:
     """The cause that moved most in the direction in which the total moved."""
     sign = 1 if other.step_time_s >= chosen.step_time_s else -1
     differences = {cause: getattr(other.time, cause) - getattr(chosen.time, cause) for cause in CAUSES}
@@ -169,7 +169,7 @@ def of_winner(
     chosen: Estimate,
     rejected: tuple[Neighbour, ...],
     objective: Objective,
-    wishes: Wishes,
+    wishes: LayoutConstraints,
 ) -> tuple[str, ...]:
     """The playbook's order: make it fit, reach the batch, go fast."""
     by_change = {neighbour.change.split(" ")[0].rstrip(","): neighbour for neighbour in rejected}

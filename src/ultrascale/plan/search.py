@@ -10,12 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from ultrascale.cost import table
-from ultrascale.cost.columns import NAMES, Array, Columns
-from ultrascale.cost.estimate import Draft, Held, held, timed, whole
-from ultrascale.cost.hardware import Machine
+from ultrascale.cost.columns import NAMES, Array, LayoutColumns
+from ultrascale.cost.estimate import DraftEstimate, StageFill, held, timed, whole
+from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.legality import check
 from ultrascale.plan import advice, reasons
-from ultrascale.plan.candidates import Wishes, cores, why_empty
+from ultrascale.plan.candidates import LayoutConstraints, cores, why_empty
 from ultrascale.plan.objective import OBJECTIVES, Objective
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.job import Job
@@ -43,7 +43,7 @@ class Result:
     no_fit: advice.NoFit | None = None
 
 
-class Previewed(NamedTuple):
+class LayoutPreview(NamedTuple):
     """A layout that fits and how long its step takes, by closed forms."""
 
     layout: Layout
@@ -53,7 +53,7 @@ class Previewed(NamedTuple):
 @dataclass(frozen=True)
 class _Ranked:
     job: Job
-    rows: Columns
+    rows: LayoutColumns
     """the best, best first"""
     score: list[float]
     evaluated: int
@@ -69,7 +69,7 @@ def plan(
     forbid: Sequence[str] = (),
     explain: bool = True,
     progress: Callable[[str], None] | None = None,
-    preview: Callable[[list[Previewed]], None] | None = None,
+    preview: Callable[[list[LayoutPreview]], None] | None = None,
 ) -> Result:
     """Rank every legal layout of the job. `fix` and `forbid` are texts such as `tp=8`, `cp`, `recompute=full`.
 
@@ -81,7 +81,7 @@ def plan(
     if isinstance(top, bool) or not isinstance(top, int) or not 1 <= top <= MOST:
         raise SpecError(f"top is {top!r} but must be a whole number from 1 to {MOST}, such as 10")
     started = time.perf_counter()
-    wishes = Wishes.parse(fix, forbid)
+    wishes = LayoutConstraints.parse(fix, forbid)
     say = progress or (lambda _: None)
     job, notes = advice.reachable_batch(job, wishes)
     jobs = advice.smaller_clusters(job) if objective == "cost" else [job]
@@ -99,7 +99,7 @@ def plan(
         return Result(job, (), evaluated, 0, time.perf_counter() - started, tuple(notes), no_fit)
     best = sorted(((score, r, row) for r in ranked for row, score in enumerate(r.score)), key=lambda entry: entry[0])
     if preview is not None and objective == "throughput":
-        shown = [Previewed(ranked.rows.layout(row), score) for score, ranked, row in best[:top]]
+        shown = [LayoutPreview(ranked.rows.layout(row), score) for score, ranked, row in best[:top]]
         check(job, shown[0].layout)  # wishes may contradict each other beyond what candidates know
         preview(shown)
     wanted = max(top, SIMULATED_AT_LEAST)
@@ -121,17 +121,17 @@ def explained(
     """The same plans, best first, with reasons: the winner's three steps and neighbours, what each other costs against it."""
     winner, *others = [(plan.job, plan.layout, plan.estimate) for plan in plans]
     rejected = reasons.neighbours(*winner)
-    why = reasons.of_winner(*winner, rejected, objective, Wishes.parse(fix, forbid))
+    why = reasons.of_winner(*winner, rejected, objective, LayoutConstraints.parse(fix, forbid))
     found = [plans[0].model_copy(update={"reasons": why, "rejected": rejected})]
     for plan, other in zip(plans[1:], others, strict=True):
         found.append(plan.model_copy(update={"reasons": reasons.against_winner(winner, other, objective)}))
     return found
 
 
-def _simulate(best: list[tuple[float, _Ranked, int]], wanted: int) -> list[Draft]:
+def _simulate(best: list[tuple[float, _Ranked, int]], wanted: int) -> list[DraftEstimate]:
     """The first `wanted` that fit by the exact count, all in one simulation; every one of them, if none does."""
-    fitting: list[Held] = []
-    over: list[Held] = []
+    fitting: list[StageFill] = []
+    over: list[StageFill] = []
     while best and len(fitting) < wanted:
         count = wanted - len(fitting)
         for found in _held([(ranked.job, ranked.rows.layout(row)) for _, ranked, row in best[:count]]):
@@ -140,16 +140,16 @@ def _simulate(best: list[tuple[float, _Ranked, int]], wanted: int) -> list[Draft
     return timed(fitting or over)
 
 
-def _held(asked: list[tuple[Job, Layout]]) -> list[Held]:
+def _held(asked: list[tuple[Job, Layout]]) -> list[StageFill]:
     """In the order asked; those of one cluster together."""
-    found: dict[int, Held] = {}
+    found: dict[int, StageFill] = {}
     for job in {id(job): job for job, _ in asked}.values():
         numbers = [number for number, (one, _) in enumerate(asked) if one is job]
         found.update(zip(numbers, held(job, [asked[number][1] for number in numbers]), strict=True))
     return [found[number] for number in range(len(asked))]
 
 
-def _score(predicted: Draft, objective: Objective) -> tuple[float, ...]:
+def _score(predicted: DraftEstimate, objective: Objective) -> tuple[float, ...]:
     if objective == "memory":
         return (predicted.peak_gib, predicted.step_time_s)
     if objective == "cost":
@@ -157,10 +157,10 @@ def _score(predicted: Draft, objective: Objective) -> tuple[float, ...]:
     return (predicted.step_time_s, predicted.peak_gib)
 
 
-def _rank(job: Job, wishes: Wishes, objective: Objective, keep: int) -> _Ranked:
-    machine = Machine(job)
+def _rank(job: Job, wishes: LayoutConstraints, objective: Objective, keep: int) -> _Ranked:
+    machine = ClusterRates(job)
     capacity = job.cluster.gpu.memory_gib * GIB
-    scores, rows = np.zeros(0), [Columns.of([])]
+    scores, rows = np.zeros(0), [LayoutColumns.of([])]
     evaluated = fitting = 0
     for group in cores(job, wishes):
         # Who is slower than as many as are kept is out; the least memory may be at any speed.
@@ -174,7 +174,7 @@ def _rank(job: Job, wishes: Wishes, objective: Objective, keep: int) -> _Ranked:
         rows.append(cells.layouts(core, variant))
         scores = np.concatenate([scores, score[core, variant]])
     first = np.argsort(scores, kind="stable")[:keep]
-    found = Columns.from_mapping({name: np.concatenate([getattr(part, name) for part in rows])[first] for name in NAMES})
+    found = LayoutColumns.from_mapping({name: np.concatenate([getattr(part, name) for part in rows])[first] for name in NAMES})
     weight = job.cluster.gpus if objective == "cost" else 1.0
     return _Ranked(job, found, (weight * scores[first]).tolist(), evaluated, fitting)
 
@@ -190,9 +190,9 @@ def _least(score: Array, most: int) -> tuple[Array, Array]:
     return core[order], variant[order]
 
 
-def _smallest(job: Job, wishes: Wishes) -> tuple[float, Layout] | None:
+def _smallest(job: Job, wishes: LayoutConstraints) -> tuple[float, Layout] | None:
     """The least peak in bytes, and whose it is: what is said when nothing fits."""
-    machine = Machine(job)
+    machine = ClusterRates(job)
     best: tuple[float, Layout] | None = None
     for group in cores(job, wishes):
         cells = table.evaluate(job, group.columns, group.variants, machine, np.inf, longest_s=0.0)

@@ -10,9 +10,9 @@ import numpy as np
 
 from ultrascale.cost import table
 from ultrascale.cost.estimate import estimate
-from ultrascale.cost.hardware import Machine
+from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.legality import problem
-from ultrascale.plan.candidates import Wishes, cores
+from ultrascale.plan.candidates import LayoutConstraints, cores
 from ultrascale.plan.search import plan as search
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
@@ -28,7 +28,7 @@ SEQUENCES = 4  # a GPU, in scaling curves: enough to fill a pipeline, few enough
 
 
 @dataclass(frozen=True)
-class Cell:
+class HeatmapCell:
     """The best layout of a model on so many nodes; None where nothing fits."""
 
     model: str
@@ -46,7 +46,7 @@ def heat_map(
     batch_tokens: int,
     say: Say = lambda _: None,
     **job: Any,
-) -> tuple[Cell, ...]:
+) -> tuple[HeatmapCell, ...]:
     """Every model on every number of the cluster's nodes, one batch for all, as in the playbook's chart."""
     cells = []
     for model in models:
@@ -59,11 +59,11 @@ def heat_map(
             except SpecError:  # the batch cannot be cut over so many GPUs, or a sequence is longer than the model's positions
                 found = ()
             layout, predicted = (found[0].layout, found[0].estimate) if found else (None, None)
-            cells.append(Cell(model.name, count, gpus, layout, predicted))
+            cells.append(HeatmapCell(model.name, count, gpus, layout, predicted))
     return tuple(cells)
 
 
-def beside(job: Job, say: Say = lambda _: None) -> tuple[Cell, ...]:
+def beside(job: Job, say: Say = lambda _: None) -> tuple[HeatmapCell, ...]:
     """The heat map about a job: its model between one half its size or smaller and one twice it or larger, on a quarter of its
     nodes to four times as many."""
     own, here = job.model, job.cluster.nodes
@@ -77,7 +77,7 @@ def beside(job: Job, say: Say = lambda _: None) -> tuple[Cell, ...]:
 
 
 @dataclass(frozen=True)
-class Point:
+class ScalingPoint:
     """One technique alone at one degree; no estimate where the layout is not legal."""
 
     technique: str
@@ -95,7 +95,7 @@ TECHNIQUES: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 
 
-def scaling(job: Job, most: int, recompute: str = "none") -> tuple[Point, ...]:
+def scaling(job: Job, most: int, recompute: str = "none") -> tuple[ScalingPoint, ...]:
     """Each technique alone on 1, 2, 4 … GPUs, with as many tokens a GPU at every size."""
     points = []
     for name, fields in TECHNIQUES.items():
@@ -107,15 +107,15 @@ def scaling(job: Job, most: int, recompute: str = "none") -> tuple[Point, ...]:
             layout = Layout(mbs=1, recompute=recompute, gas=SEQUENCES * gpus // values.get("dp", 1), **values)
             grown = job.changed(cluster=job.cluster.resized(gpus), batch_tokens=layout.batch_tokens(job.seq))
             legal = problem(grown, layout) is None
-            points.append(Point(name, gpus, estimate(grown, layout) if legal else None))
+            points.append(ScalingPoint(name, gpus, estimate(grown, layout) if legal else None))
             gpus *= 2
     return tuple(points)
 
 
 def front(job: Job, fix: Sequence[str] = (), forbid: Sequence[str] = (), most: int = 40) -> tuple[tuple[Layout, Estimate], ...]:
     """Layouts that no other beats in both step time and peak memory, fastest first, of all that fit."""
-    wishes = Wishes.parse(fix, forbid)
-    machine, capacity = Machine(job), job.cluster.gpu.memory_gib * GIB
+    wishes = LayoutConstraints.parse(fix, forbid)
+    machine, capacity = ClusterRates(job), job.cluster.gpu.memory_gib * GIB
     found: list[tuple[float, float, Layout]] = []
     for group in cores(job, wishes):
         cells = table.evaluate(job, group.columns, group.variants, machine, capacity)

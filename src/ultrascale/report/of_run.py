@@ -12,7 +12,7 @@ from ultrascale.measure import compare
 from ultrascale.measure.trace import analysis as trace_analysis
 from ultrascale.measure.trace import rank as trace
 from ultrascale.measure.trace.analysis import TRACES
-from ultrascale.measure.trace.view import view
+from ultrascale.measure.trace.step_intervals import view
 from ultrascale.report.of_plan import Say, footer, plan_sections
 from ultrascale.report.page import Section, bullets, chart, details, page, table, tiles, words
 from ultrascale.show.compare import rows as compared
@@ -98,7 +98,7 @@ def _run_sections(folder: Path, plan: Plan, rows: list[dict[str, Any]]) -> Itera
         parts.append(words("No step has been written yet."))
     yield Section("Run", tuple(parts))
     if seen is not None:
-        sides = compare.Side("plan", plan, plan.estimate), compare.Side(folder.name, plan, seen)
+        sides = compare.ComparisonSide("plan", plan, plan.estimate), compare.ComparisonSide(folder.name, plan, seen)
         found = compare.compare(*sides)
         head = ("term", "predicted", "measured", "difference")
         lines = compared(found.terms, ("predicted", "measured"))

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class Kind(StrEnum):
+class ActionKind(StrEnum):
     """What is computed for one micro-batch on one stage."""
 
     F = "F"  # forward
@@ -24,13 +24,13 @@ class Kind(StrEnum):
     W = "W"  # gradient of the weights only; nobody waits for it, so it can fill a bubble
 
 
-KINDS = tuple(Kind)  # an array holds a kind as its place here
+KINDS = tuple(ActionKind)  # an array holds a kind as its place here
 
 
 class Action(NamedTuple):
     """One piece of work of one rank. `stage` is global: 0 … ranks × virtual_stages − 1."""
 
-    kind: Kind
+    kind: ActionKind
     stage: int
     microbatch: int
     paired: bool = False  # runs overlapped with the next action of the list (a forward with a backward, DualPipe)
@@ -72,7 +72,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Lists:
+class ActionArrays:
     """The lists of a schedule as arrays with an entry per action, rank after rank: what is asked of thousands at once."""
 
     name: str

@@ -12,12 +12,12 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ultrascale.schedules.actions import KINDS, Action, Kind, Lists, Schedule
+from ultrascale.schedules.actions import KINDS, Action, ActionArrays, ActionKind, Schedule
 from ultrascale.schedules.legal import legal, rounds
 from ultrascale.specs.errors import SpecError
 
 Ints = NDArray[np.int64]
-F, B, I, W = (KINDS.index(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W))  # noqa: E741 - the papers' letters
+F, B, I, W = (KINDS.index(kind) for kind in (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W))  # noqa: E741 - the papers' letters
 
 
 @lru_cache(maxsize=256)
@@ -31,7 +31,7 @@ def build(name: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> 
 
 
 @lru_cache(maxsize=512)
-def lists(name: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> Lists:
+def lists(name: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> ActionArrays:
     """The same as arrays."""
     problem = legal(name, ranks, microbatches, virtual_stages)
     if problem is not None:
@@ -41,7 +41,7 @@ def lists(name: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> 
     return _looped(name, ranks, microbatches, virtual_stages)
 
 
-def _looped(name: str, ranks: int, microbatches: int, virtual_stages: int) -> Lists:
+def _looped(name: str, ranks: int, microbatches: int, virtual_stages: int) -> ActionArrays:
     """A rank's turns: in each a forward, the backward of `warmup` turns ago, the weight gradient of `late` more turns ago.
 
     Micro-batches pass in rounds, a round on one stage, then on the next.
@@ -67,7 +67,7 @@ def _looped(name: str, ranks: int, microbatches: int, virtual_stages: int) -> Li
             np.put_along_axis(row, position, values, axis=1)
     kinds, stages, of = made.reshape(3, -1)
     start = np.arange(ranks + 1) * made.shape[2]
-    return Lists(name, ranks, virtual_stages, microbatches, kinds, stages, of, np.zeros(len(kinds), dtype=bool), start)
+    return ActionArrays(name, ranks, virtual_stages, microbatches, kinds, stages, of, np.zeros(len(kinds), dtype=bool), start)
 
 
 def _warmup(name: str, ranks: int, rank: Ints, per_round: int, microbatches: int, virtual_stages: int) -> Ints:
@@ -89,7 +89,7 @@ _WORDS = ((F, 0), (F, 1), (B, 0), (B, 1), (I, 0), (I, 1), (W, 0), (W, 1), (F, 0)
 FD, FU, BD, BU, ID, IU, WD, WU, PD, PU = range(10)
 
 
-def _v_shaped(name: str, ranks: int, microbatches: int) -> Lists:
+def _v_shaped(name: str, ranks: int, microbatches: int) -> ActionArrays:
     """Rank r holds stages r and 2·ranks − 1 − r; micro-batches are counted per kind and way."""
     by_rank = [_V_SHAPES[name](ranks, rank, microbatches) for rank in range(ranks)]
     words = np.asarray([word for each in by_rank for word in each])
@@ -103,7 +103,7 @@ def _v_shaped(name: str, ranks: int, microbatches: int) -> Lists:
     stage = np.where(way == 0, rank, 2 * ranks - 1 - rank)
     keep = microbatch < microbatches  # torch builds ZB-V for enough to fill the V and strikes those that do not exist
     start = np.searchsorted(rank[keep], np.arange(ranks + 1))
-    return Lists(name, ranks, 2, microbatches, kind[keep], stage[keep], microbatch[keep], words[keep] >= PD, start)
+    return ActionArrays(name, ranks, 2, microbatches, kind[keep], stage[keep], microbatch[keep], words[keep] >= PD, start)
 
 
 def _count(key: Ints) -> Ints:

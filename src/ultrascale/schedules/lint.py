@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
-from ultrascale.schedules.actions import Action, Kind, Schedule
+from ultrascale.schedules.actions import Action, ActionKind, Schedule
 from ultrascale.schedules.simulate import DeadlockError, StageTimes, simulate
 
 
@@ -51,18 +51,18 @@ def _missing_or_doubled(schedule: Schedule) -> list[str]:
     problems = [f"doubled: {Action(*key)} is there {n} times" for key, n in counts.items() if n > 1]
     for stage in range(schedule.stages):
         for k in range(schedule.microbatches):
-            there = {kind for kind in Kind if counts[kind, stage, k]}
-            if Kind.F not in there:
-                problems.append(f"missing: {Action(Kind.F, stage, k)}")
-            match Kind.B in there, Kind.I in there, Kind.W in there:
+            there = {kind for kind in ActionKind if counts[kind, stage, k]}
+            if ActionKind.F not in there:
+                problems.append(f"missing: {Action(ActionKind.F, stage, k)}")
+            match ActionKind.B in there, ActionKind.I in there, ActionKind.W in there:
                 case (False, False, False):
-                    problems.append(f"missing: {Action(Kind.B, stage, k)} (or its I and W)")
+                    problems.append(f"missing: {Action(ActionKind.B, stage, k)} (or its I and W)")
                 case (False, True, False):
-                    problems.append(f"missing: {Action(Kind.W, stage, k)}")
+                    problems.append(f"missing: {Action(ActionKind.W, stage, k)}")
                 case (False, False, True):
-                    problems.append(f"missing: {Action(Kind.I, stage, k)}")
+                    problems.append(f"missing: {Action(ActionKind.I, stage, k)}")
                 case (True, i, w) if i or w:
-                    problems.append(f"doubled: {Action(Kind.B, stage, k)} beside its {'I' if i else 'W'}")
+                    problems.append(f"doubled: {Action(ActionKind.B, stage, k)} beside its {'I' if i else 'W'}")
     return problems
 
 
@@ -71,7 +71,7 @@ def _out_of_order(schedule: Schedule) -> list[str]:
     for rank, actions in enumerate(schedule.actions):
         place = {action[:3]: at for at, action in enumerate(actions)}
         for (kind, stage, k), at in place.items():
-            needed = {Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I}.get(kind)
+            needed = {ActionKind.B: ActionKind.F, ActionKind.I: ActionKind.F, ActionKind.W: ActionKind.I}.get(kind)
             if needed is not None and place.get((needed, stage, k), -1) > at:
                 problems.append(f"rank {rank}: {kind} before {needed}: {Action(kind, stage, k)}")
     return problems
@@ -81,7 +81,9 @@ def _bad_pairs(schedule: Schedule) -> list[str]:
     problems = []
     for rank, actions in enumerate(schedule.actions):
         for action, after in zip(actions, (*actions[1:], None), strict=True):
-            if action.paired and (action.kind is not Kind.F or after is None or after.kind not in (Kind.B, Kind.I)):
+            if action.paired and (
+                action.kind is not ActionKind.F or after is None or after.kind not in (ActionKind.B, ActionKind.I)
+            ):
                 problems.append(f"rank {rank}: bad pair: {action} with {after}; pairs are a forward, then a backward")
     return problems
 
@@ -92,10 +94,10 @@ def _crossed_messages(schedule: Schedule, late_receives: bool) -> list[str]:
     uses: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for actions in schedule.actions:
         for kind, stage, k, _ in actions:
-            if kind is Kind.W:
+            if kind is ActionKind.W:
                 continue
-            step = 1 if kind is Kind.F else -1
-            what = "activations" if kind is Kind.F else "gradients"
+            step = 1 if kind is ActionKind.F else -1
+            what = "activations" if kind is ActionKind.F else "gradients"
             for table, source, target in ((sends, stage, stage + step), (uses, stage - step, stage)):
                 if min(source, target) < 0 or max(source, target) >= schedule.stages:
                     continue

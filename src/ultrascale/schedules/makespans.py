@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ultrascale.schedules.actions import KINDS, Kind, Schedule
+from ultrascale.schedules.actions import KINDS, ActionKind, Schedule
 from ultrascale.schedules.build import lists
 from ultrascale.schedules.legal import least_microbatches, legal
 from ultrascale.schedules.simulate import DeadlockError, StageTimes
@@ -28,7 +28,7 @@ GIVEN, NEVER = 0, 1
 TURNS = 16  # between two looks for ranks that have finished
 
 
-class Pipeline(NamedTuple):
+class TimedSchedule(NamedTuple):
     """A schedule, and how long its stages take."""
 
     name: str
@@ -58,7 +58,7 @@ class _Places:
 @lru_cache(maxsize=512)
 def _places(name: str, ranks: int, microbatches: int, virtual_stages: int) -> _Places:
     made = lists(name, ranks, microbatches, virtual_stages)
-    weights = made.kind == KINDS.index(Kind.W)
+    weights = made.kind == KINDS.index(ActionKind.W)
     waits = ~weights
     kind, stage, microbatch, rank = (each[waits] for each in (made.kind, made.stage, made.microbatch, made.rank))
     own = np.arange(len(kind)) + rank  # an end stands behind each rank
@@ -66,7 +66,7 @@ def _places(name: str, ranks: int, microbatches: int, virtual_stages: int) -> _P
     ends = np.searchsorted(rank, np.arange(ranks), side="right") + np.arange(ranks)
     holder = np.empty(made.stages, dtype=np.int64)
     holder[stage] = rank
-    forward = kind == KINDS.index(Kind.F)
+    forward = kind == KINDS.index(ActionKind.F)
     before = np.where(forward, stage - 1, stage + 1)
     comes = (before >= 0) & (before < made.stages)
     comes[comes] = holder[before[comes]] != rank[comes]  # what the rank itself made, it made earlier
@@ -80,7 +80,7 @@ def _places(name: str, ranks: int, microbatches: int, virtual_stages: int) -> _P
     return _Places(source, np.append(0, ends[:-1] + 1), place, duration[waits], weights_after, duration[weights])
 
 
-def makespans(pipelines: Sequence[Pipeline]) -> list[float]:
+def makespans(pipelines: Sequence[TimedSchedule]) -> list[float]:
     """Seconds from the first forward to the last backward of each, every action simulated."""
     if not pipelines:
         return []
@@ -128,7 +128,7 @@ def _run(source: Ints, took: Floats, after: Floats, begin: Ints, hop: Floats) ->
     return ends
 
 
-def simulate_makespans(pipelines: Sequence[Pipeline], cap: int = 64) -> list[float]:
+def simulate_makespans(pipelines: Sequence[TimedSchedule], cap: int = 64) -> list[float]:
     """Seconds from the first forward to the last backward of each, simulating at most about `cap` micro-batches.
 
     Beyond `cap` the makespan is extrapolated linearly from two smaller simulations that differ by whole rounds: once
@@ -161,7 +161,7 @@ def simulate_makespans(pipelines: Sequence[Pipeline], cap: int = 64) -> list[flo
     return [found[n] for n in range(len(pipelines))]
 
 
-def _two_sizes(pipeline: Pipeline, most: int) -> tuple[int, ...]:
+def _two_sizes(pipeline: TimedSchedule, most: int) -> tuple[int, ...]:
     """Numbers of micro-batches to extrapolate from, whole rounds away from what is asked; or that alone."""
     name, ranks, microbatches, virtual_stages, _ = pipeline
     large = most - (most - microbatches) % ranks
@@ -171,7 +171,7 @@ def _two_sizes(pipeline: Pipeline, most: int) -> tuple[int, ...]:
     return small, large
 
 
-def _slowest_s(pipeline: Pipeline) -> float:
+def _slowest_s(pipeline: TimedSchedule) -> float:
     """The slowest rank's work on one micro-batch."""
     rank_of = Schedule(*pipeline[:2], pipeline.virtual_stages, pipeline.microbatches, ()).rank_of
     times, work_s = pipeline.times, [0.0] * pipeline.ranks
@@ -182,4 +182,4 @@ def _slowest_s(pipeline: Pipeline) -> float:
 
 def simulate_makespan(name: str, ranks: int, microbatches: int, virtual_stages: int, times: StageTimes, cap: int = 64) -> float:
     """The same of one."""
-    return simulate_makespans([Pipeline(name, ranks, microbatches, virtual_stages, times)], cap)[0]
+    return simulate_makespans([TimedSchedule(name, ranks, microbatches, virtual_stages, times)], cap)[0]

@@ -13,12 +13,12 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ultrascale.schedules.actions import KINDS, Kind, Schedule
+from ultrascale.schedules.actions import KINDS, ActionKind, Schedule
 from ultrascale.schedules.build import lists
 
 
 @dataclass(frozen=True)
-class Held:
+class InFlightActivations:
     """The most a rank holds at once."""
 
     peak_bytes: float
@@ -26,12 +26,12 @@ class Held:
     count: tuple[int, ...]  # micro-batches held then, per local stage in the order of `Schedule.stages_of`
 
 
-def peak_held(schedule: Schedule, rank: int, bytes_per_stage: Sequence[float]) -> Held:
+def peak_held(schedule: Schedule, rank: int, bytes_per_stage: Sequence[float]) -> InFlightActivations:
     """The first highest level of a rank. `bytes_per_stage` is per global stage, for one micro-batch."""
-    peak = Held(0.0, 0, (0,) * schedule.virtual_stages)
+    peak = InFlightActivations(0.0, 0, (0,) * schedule.virtual_stages)
     for at, (level, count) in enumerate(_levels(schedule, rank, bytes_per_stage)):
         if level > peak.peak_bytes:
-            peak = Held(level, at, tuple(count))
+            peak = InFlightActivations(level, at, tuple(count))
     return peak
 
 
@@ -45,16 +45,16 @@ def _levels(schedule: Schedule, rank: int, bytes_per_stage: Sequence[float]) -> 
     local = {stage: i for i, stage in enumerate(stages)}
     count = [0] * len(stages)
     for action in schedule.actions[rank]:
-        if action.kind is Kind.F:
+        if action.kind is ActionKind.F:
             count[local[action.stage]] += 1
-        elif action.kind is not Kind.I:
+        elif action.kind is not ActionKind.I:
             count[local[action.stage]] -= 1
         # Summed anew from the counts: adding and subtracting floats would drift from zero.
         yield sum(n * bytes_per_stage[stage] for n, stage in zip(count, stages, strict=True)), count
 
 
 @dataclass(frozen=True)
-class Counts:
+class InFlightCounts:
     """What every rank holds while each of its actions runs: ranks × actions, a shorter list with empty ones at its end."""
 
     waiting: NDArray[np.float64]
@@ -73,14 +73,14 @@ class Counts:
         return np.asarray((self.stage // len(self.stage))[..., None] == np.arange(self.waiting.shape[2]))
 
     @cached_property
-    def of(self) -> dict[Kind, NDArray[np.bool_]]:
+    def of(self) -> dict[ActionKind, NDArray[np.bool_]]:
         """Which actions are of each kind."""
-        return {kind: np.asarray(self.kind == KINDS.index(kind)) for kind in Kind}
+        return {kind: np.asarray(self.kind == KINDS.index(kind)) for kind in ActionKind}
 
     @cached_property
     def ends(self) -> NDArray[np.bool_]:
         """Ends a backward, of each of the rank's stages."""
-        return self.own & (self.of[Kind.B] | self.of[Kind.W])[..., None]
+        return self.own & (self.of[ActionKind.B] | self.of[ActionKind.W])[..., None]
 
     @cached_property
     def ended(self) -> NDArray[np.int64]:
@@ -100,14 +100,14 @@ class Counts:
     @cached_property
     def backward_again(self) -> NDArray[np.bool_]:
         """Backwards that follow on another one of the same stage, its weights' turns left aside."""
-        return self._follows(Kind.W) & (self.of[Kind.B] | self.of[Kind.I])
+        return self._follows(ActionKind.W) & (self.of[ActionKind.B] | self.of[ActionKind.I])
 
     @cached_property
     def inputs_again(self) -> NDArray[np.bool_]:
         """Input gradients after which no weights' turn came yet before the stage's next."""
-        return self._follows(Kind.F) & self.of[Kind.I]
+        return self._follows(ActionKind.F) & self.of[ActionKind.I]
 
-    def _follows(self, left_aside: Kind) -> NDArray[np.bool_]:
+    def _follows(self, left_aside: ActionKind) -> NDArray[np.bool_]:
         """Actions that follow on one of their own kind and stage, those of one kind left aside."""
         counted = ((self.kind >= 0) & (self.kind != KINDS.index(left_aside)))[..., None] & self.own
         places = np.where(counted, np.arange(self.kind.shape[1])[:, None], -1)
@@ -118,7 +118,7 @@ class Counts:
 
 
 @lru_cache(maxsize=128)
-def counts(name: str, ranks: int, microbatches: int, virtual_stages: int) -> Counts:
+def counts(name: str, ranks: int, microbatches: int, virtual_stages: int) -> InFlightCounts:
     """Kept, because a search asks about few pipelines many times, each time with other bytes."""
     made = lists(name, ranks, microbatches, virtual_stages)
     longest = int(np.diff(made.start).max())
@@ -128,9 +128,9 @@ def counts(name: str, ranks: int, microbatches: int, virtual_stages: int) -> Cou
     stage = np.zeros((ranks, longest), dtype=np.int64)
     stage[made.rank, position] = made.stage
     nothing = np.zeros((ranks, longest, virtual_stages))
-    own = Counts(nothing, nothing, stage, kind).own
-    forward, backward, inputs, weights = (own & (kind == KINDS.index(one))[..., None] for one in Kind)
+    own = InFlightCounts(nothing, nothing, stage, kind).own
+    forward, backward, inputs, weights = (own & (kind == KINDS.index(one))[..., None] for one in ActionKind)
     waiting = np.cumsum(forward * 1.0 - backward - inputs, axis=1)
     # A weight gradient lets go when it ends, not when it starts.
     deferred = np.cumsum(inputs * 1.0 - weights, axis=1) + weights
-    return Counts(waiting, deferred, stage, kind)
+    return InFlightCounts(waiting, deferred, stage, kind)

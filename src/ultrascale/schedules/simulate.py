@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ultrascale.schedules.actions import Action, Kind, Schedule
+from ultrascale.schedules.actions import Action, ActionKind, Schedule
 
 
 class DeadlockError(RuntimeError):
@@ -33,16 +33,16 @@ class StageTimes:
         """All stages alike."""
         return cls((forward_s,) * stages, (input_grad_s,) * stages, (weight_grad_s,) * stages, send_s)
 
-    def of(self, kind: Kind) -> tuple[float, ...]:
+    def of(self, kind: ActionKind) -> tuple[float, ...]:
         """How long an action of this kind computes, per global stage."""
         match kind:
-            case Kind.F:
+            case ActionKind.F:
                 return self.forward_s
-            case Kind.I:
+            case ActionKind.I:
                 return self.input_grad_s
-            case Kind.W:
+            case ActionKind.W:
                 return self.weight_grad_s
-            case Kind.B:
+            case ActionKind.B:
                 return tuple(i + w for i, w in zip(self.input_grad_s, self.weight_grad_s, strict=True))
 
 
@@ -85,19 +85,19 @@ def simulate(schedule: Schedule, times: StageTimes) -> Timeline:
         """When the action's input is on its rank; negative: not yet known."""
         kind, stage, k, _ = action
         here = stage * m + k
-        if kind is Kind.F:
+        if kind is ActionKind.F:
             if stage == 0:
                 return 0.0
             sent = forward_end[here - m]
             return sent if sent < 0 else sent + hop[stage - 1]
-        if kind is Kind.W:
+        if kind is ActionKind.W:
             return grad_end[here]
         if stage == last or forward_end[here] < 0:
             return forward_end[here]
         sent = grad_end[here + m]
         return sent if sent < 0 else sent + hop[stage]
 
-    duration = {kind: times.of(kind) for kind in Kind}
+    duration = {kind: times.of(kind) for kind in ActionKind}
     units = [list(_units(rank_actions)) for rank_actions in schedule.actions]
     cursor = [0] * schedule.ranks
     free_s = [0.0] * schedule.ranks
@@ -123,9 +123,9 @@ def simulate(schedule: Schedule, times: StageTimes) -> Timeline:
             busy_s[rank] += took
             for action in unit:
                 here = action.stage * m + action.microbatch
-                if action.kind is Kind.F:
+                if action.kind is ActionKind.F:
                     forward_end[here] = free
-                elif action.kind is not Kind.W:
+                elif action.kind is not ActionKind.W:
                     grad_end[here] = free
                 events[rank].append(Event(rank, action, start, free))
             at += 1

@@ -14,7 +14,7 @@ from rich.table import Table
 from ultrascale import __version__
 from ultrascale.cost.uncertainty import time_range
 from ultrascale.measure.accuracy import scores as accuracy
-from ultrascale.measure.accuracy.scores import Errors, Scored
+from ultrascale.measure.accuracy.scores import ErrorSummary, ScoredRun
 from ultrascale.plan.reasons import CAUSE_WORDS
 from ultrascale.show.explain import memory_table, time_table
 from ultrascale.show.lines import bullets, heading
@@ -27,7 +27,7 @@ GROUPS = {
 }
 
 
-def summary(scored: Sequence[Scored], left_out: Sequence[Scored]) -> dict[str, Any]:
+def summary(scored: Sequence[ScoredRun], left_out: Sequence[ScoredRun]) -> dict[str, Any]:
     """Every figure of the report, for machines; percentages as shares."""
     trusted = [one for one in scored if one.run.trust == "A"]
     trusted_left_out = [one for one in left_out if one.run.trust == "A"]
@@ -61,7 +61,7 @@ def summary(scored: Sequence[Scored], left_out: Sequence[Scored]) -> dict[str, A
     }
 
 
-def _inside(one: Scored) -> bool:
+def _inside(one: ScoredRun) -> bool:
     """Does the interval from other sources hold this row?"""
     assert one.run.job is not None
     assert one.iter_time_s is not None
@@ -70,7 +70,7 @@ def _inside(one: Scored) -> bool:
     return low <= one.iter_time_s * one.ratio <= high
 
 
-def as_json(scored: Sequence[Scored], left_out: Sequence[Scored]) -> dict[str, Any]:
+def as_json(scored: Sequence[ScoredRun], left_out: Sequence[ScoredRun]) -> dict[str, Any]:
     return {
         "rows": [
             {
@@ -90,7 +90,7 @@ def as_json(scored: Sequence[Scored], left_out: Sequence[Scored]) -> dict[str, A
     }
 
 
-def show(console: Console, scored: Sequence[Scored], left_out: Sequence[Scored], group: str, worst: int) -> None:
+def show(console: Console, scored: Sequence[ScoredRun], left_out: Sequence[ScoredRun], group: str, worst: int) -> None:
     figures = summary(scored, left_out)
     console.print(f"{figures['rows']} rows, {figures['modelled']} modelled; speed is predicted over measured tokens/s/GPU")
     table = Table(title="Errors, rows of trust A; one configuration of one source is one sample", title_justify="left")
@@ -137,13 +137,13 @@ def group_table(groups: Any, title: str) -> Table:
     for name, justify in ((title, "left"), ("rows", "right"), ("samples", "right"), ("mean", "right"), ("median", "right")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     table.add_column("bias", justify="right")
-    one: Errors
+    one: ErrorSummary
     for name, one in groups.items():
         table.add_row(name, str(one.rows), str(one.samples), f"{one.mape:.1%}", f"{one.median:.1%}", f"{one.bias:+.1%}")
     return table
 
 
-def worst_table(scored: Sequence[Scored], worst: int) -> Table:
+def worst_table(scored: Sequence[ScoredRun], worst: int) -> Table:
     table = Table(title=f"Worst {worst}", title_justify="left")
     for name in ("id", "system", "model", "layout", "measured", "predicted", "error"):
         table.add_column(name, justify="right" if name in ("measured", "predicted", "error") else "left")
@@ -162,7 +162,7 @@ def worst_table(scored: Sequence[Scored], worst: int) -> Table:
     return table
 
 
-def show_row(console: Console, one: Scored) -> None:
+def show_row(console: Console, one: ScoredRun) -> None:
     """One run: what was printed, what was assumed, what is predicted, term by term."""
     run = one.run
     console.print(f"{run.id}: {run.values.get('model', '')} on {run.values.get('gpus', '?')} × {run.gpu}, {run.system}")
@@ -201,7 +201,7 @@ def show_row(console: Console, one: Scored) -> None:
     )
 
 
-def row_json(one: Scored) -> dict[str, Any]:
+def row_json(one: ScoredRun) -> dict[str, Any]:
     return {
         "id": one.run.id,
         "assumptions": list(one.run.assumptions),
@@ -213,7 +213,7 @@ def row_json(one: Scored) -> dict[str, Any]:
     }
 
 
-def markdown(file: Any, scored: Sequence[Scored], left_out: Sequence[Scored]) -> str:
+def markdown(file: Any, scored: Sequence[ScoredRun], left_out: Sequence[ScoredRun]) -> str:
     """The report as a page, with the command, the date and the version that made it."""
     figures = summary(scored, left_out)
     lines = [

@@ -8,12 +8,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ultrascale.measure.bench.collectives import Fit, Point, Report
+from ultrascale.measure.bench.collectives import AlphaBetaFit, CollectivesReport, CollectiveTiming
 from ultrascale.show.lines import labelled
 from ultrascale.specs.units import seconds
 
 
-def show_collectives(console: Console, report: Report) -> None:
+def show_collectives(console: Console, report: CollectivesReport) -> None:
     table = Table(title=f"collectives: {report.where}", title_justify="left", title_style="bold")
     table.add_column("collective")
     for heading in ("ranks", "bytes", "median", "one in ten below", "one in ten above", "algorithm GB/s", "bus GB/s"):
@@ -38,14 +38,14 @@ def show_collectives(console: Console, report: Report) -> None:
         labelled(console, f"{missing.op} on {missing.ranks}:", "bold red", missing.reason)
 
 
-def _cells(point: Point) -> tuple[str, ...]:
+def _cells(point: CollectiveTiming) -> tuple[str, ...]:
     times = seconds(point.median_s), seconds(point.low_s), seconds(point.high_s)
     if not point.bytes:
         return point.op, str(point.ranks), "–", *times, "–", "–"
     return point.op, str(point.ranks), _size(point.bytes), *times, f"{point.algorithm_gb_s:.3g}", f"{point.bus_gb_s:.3g}"
 
 
-def _fitted(fit: Fit) -> tuple[str, ...]:
+def _fitted(fit: AlphaBetaFit) -> tuple[str, ...]:
     beta = "–" if fit.beta_gb_s is None else f"{fit.beta_gb_s:,.3g}"
     return fit.op, str(fit.ranks), seconds(fit.alpha_s), beta, f"{fit.error:.0%}"
 
@@ -57,7 +57,7 @@ def _size(value: int) -> str:
     return f"{value} B"
 
 
-def collectives_json(report: Report) -> dict[str, Any]:
+def collectives_json(report: CollectivesReport) -> dict[str, Any]:
     points = [{**asdict(point), "algorithm_gb_s": point.algorithm_gb_s, "bus_gb_s": point.bus_gb_s} for point in report.points]
     return {
         "where": report.where,

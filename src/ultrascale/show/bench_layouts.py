@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ultrascale.measure.bench.layouts import Asked
-from ultrascale.measure.bench.layouts_run import Progress, Row, Verdict
+from ultrascale.measure.bench.layouts_run import RaceVerdict, TrialProgress, TrialRow
 from ultrascale.measure.bench.trial import tensors_gib
 from ultrascale.show.lines import bullets, labelled, terminal
 
@@ -21,7 +21,7 @@ STYLES = {"measured": "green", "running": "yellow", "stopped early": "cyan", "fa
 
 
 @contextmanager
-def watching(asked: Asked) -> Iterator[Callable[[Progress], None]]:
+def watching(asked: Asked) -> Iterator[Callable[[TrialProgress], None]]:
     """On a terminal a table that is redrawn; elsewhere a line for each trial that ends. Both on the error stream."""
     console = terminal(to_errors=True)
     if not console.is_terminal:
@@ -37,7 +37,7 @@ class _Lines:
         self.console, self.told = console, dict[str, int]()
         self.first = True
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: TrialProgress) -> None:
         for row in progress.rows:
             record = row.record
             if record is None or not record.ended or self.told.get(row.configuration.name) == record.number:
@@ -48,17 +48,17 @@ class _Lines:
         self.first = False
 
 
-def _left(progress: Progress) -> str:
+def _left(progress: TrialProgress) -> str:
     counted = f"; {progress.finished} of {len(progress.rows)}"
     return counted if progress.eta_s is None else f"{counted}, about {_time(progress.eta_s)} left"
 
 
-def _now(progress: Progress) -> Text:
+def _now(progress: TrialProgress) -> Text:
     doing = f"{progress.doing}: step {progress.step} of {progress.of_steps}" if progress.doing else "looking"
     return Text(f"{doing}{_left(progress)}")
 
 
-def _outcome(row: Row) -> str:
+def _outcome(row: TrialRow) -> str:
     record = row.record
     assert record is not None
     if record.state == "failed":
@@ -67,7 +67,9 @@ def _outcome(row: Row) -> str:
     return speed if record.state == "measured" else f"{record.reason}: {speed}"
 
 
-def show_layouts(console: Console, asked: Asked, rows: Sequence[Row], found: Verdict | None, winner: Path | None) -> None:
+def show_layouts(
+    console: Console, asked: Asked, rows: Sequence[TrialRow], found: RaceVerdict | None, winner: Path | None
+) -> None:
     console.print(_table(asked, rows))
     for row in rows:
         record = row.record
@@ -87,7 +89,7 @@ def show_layouts(console: Console, asked: Asked, rows: Sequence[Row], found: Ver
         console.print(f"The winner is in {winner}: ultrascale train {winner}", soft_wrap=True)
 
 
-def _sentence(asked: Asked, found: Verdict) -> str:
+def _sentence(asked: Asked, found: RaceVerdict) -> str:
     best, first = found.winner.configuration, found.first.configuration
     said = "the planner's first choice" if asked.ranked else "the plan"
     if best is first:
@@ -103,7 +105,7 @@ def _slower(regret: float) -> str:
     return f"{1 - 1 / (1 + regret):.1%}"
 
 
-def _table(asked: Asked, rows: Sequence[Row]) -> Table:
+def _table(asked: Asked, rows: Sequence[TrialRow]) -> Table:
     job, training = asked.base.job, asked.base.training
     title = f"{job.model.name}, {job.sequences} × {job.seq:,} tokens a step, {asked.base.layout.gpus} processes, "
     table = Table(title=f"{title}{training.steps} steps", title_justify="left", title_style="bold")
@@ -119,7 +121,7 @@ def _table(asked: Asked, rows: Sequence[Row]) -> Table:
     return table
 
 
-def _figures(row: Row, base: float | None) -> tuple[str, ...]:
+def _figures(row: TrialRow, base: float | None) -> tuple[str, ...]:
     predicted, record = row.configuration.predicted, row.record
     rate = None if predicted is None else predicted.tokens_per_s
     seen = record.tokens_per_s if record is not None else None
@@ -138,7 +140,7 @@ def _gib(value: float) -> str:
     return f"{value:,.2f}" if value >= 1 else f"{value:.4f}"
 
 
-def _state(row: Row) -> Text:
+def _state(row: TrialRow) -> Text:
     record = row.record
     state = "waiting" if record is None else record.state
     detail = f": {record.kind}" if record is not None and record.state == "failed" else ""
@@ -149,7 +151,7 @@ def _time(value: float) -> str:
     return f"{value:.0f} s" if value < 90 else f"{value / 60:.0f} min" if value < 5400 else f"{value / 3600:.1f} h"
 
 
-def layouts_json(asked: Asked, rows: Sequence[Row], found: Verdict | None, storage: str, study: str) -> dict[str, Any]:
+def layouts_json(asked: Asked, rows: Sequence[TrialRow], found: RaceVerdict | None, storage: str, study: str) -> dict[str, Any]:
     return {
         "storage": storage,
         "study": study,
@@ -161,7 +163,7 @@ def layouts_json(asked: Asked, rows: Sequence[Row], found: Verdict | None, stora
     }
 
 
-def _row_json(row: Row) -> dict[str, Any]:
+def _row_json(row: TrialRow) -> dict[str, Any]:
     predicted, record = row.configuration.predicted, row.record
     return {
         "name": row.configuration.name,

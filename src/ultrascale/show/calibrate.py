@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ultrascale.measure.calibrate.calibration import Calibration, Errors, Judged, Verdict
+from ultrascale.measure.calibrate.calibration import CalibratedRun, Calibration, CalibrationErrors, ConstantVerdict
 from ultrascale.show.lines import bullets, heading
 from ultrascale.specs.units import seconds
 
@@ -40,7 +40,7 @@ def show_calibration(console: Console, found: Calibration, file: Path | None) ->
         console.print(f"written to {file}: `ultrascale plan --cluster {file} …` plans with it")
 
 
-def _constants(console: Console, fitted: list[Verdict]) -> None:
+def _constants(console: Console, fitted: list[ConstantVerdict]) -> None:
     table = Table(box=None, pad_edge=False)
     for name in ("constant", "before", "after", "told to"):
         table.add_column(name, justify="left" if name == "constant" else "right")
@@ -49,7 +49,7 @@ def _constants(console: Console, fitted: list[Verdict]) -> None:
     console.print(table)
 
 
-def show_runs(console: Console, runs: tuple[Judged, ...]) -> None:
+def show_runs(console: Console, runs: tuple[CalibratedRun, ...]) -> None:
     table = Table(title="predicted over measured, less one", title_justify="left", title_style="bold")
     table.add_column("run", overflow="fold")
     for name in ("step", "before", "after", "left out", "peak GiB", "before", "after", "left out"):
@@ -79,7 +79,7 @@ def summary(found: Calibration) -> list[str]:
 
 def calibrate_json(found: Calibration) -> dict[str, Any]:
     def errors(of: str) -> dict[str, Any]:
-        each: dict[str, Errors | None] = {when: found.errors(when, of) for when in TIMES}
+        each: dict[str, CalibrationErrors | None] = {when: found.errors(when, of) for when in TIMES}
         return {when: None if one is None else asdict(one) for when, one in each.items()}
 
     return {

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ultrascale.measure.compare import Comparison, Term
+from ultrascale.measure.compare import ComparedTerm, Comparison
 from ultrascale.show.lines import bullets, labelled
 from ultrascale.specs.units import GIB, seconds
 
@@ -23,7 +23,7 @@ def show_compare(console: Console, found: Comparison) -> None:
         labelled(console, "the two differ in", "yellow", "; ".join(found.apart))
 
 
-def show_terms(console: Console, title: str, sides: tuple[str, str], terms: Iterable[Term]) -> None:
+def show_terms(console: Console, title: str, sides: tuple[str, str], terms: Iterable[ComparedTerm]) -> None:
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("")
     for column in (*sides, "difference"):
@@ -34,7 +34,7 @@ def show_terms(console: Console, title: str, sides: tuple[str, str], terms: Iter
     console.print(table)
 
 
-def rows(terms: Iterable[Term], sides: tuple[str, str]) -> list[tuple[str, str, str, str]]:
+def rows(terms: Iterable[ComparedTerm], sides: tuple[str, str]) -> list[tuple[str, str, str, str]]:
     """Name, both values with their units, and the difference, of every term; pages show the same."""
     return [
         (

@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ultrascale.measure.bench.kernels import WAYS, Report, Row
+from ultrascale.measure.bench.kernels import WAYS, KernelResult, KernelsReport
 from ultrascale.show.lines import labelled
 
 STYLES = {"keep": "green", "slower": "bold red", "–": ""}
 
 
-def show_kernels(console: Console, report: Report) -> None:
+def show_kernels(console: Console, report: KernelsReport) -> None:
     title = f"forward and backward, medians in ms with a cold L2 cache: {report.machine}"
     table = Table(title=title, title_justify="left", title_style="bold")
     for heading in ("kernel", "shape"):
@@ -40,22 +40,22 @@ def show_kernels(console: Console, report: Report) -> None:
         labelled(console, "slower:", "bold red", f"{', '.join(slower)}: another way is faster here than ours")
 
 
-def kernels_json(report: Report) -> dict[str, Any]:
+def kernels_json(report: KernelsReport) -> dict[str, Any]:
     rows = [{**asdict(row), "ours_of_best_other": row.share, "verdict": row.verdict} for row in report.rows]
     return {"machine": report.machine, "kernels": rows, "choices": list(report.choices)}
 
 
-def _time(row: Row, way: str) -> str:
+def _time(row: KernelResult, way: str) -> str:
     return f"{row.times_ms[way]:,.3f}" if way in row.times_ms else row.missing.get(way, "–")
 
 
-def _rate(row: Row) -> str:
+def _rate(row: KernelResult) -> str:
     share = "" if row.of_peak is None else f" ({100 * row.of_peak:.0f} % of the GPU's)"
     if row.gb_s is not None:
         return f"{row.gb_s:,.0f} GB/s{share}"
     return "–" if row.tflops is None else f"{row.tflops:,.0f} TFLOP/s{share}"
 
 
-def _differences(row: Row) -> str:
+def _differences(row: KernelResult) -> str:
     """Of all that are compared with the first."""
     return ", ".join(f"{way} {value:.1e}" for way, value in list(row.differences.items())[1:]) or "–"

@@ -15,7 +15,7 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.units import GIB, seconds
 
 if TYPE_CHECKING:
-    from ultrascale.measure.rehearse.compare import Answer, Term
+    from ultrascale.measure.rehearse.compare import Answer, RehearsedTerm
     from ultrascale.measure.rehearse.rehearsal import Rehearsal
 
 KERNELS_SHOWN = 12
@@ -58,7 +58,7 @@ def _stages(told: Answer) -> Table:
     return table
 
 
-def _one(console: Console, layout: Layout, one: Rehearsal, terms: Sequence[Term]) -> None:
+def _one(console: Console, layout: Layout, one: Rehearsal, terms: Sequence[RehearsedTerm]) -> None:
     where = one.place.words(layout)
     heading(console, f"rank {one.rank}" + (f" ({where})" if where else "") + f", one of {one.alike:,} alike")
     again = "" if one.microbatches == layout.gas else "; the others repeat what a stretch of these does"
@@ -105,7 +105,7 @@ def shorten(name: str, most: int = 60) -> str:
     return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
-def _cells(term: Term) -> tuple[str, str, str]:
+def _cells(term: RehearsedTerm) -> tuple[str, str, str]:
     shown = (lambda value: f"{value / 1e12:,.4g} TFLOP") if term.unit == "FLOP" else _bytes
     if not isfinite(term.difference):
         return shown(term.predicted), shown(term.rehearsed), "not seen"

@@ -8,11 +8,11 @@ from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from ultrascale.measure.verify.programs import Drawing, Launch
+from ultrascale.measure.verify.programs import Launch, ProgramGenerator
 
 if TYPE_CHECKING:
     from ultrascale.measure.verify.check import Difference
-    from ultrascale.measure.verify.runs import Verdict
+    from ultrascale.measure.verify.runs import ProgramResult
 
 COLUMNS = string.ascii_lowercase + string.ascii_uppercase + string.digits
 
@@ -60,7 +60,7 @@ def _finite(value: float) -> float | None:
     return value if value < float("inf") else None
 
 
-def program_row(verdict: Verdict) -> str:
+def program_row(verdict: ProgramResult) -> str:
     """A program's answer in a line, and its launches in one each."""
     program = verdict.program
     kind = " ".join([program.model, program.precision, program.optimizer, *program.training])
@@ -75,7 +75,7 @@ def _launch(launch: Launch) -> list[str]:
     return wrap(f"{begin}{launch.layout}{f', {ending}' if ending else ''}", 74, subsequent_indent="    ")
 
 
-def failure(verdict: Verdict, folder: Path) -> Iterator[str]:
+def failure(verdict: ProgramResult, folder: Path) -> Iterator[str]:
     """A failed program as commands that repeat it."""
     file, model = verdict.program.save(folder)
     yield f"The shortest program that still fails is in {file}. It differs first in {verdict.difference or verdict.problem}"
@@ -89,7 +89,7 @@ def failure(verdict: Verdict, folder: Path) -> Iterator[str]:
 RUNS_HEADING = "largest difference over its bound (up to 1 is rounding), seconds, program"
 
 
-def coverage(drawing: Drawing) -> Iterator[str]:
+def coverage(drawing: ProgramGenerator) -> Iterator[str]:
     """Which features ran together, and how often: a triangle with one character for each pair."""
     features = sorted({feature for pair in drawing.possible for feature in pair})
     width = max(map(len, features), default=0)
@@ -103,13 +103,13 @@ def coverage(drawing: Drawing) -> Iterator[str]:
         yield f"{feature:{width}} {letters.get(feature, '?')} {''.join(cells)}".rstrip()
 
 
-def _cell(drawing: Drawing, pair: tuple[str, str]) -> str:
+def _cell(drawing: ProgramGenerator, pair: tuple[str, str]) -> str:
     if pair in drawing.covered:
         return str(min(9, drawing.covered[pair]))
     return "0" if pair in drawing.possible else "·"
 
 
-def programs_json(verdicts: Sequence[Verdict], covered: Mapping[tuple[str, str], int]) -> dict[str, Any]:
+def programs_json(verdicts: Sequence[ProgramResult], covered: Mapping[tuple[str, str], int]) -> dict[str, Any]:
     return {
         "programs": [
             {

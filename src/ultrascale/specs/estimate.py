@@ -37,11 +37,13 @@ Whole = Annotated[int, Field(strict=True, ge=0, examples=[1])]
 Flag = Annotated[bool, Field(strict=True, examples=[True])]
 
 
-class _Frozen(BaseModel):
+class FrozenSpec(BaseModel):
+    """A part of an Estimate or a Measurement: finite numbers, no unknown fields."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class Memory(_Frozen):
+class Memory(FrozenSpec):
     """Bytes on one GPU by owner."""
 
     parameters: Number
@@ -61,7 +63,7 @@ class Memory(_Frozen):
         return float(sum(getattr(self, owner) for owner in OWNERS))
 
 
-class StageMemory(_Frozen):
+class StageMemory(FrozenSpec):
     """The peak of one pipeline rank: every tp, cp and dp rank of that stage holds the same."""
 
     stage: Whole
@@ -76,14 +78,14 @@ class StageMemory(_Frozen):
         return self.memory.total / GIB
 
 
-class ActivationItem(_Frozen):
+class ActivationItem(FrozenSpec):
     """What one module keeps for backward on the peak stage, all layers and micro-batches in flight together."""
 
     module: str
     bytes: Number
 
 
-class Time(_Frozen):
+class Time(FrozenSpec):
     """One step by cause, as the slowest pipeline rank lives it; communication counts only where nothing hides it."""
 
     matmul_s: Number
@@ -107,7 +109,7 @@ class Time(_Frozen):
         return float(sum(getattr(self, cause) for cause in CAUSES))
 
 
-class Traffic(_Frozen):
+class Traffic(FrozenSpec):
     """One technique's communication on one GPU in one step."""
 
     technique: str
@@ -122,7 +124,7 @@ class Traffic(_Frozen):
     exposed_s: Number
 
 
-class Range(_Frozen):
+class EstimateRange(FrozenSpec):
     """Where the truth lies in eight of ten cases, from the errors of similar runs that no constant had seen."""
 
     step_time_low_s: Number
@@ -134,7 +136,7 @@ class Range(_Frozen):
     """which runs these are"""
 
 
-class Estimate(_Frozen):
+class Estimate(FrozenSpec):
     step_time_s: Positive
     tokens_per_s: Positive
     tokens_per_s_per_gpu: Number
@@ -157,7 +159,7 @@ class Estimate(_Frozen):
     time: Time
     traffic: tuple[Traffic, ...]
     activations: tuple[ActivationItem, ...]
-    range: Range | None = None
+    range: EstimateRange | None = None
     train_days: Number | None
     gpu_hours: Number | None
     cost_usd: Number | None

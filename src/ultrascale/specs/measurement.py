@@ -5,17 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict
-
+from ultrascale.specs.estimate import FrozenSpec
 from ultrascale.specs.files import read_mapping, write_text
 from ultrascale.specs.validate import build
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class MeasuredMemory(_Frozen):
+class MeasuredMemory(FrozenSpec):
     """Bytes by owner at the peak of one step."""
 
     parameters: float
@@ -32,13 +27,13 @@ class MeasuredMemory(_Frozen):
         return sum(seen) + (self.runtime or 0.0)
 
 
-class MeasuredStage(_Frozen):
+class MeasuredStage(FrozenSpec):
     stage: int
     layers: int
     memory: MeasuredMemory
 
 
-class MeasuredTime(_Frozen):
+class MeasuredTime(FrozenSpec):
     """Seconds of one step by cause, the mean over ranks; computing is what is left, and cannot be taken apart from outside."""
 
     computing_s: float | None = None
@@ -56,7 +51,7 @@ class MeasuredTime(_Frozen):
     """reading data"""
 
 
-class Measurement(_Frozen):
+class Measurement(FrozenSpec):
     step_time_s: float
     """median of the steps after the first"""
     tokens_per_s: float

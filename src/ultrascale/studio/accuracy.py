@@ -8,8 +8,8 @@ from nicegui import run, ui
 
 from ultrascale.figures import evidence
 from ultrascale.measure.accuracy.runs import read
-from ultrascale.measure.accuracy.scores import Scored, score
-from ultrascale.studio.ask import Ask
+from ultrascale.measure.accuracy.scores import ScoredRun, score
+from ultrascale.studio.address import Ask
 from ultrascale.studio.frame import Chart, Frame, table
 
 WORST = 15
@@ -18,7 +18,7 @@ WORST = 15
 class Accuracy:
     def __init__(self, ask: Ask, file: Path | None) -> None:
         self.frame, self.file = Frame("/accuracy", ask), file
-        self.scored: list[Scored] = []
+        self.scored: list[ScoredRun] = []
         self.state = ui.label("").mark("accuracy-state")
         self.group = ui.toggle(["gpu", "system", "source"], value="gpu", on_change=self.draw).props("no-caps").mark("by")
         self.chart = Chart(self.frame, "scatter")
@@ -62,6 +62,6 @@ class Accuracy:
             table(("worst runs", "source", "GPU", "measured tokens/s/GPU", "predicted", "difference"), lines, "worst")
 
 
-def _scored(file: Path) -> list[Scored]:
+def _scored(file: Path) -> list[ScoredRun]:
     runs, _ = read(file)
     return score(runs)

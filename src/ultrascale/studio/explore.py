@@ -9,7 +9,7 @@ from ultrascale.plan import survey
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.model import Model
 from ultrascale.specs.units import tokens
-from ultrascale.studio.ask import Ask
+from ultrascale.studio.address import Ask
 from ultrascale.studio.frame import Chart, Frame
 
 MODELS = ("llama-3.2-1b", "llama-3.2-3b", "llama-3-8b", "llama-3-70b")

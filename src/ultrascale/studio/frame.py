@@ -10,7 +10,7 @@ from nicegui import ui
 
 from ultrascale.figures import style
 from ultrascale.specs.errors import RunError, SpecError
-from ultrascale.studio.ask import Ask
+from ultrascale.studio.address import Ask
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

@@ -18,7 +18,7 @@ from ultrascale.export import targets
 from ultrascale.export.common import File
 from ultrascale.figures import choice, memory, pipeline, time
 from ultrascale.plan.objective import OBJECTIVES, Objective
-from ultrascale.plan.search import Previewed, Result, explained
+from ultrascale.plan.search import LayoutPreview, Result, explained
 from ultrascale.plan.search import plan as search
 from ultrascale.report.of_plan import headline, plan_page, verdict
 from ultrascale.specs.errors import SpecError, nearest
@@ -30,9 +30,9 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 from ultrascale.specs.plan import HEADER, Plan
 from ultrascale.specs.units import seconds
-from ultrascale.studio.ask import LONGEST, Ask, pasted
-from ultrascale.studio.by_hand import ByHand
+from ultrascale.studio.address import LONGEST, Ask, pasted
 from ultrascale.studio.frame import Chart, Frame
+from ultrascale.studio.layout_editor import LayoutEditor
 from ultrascale.studio.sheet import Sheet
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ SOON_S = 0.3  # the simulated numbers may be there by then: a table before them 
 SENT_S = 0.03  # what was written on the page has left for the browser
 
 
-class Overtaken(Exception):
+class SupersededError(Exception):
     """A newer question came while an older one was being answered."""
 
 
@@ -157,7 +157,7 @@ class Planner:
         with ui.expansion("Why this layout, and what was assumed", value=True).classes("w-full"):
             self.reasons = ui.column().classes("gap-1")
         with ui.expansion("Cut it by hand, and watch memory and time", value=True).classes("w-full"):
-            self.by_hand = ByHand(self.frame, self.cut)
+            self.by_hand = LayoutEditor(self.frame, self.cut)
         self.by_stage, self.by_cause = Chart(self.frame, "memory-by-stage"), Chart(self.frame, "time-by-cause")
         self.over_step, self.schedule = Chart(self.frame, "memory-over-step"), Chart(self.frame, "schedule")
         self.sensitivity = Chart(self.frame, "sensitivity")
@@ -184,16 +184,16 @@ class Planner:
             wishes: dict[str, Any] = {"objective": wish, "fix": _words(ask.fix), "forbid": _words(ask.forbid)}
             page = asyncio.get_running_loop()
 
-            def preview(ranked: list[Previewed]) -> None:  # called in the search's thread
+            def preview(ranked: list[LayoutPreview]) -> None:  # called in the search's thread
                 page.call_soon_threadsafe(page.call_later, SOON_S, self.show_preview, mine, job, ranked)
 
             def go_on(_: str) -> None:
                 if mine != self.asked:
-                    raise Overtaken
+                    raise SupersededError
 
             try:
                 found = await run.io_bound(search, job, top=SHOWN, explain=False, progress=go_on, preview=preview, **wishes)
-            except Overtaken:
+            except SupersededError:
                 return
             if mine != self.asked or found is None or self.frame.closed:
                 return
@@ -215,7 +215,7 @@ class Planner:
             if self.plan is found.plans[0]:
                 self.show_plan(plans[0])
 
-    def show_preview(self, mine: int, job: Job, ranked: list[Previewed]) -> None:
+    def show_preview(self, mine: int, job: Job, ranked: list[LayoutPreview]) -> None:
         """What closed forms say, until the best are simulated."""
         if mine != self.asked or mine == self.answered or self.frame.closed:
             return

@@ -14,7 +14,7 @@ from ultrascale.measure import compare
 from ultrascale.report.of_run import METRICS, last_loss, metrics
 from ultrascale.show.compare import rows as compared
 from ultrascale.specs.errors import RunError, SpecError
-from ultrascale.studio.ask import Ask
+from ultrascale.studio.address import Ask
 from ultrascale.studio.frame import Chart, Frame, table
 
 MOST = 200  # runs in the list, newest first
@@ -104,9 +104,9 @@ class Runs:
             return None
         try:
             sides = [compare.load(self.folder / name) for name in chosen]
-            sides = [compare.Side(name, side.plan, side.seen) for name, side in zip(chosen, sides, strict=True)]
+            sides = [compare.ComparisonSide(name, side.plan, side.seen) for name, side in zip(chosen, sides, strict=True)]
             if len(sides) == 1:
-                sides = [compare.Side("its plan", sides[0].plan, sides[0].plan.estimate), sides[0]]
+                sides = [compare.ComparisonSide("its plan", sides[0].plan, sides[0].plan.estimate), sides[0]]
             return compare.compare(sides[0], sides[1])
         except (SpecError, RunError) as error:
             self.frame.say(str(error))

@@ -13,7 +13,7 @@ from ultrascale.figures import style
 from ultrascale.figures.pipeline import gantt
 from ultrascale.schedules import SCHEDULES, StageTimes, Timeline, build, legal, simulate
 from ultrascale.specs.errors import SpecError
-from ultrascale.studio.ask import Ask
+from ultrascale.studio.address import Ask
 from ultrascale.studio.frame import Chart, Frame
 
 WHAT = {

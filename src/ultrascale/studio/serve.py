@@ -44,7 +44,7 @@ def pages(folder: Path, accuracy: Path | None) -> None:
     from starlette.requests import Request
 
     from ultrascale.studio.accuracy import Accuracy
-    from ultrascale.studio.ask import Ask
+    from ultrascale.studio.address import Ask
     from ultrascale.studio.explore import Explore
     from ultrascale.studio.planner import Planner
     from ultrascale.studio.runs import Runs

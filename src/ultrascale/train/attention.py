@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ultrascale.kernels import flash
-from ultrascale.kernels.borrowed import FLASH_ATTENTION_4, one_line
-from ultrascale.model.transformer import Core
+from ultrascale.kernels.optional_kernels import FLASH_ATTENTION_4, one_line
+from ultrascale.model.transformer import CausalAttention
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.train.build import COMPUTE
-from ultrascale.train.timing import Recorded
+from ultrascale.train.timing import TimedGraph
 
 BACKENDS = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
@@ -34,7 +34,7 @@ BACKENDS = {
 FLASH_4 = "FlashAttention 4"
 
 
-class Shape(NamedTuple):
+class AttentionShape(NamedTuple):
     """One layer's queries, keys and values on one rank."""
 
     batch: int
@@ -46,7 +46,7 @@ class Shape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Timed:
+class AttentionTimes:
     """One layer's attention, forward and backward, by each kernel that takes it, the fastest first."""
 
     times_ms: dict[str, float]
@@ -60,23 +60,23 @@ class Timed:
     def apply(self, models: Iterable[nn.Module]) -> None:
         """Models take torch's in this order: the next serves a shape that the first refuses, the plain one what all refuse."""
         first = next(iter(self.times_ms))
-        for core in (module for model in models for module in model.modules() if isinstance(module, Core)):
+        for core in (module for model in models for module in model.modules() if isinstance(module, CausalAttention)):
             core.backends = [*(BACKENDS[name] for name in self.times_ms if name in BACKENDS), SDPBackend.MATH]
             core.kernel = flash.attend if first == FLASH_4 else None
 
 
-def fastest(job: Job, layout: Layout, device: torch.device) -> Timed | None:
+def fastest(job: Job, layout: Layout, device: torch.device) -> AttentionTimes | None:
     """None where there is nothing to choose: on a CPU, where the sequence is cut, where a window needs kernels of its own."""
     model, window = job.model, job.model.sliding_window
     if device.type != "cuda" or layout.cp > 1 or (window is not None and window < job.seq):
         return None
     heads, kv_heads = model.heads // layout.tp, max(1, model.kv_heads // layout.tp)
     return timed(
-        Shape(layout.mbs, job.seq, heads, kv_heads, model.head_dim, COMPUTE.get(job.precision, torch.bfloat16)), device
+        AttentionShape(layout.mbs, job.seq, heads, kv_heads, model.head_dim, COMPUTE.get(job.precision, torch.bfloat16)), device
     )
 
 
-def timed(shape: Shape, device: torch.device) -> Timed | None:
+def timed(shape: AttentionShape, device: torch.device) -> AttentionTimes | None:
     """Every kernel that takes such an attention; None: no kernel of torch's does."""
     times: dict[str, float] = {}
     failed = ""
@@ -94,7 +94,7 @@ def timed(shape: Shape, device: torch.device) -> Timed | None:
             except Exception as error:  # a compiler of its own, whose errors are of many kinds: a run does without it
                 failed = one_line(error)
     torch.cuda.empty_cache()  # of shapes that the model may not have
-    return Timed(dict(sorted(times.items(), key=lambda item: item[1])), failed) if times else None
+    return AttentionTimes(dict(sorted(times.items(), key=lambda item: item[1])), failed) if times else None
 
 
 def _plainly(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def _plainly(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
-def _time_ms(name: str, shape: Shape, device: torch.device) -> float:
+def _time_ms(name: str, shape: AttentionShape, device: torch.device) -> float:
     def numbers(heads: int) -> Tensor:
         return torch.randn(shape.batch, shape.length, heads, shape.head_dim, dtype=shape.dtype, device=device)
 
@@ -114,4 +114,4 @@ def _time_ms(name: str, shape: Shape, device: torch.device) -> float:
         torch.autograd.grad(attend(q, k, v), (q, k, v), grad)
 
     with sdpa_kernel(BACKENDS[name]) if name in BACKENDS else nullcontext():
-        return statistics.median(Recorded(forward_and_backward, device).times_ms())
+        return statistics.median(TimedGraph(forward_and_backward, device).times_ms())

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ultrascale.model.moe import Router
 from ultrascale.parallel import comm
-from ultrascale.parallel.data import Gradients
+from ultrascale.parallel.data import GradientReducer
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.specs.job import Job
 from ultrascale.specs.training import Training
@@ -23,7 +23,7 @@ from ultrascale.train.optimizer import Weight
 WHOLE_TABLE = 4096  # layers · experts up to which a step's record holds every expert
 
 
-class Still(Gradients):
+class ZeroGradient(GradientReducer):
     """Of what no gradient moves: the router's bias. Always zero."""
 
     def __init__(self, module: nn.Module, like: Tensor) -> None:
@@ -41,7 +41,7 @@ class Still(Gradients):
 
 
 @dataclass(frozen=True)
-class Loads:
+class RouterLoads:
     """What the routers of the whole model did in a step. On a GPU, to be read once the step's loss has been read."""
 
     table: Tensor
@@ -93,7 +93,7 @@ def _rows(tokens: Tensor) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(row) for row in tokens.long().tolist())
 
 
-class Balance:
+class RouterBalance:
     """The routers on this rank, by layer, and what all ranks' routers saw."""
 
     def __init__(
@@ -102,7 +102,7 @@ class Balance:
         moe = job.model.moe
         assert moe is not None
         self.routers, self.moe, self.job, self.mesh, self.training = routers, moe, job, mesh, training
-        self.biases = {weight.shard.name: weight for weight in weights if isinstance(weight.owner, Still)}
+        self.biases = {weight.shard.name: weight for weight in weights if isinstance(weight.owner, ZeroGradient)}
         self.pull = torch.zeros((), device=mesh.device)
         for router in routers.values():
             router.count(mesh.device)
@@ -116,7 +116,7 @@ class Balance:
         share = self.training.balance_loss / (self.job.model.moe_layers * self.mesh.tp.size)
         self.pull.fill_(share * weight * self.job.seq)
 
-    def take(self) -> Loads:
+    def take(self) -> RouterLoads:
         """After a step's last backward; the same on every rank."""
         moe, layers = self.moe, self.job.model.moe_layers
         table = torch.zeros(layers, moe.experts + 2, device=self.mesh.device)
@@ -127,10 +127,10 @@ class Balance:
         sequences = self.mesh.layout.dp * self.mesh.layout.mbs * self.mesh.layout.gas
         # Nobody waits here: who reads the step's loss has waited long enough.
         table = comm.all_reduce(table, self.mesh.world).to("cpu", non_blocking=True)
-        return Loads(table, sequences, moe.dense_layers)
+        return RouterLoads(table, sequences, moe.dense_layers)
 
     @torch.no_grad()
-    def steer(self, loads: Loads) -> None:
+    def steer(self, loads: RouterLoads) -> None:
         """After an update: experts that had more than the mean become a little less likely to be chosen, others more."""
         for layer in self.routers:
             weight = self.biases.get(bias_name(layer))

@@ -11,25 +11,25 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 
 from ultrascale.cost.stages import chunk_layers
-from ultrascale.kernels import float8, fused, halves, loss
+from ultrascale.kernels import float8, fused, loss, split_master
 from ultrascale.model.init import full_weight
 from ultrascale.model.moe import Router
 from ultrascale.model.transformer import Transformer
 from ultrascale.parallel import context, expert, tensor, zero
 from ultrascale.parallel.comm import Axis
-from ultrascale.parallel.data import AsMade, Gradients, Reduced, TorchDDP
-from ultrascale.parallel.float8_gather import Scales
+from ultrascale.parallel.data import BucketedGrads, DDPGrads, GradientReducer, SingleMicrobatchGrads
+from ultrascale.parallel.float8_gather import Float8GatherScales
 from ultrascale.parallel.mesh import Mesh
-from ultrascale.parallel.pipeline import Chunk, Pipeline
-from ultrascale.parallel.products import Later
+from ultrascale.parallel.multi_linear import DeferredWeightGrads
+from ultrascale.parallel.pipeline import Pipeline, StageChunk
 from ultrascale.parallel.shards import Shard
-from ultrascale.schedules import Kind, Schedule
+from ultrascale.schedules import ActionKind, Schedule
 from ultrascale.schedules import build as build_schedule
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import Training
 from ultrascale.train import compile, kernels, recompute
-from ultrascale.train.balance import Still, bias_name
+from ultrascale.train.balance import ZeroGradient, bias_name
 from ultrascale.train.kernels import Kernels
 from ultrascale.train.optimizer import Weight
 from ultrascale.train.supported import why_not_gathered_in_fp8
@@ -38,7 +38,7 @@ COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltModel:
     pipeline: Pipeline
     weights: list[Weight]
     routers: dict[int, Router]
@@ -52,7 +52,7 @@ def schedule_of(layout: Layout) -> Schedule:
     return build_schedule(name, layout.pp, layout.gas, virtual)
 
 
-def build(job: Job, mesh: Mesh, training: Training) -> Built:
+def build(job: Job, mesh: Mesh, training: Training) -> BuiltModel:
     layout = mesh.layout
     schedule = schedule_of(layout)
     counts = chunk_layers(job, schedule.ranks, schedule.virtual_stages)
@@ -69,8 +69,8 @@ def build(job: Job, mesh: Mesh, training: Training) -> Built:
     scales = None
     if why_not_gathered_in_fp8(job, layout, training) is None:
         groups = [group for chunk in chunks for group in float8.weights(chunk.gradients.module)]
-        scales = Scales(groups, mesh.shard, dtype, mesh.device) if groups else None
-    return Built(Pipeline(chunks, schedule, mesh, boundary_shape(job, layout), dtype, scales), weights, routers, own)
+        scales = Float8GatherScales(groups, mesh.shard, dtype, mesh.device) if groups else None
+    return BuiltModel(Pipeline(chunks, schedule, mesh, boundary_shape(job, layout), dtype, scales), weights, routers, own)
 
 
 def compute_format(job: Job, mesh: Mesh) -> torch.dtype:
@@ -88,16 +88,16 @@ def boundary_shape(job: Job, layout: Layout) -> tuple[int, int, int]:
 
 def _chunk(
     job: Job, mesh: Mesh, training: Training, schedule: Schedule, stage: int, layers: range, own: Kernels
-) -> tuple[Chunk, list[Weight], dict[int, Router]]:
+) -> tuple[StageChunk, list[Weight], dict[int, Router]]:
     layout, compute = mesh.layout, compute_format(job, mesh)
     reduce = torch.float32 if job.gradients == "fp32" or job.precision == "fp32" else compute
     sharded = layout.zero > 0 and mesh.shard.size > 1
-    later = Later(used=any(action.kind is Kind.W for action in schedule.actions[mesh.pp.rank]))
+    deferred = DeferredWeightGrads(used=any(action.kind is ActionKind.W for action in schedule.actions[mesh.pp.rank]))
     # A rehearsal pretends that tensors have memory (measure/rehearse/): those on the meta device need no such thing.
     with unset_fake_temporarily():
         with torch.device("meta"):
             module = Transformer(job.model, layers, embed=stage == 0, head=stage == schedule.stages - 1)
-        shards = tensor.apply(module, mesh, later)  # first: the others see this rank's sizes
+        shards = tensor.apply(module, mesh, deferred)  # first: the others see this rank's sizes
         expert.apply(module, mesh, shards, kernels.expert_overlap(job, layout, training, mesh.device.type))
         context.apply(module, mesh.cp, layout.context_parallel, job.seq)
         if own.fused:
@@ -118,18 +118,18 @@ def _chunk(
     module.to_empty(device="cpu" if sharded and layout.offload == "parameters" else mesh.device)
     if own.fused and not sharded:
         fused.join(module)
-    gradients: Gradients
+    gradients: GradientReducer
     if sharded:
-        gradients = zero.Sharded(module, mesh, training.reduce_every_microbatch)
+        gradients = zero.FSDPGrads(module, mesh, training.reduce_every_microbatch)
     elif own.as_made:
-        gradients = AsMade(module)
+        gradients = SingleMicrobatchGrads(module)
     elif layout.data_parallel == "ddp" and mesh.data.size > 1:
-        gradients = TorchDDP(module, mesh.data, training.bucket_mb, training.reduce_every_microbatch)
+        gradients = DDPGrads(module, mesh.data, training.bucket_mb, training.reduce_every_microbatch)
     elif mesh.ep.size > 1:
         experts = nn.ParameterList(expert.experts_of(module))
         others = {id(parameter) for parameter in experts}
         rest = nn.ParameterList([parameter for parameter in module.parameters() if id(parameter) not in others])
-        gradients = expert.Apart(
+        gradients = expert.ExpertDenseGrads(
             module,
             _reduced(experts, mesh.expert_data, layout, reduce, training),
             _reduced(rest, mesh.data, layout, reduce, training),
@@ -143,11 +143,11 @@ def _chunk(
     weights += [
         _bias(layer, router, job, mesh, training, own) for layer, router in module.routers().items() if router.moe.router_bias
     ]
-    return Chunk(stage, gradients, later), weights, module.routers()
+    return StageChunk(stage, gradients, deferred), weights, module.routers()
 
 
-def _reduced(module: nn.Module, axis: Axis, layout: Layout, dtype: torch.dtype, training: Training) -> Reduced:
-    return Reduced(
+def _reduced(module: nn.Module, axis: Axis, layout: Layout, dtype: torch.dtype, training: Training) -> BucketedGrads:
+    return BucketedGrads(
         module,
         axis,
         "bucketed" if layout.data_parallel == "ddp" else layout.data_parallel,
@@ -163,7 +163,7 @@ def _weight(
     name: str,
     parameter: nn.Parameter,
     shard: Shard,
-    gradients: Gradients,
+    gradients: GradientReducer,
     job: Job,
     mesh: Mesh,
     training: Training,
@@ -176,7 +176,7 @@ def _weight(
     local.copy_(part)
     host = mesh.layout.offload == "optimizer"
     if local.dtype == torch.bfloat16 and own.adamw:
-        upper, master = halves.parted(part.float())
+        upper, master = split_master.split(part.float())
         local.copy_(upper)
     elif local.dtype == torch.float32 and not host:
         master = local
@@ -205,4 +205,4 @@ def _bias(layer: int, router: Router, job: Job, mesh: Mesh, training: Training, 
     router.bias = full_weight(name, torch.Size(shape), training.seed, job.model, mesh.device)
     parameter = nn.Parameter(router.bias, requires_grad=False)
     shard = Shard(name, shape, counted=mesh.tp.rank == 0)
-    return _weight(name, parameter, shard, Still(router, router.bias), job, mesh, training, own)
+    return _weight(name, parameter, shard, ZeroGradient(router, router.bias), job, mesh, training, own)

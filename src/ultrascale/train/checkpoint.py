@@ -47,7 +47,7 @@ Sums = Mapping[str, Iterable[tuple[int, int, int]]]
 
 
 @dataclass(frozen=True)
-class State:
+class CheckpointState:
     """What a run is at a step, but for its tensors."""
 
     step: int
@@ -72,7 +72,7 @@ class Checkpoint:
     """A complete one on the disk."""
 
     folder: Path
-    state: State
+    state: CheckpointState
     sums: Sums = field(repr=False)
 
     @property
@@ -99,19 +99,19 @@ class Checkpoint:
     @cached_property
     def names(self) -> Mapping[str, Any]:
         """Every tensor in it, as torch's index describes it."""
-        from ultrascale.train.pieces import Reader
+        from ultrascale.train.dcp_io import ShardReader
 
-        return Reader(self.folder, self.sums).read_metadata().state_dict_metadata
+        return ShardReader(self.folder, self.sums).read_metadata().state_dict_metadata
 
     def tensor(self, name: str) -> torch.Tensor:
         """One whole parameter in fp32."""
         import torch
 
-        from ultrascale.train.pieces import Piece, load
+        from ultrascale.train.dcp_io import TensorSlice, load
 
         shape = self.shapes()[name]
         whole = torch.empty(shape)
-        load({"model": {name: Piece.whole(shape, lambda: whole)}}, self.folder, self.sums, None)
+        load({"model": {name: TensorSlice.whole(shape, lambda: whole)}}, self.folder, self.sums, None)
         return whole
 
 
@@ -186,7 +186,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise SpecError(f"{path} says format {given!r:.60} but this version reads '{FORMAT}'")
     if data.pop("checksum", None) != _checksum(data):
         raise SpecError(f"checkpoint {folder} is damaged: {MANIFEST} is not what was written{others(folder)}")
-    numbers = build(_Numbers, {name: data[name] for name in _Numbers.model_fields if name in data}, "checkpoint")
+    numbers = build(
+        _CheckpointManifest, {name: data[name] for name in _CheckpointManifest.model_fields if name in data}, "checkpoint"
+    )
     return Checkpoint(folder, _state(data, numbers), numbers.files)
 
 
@@ -266,7 +268,7 @@ def begin(run: Path) -> None:
             left.unlink(missing_ok=True)
 
 
-def commit(run: Path, state: State, sums: Sums, keep: int = 0) -> None:
+def commit(run: Path, state: CheckpointState, sums: Sums, keep: int = 0) -> None:
     """Makes a partial checkpoint a complete one, and deletes the lowest steps of the branch beyond `keep` (0: none)."""
     partial, final = partial_folder(run, state.step), run / FOLDER / f"step-{state.step:06d}"
     data = _manifest(state, sums)
@@ -295,11 +297,11 @@ def write_weights(
     """A checkpoint of step 0 without optimizer states, one tensor in memory at a time."""
     from functools import partial
 
-    from ultrascale.train.pieces import Piece, save
+    from ultrascale.train.dcp_io import TensorSlice, save
 
     begin(run)
-    state = State(0, job, layout, training)
-    pieces = {"model": {name: Piece.whole(shape, partial(tensor, name)) for name, shape in shapes.items()}}
+    state = CheckpointState(0, job, layout, training)
+    pieces = {"model": {name: TensorSlice.whole(shape, partial(tensor, name)) for name, shape in shapes.items()}}
     folder = partial_folder(run, 0)
     try:
         folder.mkdir(parents=True)
@@ -311,7 +313,7 @@ def write_weights(
     return run / FOLDER / f"step-{0:06d}"
 
 
-def _manifest(state: State, sums: Sums) -> dict[str, Any]:
+def _manifest(state: CheckpointState, sums: Sums) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "step": state.step,
@@ -328,7 +330,7 @@ def _manifest(state: State, sums: Sums) -> dict[str, Any]:
     }
 
 
-class _Numbers(BaseModel):
+class _CheckpointManifest(BaseModel):
     """What checkpoint.json holds beside the job, the layout and the settings of the training."""
 
     model_config = ConfigDict(frozen=True)
@@ -342,9 +344,9 @@ class _Numbers(BaseModel):
     files: dict[str, list[tuple[int, int, int]]]
 
 
-def _state(data: Mapping[str, Any], numbers: _Numbers) -> State:
+def _state(data: Mapping[str, Any], numbers: _CheckpointManifest) -> CheckpointState:
     try:
-        return State(
+        return CheckpointState(
             step=numbers.step,
             job=job_from_mapping(data["job"], "checkpoint.job"),
             layout=build(Layout, data["layout"], "checkpoint.layout"),

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ultrascale.cost.estimate import estimate
-from ultrascale.data.choose import STDLIB, SYNTHETIC
 from ultrascale.data.corpora import BYTES
+from ultrascale.data.mixture import STDLIB, SYNTHETIC
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.folders import free_bytes, new_folder, refuse_used
 from ultrascale.specs.model import Model
@@ -62,9 +62,9 @@ def from_hf(source: Path, run: Path, progress: Progress | None = None) -> Conver
     """A run of no steps yet, with these weights and a short job for one process: `train --resume` goes on from there."""
     refuse_used(run)
     _need_safetensors()
-    from ultrascale.model.hf_folder import Folder
+    from ultrascale.model.hf_folder import HFFolder
 
-    folder = Folder.open(source)
+    folder = HFFolder.open(source)
     model, shapes = folder.model, folder.names()
     total = 4 * model.parameters
     if (free := free_bytes(run)) < total:
@@ -74,7 +74,7 @@ def from_hf(source: Path, run: Path, progress: Progress | None = None) -> Conver
     data = STDLIB if model.vocab >= BYTES else SYNTHETIC  # until a run names its own
     changes = Overrides(job={"seq": seq}, train={"data": data})
     request = from_model(model, changes, world=1, precision=precision)
-    counted = _Counted(folder.tensor, total, progress)
+    counted = _CountedWeights(folder.tensor, total, progress)
     with new_folder(run) as made:
         Plan(job=request.job, layout=request.layout, estimate=estimate(request.job, request.layout)).save(made / launch.PLAN)
         checkpoint.write_weights(made, request.job, request.layout, request.training, shapes, counted)
@@ -100,7 +100,7 @@ def to_hf(
     return Converted(model, out, is_run=False)
 
 
-class _Counted:
+class _CountedWeights:
     """Weights in fp32, each a tensor of its own, told of as they go by."""
 
     def __init__(self, tensor: Callable[[str], torch.Tensor], total: int, progress: Progress | None) -> None:

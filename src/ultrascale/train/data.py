@@ -11,17 +11,17 @@ from fractions import Fraction
 import numpy as np
 import torch
 
-from ultrascale.data.choose import corpus, two_windows
-from ultrascale.data.corpora import Bytes, Corpus, Mixture, Synthetic, Tokens, standard_library
-from ultrascale.data.order import Order, Pattern, permuted, seed_of
+from ultrascale.data.corpora import ByteCorpus, Corpus, MixtureCorpus, SyntheticCorpus, Tokens, standard_library
+from ultrascale.data.mixture import corpus, two_windows
+from ultrascale.data.order import MixturePattern, SampleOrder, permuted, seed_of
 from ultrascale.specs.layout import Layout
 
 __all__ = [
     "Batches",
-    "Bytes",
+    "ByteCorpus",
     "Corpus",
-    "Mixture",
-    "Synthetic",
+    "MixtureCorpus",
+    "SyntheticCorpus",
     "corpus",
     "permuted",
     "rows_of",
@@ -35,11 +35,11 @@ Window = tuple[Corpus, int]
 class Batches:
     """Global batches of `batch` sequences, any rows of them, by step."""
 
-    def __init__(self, corpus: Corpus | Mixture, seq: int, batch: int, seed: int) -> None:
+    def __init__(self, corpus: Corpus | MixtureCorpus, seq: int, batch: int, seed: int) -> None:
         self.seq, self.batch = seq, batch
-        mixture = corpus if isinstance(corpus, Mixture) else Mixture(((corpus, Fraction(1)),))
-        self._trained = _Dealt(mixture, seq, seed)
-        self._held_out = self._trained if mixture.held_out is None else _Dealt(mixture.held_out, seq, seed, held_out=1.0)
+        mixture = corpus if isinstance(corpus, MixtureCorpus) else MixtureCorpus(((corpus, Fraction(1)),))
+        self._trained = _MixedSamples(mixture, seq, seed)
+        self._held_out = self._trained if mixture.held_out is None else _MixedSamples(mixture.held_out, seq, seed, held_out=1.0)
 
     @property
     def train_windows(self) -> int:
@@ -73,18 +73,18 @@ class Batches:
         return [window(number * self.batch + row) for row in numbers]
 
 
-class _Dealt:
+class _MixedSamples:
     """Samples by number: which text each comes from, and its window there."""
 
-    def __init__(self, mixture: Mixture, seq: int, seed: int, held_out: float | None = None) -> None:
+    def __init__(self, mixture: MixtureCorpus, seq: int, seed: int, held_out: float | None = None) -> None:
         self.texts = [text for text, _ in mixture.parts]
         alone = len(self.texts) == 1
         shares = {} if held_out is None else {"held_out": held_out}
         self.orders = [
-            Order(two_windows(text, seq), seed if alone else seed_of(seed, place), **shares)
+            SampleOrder(two_windows(text, seq), seed if alone else seed_of(seed, place), **shares)
             for place, text in enumerate(self.texts)
         ]
-        self.pattern = Pattern([weight for _, weight in mixture.parts])
+        self.pattern = MixturePattern([weight for _, weight in mixture.parts])
 
     def train(self, sample: int) -> Window:
         owner, place = self.pattern.deal(sample)

@@ -16,14 +16,14 @@ from ultrascale.parallel.ranges import named
 from ultrascale.specs.errors import RunError
 from ultrascale.specs.job import Job
 from ultrascale.specs.training import Training
-from ultrascale.train import attention, gates
-from ultrascale.train.ahead import Ahead
-from ultrascale.train.balance import Balance, Loads
+from ultrascale.train import attention, gate_autotune
+from ultrascale.train.balance import RouterBalance, RouterLoads
 from ultrascale.train.build import build
+from ultrascale.train.cuda_graphs import CUDAGraphPool, recorded
 from ultrascale.train.data import Batches, rows_of
-from ultrascale.train.graphs import Tape, recorded
 from ultrascale.train.lr import learning_rate
 from ultrascale.train.optimizer import LossScale, Optimizer, Weight
+from ultrascale.train.prefetch import BatchPrefetcher
 
 
 class NotFiniteError(RunError):
@@ -38,7 +38,7 @@ class StepResult:
     lr: float
     skipped: bool
     """fp16: gradients overflowed, the weights were left alone and the loss scale halved"""
-    loads: Loads | None = None
+    loads: RouterLoads | None = None
     """of experts, where the model has any"""
     stop: bool = False
     """some rank was asked to end the run"""
@@ -51,22 +51,22 @@ class Engine:
         self.job, self.mesh, self.training, self.batches = job, mesh, training, batches
         # Before there is a model: now there is memory for it.
         self.attention = None if training.document_mask else attention.fastest(job, mesh.layout, mesh.device)
-        self.gates = gates.fastest(job, mesh.layout, training, mesh.device)
+        self.gates = gate_autotune.fastest(job, mesh.layout, training, mesh.device)
         built = build(job, mesh, training)
         self.pipeline, self.weights = built.pipeline, built.weights
         for chosen in (self.attention, self.gates):
             if chosen is not None:
                 chosen.apply(chunk.gradients.module for chunk in self.pipeline.chunks.values())
-        self.tape = Tape(mesh.device, training.graphs) if built.kernels.recorded else None
+        self.tape = CUDAGraphPool(mesh.device, training.graphs) if built.kernels.recorded else None
         """of a GPU's launches, where a step's are the same as the last one's"""
         self.optimizer = Optimizer(self.weights, job, training, mesh, built.kernels.adamw, self.tape)
-        self.balance = Balance(built.routers, self.weights, job, mesh, training) if job.model.moe is not None else None
-        self._loads: Loads | None = None
+        self.balance = RouterBalance(built.routers, self.weights, job, mesh, training) if job.model.moe is not None else None
+        self._loads: RouterLoads | None = None
         self.scale = LossScale(training, used=job.precision == "fp16")
         self.tokens = mesh.layout.batch_tokens(job.seq)
         self.here = context.positions(job.seq, mesh.cp, mesh.layout.context_parallel)
         self.positions = self.here.to(mesh.device)
-        self._ahead = Ahead(self._host_rows, end=training.steps)
+        self._ahead = BatchPrefetcher(self._host_rows, end=training.steps)
         self.asked_to_stop = False
         """set by whoever hears of it on this rank; the next step's result says so on every rank"""
         self._stop = torch.zeros(())

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ultrascale.cost import expert, fused
-from ultrascale.cost.columns import Columns
-from ultrascale.cost.hardware import Machine
+from ultrascale.cost.columns import LayoutColumns
+from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.mesh import mesh
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import ExpertOverlap, Training
-from ultrascale.train import graphs
+from ultrascale.train import cuda_graphs
 from ultrascale.train.supported import SPLIT, left_in_bf16
 
 
@@ -27,11 +27,11 @@ class Kernels:
     loss: bool = False
     """the loss in chunks, with its gradients (kernels/loss.py)"""
     adamw: bool = False
-    """AdamW in one pass, masters in halves (kernels/adamw_triton.py, kernels/halves.py)"""
+    """AdamW in one pass, masters in halves (kernels/adamw_triton.py, kernels/split_master.py)"""
     as_made: bool = False
     """gradients stay as backward makes them (parallel/data.py)"""
     recorded: bool = False
-    """a step's launches as one (train/graphs.py)"""
+    """a step's launches as one (train/cuda_graphs.py)"""
 
 
 def choose(job: Job, layout: Layout, training: Training, device: str) -> Kernels:
@@ -50,7 +50,7 @@ def choose(job: Job, layout: Layout, training: Training, device: str) -> Kernels
         adamw=adamw,
         # One micro-batch on one GPU: a gradient is added to nothing, and our AdamW reads it in any format.
         as_made=adamw and layout.gpus == layout.gas == 1,
-        recorded=graphs.why_not(job, layout, training) is None,
+        recorded=cuda_graphs.why_not(job, layout, training) is None,
     )
 
 
@@ -83,7 +83,7 @@ def expert_overlap(job: Job, layout: Layout, training: Training, device: str) ->
     if device != "cuda" or layout.ep == 1 or job.model.moe is None:
         return "none"
     engine = job.changed(framework=Framework.load("ultrascale-gpu"))
-    row, machine = Columns.of([layout]), Machine(engine)
+    row, machine = LayoutColumns.of([layout]), ClusterRates(engine)
     return "rows" if expert.rows_first(engine, row, mesh(row, machine.cluster), machine)[0] else "gradients"
 
 

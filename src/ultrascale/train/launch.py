@@ -21,13 +21,13 @@ from ultrascale.specs.measurement import Measurement
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import GIB
 from ultrascale.train import checkpoint, environment, rollback
-from ultrascale.train.outcome import Outcome
+from ultrascale.train.outcome import RunOutcome
+from ultrascale.train.rank_info import RankInfo, rank_info_from_env
 from ultrascale.train.request import Request
-from ultrascale.train.world import Seat, seat
 
 if TYPE_CHECKING:
-    from ultrascale.train.board import Board
     from ultrascale.train.engine import Engine
+    from ultrascale.train.heartbeat import Heartbeat
     from ultrascale.train.loop import Observer
 
     Observe = Callable[[Engine], Observer]
@@ -43,7 +43,7 @@ class Run:
 
     request: Request
     predicted: Estimate | None
-    outcome: Outcome
+    outcome: RunOutcome
     folder: Path | None
 
     @property
@@ -65,8 +65,8 @@ def train(
 
     None on all ranks but the first.
     """
-    mine = seat() if nproc is None else None
-    here = mine or Seat()
+    mine = rank_info_from_env() if nproc is None else None
+    here = mine or RankInfo()
     goes_on = False
     if here.rank == 0 and out is not None:  # the others hear of it when they have met
         again = is_restart(out, here)
@@ -145,7 +145,7 @@ def _resuming(request: Request, out: Path) -> Request:
     return replace(request, resume=source)
 
 
-def is_restart(out: Path, here: Seat) -> bool:
+def is_restart(out: Path, here: RankInfo) -> bool:
     """Whether a launcher repeats the command that began the run in this folder: it goes on from what was kept."""
     if here.restarted:
         return True
@@ -156,26 +156,26 @@ def _start(
     request: Request,
     out: Path | None,
     nproc: int | None,
-    mine: Seat | None,
+    mine: RankInfo | None,
     peak: float | None,
     quiet: bool,
     observe: Observe | None,
-) -> Outcome | None:
+) -> RunOutcome | None:
     import_torch()
     from ultrascale.parallel import local
-    from ultrascale.train.board import SharedBoard
+    from ultrascale.train.heartbeat import SharedMemoryHeartbeat
     from ultrascale.train.loop import Observer
     from ultrascale.train.run import described, run_rank
 
     if mine is not None or request.layout.gpus == 1:
-        return run_rank(request, mine or Seat(), out, peak, quiet, observe=observe or Observer)
+        return run_rank(request, mine or RankInfo(), out, peak, quiet, observe=observe or Observer)
     world = request.layout.gpus
-    board = SharedBoard(world)
-    arguments = (request, out, peak, quiet, board, observe or Observer)
+    heartbeat = SharedMemoryHeartbeat(world)
+    arguments = (request, out, peak, quiet, heartbeat, observe or Observer)
     describe = partial(described, request.layout)
     last_s = 2 * request.training.timeout_s  # a rank that is stopped after its last collective holds nobody else up
-    results: list[Outcome | None] = local.run(
-        _local_rank, world, *arguments, board=board, describe=describe, stoppable=True, last_s=last_s
+    results: list[RunOutcome | None] = local.run(
+        _local_rank, world, *arguments, heartbeat=heartbeat, describe=describe, stoppable=True, last_s=last_s
     )
     return results[0]
 
@@ -188,13 +188,13 @@ def _local_rank(
     out: Path | None,
     peak: float | None,
     quiet: bool,
-    board: Board,
+    heartbeat: Heartbeat,
     observe: Observe,
-) -> Outcome | None:
+) -> RunOutcome | None:
     from ultrascale.parallel import local
     from ultrascale.train.run import run_rank
 
-    return run_rank(request, Seat(rank, nproc, rank, nproc, store), out, peak, quiet, board, local.report, observe)
+    return run_rank(request, RankInfo(rank, nproc, rank, nproc, store), out, peak, quiet, heartbeat, local.report, observe)
 
 
 def import_torch() -> None:

@@ -68,7 +68,7 @@ _NO_CURVE = ("step", "expert_tokens", "expert_quantiles")
 _ALWAYS = ("step", "tokens", "loss", "grad_norm", "lr", "tokens_per_s_per_gpu", "mfu", "peak_gib")
 
 
-class Sink(Protocol):
+class MetricsSink(Protocol):
     """A place beside the file that takes records."""
 
     def write(self, record: StepRecord) -> None: ...
@@ -79,7 +79,7 @@ class Sink(Protocol):
 class MetricsLog:
     """metrics.jsonl in a run's folder, one line per record and whole at any moment, and the sinks beside it."""
 
-    def __init__(self, folder: Path, resume_step: int | None = None, sinks: Iterable[Sink] = ()) -> None:
+    def __init__(self, folder: Path, resume_step: int | None = None, sinks: Iterable[MetricsSink] = ()) -> None:
         """`resume_step`: of a resumed run, the step of its checkpoint: later rows are of steps that are repeated."""
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE
@@ -134,7 +134,7 @@ def step_of_row(line: str) -> float:
         return math.inf
 
 
-class TensorBoard:
+class TensorBoardSink:
     def __init__(self, folder: Path) -> None:
         self._writer = _module("torch.utils.tensorboard", "tensorboard").SummaryWriter(log_dir=str(folder / "tensorboard"))
 
@@ -147,7 +147,7 @@ class TensorBoard:
         self._writer.close()
 
 
-class WandB:
+class WandBSink:
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         wandb = _module("wandb", "wandb")
         # The folder's name is the run's identity, so that a resumed run continues its curves.
@@ -162,11 +162,11 @@ class WandB:
         self._run.finish()
 
 
-def open_sinks(names: Iterable[str], folder: Path, config: Mapping[str, Any]) -> list[Sink]:
+def open_sinks(names: Iterable[str], folder: Path, config: Mapping[str, Any]) -> list[MetricsSink]:
     """The sinks of `train.log`, in its order; SpecError where one's package is not installed."""
-    makers: dict[str, Callable[[], Sink]] = {
-        "tensorboard": lambda: TensorBoard(folder),
-        "wandb": lambda: WandB(folder, config),
+    makers: dict[str, Callable[[], MetricsSink]] = {
+        "tensorboard": lambda: TensorBoardSink(folder),
+        "wandb": lambda: WandBSink(folder, config),
     }
     return [makers[name]() for name in names]
 
@@ -185,7 +185,7 @@ def _module(module: str, package: str) -> Any:
         ) from None
 
 
-class Progress:
+class ProgressLine:
     """Shows steps on a stream: on a terminal one line that is rewritten, in a pipe a line now and then."""
 
     def __init__(

@@ -21,17 +21,17 @@ from ultrascale.parallel.ranges import named
 from ultrascale.specs.measurement import MeasuredMemory
 from ultrascale.specs.units import GIB
 from ultrascale.train import checkpoint, heap
-from ultrascale.train.account import account
+from ultrascale.train.async_checkpoint import CheckpointManager
 from ultrascale.train.engine import Engine, NotFiniteError, StepResult
-from ultrascale.train.keep import Keeper
-from ultrascale.train.log import MetricsLog, Progress, StepRecord, open_sinks
+from ultrascale.train.log import MetricsLog, ProgressLine, StepRecord, open_sinks
+from ultrascale.train.memory_owners import account
 from ultrascale.train.request import Request
 from ultrascale.train.stop import StopSignals
 from ultrascale.train.watchdog import Watchdog
 
 
 @dataclass
-class Watch:
+class StepStats:
     """What this rank saw of its steps."""
 
     step_s: list[float] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Watch:
 
 
 class Observer:
-    """Who looks on while a rank steps. This one sees what every run tells of its memory; measure/profile/ sees more."""
+    """Hooks called around each step. This one records peak memory; measure/profile/ records more."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -67,15 +67,15 @@ class Loop:
     def __init__(
         self,
         engine: Engine,
-        recorder: Recorder | None,
-        keeper: Keeper | None,
+        recorder: MetricsRecorder | None,
+        keeper: CheckpointManager | None,
         signals: StopSignals,
         watchdog: Watchdog,
         observer: Observer | None = None,
     ) -> None:
         self.observer = observer or Observer(engine)
-        self.engine, self.recorder, self.keeper, self.signals, self.watchdog = engine, recorder, keeper, signals, watchdog
-        self.watch = Watch()
+        self.engine, self.recorder, self.checkpoints, self.signals, self.watchdog = engine, recorder, keeper, signals, watchdog
+        self.watch = StepStats()
         self.done = 0
         if keeper is not None:
             keeper.moving = lambda: watchdog.waits_for_disk(self.done, "saving")
@@ -92,7 +92,7 @@ class Loop:
         self.done = start
         # The second step is the first with everything in place: states exist, buffers have been made.
         accounted = min(start + 1, training.steps - 1)
-        slowed = Watch()  # by being followed: its times are no measurement
+        slowed = StepStats()  # by being followed: its times are no measurement
         for number in range(start, training.steps):
             self.engine.asked_to_stop = self.signals.asked is not None
             if number == accounted:
@@ -107,13 +107,13 @@ class Loop:
                 break
         if not self.watch.step_s:  # one step alone is all there is
             self.watch = replace(slowed, memory=self.watch.memory)
-        if self.keeper is not None and self.done > start:
+        if self.checkpoints is not None and self.done > start:
             self.at(self.done, "saving")
             if self.recorder is not None:
                 self.recorder.sync()
-            self.keeper.demand(self.done)
+            self.checkpoints.save_final(self.done)
 
-    def _after(self, result: StepResult, seen: Watch) -> None:
+    def _after(self, result: StepResult, seen: StepStats) -> None:
         training = self.engine.training
         held_out = None
         if training.eval_every and self.done % training.eval_every == 0:
@@ -124,15 +124,20 @@ class Loop:
             self.recorder.record(self.done, result, seen, held_out, scale, self._stalled or None)
         self._stalled = 0.0
         # After the row of this step: a run that is killed once the checkpoint is there resumes after it and repeats no step.
-        if self.keeper is not None and self.keeper.settings.due(self.done) and self.done < training.steps and not result.stop:
+        if (
+            self.checkpoints is not None
+            and self.checkpoints.settings.due(self.done)
+            and self.done < training.steps
+            and not result.stop
+        ):
             self.at(self.done, "saving")
             if self.recorder is not None:
                 self.recorder.sync()
-            self._stalled += self.keeper.save(self.done)
+            self._stalled += self.checkpoints.save(self.done)
         if self.engine.mesh.device.type == "cpu" and self.done % heap.EVERY == 0:
             heap.give_back()
 
-    def _step(self, number: int, watch: Watch) -> StepResult:
+    def _step(self, number: int, watch: StepStats) -> StepResult:
         engine = self.engine
         engine.mesh.clock.take()
         start = time.perf_counter()
@@ -144,7 +149,7 @@ class Loop:
         loss = engine.backward(batch)
         backward = time.perf_counter()
         waits = engine.mesh.clock.take()
-        stalled = self.keeper.settle() if self.keeper is not None else 0.0
+        stalled = self.checkpoints.wait_for_copy() if self.checkpoints is not None else 0.0
         self.at(number + 1, "update")
         with named("optimizer"):
             result = self._update(number, loss)
@@ -160,13 +165,13 @@ class Loop:
         try:
             return self.engine.update(number, loss)
         except NotFiniteError as error:
-            if self.keeper is None or number == 0:
+            if self.checkpoints is None or number == 0:
                 raise
-            self.keeper.demand(number)  # the weights are still good
-            raise NotFiniteError(f"{error}. They are kept in {checkpoint.newest(self.keeper.run)}") from None
+            self.checkpoints.save_final(number)  # the weights are still good
+            raise NotFiniteError(f"{error}. They are kept in {checkpoint.newest(self.checkpoints.run)}") from None
 
 
-class Recorder:
+class MetricsRecorder:
     """Rank 0's book: metrics.jsonl, other sinks, the line on the screen."""
 
     def __init__(self, request: Request, out: Path | None, peak_flops: float | None, quiet: bool, start: int = 0) -> None:
@@ -178,13 +183,13 @@ class Recorder:
         self.mfu: Callable[[float], float | None] = lambda rate: rate * per_token / peak_flops if peak_flops else None
         sinks = open_sinks(request.training.log, out, {"layout": str(layout), "model": job.model.name}) if out else []
         self.log = MetricsLog(out, start if request.goes_on_in(out) else None, sinks) if out else None
-        self.progress = None if quiet else Progress(sys.stderr, request.training.steps)
+        self.progress = None if quiet else ProgressLine(sys.stderr, request.training.steps)
 
     def record(
         self,
         done: int,
         result: StepResult,
-        seen: Watch,
+        seen: StepStats,
         eval_loss: float | None,
         loss_scale: float | None,
         checkpoint_s: float | None,

@@ -20,7 +20,7 @@ from ultrascale.specs.errors import SpecError
 from ultrascale.specs.gpu import GPU
 from ultrascale.specs.units import GIB
 from ultrascale.specs.validate import build
-from ultrascale.train.rates import LinkRate, Rates, cores, in_new_thread, link_rate, rates_of
+from ultrascale.train.rates import CPURates, LinkRate, cores, in_new_thread, link_rate, rates_of
 
 # What nvidia-smi calls the parts whose numbers we have. PCIe cards, and others of a family, have their own peaks: not here.
 KINDS = {
@@ -100,18 +100,18 @@ def kind_of_gpu(name: str) -> str:
 _measured: dict[int, Cluster] = {}  # by the number of processes
 
 
-def cpu_rates(nproc: int, timeout_s: float) -> tuple[Rates, LinkRate]:
+def cpu_rates(nproc: int, timeout_s: float) -> tuple[CPURates, LinkRate]:
     """What each of `nproc` processes gets of this CPU while all work, in the mean, and what two of them exchange."""
     import ultrascale.model.transformer  # before the processes fork, so that none of them has to
     import ultrascale.parallel.comm  # noqa: F401
     from ultrascale.parallel.local import run
 
-    each: list[Rates] = run(in_new_thread, nproc, rates_of, timeout_s=timeout_s / 2)
-    together = Rates(*(mean(getattr(one, field.name) for one in each) for field in fields(Rates)))
+    each: list[CPURates] = run(in_new_thread, nproc, rates_of, timeout_s=timeout_s / 2)
+    together = CPURates(*(mean(getattr(one, field.name) for one in each) for field in fields(CPURates)))
     return together, run(in_new_thread, 2, link_rate, timeout_s=timeout_s / 2)[0]
 
 
-def cpu_cluster(nproc: int, rates: Rates, link: LinkRate, memory: float) -> Cluster:
+def cpu_cluster(nproc: int, rates: CPURates, link: LinkRate, memory: float) -> Cluster:
     """The measured numbers as a GPU kind called `cpu`, of which a step gets all: they are no data sheet."""
     together = f"measured here with {nproc} processes at work on {cores()} cores"
     bandwidth, between = rates.stream_bytes_s / 1e9, link.bytes_s / 1e9
@@ -146,7 +146,7 @@ def cpu_cluster(nproc: int, rates: Rates, link: LinkRate, memory: float) -> Clus
     )
 
 
-def _efficiency(nproc: int, rates: Rates, link: LinkRate) -> Efficiency:
+def _efficiency(nproc: int, rates: CPURates, link: LinkRate) -> Efficiency:
     return Efficiency(
         matmul=1 / UNMEASURED_MATMUL,  # the share assumed of a data sheet; the peak here is a measurement
         attention_forward=_share(rates.attention_forward_flops, rates.products_flops),

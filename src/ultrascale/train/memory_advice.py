@@ -19,7 +19,7 @@ from ultrascale.train.request import Request
 if TYPE_CHECKING:
     import torch
 
-    from ultrascale.parallel.mesh import Place
+    from ultrascale.parallel.mesh import RankCoordinates
 
 SHOWN = 3  # layouts that are offered
 TRIED_LAST = 200  # of all other ways to cut, when no few changes are enough
@@ -34,7 +34,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @dataclass(frozen=True)
-class Held:
+class MemoryAtFailure:
     """What there was when memory ran out, in bytes; None is unknown."""
 
     total: float
@@ -61,21 +61,21 @@ class Held:
         return ", ".join([*parts, f"{left}of {_size(self.total)}"])
 
 
-def held(device: torch.device) -> Held:
+def held(device: torch.device) -> MemoryAtFailure:
     """Ask before anything is freed."""
     import torch
 
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return Held(total, free, torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
+        return MemoryAtFailure(total, free, torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
     import resource
     import sys
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return Held(memory_bytes(), resident=peak)
+    return MemoryAtFailure(memory_bytes(), resident=peak)
 
 
-def out_of_memory(request: Request, step: int, error: str, seen: Held, place: Place) -> str:
+def out_of_memory(request: Request, step: int, error: str, seen: MemoryAtFailure, place: RankCoordinates) -> str:
     """The whole report. `request` should be on the machine that ran out (`Request.on`)."""
     predicted = estimate(request.job, request.layout)
     stage = predicted.memory[place.pp]
@@ -96,7 +96,7 @@ def out_of_memory(request: Request, step: int, error: str, seen: Held, place: Pl
     return "\n".join([*lines, *_advice(request, predicted, limit_gib)])
 
 
-def _limit(request: Request, predicted: Estimate, seen: Held) -> float:
+def _limit(request: Request, predicted: Estimate, seen: MemoryAtFailure) -> float:
     """GiB that a layout may need: what there is, and clearly less than what has just run out."""
     sharing = request.layout.gpus if request.job.cluster.gpu.name == "cpu" else 1  # processes share the host
     return min(request.job.cluster.gpu.memory_gib, seen.total / sharing / GIB, SURE * predicted.peak_gib)

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ultrascale.kernels import halves
+from ultrascale.kernels import split_master
 from ultrascale.parallel import comm
-from ultrascale.parallel.data import Gradients
+from ultrascale.parallel.data import GradientReducer
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.parallel.shards import Shard
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
 from ultrascale.specs.training import Training
-from ultrascale.train.graphs import Tape, recorded
+from ultrascale.train.cuda_graphs import CUDAGraphPool, recorded
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Weight:
     """what computes, or its shard"""
     master: torch.Tensor
     """what the optimizer steps: `local` itself in fp32, a copy of its own, or the lower halves of numbers whose upper is it"""
-    owner: Gradients
+    owner: GradientReducer
     offsets: tuple[int, ...]
     """where `local` begins in the whole parameter"""
     counted: bool
@@ -45,18 +45,18 @@ class Weight:
         return self.owner.of(self.parameter)
 
     @property
-    def parted(self) -> bool:
+    def is_split(self) -> bool:
         return self.master.dtype == torch.int16
 
     def exact(self) -> torch.Tensor:
         """The fp32 values: the master itself where it is whole."""
-        return halves.whole(self.local, self.master) if self.parted else self.master
+        return split_master.join(self.local, self.master) if self.is_split else self.master
 
     @torch.no_grad()
     def set(self, values: torch.Tensor) -> None:
         """Master and copy become these fp32 values."""
-        if self.parted:
-            upper, rest = halves.parted(values.to(self.local.device))
+        if self.is_split:
+            upper, rest = split_master.split(values.to(self.local.device))
             self.local.copy_(upper)
             self.master.copy_(rest)
             return
@@ -82,7 +82,7 @@ class Optimizer:
         training: Training,
         mesh: Mesh,
         in_one_pass: bool = False,
-        tape: Tape | None = None,
+        tape: CUDAGraphPool | None = None,
     ) -> None:
         self.weights, self.training, self.mesh = list(weights), training, mesh
         self.inner = None if in_one_pass else _inner(self.weights, job, training)
@@ -199,7 +199,7 @@ class Optimizer:
     def fill(self) -> None:
         """Brings what computes up to its masters."""
         for weight in self.weights:
-            if weight.master is not weight.local and not weight.parted:
+            if weight.master is not weight.local and not weight.is_split:
                 weight.local.copy_(weight.master)
 
     def state_tensors(self) -> list[torch.Tensor]:

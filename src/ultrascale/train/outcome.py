@@ -10,7 +10,7 @@ from ultrascale.specs.measurement import Measurement
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """Where it ended, what was seen, what is kept."""
 
     step: int

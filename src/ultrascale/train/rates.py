@@ -34,7 +34,7 @@ _TURNS, _EACH_S = 5, 0.02
 
 
 @dataclass(frozen=True)
-class Rates:
+class CPURates:
     """What one process gets while all of them work, or the mean of that over the processes."""
 
     products_flops: float
@@ -66,7 +66,7 @@ def in_new_thread(rank: int, nproc: int, store: str, measure: Callable[[int, int
         return pool.submit(measure, rank, nproc, store).result()
 
 
-def rates_of(rank: int, nproc: int, store: str) -> Rates:
+def rates_of(rank: int, nproc: int, store: str) -> CPURates:
     import torch
     import torch.distributed as dist
 
@@ -104,7 +104,7 @@ def one_turn(todo: dict[str, Callable[[], object]]) -> dict[str, float]:
     return took
 
 
-def from_times(took: dict[str, float]) -> Rates:
+def from_times(took: dict[str, float]) -> CPURates:
     """Of a score's time what grows with the width of a head is products, the rest softmax."""
     scores = _HEADS * _ROW**2  # one block of keys: the kernel skips nothing of what the mask hides
     wide, narrow = ((took[f"forward {width}"], took[f"both {width}"]) for width in (_WIDE, _NARROW))
@@ -113,7 +113,7 @@ def from_times(took: dict[str, float]) -> Rates:
     )
     softmax_s = max(narrow[1] - both_s * _NARROW / _WIDE, 0.1 * narrow[1]) / (1 + SCORES_BACKWARD)
     flops = 4 * scores * _WIDE
-    return Rates(
+    return CPURates(
         products_flops=2 * _SIDE**3 / took["product"],
         stream_bytes_s=(_MANY - _FEW) * _PASSED / max(took["passes"] - took["few"], 0.1 * took["passes"]),
         operator_s=took["layers"] / _LAYERS / (host.FORWARD + host.BACKWARD),

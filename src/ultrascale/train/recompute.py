@@ -26,8 +26,8 @@ from ultrascale.kernels import flash
 from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.rotary import Rope
 from ultrascale.model.transformer import MLP, Block, Transformer
-from ultrascale.parallel.once import Region
-from ultrascale.parallel.tensor import RowLinear
+from ultrascale.parallel.recompute_cache import RecomputeRegion
+from ultrascale.parallel.tensor import RowParallelLinear
 from ultrascale.specs.layout import Recompute
 
 Forward = Callable[..., Tensor]
@@ -52,10 +52,10 @@ _ATTENTION = {
 _SAVED = _PRODUCTS | _ATTENTION
 
 
-class _First(_CachingTorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Saves none of the products whose result is kept with its exchange (parallel/once.py)."""
+class _FirstPass(_CachingTorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Saves none of the products whose result is kept with its exchange (parallel/recompute_cache.py)."""
 
-    region: Region
+    region: RecomputeRegion
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.region.making or func not in _SAVED:
@@ -63,7 +63,7 @@ class _First(_CachingTorchDispatchMode):  # type: ignore[no-untyped-call]
         return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
 
-class _Again(_CachedTorchDispatchMode):  # type: ignore[no-untyped-call]
+class _RecomputePass(_CachedTorchDispatchMode):  # type: ignore[no-untyped-call]
     """Asks only for what was saved. FSDP2 gathers experts within the region, in backward by other steps than in forward, which
     torch would take for a region that is not the same twice.
     """
@@ -81,8 +81,8 @@ def apply(model: Transformer, policy: Recompute, compiled: bool = False) -> None
     for block in model.each_block():
         # No dropout anywhere: there is no random state to restore.
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-        by_hand = isinstance(block.attention.out, RowLinear)
-        if by_hand and isinstance(last := _last(block.mlp), RowLinear):
+        by_hand = isinstance(block.attention.out, RowParallelLinear)
+        if by_hand and isinstance(last := _last(block.mlp), RowParallelLinear):
             last.result = "unasked" if isinstance(block.mlp, MLP) else "again"
         if policy == "selective":
             selects = partial(_contexts, _tells(block, compiled), isinstance(block.mlp, MixtureOfExperts))
@@ -124,18 +124,18 @@ def _last(mlp: MLP | MixtureOfExperts) -> nn.Linear | None:
 def _contexts(tells: Tells | None, experts: bool) -> Any:
     first, again = create_selective_checkpoint_contexts(partial(_policy, tells))  # type: ignore[no-untyped-call]
     if experts:
-        again.__class__ = _Again
+        again.__class__ = _RecomputePass
     return first, again
 
 
 def _with_results(selects: Callable[[], Any] | None) -> Any:
     """The same of layers whose products stand with their exchanges, and which keep or leave out both together."""
-    region = Region(keeps=selects is not None)
+    region = RecomputeRegion(keeps=selects is not None)
     passes = [region.a_pass(again) for again in (False, True)]
     if selects is None:
         return passes
     first, again = selects()
-    first.__class__, first.region, again.__class__ = _First, region, _Again
+    first.__class__, first.region, again.__class__ = _FirstPass, region, _RecomputePass
     return _both(first, passes[0]), _both(again, passes[1])
 
 

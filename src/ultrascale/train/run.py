@@ -1,4 +1,4 @@
-"""One rank from its seat to what it saw: join, build, restore, loop, measure."""
+"""One rank of a run: join, build, restore, loop, measure."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from torch._C._distributed_c10d import Store
 
 from ultrascale.cost import flops
 from ultrascale.model import flex, grouped
-from ultrascale.parallel.data import Reduced
-from ultrascale.parallel.expert import Apart
-from ultrascale.parallel.mesh import Mesh, Place
+from ultrascale.parallel.data import BucketedGrads
+from ultrascale.parallel.expert import ExpertDenseGrads
+from ultrascale.parallel.mesh import Mesh, RankCoordinates
 from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.measurement import MeasuredStage, MeasuredTime, Measurement
 from ultrascale.specs.units import GIB
 from ultrascale.train import checkpoint, rollback
-from ultrascale.train.board import Board, SharedBoard, StoreBoard
+from ultrascale.train.async_checkpoint import CheckpointManager, restore
 from ultrascale.train.build import compute_format
 from ultrascale.train.data import Batches, corpus
 from ultrascale.train.engine import Engine
-from ultrascale.train.keep import Keeper, restore
+from ultrascale.train.heartbeat import Heartbeat, SharedMemoryHeartbeat, StoreHeartbeat
 from ultrascale.train.kernels import why_not_fused
-from ultrascale.train.loop import Loop, Observer, Recorder, Watch
-from ultrascale.train.meeting import group_timeout_s, meet
+from ultrascale.train.loop import Loop, MetricsRecorder, Observer, StepStats
 from ultrascale.train.memory_advice import held, is_out_of_memory, out_of_memory
-from ultrascale.train.outcome import Outcome
+from ultrascale.train.outcome import RunOutcome
+from ultrascale.train.rank_info import RankInfo
+from ultrascale.train.rendezvous import group_timeout_s, init
 from ultrascale.train.request import Request
 from ultrascale.train.stop import StopSignals
 from ultrascale.train.watchdog import Watchdog, lost_a_peer
-from ultrascale.train.world import Seat
 
 UNSEEN = "what data ranks exchange is torch's own here (FSDP2 or DDP) and was not timed apart: it is part of computing"
 RECORDED = "a step's kernels were recorded and launched as one"
@@ -44,30 +44,36 @@ RECORDED = "a step's kernels were recorded and launched as one"
 
 def run_rank(
     request: Request,
-    seat: Seat,
+    rank_info: RankInfo,
     out: Path | None,
     peak_flops: float | None,
     quiet: bool = False,
-    board: Board | None = None,
+    heartbeat: Heartbeat | None = None,
     on_stuck: Callable[[str], None] | None = None,
     observe: Callable[[Engine], Observer] = Observer,
-) -> Outcome | None:
+) -> RunOutcome | None:
     """Trains; how it ended on rank 0, None on the others.
 
-    `peak_flops`: of one GPU, where it is known. `board` and `on_stuck`: where local ranks tell what they do, and that they are
-    stuck; without them torch's store and the error stream serve. `observe`: makes who looks on.
+    `peak_flops`: of one GPU, where it is known. `heartbeat` and `on_stuck`: where local ranks report their status, and that
+    they are stuck; without them torch's store and the error stream serve. `observe`: makes the hooks called around each step.
     """
     threads = torch.get_num_threads()
     limit_s, describe = request.training.timeout_s, partial(described, request.layout)
-    # Without a shared board: one of this rank's own, until there is a store.
-    watchdog = Watchdog(board or SharedBoard(seat.world), seat.rank, seat.world, limit_s, describe, on_stuck)
-    device = device_of(seat)
+    # Without a shared heartbeat: one of this rank's own, until there is a store.
+    watchdog = Watchdog(
+        heartbeat or SharedMemoryHeartbeat(rank_info.world), rank_info.rank, rank_info.world, limit_s, describe, on_stuck
+    )
+    device = device_of(rank_info)
     try:
         with watchdog:
             watchdog.at(0, "joining")
-            join(seat, limit_s, None if board is not None else lambda store: watchdog.use(StoreBoard(store, seat.world)))
+            join(
+                rank_info,
+                limit_s,
+                None if heartbeat is not None else lambda store: watchdog.use(StoreHeartbeat(store, rank_info.world)),
+            )
             watchdog.at(0, "agreeing on the checkpoint to resume from")
-            outcome = _train(_as_first(request, seat, out), seat, out, peak_flops, quiet, device, watchdog, observe)
+            outcome = _train(_as_first(request, rank_info, out), rank_info, out, peak_flops, quiet, device, watchdog, observe)
             watchdog.at(watchdog.step, "leaving")
             leave()
             return outcome
@@ -77,9 +83,11 @@ def run_rank(
         if lost_a_peer(error):
             raise RunError(watchdog.explain(error)) from error
         if is_out_of_memory(error):
-            place = Place.of(request.layout, seat.rank)
+            place = RankCoordinates.of(request.layout, rank_info.rank)
             raise RunError(out_of_memory(request, watchdog.step, str(error), held(device), place)) from error
-        error.add_note(f"This was rank {seat.rank}{f' ({where})' if (where := describe(seat.rank)) else ''}, {watchdog}")
+        error.add_note(
+            f"This was rank {rank_info.rank}{f' ({where})' if (where := describe(rank_info.rank)) else ''}, {watchdog}"
+        )
         raise
     finally:
         leave()
@@ -87,22 +95,22 @@ def run_rank(
 
 
 def described(layout: Layout, rank: int) -> str:
-    return Place.of(layout, rank).words(layout)
+    return RankCoordinates.of(layout, rank).words(layout)
 
 
 def _train(
     request: Request,
-    seat: Seat,
+    rank_info: RankInfo,
     out: Path | None,
     peak_flops: float | None,
     quiet: bool,
     device: torch.device,
     watchdog: Watchdog,
     observe: Callable[[Engine], Observer],
-) -> Outcome | None:
+) -> RunOutcome | None:
     training, job, layout = request.training, request.job, request.layout
     watchdog.at(0, "building")
-    mesh = Mesh.build(layout, job.model.kv_heads, seat.rank, device, group_timeout_s(training.timeout_s))
+    mesh = Mesh.build(layout, job.model.kv_heads, rank_info.rank, device, group_timeout_s(training.timeout_s))
     batches = Batches(corpus(training, job.model.vocab), job.seq, layout.mbs * layout.dp * layout.gas, training.seed)
     engine = Engine(job, mesh, training, batches)
     watchdog.at(0, "restoring")
@@ -110,12 +118,12 @@ def _train(
     watchdog.at(start, "preparing checkpoints")
     keeper = None
     if out is not None and request.checkpoint.save:
-        keeper = Keeper(engine, out, request.checkpoint)
+        keeper = CheckpointManager(engine, out, request.checkpoint)
         if request.goes_on_in(out):
             keeper.saved = start
-    if seat.rank == 0 and not quiet:
+    if rank_info.rank == 0 and not quiet:
         sys.stderr.writelines(f"note: {line}\n" for line in _notes(engine))
-    recorder = Recorder(request, out, peak_flops, quiet, start) if seat.rank == 0 else None
+    recorder = MetricsRecorder(request, out, peak_flops, quiet, start) if rank_info.rank == 0 else None
     with StopSignals() as signals:
         loop = Loop(engine, recorder, keeper, signals, watchdog, observe(engine))
         try:
@@ -127,7 +135,7 @@ def _train(
     measured = None if loop.stopped or loop.watch.memory is None else _measurement(engine, loop.watch, peak_flops)
     kept = None if keeper is None or out is None else checkpoint.newest(out)
     observed = loop.observer.report()
-    return Outcome(loop.done, measured, loop.stopped, kept, observed) if seat.rank == 0 else None
+    return RunOutcome(loop.done, measured, loop.stopped, kept, observed) if rank_info.rank == 0 else None
 
 
 def _notes(engine: Engine) -> list[str]:
@@ -150,11 +158,11 @@ def _notes(engine: Engine) -> list[str]:
     return lines
 
 
-def _as_first(request: Request, seat: Seat, out: Path | None) -> Request:
+def _as_first(request: Request, rank_info: RankInfo, out: Path | None) -> Request:
     """Resumes from rank 0's checkpoint: it alone looked, and finishes a roll-back once every rank has read its request."""
-    if seat.rank == 0 and out is not None and request.goes_on_in(out) and (moved := rollback.finish(out)) is not None:
+    if rank_info.rank == 0 and out is not None and request.goes_on_in(out) and (moved := rollback.finish(out)) is not None:
         request = replace(request, resume=moved)
-    if seat.world == 1:
+    if rank_info.world == 1:
         return request
     said = [(request.resume, request.weights)]
     dist.broadcast_object_list(said, src=0)
@@ -172,23 +180,23 @@ def _restored(engine: Engine, request: Request, moving: Callable[[], None]) -> i
     return source.step
 
 
-def device_of(seat: Seat) -> torch.device:
+def device_of(rank_info: RankInfo) -> torch.device:
     if torch.cuda.is_available():
-        return torch.device("cuda", seat.local_rank % torch.cuda.device_count())
+        return torch.device("cuda", rank_info.local_rank % torch.cuda.device_count())
     return torch.device("cpu")
 
 
-def join(seat: Seat, timeout_s: float, on_store: Callable[[Store], None] | None = None) -> torch.device:
-    """Takes this process's seat in the world and a device of its own; `on_store` is given the store of the rendezvous."""
-    device = device_of(seat)
+def join(rank_info: RankInfo, timeout_s: float, on_store: Callable[[Store], None] | None = None) -> torch.device:
+    """Joins the process group and selects a device; `on_store` is called with the store of the rendezvous."""
+    device = device_of(rank_info)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
         from ultrascale.train.rates import cores
 
-        torch.set_num_threads(max(1, cores() // seat.local_world))
-    if seat.world > 1:
-        meet(seat, device, timeout_s, on_store)
+        torch.set_num_threads(max(1, cores() // rank_info.local_world))
+    if rank_info.world > 1:
+        init(rank_info, device, timeout_s, on_store)
     return device
 
 
@@ -197,10 +205,10 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def _measurement(engine: Engine, watch: Watch, peak_flops: float | None) -> Measurement | None:
+def _measurement(engine: Engine, watch: StepStats, peak_flops: float | None) -> Measurement | None:
     """All ranks tell rank 0 what they saw."""
     mesh, job, layout = engine.mesh, engine.job, engine.mesh.layout
-    everyone: list[tuple[Watch, int, int]] = [(watch, mesh.place.pp, _layers(engine))]
+    everyone: list[tuple[StepStats, int, int]] = [(watch, mesh.place.pp, _layers(engine))]
     if mesh.world.size > 1:
         everyone = [everyone[0]] * mesh.world.size
         dist.all_gather_object(everyone, (watch, mesh.place.pp, _layers(engine)))
@@ -215,7 +223,7 @@ def _measurement(engine: Engine, watch: Watch, peak_flops: float | None) -> Meas
     fullest = max(stages, key=lambda stage: stage.memory.total)
     on_cpu = mesh.device.type == "cpu"
     chunks = engine.pipeline.chunks.values()
-    unseen = mesh.data.size > 1 and not all(isinstance(chunk.gradients, Reduced | Apart) for chunk in chunks)
+    unseen = mesh.data.size > 1 and not all(isinstance(chunk.gradients, BucketedGrads | ExpertDenseGrads) for chunk in chunks)
 
     def utilisation(flops_per_token: float) -> float | None:
         return rate / layout.gpus * flops_per_token / peak_flops if peak_flops else None
@@ -253,7 +261,7 @@ def _layers(engine: Engine) -> int:
     return len({weight.shard.name.split(".")[1] for weight in engine.weights if weight.shard.name.startswith("blocks.")})
 
 
-def _stages(everyone: list[tuple[Watch, int, int]]) -> list[MeasuredStage]:
+def _stages(everyone: list[tuple[StepStats, int, int]]) -> list[MeasuredStage]:
     """The fullest rank of each pipeline stage."""
     fullest: dict[int, MeasuredStage] = {}
     for watch, stage, layers in everyone:
@@ -264,8 +272,8 @@ def _stages(everyone: list[tuple[Watch, int, int]]) -> list[MeasuredStage]:
     return [fullest[stage] for stage in sorted(fullest)]
 
 
-def _time(watches: list[Watch], step_s: float, waits_seen: bool, exchange_seen: bool) -> MeasuredTime:
-    def typical(values: Callable[[Watch], list[float]]) -> float:
+def _time(watches: list[StepStats], step_s: float, waits_seen: bool, exchange_seen: bool) -> MeasuredTime:
+    def typical(values: Callable[[StepStats], list[float]]) -> float:
         return statistics.mean(statistics.median(values(watch)) for watch in watches)
 
     optimizer_s, data_s = typical(lambda watch: watch.optimizer_s), typical(lambda watch: watch.data_s)

@@ -11,7 +11,7 @@ import torch
 WARM_UP, TIMED, REPLAYED = 2, 4, 3
 
 
-class Recorded:
+class TimedGraph:
     """Some runs of a piece, recorded: it is the GPU that is timed and not how fast a host launches short kernels."""
 
     def __init__(self, action: Callable[[], object], device: torch.device) -> None:
@@ -35,7 +35,7 @@ class Recorded:
         return [float(start.elapsed_time(end)) / TIMED for start, end in pairwise(marks)]
 
 
-def in_turns_ms(pieces: dict[str, Recorded], rounds: int, turn_ms: float) -> dict[str, float]:
+def in_turns_ms(pieces: dict[str, TimedGraph], rounds: int, turn_ms: float) -> dict[str, float]:
     """The median of each, in turns: a card that gets hot is as hot for all of them."""
     times: dict[str, list[float]] = {name: [] for name in pieces}
     for _ in range(rounds):

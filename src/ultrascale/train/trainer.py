@@ -13,8 +13,8 @@ from ultrascale.specs.training import Training
 from ultrascale.train import launch
 from ultrascale.train.checkpoint import resolve, run_of
 from ultrascale.train.launch import Run
+from ultrascale.train.rank_info import rank_info_from_env
 from ultrascale.train.request import Overrides, allowed_changes, from_checkpoint, from_plan
-from ultrascale.train.world import seat
 
 
 class Trainer:
@@ -31,7 +31,7 @@ class Trainer:
         processes: int | None = None,
         checkpoint: Checkpointing | None = None,
     ) -> None:
-        mine = seat()
+        mine = rank_info_from_env()
         if mine is not None and processes not in (None, mine.world):
             raise SpecError(f"processes is {processes} but torchrun or srun started {mine.world}: leave it out")
         self.world = mine.world if mine is not None else processes or plan.layout.gpus
@@ -45,7 +45,7 @@ class Trainer:
 
         `allow_changed`: "data" where the data may differ from that of the run so far, as `train --allow-changed data`.
         """
-        trainer, mine = cls.__new__(cls), seat()
+        trainer, mine = cls.__new__(cls), rank_info_from_env()
         world = mine.world if mine is not None else processes
         first = mine is None or mine.rank == 0
         allowed = allowed_changes(allow_changed, Path(run))

@@ -12,7 +12,7 @@ from types import FrameType
 import torch.distributed as dist
 from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined]
 
-from ultrascale.parallel.comm import Axis, Handle
+from ultrascale.parallel.comm import AsyncCollective, Axis
 
 UNNAMED = "unknown"
 STACK_LINES = 12  # innermost frames that a report shows
@@ -68,7 +68,7 @@ def _frames_of(error: BaseException) -> list[FrameType]:
 
 def _kind(frame: FrameType) -> str | None:
     held = frame.f_locals.get("self")
-    if isinstance(held, Handle):
+    if isinstance(held, AsyncCollective):
         return held.name
     work = frame.f_locals.get("work")
     if isinstance(work, dist.Work):  # what pipeline.py and torch wait for under this name

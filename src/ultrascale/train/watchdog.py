@@ -1,7 +1,7 @@
 """Notices that a rank no longer moves, finds out for whom it waits, says so and ends it; explains errors of lost peers.
 
-A collective that waits for a rank that will never come looks the same on every other rank. So each says on a board what it
-does, and lives; whoever has not moved for too long reads the board twice and names the ranks that are silent or behind.
+A collective that waits for a rank that will never come looks the same on every other rank. So each says on a heartbeat what it
+does, and lives; whoever has not moved for too long reads the heartbeat twice and names the ranks that are silent or behind.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Self
 
-from ultrascale.parallel.ended import LOST
+from ultrascale.parallel.exit_reason import LOST
 from ultrascale.specs.printable import printable
 from ultrascale.train import waiting
-from ultrascale.train.board import Board, Note, silent
+from ultrascale.train.heartbeat import Heartbeat, RankStatus, silent
 
 NAMED = 8  # ranks that a report names one by one
 LOOKS = 2.5  # beats between two looks, at least, before a rank is called silent
@@ -37,7 +37,7 @@ class Watchdog:
 
     def __init__(
         self,
-        board: Board,
+        heartbeat: Heartbeat,
         rank: int,
         world: int,
         timeout_s: float,
@@ -45,10 +45,10 @@ class Watchdog:
         on_stuck: Callable[[str], None] | None = None,
     ) -> None:
         """`describe`: a rank's place in words, such as `dp 1, tp 0`. `on_stuck` gets the report instead of the error stream."""
-        self._board, self._rank, self._world, self._timeout_s = board, rank, world, timeout_s
+        self._board, self._rank, self._world, self._timeout_s = heartbeat, rank, world, timeout_s
         self._describe, self._on_stuck = describe, on_stuck or _print
-        self._interval_s = min(board.beat_s, timeout_s / 8)
-        self._note = Note(0, "starting", time.time())
+        self._interval_s = min(heartbeat.beat_s, timeout_s / 8)
+        self._note = RankStatus(0, "starting", time.time())
         self._moved = time.monotonic()
         self._beats = 0
         self._waits_for_disk = False
@@ -79,14 +79,14 @@ class Watchdog:
     def __str__(self) -> str:
         return str(self._note)
 
-    def use(self, board: Board) -> None:
+    def use(self, heartbeat: Heartbeat) -> None:
         """From now on ranks write there: a store exists only once they have met."""
-        self._board = board
-        self._interval_s = min(board.beat_s, self._timeout_s / 8)
+        self._board = heartbeat
+        self._interval_s = min(heartbeat.beat_s, self._timeout_s / 8)
 
     def at(self, step: int, doing: str) -> None:
         """This rank begins with that now. Costs no system call."""
-        self._note = Note(step, doing, time.time(), self._beats)
+        self._note = RankStatus(step, doing, time.time(), self._beats)
         self._moved = time.monotonic()
         self._waits_for_disk = False
         if self._board.immediate:
@@ -109,7 +109,7 @@ class Watchdog:
         )
 
     def _watch(self) -> None:
-        looks: list[Mapping[int, Note] | None] = []  # None: the store did not answer
+        looks: list[Mapping[int, RankStatus] | None] = []  # None: the store did not answer
         disk = _Silence(self._timeout_s)
         while not self._sleep():
             still_s = time.monotonic() - self._moved
@@ -142,11 +142,11 @@ class Watchdog:
             self._beats += 1
             note = self._note
             with suppress(Exception):  # a store whose host is gone: the report says so
-                self._board.write(self._rank, Note(note.step, note.doing, note.since, self._beats))
+                self._board.write(self._rank, RankStatus(note.step, note.doing, note.since, self._beats))
 
-    def _read(self) -> Mapping[int, Note] | None:
-        """None where the board does not answer in time."""
-        found: list[Mapping[int, Note]] = []
+    def _read(self) -> Mapping[int, RankStatus] | None:
+        """None where the heartbeat does not answer in time."""
+        found: list[Mapping[int, RankStatus]] = []
 
         def ask() -> None:
             with suppress(Exception):
@@ -157,7 +157,7 @@ class Watchdog:
         asking.join(min(LONGEST_READ_S, self._timeout_s / 4))
         return found[0] if found else None
 
-    def _report(self, still_s: float, before: Mapping[int, Note] | None) -> str:
+    def _report(self, still_s: float, before: Mapping[int, RankStatus] | None) -> str:
         note, exchange = self._note, waiting.collective()
         where = f"waiting in {exchange}" if exchange else "in no exchange that can be seen from Python"
         return "\n".join(
@@ -170,7 +170,7 @@ class Watchdog:
             ]
         )
 
-    def _report_silent(self, notes: Mapping[int, Note]) -> str:
+    def _report_silent(self, notes: Mapping[int, RankStatus]) -> str:
         ranks = sorted(notes)
         return "\n".join(
             [
@@ -180,7 +180,7 @@ class Watchdog:
             ]
         )
 
-    def _who(self, before: Mapping[int, Note] | None, now: Mapping[int, Note] | None) -> list[str]:
+    def _who(self, before: Mapping[int, RankStatus] | None, now: Mapping[int, RankStatus] | None) -> list[str]:
         """Lines about the ranks that hold this one up."""
         if now is None or before is None:
             return ["The store that ranks met at does not answer: its host is gone or out of reach. Look there first."]
@@ -207,7 +207,7 @@ class Watchdog:
             lines.append(f"{SAME}: the exchange itself failed, or ranks disagree about what to exchange.")
         return lines
 
-    def _lines(self, ranks: list[int], notes: Mapping[int, Note], words: str) -> Iterable[str]:
+    def _lines(self, ranks: list[int], notes: Mapping[int, RankStatus], words: str) -> Iterable[str]:
         for rank in ranks[:NAMED]:
             said = f" {notes[rank]}" if rank in notes else ""
             yield f"{self._name(rank)} {words}{said}"
@@ -227,7 +227,7 @@ class _Silence:
         self._looked = -math.inf
         self._heard: dict[int, tuple[int, float]] = {}
 
-    def ranks(self, read: Callable[[], Mapping[int, Note] | None]) -> dict[int, Note]:
+    def ranks(self, read: Callable[[], Mapping[int, RankStatus] | None]) -> dict[int, RankStatus]:
         """The silent ranks with what they last said."""
         now = time.monotonic()
         if now - self._looked < self._timeout_s / 4:

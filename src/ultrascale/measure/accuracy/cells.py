@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 
-class Unmodelled(Exception):
+class UnmodelledRowError(Exception):
     """Why a row cannot be modelled."""
 
 
@@ -16,9 +16,9 @@ def number(values: Mapping[str, str], name: str) -> float | None:
     try:
         value = float(text.replace(",", ""))
     except ValueError:
-        raise Unmodelled(f"{name} is '{text}', not a number") from None
+        raise UnmodelledRowError(f"{name} is '{text}', not a number") from None
     if not 0 <= value < 1e18:
-        raise Unmodelled(f"{name} is {text}: it must be a number that is not negative")
+        raise UnmodelledRowError(f"{name} is {text}: it must be a number that is not negative")
     return value
 
 
@@ -27,5 +27,5 @@ def whole(values: Mapping[str, str], name: str) -> int | None:
     if value is None:
         return None
     if value != int(value) or value < 1:
-        raise Unmodelled(f"{name} is {values[name]}: it must be a whole number of at least 1")
+        raise UnmodelledRowError(f"{name} is {values[name]}: it must be a whole number of at least 1")
     return int(value)

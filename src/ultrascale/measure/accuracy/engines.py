@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ultrascale.measure.accuracy.cells import Unmodelled
+from ultrascale.measure.accuracy.cells import UnmodelledRowError
 from ultrascale.specs.errors import nearest
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.gpu import GPU
@@ -39,7 +39,7 @@ def gpu_kind(text: str, assumptions: list[str]) -> GPU:
     known = [kind for kind in GPU.preset_names() if kind != "cpu" and re.search(rf"(?<![a-z\d]){kind}(?![a-z\d])", name)]
     if known:
         return GPU.load(max(known, key=len))
-    raise Unmodelled(f"gpu is '{text}', which is no known kind: {nearest(name, GPU.presets())}")
+    raise UnmodelledRowError(f"gpu is '{text}', which is no known kind: {nearest(name, GPU.presets())}")
 
 
 def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework:
@@ -98,7 +98,7 @@ def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework
         changes["selective"] = "latents"
     for word in ("optimizer in backward", "activation offload"):
         if word in notes:
-            raise Unmodelled(f"{word} is not modelled")
+            raise UnmodelledRowError(f"{word} is not modelled")
     if "torchtune" in system:
         whole_logits = not any(word in notes for word in LATER_RUNGS)
         changes["loss"] = ("in-place" if compiled else "fp32") if whole_logits else "chunked"
@@ -145,7 +145,7 @@ def attention_kernel(text: str) -> str | None:
 def precision_of(values: Mapping[str, str], kind: GPU, assumptions: list[str]) -> str:
     text = values.get("precision", "").lower()
     if "fp4" in text:
-        raise Unmodelled(f"precision is {values['precision']}: 4-bit training is not modelled")
+        raise UnmodelledRowError(f"precision is {values['precision']}: 4-bit training is not modelled")
     if "fp8" in text or "float8" in text:
         name = "fp8"
     elif "bf16" in text or "bfloat16" in text or not text:
@@ -155,11 +155,11 @@ def precision_of(values: Mapping[str, str], kind: GPU, assumptions: list[str]) -
     elif "fp32" in text or "float32" in text or "tf32" in text:
         name = "fp32"
     else:
-        raise Unmodelled(f"precision is '{values['precision']}', which is not known: such as bf16, fp16, fp8 or fp32")
+        raise UnmodelledRowError(f"precision is '{values['precision']}', which is not known: such as bf16, fp16, fp8 or fp32")
     if name == "bf16" and "bf16" not in kind.peak_tflops:
         name = "fp16"
     if name not in kind.peak_tflops:
-        raise Unmodelled(f"precision is {values['precision']} but {kind.name} has no {name}")
+        raise UnmodelledRowError(f"precision is {values['precision']} but {kind.name} has no {name}")
     if not text:
         assumptions.append("precision bf16")
     return name

@@ -12,7 +12,7 @@ from typing import Any
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.legality import problem
 from ultrascale.measure.accuracy import shapes
-from ultrascale.measure.accuracy.cells import Unmodelled, number, whole
+from ultrascale.measure.accuracy.cells import UnmodelledRowError, number, whole
 from ultrascale.measure.accuracy.engines import framework_of, gpu_kind, precision_of, prints_gigabytes
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.efficiency import Efficiency
@@ -72,7 +72,7 @@ REQUIRED = ("id", "model", "seq_len", "gpu", "gpus")
 
 
 @dataclass(frozen=True)
-class Run:
+class MeasuredRun:
     """One measured run. `job` and `layout` are None when it cannot be modelled; `reason` then says why."""
 
     id: str
@@ -95,7 +95,7 @@ class Run:
     values: Mapping[str, str]
 
 
-def read(path: Path) -> tuple[list[Run], list[str]]:
+def read(path: Path) -> tuple[list[MeasuredRun], list[str]]:
     """Every row as a Run, and a line per problem that the file itself has."""
     try:
         text = read_text(path, LARGEST)
@@ -126,7 +126,7 @@ def read(path: Path) -> tuple[list[Run], list[str]]:
     return runs, problems
 
 
-def read_row(values: Mapping[str, str], line: int) -> Run:
+def read_row(values: Mapping[str, str], line: int) -> MeasuredRun:
     assumptions: list[str] = []
     job, layout, half, reason = None, None, False, None
     measured: dict[str, float | None] = dict.fromkeys(("tokens_per_s_per_gpu", "iter_time_s", "peak_mem_gib"))
@@ -134,13 +134,13 @@ def read_row(values: Mapping[str, str], line: int) -> Run:
         for name in measured:
             measured[name] = number(values, name)
         job, layout, half = _model(values, assumptions)
-    except (Unmodelled, SpecError) as error:
+    except (UnmodelledRowError, SpecError) as error:
         reason = str(error)
     unit = GIB
     if measured["peak_mem_gib"] and prints_gigabytes(values):
         unit = GIGABYTE
         assumptions.append("its memory is in 10^9 bytes, whatever it says: Megatron-Bridge divides by 1e9 (report_memory)")
-    return Run(
+    return MeasuredRun(
         id=values.get("id") or f"line-{line}",
         source=values.get("source", ""),
         system=values.get("system", ""),
@@ -163,13 +163,13 @@ def _model(values: Mapping[str, str], assumptions: list[str]) -> tuple[Job, Layo
     gpus = whole(values, "gpus")
     seq = whole(values, "seq_len")
     if gpus is None or seq is None:
-        raise Unmodelled("gpus or seq_len is not given")
+        raise UnmodelledRowError("gpus or seq_len is not given")
     kind = gpu_kind(values.get("gpu", ""), assumptions)
     per_node = min(gpus, whole(values, "gpus_per_node") or kind.gpus_per_node)
     if not values.get("gpus_per_node"):
         assumptions.append(f"{per_node} GPUs per node")
     if gpus % per_node:
-        raise Unmodelled(f"gpus = {gpus} do not fill nodes of {per_node}")
+        raise UnmodelledRowError(f"gpus = {gpus} do not fill nodes of {per_node}")
     framework = framework_of(values, assumptions)
     model = shapes.model_of(values, assumptions)
     precision = precision_of(values, kind, assumptions)
@@ -218,14 +218,14 @@ def _degrees(values: Mapping[str, str], gpus: int) -> dict[str, int]:
     tp, pp, cp, ep = (whole(values, name) or 1 for name in ("tp", "pp", "cp", "ep"))
     dp = whole(values, "dp") or max(1, gpus // (tp * pp * cp))
     if dp * tp * pp * cp != gpus:
-        raise Unmodelled(f"tp·pp·cp·dp = {tp}·{pp}·{cp}·{dp} = {tp * pp * cp * dp} but gpus = {gpus}")
+        raise UnmodelledRowError(f"tp·pp·cp·dp = {tp}·{pp}·{cp}·{dp} = {tp * pp * cp * dp} but gpus = {gpus}")
     return {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "dp": dp}
 
 
 def _batch(values: Mapping[str, str], dp: int, assumptions: list[str]) -> dict[str, int]:
     mbs, gas, total = whole(values, "micro_batch"), whole(values, "grad_accum"), whole(values, "global_batch_seqs")
     if mbs is None and gas is None and total is None:
-        raise Unmodelled("no batch is given: micro_batch, grad_accum or global_batch_seqs")
+        raise UnmodelledRowError("no batch is given: micro_batch, grad_accum or global_batch_seqs")
     if mbs is None:
         mbs = max(1, (total or dp) // (dp * gas)) if gas else 1
         assumptions.append(f"micro-batch {mbs}")
@@ -245,7 +245,7 @@ def _zero(values: Mapping[str, str], degrees: dict[str, int], framework: Framewo
         assumptions.append(f"ZeRO stage {stage}")
         return stage
     if given not in (0, 1, 2, 3):
-        raise Unmodelled(f"zero_stage is {values['zero_stage']}: it must be 0, 1, 2 or 3")
+        raise UnmodelledRowError(f"zero_stage is {values['zero_stage']}: it must be 0, 1, 2 or 3")
     return int(given)
 
 

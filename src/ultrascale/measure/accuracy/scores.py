@@ -11,7 +11,7 @@ from typing import Any
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.legality import problem
 from ultrascale.measure.accuracy import left_out
-from ultrascale.measure.accuracy.runs import Run
+from ultrascale.measure.accuracy.runs import MeasuredRun
 from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
@@ -23,10 +23,10 @@ ALLOCATED = ("allocated", "active")
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredRun:
     """One run with its prediction; `ratio` is predicted over measured speed, above 1 is too fast."""
 
-    run: Run
+    run: MeasuredRun
     estimate: Estimate | None
     tokens_per_s_per_gpu: float | None
     iter_time_s: float | None
@@ -62,7 +62,7 @@ class Scored:
         return self.run.job is not None and self.run.job.model.moe is None
 
 
-def measured_rate(run: Run) -> float | None:
+def measured_rate(run: MeasuredRun) -> float | None:
     """Tokens per second and GPU, printed or from the iteration time."""
     if run.tokens_per_s_per_gpu:
         return run.tokens_per_s_per_gpu
@@ -72,8 +72,10 @@ def measured_rate(run: Run) -> float | None:
 
 
 def score(
-    runs: Sequence[Run], adjust: Callable[[Run], Job] | None = None, progress: Callable[[int], None] | None = None
-) -> list[Scored]:
+    runs: Sequence[MeasuredRun],
+    adjust: Callable[[MeasuredRun], Job] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> list[ScoredRun]:
     """Predict every run; `adjust` may put other constants under a job (for leaving its source out)."""
     scored = []
     for number, run in enumerate(runs, start=1):
@@ -83,24 +85,24 @@ def score(
     return scored
 
 
-def score_left_out(runs: Sequence[Run]) -> list[Scored]:
+def score_left_out(runs: Sequence[MeasuredRun]) -> list[ScoredRun]:
     """Every run under the constants that were fitted without its source; a source the fit never saw needs no leaving out."""
     multipliers = left_out.table()["multipliers"]
 
-    def without_its_source(run: Run) -> Job:
+    def without_its_source(run: MeasuredRun) -> Job:
         assert run.job is not None
         return left_out.adjusted(run.job, multipliers.get(source_group(run), {}))
 
     return score(runs, without_its_source)
 
 
-def _score_one(run: Run, adjust: Callable[[Run], Job] | None) -> Scored:
+def _score_one(run: MeasuredRun, adjust: Callable[[MeasuredRun], Job] | None) -> ScoredRun:
     if run.job is None or run.layout is None:
-        return Scored(run, None, None, None, None, None, run.reason)
+        return ScoredRun(run, None, None, None, None, None, run.reason)
     job, layout = (adjust(run) if adjust else run.job), run.layout
     sentence = problem(job, layout)
     if sentence is not None:
-        return Scored(run, None, None, None, None, None, sentence)
+        return ScoredRun(run, None, None, None, None, None, sentence)
     predicted, workspace_gib = estimate(job, layout), job.cluster.efficiency.workspace_gib
     step_s, peak = predicted.step_time_s, comparable_peak_gib(predicted, run, workspace_gib)
     if run.half_recompute:
@@ -109,10 +111,10 @@ def _score_one(run: Run, adjust: Callable[[Run], Job] | None) -> Scored:
         step_s = (step_s + without.step_time_s) / 2
         peak = (peak + comparable_peak_gib(without, run, workspace_gib)) / 2
     rate = layout.batch_tokens(job.seq) / step_s / layout.gpus
-    return Scored(run, predicted, rate, step_s, peak, predicted.fits, None)
+    return ScoredRun(run, predicted, rate, step_s, peak, predicted.fits, None)
 
 
-def comparable_peak_gib(predicted: Estimate, run: Run, workspace_gib: float) -> float:
+def comparable_peak_gib(predicted: Estimate, run: MeasuredRun, workspace_gib: float) -> float:
     """The peak as the row's figure means it: tensors alone, the allocator's reserve, or the whole process; in its unit."""
     memory = predicted.memory[predicted.peak_stage].memory
     kind = run.mem_kind.lower()
@@ -122,7 +124,7 @@ def comparable_peak_gib(predicted: Estimate, run: Run, workspace_gib: float) -> 
     return held / run.mem_unit
 
 
-def source_group(run: Run) -> str:
+def source_group(run: MeasuredRun) -> str:
     """Rows of one repository or paper are one source, however many pages of it they come from."""
     words = run.source.replace("@", " ").split()
     head = words[0] if words else run.system
@@ -130,7 +132,7 @@ def source_group(run: Run) -> str:
 
 
 @dataclass(frozen=True)
-class Errors:
+class ErrorSummary:
     """Errors of a set of rows: means over samples, a sample being one configuration of one source."""
 
     rows: int
@@ -140,7 +142,7 @@ class Errors:
     bias: float
 
 
-def errors(scored: Iterable[Scored]) -> Errors | None:
+def errors(scored: Iterable[ScoredRun]) -> ErrorSummary | None:
     samples: dict[tuple[Any, ...], list[float]] = {}
     rows = 0
     for one in scored:
@@ -153,7 +155,7 @@ def errors(scored: Iterable[Scored]) -> Errors | None:
     # Releases of one configuration are one sample: their geometric mean is compared.
     ratios = sorted(math.exp(sum(logs) / len(logs)) for logs in samples.values())
     absolute = sorted(abs(ratio - 1) for ratio in ratios)
-    return Errors(
+    return ErrorSummary(
         rows,
         len(ratios),
         sum(absolute) / len(absolute),
@@ -162,7 +164,7 @@ def errors(scored: Iterable[Scored]) -> Errors | None:
     )
 
 
-def _configuration(run: Run) -> tuple[Any, ...]:
+def _configuration(run: MeasuredRun) -> tuple[Any, ...]:
     assert run.job is not None
     job = run.job
     return (source_group(run), job.model.name, run.layout, job.cluster.label, job.precision, job.seq, job.framework)
@@ -184,8 +186,8 @@ class Ranking:
     """how much slower our first choice ran than the best measured"""
 
 
-def rankings(scored: Iterable[Scored]) -> list[Ranking]:
-    groups: dict[tuple[Any, ...], dict[tuple[Layout, Framework], list[Scored]]] = {}
+def rankings(scored: Iterable[ScoredRun]) -> list[Ranking]:
+    groups: dict[tuple[Any, ...], dict[tuple[Layout, Framework], list[ScoredRun]]] = {}
     for one in scored:
         run = one.run
         if one.ratio is None or run.job is None or run.layout is None:
@@ -221,12 +223,12 @@ def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 @dataclass(frozen=True)
-class Verdicts:
+class FitVerdicts:
     right: int
     wrong: tuple[str, ...]
 
 
-def verdicts(scored: Iterable[Scored]) -> Verdicts:
+def verdicts(scored: Iterable[ScoredRun]) -> FitVerdicts:
     """Fit or out of memory, against what happened."""
     right, wrong = 0, []
     for one in scored:
@@ -237,22 +239,22 @@ def verdicts(scored: Iterable[Scored]) -> Verdicts:
             right += 1
         else:
             wrong.append(f"{one.run.id}: {'ran' if happened else 'out of memory'}, predicted {one.peak_mem_gib:,.1f} GiB")
-    return Verdicts(right, tuple(wrong))
+    return FitVerdicts(right, tuple(wrong))
 
 
-def memory_errors(scored: Iterable[Scored]) -> list[tuple[str, float]]:
+def memory_errors(scored: Iterable[ScoredRun]) -> list[tuple[str, float]]:
     """(id, predicted over measured − 1) of the rows whose figure means allocated tensors."""
     return [(one.run.id, one.memory_ratio - 1) for one in scored if one.memory_ratio is not None]
 
 
-def small(one: Scored) -> bool:
+def small(one: ScoredRun) -> bool:
     """Small single-node jobs: up to 3 billion parameters (3.2 with the embeddings) on up to 8 GPUs."""
     job = one.run.job
     return job is not None and job.model.parameters <= 3.3e9 and job.cluster.gpus <= 8
 
 
-def by(scored: Sequence[Scored], key: Callable[[Scored], str]) -> Mapping[str, Errors]:
-    groups: dict[str, list[Scored]] = {}
+def by(scored: Sequence[ScoredRun], key: Callable[[ScoredRun], str]) -> Mapping[str, ErrorSummary]:
+    groups: dict[str, list[ScoredRun]] = {}
     for one in scored:
         groups.setdefault(key(one), []).append(one)
     found = {name: errors(ones) for name, ones in sorted(groups.items())}

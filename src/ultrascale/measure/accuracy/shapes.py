@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ultrascale.measure.accuracy.cells import Unmodelled, number, whole
+from ultrascale.measure.accuracy.cells import UnmodelledRowError, number, whole
 from ultrascale.specs.model import Model
 from ultrascale.specs.validate import build
 
@@ -30,11 +30,11 @@ def preset_of(name: str) -> Model | None:
 def model_of(values: Mapping[str, str], assumptions: list[str]) -> Model:
     name = values.get("model", "")
     if "lora" in name.lower():
-        raise Unmodelled("LoRA: frozen weights have no gradients or states, which is not modelled")
+        raise UnmodelledRowError("LoRA: frozen weights have no gradients or states, which is not modelled")
     if any(word in name.lower() for word in HYBRID):
-        raise Unmodelled(f"model '{name}' is a hybrid with state-space layers, which are not modelled")
+        raise UnmodelledRowError(f"model '{name}' is a hybrid with state-space layers, which are not modelled")
     if "single layer" in name.lower():
-        raise Unmodelled("one layer, not a training step")
+        raise UnmodelledRowError("one layer, not a training step")
     preset = preset_of(name)
     layers, hidden, heads = (whole(values, field) for field in ("layers", "hidden", "heads"))
     if preset is not None and (preset.moe is not None or layers is None or hidden is None):
@@ -42,9 +42,9 @@ def model_of(values: Mapping[str, str], assumptions: list[str]) -> Model:
             preset = build(Model, {**dict(preset), "layers": layers}, "model")
         return preset
     if layers is None or hidden is None:
-        raise Unmodelled(f"model '{name}' has no printed shape and is no preset")
+        raise UnmodelledRowError(f"model '{name}' has no printed shape and is no preset")
     if whole(values, "ep") not in (None, 1):
-        raise Unmodelled(f"model '{name}' has experts whose shape is not printed and is no preset")
+        raise UnmodelledRowError(f"model '{name}' has experts whose shape is not printed and is no preset")
     if heads is None:
         heads = max(1, hidden // 128)
         assumptions.append(f"{heads} heads of 128")

@@ -13,7 +13,7 @@ from typing import get_args
 import numpy as np
 
 from ultrascale.cost import collectives as law
-from ultrascale.cost.hardware import Machine
+from ultrascale.cost.hardware import ClusterRates
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.job import Job
@@ -32,7 +32,7 @@ LARGEST = 2**34
 
 
 @dataclass(frozen=True)
-class Point:
+class CollectiveTiming:
     """One collective of one size on one group; of a barrier the size is 0."""
 
     op: str
@@ -54,7 +54,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Fit:
+class AlphaBetaFit:
     """time = alpha + bytes on the wire / beta."""
 
     op: str
@@ -67,21 +67,21 @@ class Fit:
 
 
 @dataclass(frozen=True)
-class Missing:
+class SkippedCollective:
     op: str
     ranks: int
     reason: str
 
 
 @dataclass(frozen=True)
-class Report:
+class CollectivesReport:
     where: str
     """`2 processes over gloo`"""
-    points: tuple[Point, ...]
-    missing: tuple[Missing, ...] = ()
+    points: tuple[CollectiveTiming, ...]
+    missing: tuple[SkippedCollective, ...] = ()
 
     @property
-    def fits(self) -> tuple[Fit, ...]:
+    def fits(self) -> tuple[AlphaBetaFit, ...]:
         groups = dict.fromkeys((point.op, point.ranks) for point in self.points)
         return tuple(fit([point for point in self.points if (point.op, point.ranks) == group]) for group in groups)
 
@@ -96,7 +96,7 @@ def wire_bytes(op: str, size: float, ranks: int) -> float:
     return float(law.wire_bytes(op, size, ranks))  # type: ignore[arg-type]
 
 
-def fit(points: Sequence[Point]) -> Fit:
+def fit(points: Sequence[CollectiveTiming]) -> AlphaBetaFit:
     """Least squares of relative errors, so that small messages count as much as large ones."""
     op, ranks = points[0].op, points[0].ranks
     times = np.array([point.median_s for point in points])
@@ -109,7 +109,7 @@ def fit(points: Sequence[Point]) -> Fit:
             share = wire / times
             alpha, per_byte = 0.0, float(share.sum() / (share**2).sum())
     error = float(np.median(np.abs((alpha + per_byte * wire) / times - 1)))
-    return Fit(op, ranks, float(alpha), float(1e-9 / per_byte) if per_byte > 0 else None, error)
+    return AlphaBetaFit(op, ranks, float(alpha), float(1e-9 / per_byte) if per_byte > 0 else None, error)
 
 
 def sizes(text: str) -> list[int]:
@@ -149,7 +149,7 @@ def chosen(only: str | None) -> list[str]:
     return [op for op in OPS if op in words]
 
 
-def linked(cluster: Cluster, points: Iterable[Point]) -> Cluster:
+def linked(cluster: Cluster, points: Iterable[CollectiveTiming]) -> Cluster:
     """The cluster with the fast link's constants at which the law gives back its smallest and largest all-reduce."""
     seen = [point for point in points if point.op == "all_reduce" and point.ranks <= cluster.fast_domain]
     if not seen:
@@ -164,10 +164,10 @@ def linked(cluster: Cluster, points: Iterable[Point]) -> Cluster:
     return cluster.model_copy(update={"efficiency": cluster.efficiency.model_copy(update=constants)})
 
 
-def _law_s(cluster: Cluster, point: Point, latency_s: float, share: float) -> float:
+def _law_s(cluster: Cluster, point: CollectiveTiming, latency_s: float, share: float) -> float:
     changed = cluster.efficiency.model_copy(update={"link_latency_s": latency_s, "link_bandwidth": share})
     here = cluster.model_copy(update={"efficiency": changed})
-    machine = Machine(Job(model=Model.load("tiny"), cluster=here, seq=128, batch_tokens=128 * cluster.gpus))
+    machine = ClusterRates(Job(model=Model.load("tiny"), cluster=here, seq=128, batch_tokens=128 * cluster.gpus))
     link = machine.intra("all_reduce")
     return float(law.collective_time_s("all_reduce", point.bytes, point.ranks, per_node=point.ranks, intra=link, inter=link))
 

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ultrascale.measure.bench.collectives import ELEMENT, Missing, Point, Report
+from ultrascale.measure.bench.collectives import ELEMENT, CollectivesReport, CollectiveTiming, SkippedCollective
 from ultrascale.specs.errors import RunError
-from ultrascale.train.world import Seat
+from ultrascale.train.rank_info import RankInfo
 
 if TYPE_CHECKING:
     import torch
@@ -23,14 +23,14 @@ TIMEOUT_S = 300.0
 Say = Callable[[str], None]
 
 
-def measure(ops: list[str], sizes: list[int], groups: list[int], nproc: int, gpu: bool, say: Say) -> Report:
+def measure(ops: list[str], sizes: list[int], groups: list[int], nproc: int, gpu: bool, say: Say) -> CollectivesReport:
     """In processes of this machine, new ones for each collective: one that fails leaves the others their figures."""
     from ultrascale.parallel import local
     from ultrascale.train import launch
 
     launch.import_torch()
-    points: list[Point] = []
-    missing: list[Missing] = []
+    points: list[CollectiveTiming] = []
+    missing: list[SkippedCollective] = []
     for number, op in enumerate(ops, 1):
         for group in groups:
             say(f"{op} ({number} of {len(ops)}) between {group} ranks")
@@ -38,31 +38,31 @@ def measure(ops: list[str], sizes: list[int], groups: list[int], nproc: int, gpu
                 found = local.run(_local, group, op, sizes, [group], timeout_s=TIMEOUT_S)[0]
                 points += found
             except RunError as error:
-                missing.append(Missing(op, group, str(error).strip().splitlines()[-1]))
-    return Report(_where(nproc, gpu), tuple(points), tuple(missing))
+                missing.append(SkippedCollective(op, group, str(error).strip().splitlines()[-1]))
+    return CollectivesReport(_where(nproc, gpu), tuple(points), tuple(missing))
 
 
-def measure_as(seat: Seat, ops: list[str], sizes: list[int], groups: list[int], gpu: bool) -> Report | None:
+def measure_as(rank_info: RankInfo, ops: list[str], sizes: list[int], groups: list[int], gpu: bool) -> CollectivesReport | None:
     """As one rank of torchrun's or Slurm's; None on all but the first."""
     from ultrascale.train import launch
 
     launch.import_torch()
-    points = [point for op in ops for point in _joined(seat, op, sizes, groups)]
+    points = [point for op in ops for point in _joined(rank_info, op, sizes, groups)]
     _left()
-    return Report(_where(seat.world, gpu), tuple(points)) if seat.rank == 0 else None
+    return CollectivesReport(_where(rank_info.world, gpu), tuple(points)) if rank_info.rank == 0 else None
 
 
 def _where(ranks: int, gpu: bool) -> str:
     return f"{ranks} GPUs over NCCL" if gpu else f"{ranks} processes over gloo"
 
 
-def _local(rank: int, nproc: int, store: str, op: str, sizes: list[int], groups: list[int]) -> list[Point]:
-    found = _joined(Seat(rank, nproc, rank, nproc, store), op, sizes, groups)
+def _local(rank: int, nproc: int, store: str, op: str, sizes: list[int], groups: list[int]) -> list[CollectiveTiming]:
+    found = _joined(RankInfo(rank, nproc, rank, nproc, store), op, sizes, groups)
     _left()
     return found
 
 
-def _joined(seat: Seat, op: str, sizes: list[int], groups: list[int]) -> list[Point]:
+def _joined(rank_info: RankInfo, op: str, sizes: list[int], groups: list[int]) -> list[CollectiveTiming]:
     import torch
     import torch.distributed as dist
 
@@ -71,13 +71,13 @@ def _joined(seat: Seat, op: str, sizes: list[int], groups: list[int]) -> list[Po
     if dist.is_initialized():
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     else:
-        device = join(seat, TIMEOUT_S)
+        device = join(rank_info, TIMEOUT_S)
     found = []
     for ranks in groups:
         group = dist.new_group(list(range(ranks)))
-        if seat.rank < ranks:
+        if rank_info.rank < ranks:
             assert group is not None
-            found += [_timed(op, size, ranks, seat.rank, group, device) for size in ([0] if op == "barrier" else sizes)]
+            found += [_timed(op, size, ranks, rank_info.rank, group, device) for size in ([0] if op == "barrier" else sizes)]
         dist.barrier()
     return found
 
@@ -88,7 +88,7 @@ def _left() -> None:
     leave()
 
 
-def _timed(op: str, size: int, ranks: int, rank: int, group: ProcessGroup, device: torch.device) -> Point:
+def _timed(op: str, size: int, ranks: int, rank: int, group: ProcessGroup, device: torch.device) -> CollectiveTiming:
     import torch
     import torch.distributed as dist
 
@@ -114,7 +114,7 @@ def _timed(op: str, size: int, ranks: int, rank: int, group: ProcessGroup, devic
     repeats = max(1, min(MOST_REPEATS, round(ROUND_S / once)))
     rounds = slowest([seconds(repeats) for _ in range(ROUNDS)])
     tenths = statistics.quantiles(rounds, n=10, method="inclusive")
-    return Point(op, ranks, ELEMENT * each * ranks, statistics.median(rounds), tenths[0], tenths[-1])
+    return CollectiveTiming(op, ranks, ELEMENT * each * ranks, statistics.median(rounds), tenths[0], tenths[-1])
 
 
 def _action(op: str, each: int, ranks: int, rank: int, group: ProcessGroup, device: torch.device) -> Callable[[], object]:

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from ultrascale.cost.attention import BACKWARD_FLOPS, BLOCK, filled
-from ultrascale.cost.hardware import Machine
+from ultrascale.cost.hardware import ClusterRates
 from ultrascale.measure.doctor import nvidia
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.efficiency import Efficiency
@@ -29,7 +29,7 @@ ROUNDS, WARM = 60, 20
 
 
 @dataclass(frozen=True)
-class Product:
+class GemmShape:
     """[m, k] × [k, n], as forward and both gradients of a layer multiply."""
 
     m: int
@@ -38,10 +38,10 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Seen:
+class HardwareTimes:
     """Seconds, each the median over the rounds."""
 
-    products: tuple[tuple[Product, float], ...]
+    products: tuple[tuple[GemmShape, float], ...]
     attention_forward_s: float
     attention_backward_s: float
     copy_s: float
@@ -58,12 +58,12 @@ def measured(cluster: Cluster) -> Cluster:
     return cluster.model_copy(update={"efficiency": efficiency(cluster, seen)})
 
 
-def efficiency(cluster: Cluster, seen: Seen) -> Efficiency:
+def efficiency(cluster: Cluster, seen: HardwareTimes) -> Efficiency:
     """Constants with which the laws give back what was seen; those that were not measured stay as they are."""
     gpu = cluster.gpu
     as_measured = cluster.model_copy(update={"efficiency": cluster.efficiency.model_copy(update={"matmul": 1.0})})
     asked = {"model": Model.load("llama-3-8b"), "cluster": as_measured, "seq": SEQ, "batch_tokens": SEQ * cluster.gpus}
-    machine = Machine(build(Job, asked, "job"))
+    machine = ClusterRates(build(Job, asked, "job"))
     m, n, k = np.array([(one.m, one.n, one.k) for one, _ in seen.products], dtype=float).T
     alone = machine.matmul_s(m, n, k)
     scores = 2 * TOKENS * SEQ * HEADS * HEAD  # two products of which the causal mask leaves half
@@ -82,10 +82,10 @@ def efficiency(cluster: Cluster, seen: Seen) -> Efficiency:
     return cluster.efficiency.model_copy(update={name: float(f"{value:.4g}") for name, value in given.items()})
 
 
-def _seen(_: int, __: int, ___: str) -> Seen:
+def _seen(_: int, __: int, ___: str) -> HardwareTimes:
     import torch
 
-    from ultrascale.model.transformer import Core
+    from ultrascale.model.transformer import CausalAttention
     from ultrascale.train import attention
 
     def numbers(*shape: int) -> torch.Tensor:
@@ -95,14 +95,14 @@ def _seen(_: int, __: int, ___: str) -> Seen:
     for hidden, ffn in WIDTHS:
         x, wide, weight = numbers(TOKENS, hidden), numbers(TOKENS, ffn), numbers(ffn, hidden)
         actions += [
-            (Product(TOKENS, ffn, hidden), partial(torch.matmul, x, weight.t())),
-            (Product(TOKENS, hidden, ffn), partial(torch.matmul, wide, weight)),
-            (Product(ffn, hidden, TOKENS), partial(torch.matmul, wide.t(), x)),
+            (GemmShape(TOKENS, ffn, hidden), partial(torch.matmul, x, weight.t())),
+            (GemmShape(TOKENS, hidden, ffn), partial(torch.matmul, wide, weight)),
+            (GemmShape(ffn, hidden, TOKENS), partial(torch.matmul, wide.t(), x)),
         ]
     q, k, v = (numbers(TOKENS // SEQ, SEQ, heads, HEAD).requires_grad_() for heads in (HEADS, KV_HEADS, KV_HEADS))
     grad, outputs = torch.randn_like(q), list[torch.Tensor]()
-    core = Core()  # with the kernel that a run would choose
-    shape = attention.Shape(TOKENS // SEQ, SEQ, HEADS, KV_HEADS, HEAD, torch.bfloat16)
+    core = CausalAttention()  # with the kernel that a run would choose
+    shape = attention.AttentionShape(TOKENS // SEQ, SEQ, HEADS, KV_HEADS, HEAD, torch.bfloat16)
     if (found := attention.timed(shape, torch.device("cuda"))) is not None:
         found.apply([core])
 
@@ -116,8 +116,8 @@ def _seen(_: int, __: int, ___: str) -> Seen:
         ("copy", lambda: target.copy_(source)),
     ]
     seconds, clocks = _in_turns(actions)
-    return Seen(
-        tuple((what, each) for what, each in seconds.items() if isinstance(what, Product)),
+    return HardwareTimes(
+        tuple((what, each) for what, each in seconds.items() if isinstance(what, GemmShape)),
         seconds["forward"],
         seconds["backward"],
         seconds["copy"],

@@ -23,7 +23,7 @@ SEQ = 4096
 
 
 @dataclass(frozen=True)
-class Shape:
+class KernelShape:
     """What one GPU has of a model in a step."""
 
     model: Model
@@ -36,7 +36,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Contestant:
+class KernelCandidate:
     run: Callable[[], tuple[Tensor, ...]]
     """forward and backward: outputs, then gradients"""
     reset: Callable[[], None] = lambda: None
@@ -46,9 +46,9 @@ class Contestant:
 
 
 @dataclass(frozen=True)
-class Contest:
+class KernelComparison:
     size: str
-    ways: dict[str, Callable[[], Contestant]]
+    ways: dict[str, Callable[[], KernelCandidate]]
     """in the order of WAYS; the first is what all are compared with"""
     moved: int = 0
     """bytes that ours reads and writes"""
@@ -59,7 +59,7 @@ class Contest:
 
 
 @dataclass(frozen=True)
-class Row:
+class KernelResult:
     kernel: str
     model: str
     size: str
@@ -87,14 +87,14 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Report:
+class KernelsReport:
     machine: str
-    rows: tuple[Row, ...]
+    rows: tuple[KernelResult, ...]
     choices: tuple[str, ...]
     """what the engine would choose among kernels that are not ours, by shape: causal attention, and where gates are computed"""
 
 
-def shapes(tokens: int | None, hidden: int | None) -> list[Shape]:
+def shapes(tokens: int | None, hidden: int | None) -> list[KernelShape]:
     """Those of benchmarks/gpu, or one of the given width."""
     if hidden is None:
         models = {"1b": (2048, 8192, 32, 64, 8), "3b": (3072, 8192, 24, 128, 4)}
@@ -113,7 +113,7 @@ def shapes(tokens: int | None, hidden: int | None) -> list[Shape]:
         )  # fmt: skip
         asked = tokens or mbs * SEQ
         seq = SEQ if asked % SEQ == 0 else asked
-        found.append(Shape(model, asked // seq, seq))
+        found.append(KernelShape(model, asked // seq, seq))
     return found
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ultrascale.kernels import fused
-from ultrascale.measure.bench.kernels import Contest, Contestant, Shape
+from ultrascale.measure.bench.kernels import KernelCandidate, KernelComparison, KernelShape
 from ultrascale.model.rotary import rotate, tables
 
 EPS = 1e-5
@@ -26,7 +26,7 @@ ABSENT = {} if LIGER else {"liger": "not installed"}
 Run = Callable[[], tuple[Tensor, ...]]
 
 
-def norm(shape: Shape, device: torch.device, dtype: torch.dtype) -> Contest:
+def norm(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> KernelComparison:
     rows, width = shape.tokens, shape.model.hidden
     x, added, past, grad = (numbers(device, dtype, rows, width, seed=seed) for seed in range(4))
     gain = numbers(device, dtype, width, seed=4)
@@ -50,7 +50,7 @@ def norm(shape: Shape, device: torch.device, dtype: torch.dtype) -> Contest:
 
         return run
 
-    def liger() -> Contestant:
+    def liger() -> KernelCandidate:
         summed = liger_function("fused_add_rms_norm", "LigerFusedAddRMSNormFunction")
         alone = liger_function("rms_norm", "LigerRMSNormFunction")
         inputs = leaves(x, added, gain)
@@ -62,22 +62,22 @@ def norm(shape: Shape, device: torch.device, dtype: torch.dtype) -> Contest:
                 again = alone.apply(total, gain, EPS)
             return total, out, to_x, to_gain, again
 
-        return Contestant(run)
+        return KernelCandidate(run)
 
     def ours() -> tuple[Tensor, ...]:
         total, out, scales = fused.norm(x, added, gain, EPS)
         return total, out, *fused.norm_backward(grad, total, scales, gain, past)
 
-    return Contest(
+    return KernelComparison(
         f"{rows:,} × {width:,}",
-        entered(plain, forward, backward, liger, lambda: Contestant(ours)),
+        entered(plain, forward, backward, liger, lambda: KernelCandidate(ours)),
         # Forward reads two and writes two; backward reads three, writes the gradient and the norm's output once more.
         moved=9 * rows * width * x.element_size(),
         missing=ABSENT,
     )
 
 
-def rotary(shape: Shape, device: torch.device, dtype: torch.dtype) -> Contest:
+def rotary(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> KernelComparison:
     model, rows = shape.model, shape.tokens
     heads, kv_heads, dim = model.heads, model.kv_heads, model.head_dim
     cut = [heads, kv_heads, kv_heads]
@@ -98,7 +98,7 @@ def rotary(shape: Shape, device: torch.device, dtype: torch.dtype) -> Contest:
 
         return run
 
-    def liger() -> Contestant:
+    def liger() -> KernelCandidate:
         function = liger_function("rope", "LigerRopeFunction")
         kept = [part.contiguous() for part in torch.split(joint, cut, dim=2)[:2]]
         own, own_grads = leaves(*(part.clone() for part in kept)), [to_q.clone(), to_k.clone()]
@@ -108,20 +108,20 @@ def rotary(shape: Shape, device: torch.device, dtype: torch.dtype) -> Contest:
             q, k = (part.transpose(1, 2) for part in function.apply(*(one.transpose(1, 2) for one in own), *rope))
             return q.detach(), k.detach(), torch.cat((*torch.autograd.grad((q, k), own, own_grads), to_v), dim=2)
 
-        return Contestant(run, restoring((*own, *own_grads), (*kept, to_q, to_k)))
+        return KernelCandidate(run, restoring((*own, *own_grads), (*kept, to_q, to_k)))
 
-    def ours() -> Contestant:
+    def ours() -> KernelCandidate:
         own = joint.clone()
 
         def run() -> tuple[Tensor, ...]:
             fused.turn_(own.view(rows, -1, dim), heads, kv_heads, (cos, sin))
             q, k, v = (part.view(rows, -1, dim) for part in (to_q, to_k, to_v))
-            return *torch.split(own, cut, dim=2)[:2], fused.turn_back(q, k, v, (cos, sin)).view_as(own)
+            return *torch.split(own, cut, dim=2)[:2], fused.rotate_back(q, k, v, (cos, sin)).view_as(own)
 
-        return Contestant(run, restoring((own,), (joint,)))
+        return KernelCandidate(run, restoring((own,), (joint,)))
 
     each = 2 * rows * dim * joint.element_size()
-    return Contest(
+    return KernelComparison(
         f"{rows:,} × ({heads} + 2 × {kv_heads}) × {dim}",
         entered(plain, forward, backward, liger, ours),
         moved=each * (heads + kv_heads) + each * sum(cut),
@@ -129,7 +129,7 @@ def rotary(shape: Shape, device: torch.device, dtype: torch.dtype) -> Contest:
     )
 
 
-def gate(shape: Shape, device: torch.device, dtype: torch.dtype) -> Contest:
+def gate(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> KernelComparison:
     rows, width = shape.tokens, shape.model.ffn
     both, grad = numbers(device, dtype, rows, 2 * width), numbers(device, dtype, rows, width, seed=1)
 
@@ -147,7 +147,7 @@ def gate(shape: Shape, device: torch.device, dtype: torch.dtype) -> Contest:
 
         return run
 
-    def liger() -> Contestant:
+    def liger() -> KernelCandidate:
         """In its own layout: gate and up apart, and so their gradients."""
         function = liger_function("swiglu", "LigerSiLUMulFunction")
         kept = [half.contiguous() for half in both.chunk(2, dim=-1)]
@@ -164,14 +164,14 @@ def gate(shape: Shape, device: torch.device, dtype: torch.dtype) -> Contest:
             out, to_gate, to_up, again = run()
             return out, torch.cat((to_gate, to_up), dim=-1), again
 
-        return Contestant(run, restoring(own, kept), result)
+        return KernelCandidate(run, restoring(own, kept), result)
 
     def ours() -> tuple[Tensor, ...]:
         return fused.gate(both), *fused.gate_backward(grad, both)
 
-    return Contest(
+    return KernelComparison(
         f"{rows:,} × {width:,}",
-        entered(plain, forward, backward, liger, lambda: Contestant(ours)),
+        entered(plain, forward, backward, liger, lambda: KernelCandidate(ours)),
         # Forward reads two and writes one; backward reads three, writes both gradients and the gate's output once more.
         moved=9 * rows * width * both.element_size(),
         missing=ABSENT,
@@ -182,14 +182,14 @@ def entered(
     plain: Callable[[Callable[..., Any], Callable[..., Any]], Run],
     forward: Callable[..., Any],
     backward: Callable[..., Any],
-    liger: Callable[[], Contestant],
-    ours: Callable[[], Contestant],
-) -> dict[str, Callable[[], Contestant]]:
+    liger: Callable[[], KernelCandidate],
+    ours: Callable[[], KernelCandidate],
+) -> dict[str, Callable[[], KernelCandidate]]:
     """The contestants that there are; `plain` runs forward and backward as they are, or compiled."""
     compiled = [torch.compile(function, dynamic=False) for function in (forward, backward)]
     found = {
-        "eager": lambda: Contestant(torch.no_grad()(plain(forward, backward))),
-        "compile": lambda: Contestant(torch.no_grad()(plain(compiled[0], compiled[1]))),
+        "eager": lambda: KernelCandidate(torch.no_grad()(plain(forward, backward))),
+        "compile": lambda: KernelCandidate(torch.no_grad()(plain(compiled[0], compiled[1]))),
         "liger": liger,
         "ours": ours,
     }

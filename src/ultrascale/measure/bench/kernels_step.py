@@ -5,47 +5,47 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ultrascale.kernels import halves
+from ultrascale.kernels import split_master
 from ultrascale.kernels.loss import linear_cross_entropy
-from ultrascale.measure.bench.kernels import Contest, Contestant, Shape
+from ultrascale.measure.bench.kernels import KernelCandidate, KernelComparison, KernelShape
 from ultrascale.measure.bench.kernels_block import ABSENT, both_ways, leaves, liger_function, numbers
-from ultrascale.model.transformer import IGNORED, Criterion
+from ultrascale.model.transformer import IGNORED, CrossEntropy
 
 LAYERS = 4  # whose weights AdamW steps: some gigabytes, as in a model
 RATE, DECAY, BETAS, NEAR_ZERO, FACTOR = 1e-3, 0.1, (0.9, 0.95), 1e-8, 0.999
 
 
-def loss(shape: Shape, device: torch.device, dtype: torch.dtype) -> Contest:
+def loss(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> KernelComparison:
     rows, width, vocab = shape.tokens, shape.model.hidden, shape.model.vocab
     hidden = numbers(device, dtype, rows, width)
     weight = numbers(device, dtype, vocab, width, seed=1) * width**-0.5
     targets = torch.randint(vocab, (rows,), device=device, generator=torch.Generator(device).manual_seed(2))
     inputs, grads = leaves(hidden, weight), (torch.tensor(1 / rows, device=device),)
-    criterion = Criterion()
+    criterion = CrossEntropy()
 
     def plain(hidden: Tensor, weight: Tensor) -> Tensor:
         out: Tensor = criterion(hidden @ weight.t(), targets)
         return out
 
-    def liger() -> Contestant:
+    def liger() -> KernelCandidate:
         function = liger_function("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction")
 
         def run(hidden: Tensor, weight: Tensor) -> Tensor:
             found: Tensor = function.apply(hidden, weight, targets, None, None, IGNORED, 0.0, 0.0, "sum")[0]
             return found
 
-        return Contestant(both_ways(run, inputs, grads))
+        return KernelCandidate(both_ways(run, inputs, grads))
 
     def ours(hidden: Tensor, weight: Tensor) -> Tensor:
         return linear_cross_entropy(hidden, weight, targets)
 
     found = {
-        "eager": lambda: Contestant(both_ways(plain, inputs, grads)),
-        "compile": lambda: Contestant(both_ways(torch.compile(plain, dynamic=False), inputs, grads)),
+        "eager": lambda: KernelCandidate(both_ways(plain, inputs, grads)),
+        "compile": lambda: KernelCandidate(both_ways(torch.compile(plain, dynamic=False), inputs, grads)),
         "liger": liger,
-        "ours": lambda: Contestant(both_ways(ours, inputs, grads)),
+        "ours": lambda: KernelCandidate(both_ways(ours, inputs, grads)),
     }
-    return Contest(
+    return KernelComparison(
         f"{rows:,} × {width:,} × {vocab:,}",
         {way: make for way, make in found.items() if way not in ABSENT},
         flops=3 * 2.0 * rows * width * vocab,  # the logits, and the gradients of both factors
@@ -53,7 +53,7 @@ def loss(shape: Shape, device: torch.device, dtype: torch.dtype) -> Contest:
     )
 
 
-def adamw(shape: Shape, device: torch.device, dtype: torch.dtype) -> Contest:
+def adamw(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> KernelComparison:
     """Scaling, the step and the copy that computes. Torch's optimizer finds gradients in fp32; the others read them as made."""
     model = shape.model
     wide = (model.q_dim + 2 * model.kv_dim, model.hidden), (model.hidden, model.q_dim)
@@ -61,7 +61,7 @@ def adamw(shape: Shape, device: torch.device, dtype: torch.dtype) -> Contest:
     before = [numbers(device, torch.float32, *size, seed=number) * 0.02 for number, size in enumerate(sizes)]
     made = [numbers(device, dtype, *size, seed=number + len(sizes)) for number, size in enumerate(sizes)]
 
-    def eager() -> Contestant:
+    def eager() -> KernelCandidate:
         masters, gradients = [one.clone() for one in before], [one.float() for one in made]
         copies = [one.to(dtype) for one in before]
         inner = torch.optim.AdamW(masters, lr=RATE, betas=BETAS, eps=NEAR_ZERO, weight_decay=DECAY, fused=True)
@@ -75,9 +75,9 @@ def adamw(shape: Shape, device: torch.device, dtype: torch.dtype) -> Contest:
             torch._foreach_copy_(copies, masters)
             return ()
 
-        return Contestant(run, result=lambda: _updates(masters))
+        return KernelCandidate(run, result=lambda: _updates(masters))
 
-    def compiled() -> Contestant:
+    def compiled() -> KernelCandidate:
         masters, copies = [one.clone() for one in before], [one.to(dtype) for one in before]
         means, squares = ([torch.zeros_like(one) for one in before] for _ in range(2))
         step = torch.compile(plain_steps, dynamic=False)
@@ -87,12 +87,12 @@ def adamw(shape: Shape, device: torch.device, dtype: torch.dtype) -> Contest:
             step(masters, made, means, squares, copies)
             return ()
 
-        return Contestant(run, result=lambda: _updates(masters))
+        return KernelCandidate(run, result=lambda: _updates(masters))
 
-    def ours() -> Contestant:
+    def ours() -> KernelCandidate:
         from ultrascale.kernels import adamw_triton
 
-        pairs = [halves.parted(one) for one in before]
+        pairs = [split_master.split(one) for one in before]
         means, squares = ([torch.zeros_like(one) for one in before] for _ in range(2))
         now = adamw_triton.changing(FACTOR, RATE, BETAS, updates=1).to(device)
 
@@ -101,14 +101,14 @@ def adamw(shape: Shape, device: torch.device, dtype: torch.dtype) -> Contest:
                 adamw_triton.step(rest, gradient, mean, square, copy, now, decay=DECAY, betas=BETAS, eps=NEAR_ZERO)
             return ()
 
-        return Contestant(run, result=lambda: _updates([halves.whole(copy, rest) for copy, rest in pairs]))
+        return KernelCandidate(run, result=lambda: _updates([split_master.join(copy, rest) for copy, rest in pairs]))
 
     def _updates(after: list[Tensor]) -> tuple[Tensor, ...]:
         """What a step changed: beside the weights themselves a difference would not show."""
         return tuple(new - old for new, old in zip(after, before, strict=True))
 
     count = sum(one.numel() for one in before)
-    return Contest(
+    return KernelComparison(
         f"{len(before)} weights, {count / 1e6:,.0f} million",
         {"eager": eager, "compile": compiled, "ours": ours},
         moved=26 * count,

@@ -11,20 +11,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ultrascale.kernels import woven
+from ultrascale.kernels import gated_gemm
 from ultrascale.measure.bench import kernels_attention, kernels_block, kernels_step
-from ultrascale.measure.bench.kernels import Contest, Contestant, Report, Row, Shape
+from ultrascale.measure.bench.kernels import KernelCandidate, KernelComparison, KernelResult, KernelShape, KernelsReport
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.gpu import GPU
 from ultrascale.specs.units import GIB
-from ultrascale.train import attention, gates
+from ultrascale.train import attention, gate_autotune
 from ultrascale.train.machine import kind_of_gpu
 
 ROUNDS = 3  # contestants take turns: a card that warms up slows all of them
 ROUND_MS, FEWEST = 40.0, 3  # how long a turn is, and how many times it runs at the least
 COLD_BYTES = 2**30  # written before each run: many times the L2 cache, and long enough that the host stays ahead of the GPU
 
-MAKERS: dict[str, Callable[[Shape, torch.device, torch.dtype], Contest]] = {
+MAKERS: dict[str, Callable[[KernelShape, torch.device, torch.dtype], KernelComparison]] = {
     "norm": kernels_block.norm,
     "rotary": kernels_block.rotary,
     "gate": kernels_block.gate,
@@ -36,8 +36,8 @@ MAKERS: dict[str, Callable[[Shape, torch.device, torch.dtype], Contest]] = {
 
 
 def measure(
-    kernels: Sequence[str], models: Sequence[Shape], say: Callable[[str], None] = lambda text: None
-) -> Iterator[Report]:
+    kernels: Sequence[str], models: Sequence[KernelShape], say: Callable[[str], None] = lambda text: None
+) -> Iterator[KernelsReport]:
     """Every contest, one after the other: what is known after each. `say` is told what is under way."""
     if not torch.cuda.is_available():
         raise SpecError(
@@ -48,7 +48,7 @@ def measure(
     gpu = _gpu(name)
     say("attention by each kernel that there is; gates between products and within them")
     lines = tuple(f"{shape.model.name}: {found}" for shape in models for found in _choices(shape, device))
-    report = Report(f"{name}, torch {torch.__version__}", (), lines)
+    report = KernelsReport(f"{name}, torch {torch.__version__}", (), lines)
     asked = [(kernel, shape) for shape in models for kernel in kernels]
     for number, (kernel, shape) in enumerate(asked, 1):
         step = f"{number} of {len(asked)}: {kernel}, {shape.model.name}"
@@ -64,8 +64,8 @@ def _told(say: Callable[[str], None], step: str, text: str) -> None:
     say(f"{step}: {text}")
 
 
-def _row(kernel: str, shape: Shape, asked: Contest, gpu: GPU | None, say: Callable[[str], None]) -> Row:
-    runners: dict[str, Contestant] = {}
+def _row(kernel: str, shape: KernelShape, asked: KernelComparison, gpu: GPU | None, say: Callable[[str], None]) -> KernelResult:
+    runners: dict[str, KernelCandidate] = {}
     missing = dict(asked.missing)
     wanted: tuple[Tensor, ...] = ()
     differences: dict[str, float] = {}
@@ -97,10 +97,10 @@ def _row(kernel: str, shape: Shape, asked: Contest, gpu: GPU | None, say: Callab
         of_peak = gb_s / gpu.memory_bandwidth_gb_s
     elif gpu is not None and tflops is not None and "bf16" in gpu.peak_tflops:
         of_peak = tflops / gpu.peak_tflops["bf16"]
-    return Row(kernel, shape.model.name, asked.size, times, missing, differences, extra, gb_s, tflops, of_peak)
+    return KernelResult(kernel, shape.model.name, asked.size, times, missing, differences, extra, gb_s, tflops, of_peak)
 
 
-def _extra_gib(one: Contestant) -> float:
+def _extra_gib(one: KernelCandidate) -> float:
     """Not of the first run, which also makes what stays."""
     one.reset()
     torch.cuda.synchronize()
@@ -111,11 +111,11 @@ def _extra_gib(one: Contestant) -> float:
     return (torch.cuda.max_memory_allocated() - before) / GIB
 
 
-def time_ms(runners: dict[str, Contestant], say: Callable[[str], None]) -> dict[str, float]:
+def time_ms(runners: dict[str, KernelCandidate], say: Callable[[str], None]) -> dict[str, float]:
     """The median of each, in turns, with a cold L2 cache."""
     cold = torch.empty(COLD_BYTES, dtype=torch.int8, device="cuda")
 
-    def turn(one: Contestant, times: int) -> list[float]:
+    def turn(one: KernelCandidate, times: int) -> list[float]:
         starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(times)] for _ in range(2))  # type: ignore[no-untyped-call]
         for start, end in zip(starts, ends, strict=True):
             one.reset()
@@ -145,14 +145,14 @@ def difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
     return worst
 
 
-def _choices(shape: Shape, device: torch.device) -> Iterator[str]:
+def _choices(shape: KernelShape, device: torch.device) -> Iterator[str]:
     """What a run of this shape would choose among kernels that are not ours."""
     model = shape.model
-    heads = attention.Shape(shape.mbs, shape.seq, model.heads, model.kv_heads, model.head_dim, torch.bfloat16)
+    heads = attention.AttentionShape(shape.mbs, shape.seq, model.heads, model.kv_heads, model.head_dim, torch.bfloat16)
     if (found := attention.timed(heads, device)) is not None:
         yield str(found)
-    if woven.why_not(torch.bfloat16) is None:
-        products = gates.timed(shape.tokens, model.hidden, model.ffn, torch.bfloat16, device)
+    if gated_gemm.why_not(torch.bfloat16) is None:
+        products = gate_autotune.timed(shape.tokens, model.hidden, model.ffn, torch.bfloat16, device)
         if products is not None:
             yield str(products)
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ultrascale.measure.bench import trial
-from ultrascale.measure.bench.ladders_rungs import LADDERS, Planned, planned
-from ultrascale.measure.bench.trial import Failed, Seen, tensors_gib
+from ultrascale.measure.bench.ladders_rungs import LADDERS, PlannedRung, planned
+from ultrascale.measure.bench.trial import TrialFailure, TrialResult, tensors_gib
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.estimate import Estimate
@@ -66,7 +66,7 @@ class Ladder:
 
 
 @dataclass(frozen=True)
-class Here:
+class LadderMachine:
     """The machine as a ladder meets it, and what is climbed."""
 
     model: Model
@@ -90,7 +90,7 @@ def chosen(only: str | None) -> list[str]:
     return [name for name in LADDERS if name in words]
 
 
-def climb(name: str, here: Here, say: Callable[[str], None] = lambda text: None) -> Ladder:
+def climb(name: str, here: LadderMachine, say: Callable[[str], None] = lambda text: None) -> Ladder:
     rungs = []
     wanted = planned(name, here.world)
     for number, one in enumerate(wanted, 1):
@@ -102,7 +102,7 @@ def climb(name: str, here: Here, say: Callable[[str], None] = lambda text: None)
     return Ladder(name, f"{here.model.name}, {batch}, {counted}", tuple(rungs))
 
 
-def requested(one: Planned, here: Here) -> Request:
+def requested(one: PlannedRung, here: LadderMachine) -> Request:
     """SpecError where this machine, model or engine cannot."""
     if one.world > 1 and here.world < one.world:
         there = f"{here.gpus} GPU" if here.gpus else f"--nproc {here.world}"
@@ -119,7 +119,7 @@ def requested(one: Planned, here: Here) -> Request:
     return from_model(here.model, changes, one.world, precision=precision)
 
 
-def _rung(one: Planned, here: Here) -> Rung:
+def _rung(one: PlannedRung, here: LadderMachine) -> Rung:
     asked = Rung(one.name, one.what)
     try:
         request = requested(one, here)
@@ -129,13 +129,13 @@ def _rung(one: Planned, here: Here) -> Rung:
     with tempfile.TemporaryDirectory(prefix="ultrascale-") as folder:
         ended = trial.run(request, Path(folder) / "run", cluster, LIMIT_S)
     asked = replace(asked, layout=str(request.layout))
-    if isinstance(ended, Failed):
+    if isinstance(ended, TrialFailure):
         known = ended.kind if ended.kind == "out of memory" else f"{ended.kind}: {ended.reason}"
         return replace(asked, problem=known)
     return told(asked, ended, request, one)
 
 
-def told(asked: Rung, ended: Seen, request: Request, one: Planned) -> Rung:
+def told(asked: Rung, ended: TrialResult, request: Request, one: PlannedRung) -> Rung:
     measured, again = ended.measured, request.layout.gas if one.train.get("reduce_every_microbatch") else 1
     waited = _waited(measured, request.layout)
     return replace(
@@ -164,7 +164,7 @@ def _waited(measured: Measurement, layout: Layout) -> float | None:
     return sum(getattr(measured.time, name) or 0.0 for name in EXCHANGES)
 
 
-def climbed(names: list[str], here: Here, say: Callable[[str], None]) -> Iterator[Ladder]:
+def climbed(names: list[str], here: LadderMachine, say: Callable[[str], None]) -> Iterator[Ladder]:
     """One after the other, so that what is found can be kept before the next begins."""
     for name in names:
         yield climb(name, here, say)

@@ -12,7 +12,7 @@ IN_FLIGHT = 4  # micro-batches per pipeline stage: the bubble of the plain sched
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedRung:
     """One rung: what is set, beyond the size of the micro-batch."""
 
     name: str
@@ -26,12 +26,12 @@ class Planned:
     gpu_alone: bool = False
 
 
-def planned(ladder: str, world: int) -> list[Planned]:
+def planned(ladder: str, world: int) -> list[PlannedRung]:
     """The rungs with as many processes as there are, and at least two where one has nobody to talk to."""
     return _RUNGS[ladder](max(2, world))
 
 
-def _data(world: int) -> list[Planned]:
+def _data(world: int) -> list[PlannedRung]:
     each = {"reduce_every_microbatch": True}
     rungs: tuple[tuple[str, str, str, dict[str, bool]], ...] = (
         ("naive", "gradients meet after backward, one tensor at a time, in every micro-batch", "naive", each),
@@ -40,33 +40,33 @@ def _data(world: int) -> list[Planned]:
         ("last only", "buckets, in the last micro-batch alone", "bucketed", {}),
     )
     shape = {"dp": world, "gas": ACCUMULATED}
-    return [Planned(name, what, world, {**shape, "data_parallel": way}, train) for name, what, way, train in rungs]
+    return [PlannedRung(name, what, world, {**shape, "data_parallel": way}, train) for name, what, way, train in rungs]
 
 
-def _zero(world: int) -> list[Planned]:
+def _zero(world: int) -> list[PlannedRung]:
     what = ("every rank holds everything", "optimizer states sharded", "gradients too", "parameters too, gathered when used")
-    return [Planned(f"ZeRO-{n}", words, world, {"dp": world, "zero": n}) for n, words in enumerate(what)]
+    return [PlannedRung(f"ZeRO-{n}", words, world, {"dp": world, "zero": n}) for n, words in enumerate(what)]
 
 
-def _tensor(world: int) -> list[Planned]:
+def _tensor(world: int) -> list[PlannedRung]:
     return [
-        Planned(
+        PlannedRung(
             "TP", "matrices cut; norms and residuals whole on every rank", world, {"tp": world, "sequence_parallel": False}
         ),
-        Planned("TP+SP", "norms and residuals cut along the sequence", world, {"tp": world, "sequence_parallel": True}),
+        PlannedRung("TP+SP", "norms and residuals cut along the sequence", world, {"tp": world, "sequence_parallel": True}),
     ]
 
 
-def _context(world: int) -> list[Planned]:
+def _context(world: int) -> list[PlannedRung]:
     rungs = {
         "allgather": "every rank gathers all keys and values",
         "ring": "keys and values go round while attention computes",
         "zigzag": "the ring, with two slices each so that the causal mask leaves all ranks alike much",
     }
-    return [Planned(way, what, world, {"cp": world, "context_parallel": way}) for way, what in rungs.items()]
+    return [PlannedRung(way, what, world, {"cp": world, "context_parallel": way}) for way, what in rungs.items()]
 
 
-def _pipeline(world: int) -> list[Planned]:
+def _pipeline(world: int) -> list[PlannedRung]:
     rungs = (
         ("AFAB", "all forwards, then all backwards", "afab", 1),
         ("1F1B", "backwards as early as they can: fewer micro-batches are held", "1f1b", 1),
@@ -76,36 +76,36 @@ def _pipeline(world: int) -> list[Planned]:
     )
     shape = {"pp": world, "gas": IN_FLIGHT * world}
     return [
-        Planned(name, what, world, {**shape, "schedule": schedule, "virtual_stages": chunks})
+        PlannedRung(name, what, world, {**shape, "schedule": schedule, "virtual_stages": chunks})
         for name, what, schedule, chunks in rungs
     ]
 
 
-def _recompute(_: int) -> list[Planned]:
+def _recompute(_: int) -> list[PlannedRung]:
     rungs = {
         "none": "every activation is kept",
         "selective": "norms, rotations and gates computed again in backward",
         "full": "only each layer's input is kept",
     }
-    return [Planned(policy, what, layout={"recompute": policy}) for policy, what in rungs.items()]
+    return [PlannedRung(policy, what, layout={"recompute": policy}) for policy, what in rungs.items()]
 
 
-def _precision(_: int) -> list[Planned]:
+def _precision(_: int) -> list[PlannedRung]:
     rungs = {
         "fp32": "all in fp32",
         "bf16": "products in bf16, an fp32 master of the weights",
         "fp8": "products of the blocks in fp8, with a scale per tensor",
     }
-    return [Planned(precision, what, precision=precision) for precision, what in rungs.items()]
+    return [PlannedRung(precision, what, precision=precision) for precision, what in rungs.items()]
 
 
-def _kernels(_: int) -> list[Planned]:
+def _kernels(_: int) -> list[PlannedRung]:
     rungs = {
         "eager": "torch's operators one by one",
         "compile": "torch.compile of every block and of the head",
         "fused": "our own kernels, torch.compile for the rest",
     }
-    return [Planned(way, what, train={"kernels": way}, gpu_alone=way != "eager") for way, what in rungs.items()]
+    return [PlannedRung(way, what, train={"kernels": way}, gpu_alone=way != "eager") for way, what in rungs.items()]
 
 
 _RUNGS = {

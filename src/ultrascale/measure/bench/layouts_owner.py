@@ -11,7 +11,7 @@ from typing import Any
 from optuna.trial import FrozenTrial
 
 from ultrascale.measure.bench.layouts_storage import SILENT_S
-from ultrascale.parallel.ended import state
+from ultrascale.parallel.exit_reason import state
 
 
 def this_process() -> dict[str, Any]:

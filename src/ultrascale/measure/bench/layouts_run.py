@@ -13,7 +13,7 @@ from ultrascale.measure.bench import trial
 from ultrascale.measure.bench.layouts import Asked, Configuration
 from ultrascale.measure.bench.layouts_storage import BEAT_S
 from ultrascale.measure.bench.layouts_study import Claimed, Record, Study
-from ultrascale.measure.bench.trial import Failed, Seen, Step
+from ultrascale.measure.bench.trial import TrialFailure, TrialResult, TrialStep
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError
 
@@ -22,17 +22,17 @@ BUDGET = "the budget was spent"
 
 
 @dataclass(frozen=True)
-class Row:
+class TrialRow:
     configuration: Configuration
     record: Record | None
     """None: not offered yet"""
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrialProgress:
     """Where a sweep stands, for whoever watches."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[TrialRow, ...]
     doing: str
     step: int
     of_steps: int
@@ -45,26 +45,26 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RaceVerdict:
     """Who won, and what it would have cost to believe the first."""
 
-    winner: Row
-    first: Row
+    winner: TrialRow
+    first: TrialRow
     regret: float | None
     """tokens/s of the winner over those of the first, less one; None: the first was not timed"""
 
 
-def verdict(rows: tuple[Row, ...]) -> Verdict | None:
+def verdict(rows: tuple[TrialRow, ...]) -> RaceVerdict | None:
     """None: nothing was measured to its end."""
     done = [row for row in rows if row.record is not None and row.record.state == "measured"]
     if not done:
         return None
     best, first = max(done, key=_speed), rows[0]
     slowest = _speed(first)
-    return Verdict(best, first, _speed(best) / slowest - 1 if slowest else None)
+    return RaceVerdict(best, first, _speed(best) / slowest - 1 if slowest else None)
 
 
-def _speed(row: Row) -> float:
+def _speed(row: TrialRow) -> float:
     return (row.record.tokens_per_s if row.record is not None else None) or 0.0
 
 
@@ -79,7 +79,7 @@ class Sweep:
         cluster: Cluster | None,
         limit_s: float,
         budget_s: float | None = None,
-        changed: Callable[[Progress], None] = lambda progress: None,
+        changed: Callable[[TrialProgress], None] = lambda progress: None,
     ) -> None:
         self.asked, self.study, self.out, self.cluster, self.changed = asked, study, out, cluster, changed
         self.limit_s, self.budget_s = limit_s, budget_s
@@ -88,7 +88,7 @@ class Sweep:
         self.spent: list[float] = []
         self.known: dict[Configuration, Record] = {}
 
-    def run(self) -> tuple[Row, ...]:
+    def run(self) -> tuple[TrialRow, ...]:
         """All that can be measured now; what another process measures, or the budget left over, is in the rows as it is."""
         self.study.offer(self.asked.configurations, stopped_count=self.asked.ranked)
         self._look_up()
@@ -102,9 +102,9 @@ class Sweep:
         return self.rows
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[TrialRow, ...]:
         records = self.known
-        return tuple(Row(one, records.get(one)) for one in self.asked.configurations)
+        return tuple(TrialRow(one, records.get(one)) for one in self.asked.configurations)
 
     def _look_up(self) -> None:
         records = self.study.records()
@@ -115,7 +115,7 @@ class Sweep:
         folder = self._folder(mine.number)
         began, beat, done = time.monotonic(), time.monotonic(), 0
 
-        def look(steps: list[Step]) -> bool:
+        def look(steps: list[TrialStep]) -> bool:
             nonlocal beat, done
             if time.monotonic() - beat > BEAT_S:
                 beat = time.monotonic()
@@ -129,16 +129,16 @@ class Sweep:
         try:
             ended = trial.run(configuration.request, folder, self.cluster, limit, look)
         except KeyboardInterrupt:
-            mine.tell(Failed("interrupted", "stopped by Ctrl-C"), time.monotonic() - began, folder)
+            mine.tell(TrialFailure("interrupted", "stopped by Ctrl-C"), time.monotonic() - began, folder)
             self._look_up()
             raise
-        if limit < self.limit_s and isinstance(ended, Failed) and ended.kind == "timed out":
-            ended = Failed("interrupted", BUDGET)
+        if limit < self.limit_s and isinstance(ended, TrialFailure) and ended.kind == "timed out":
+            ended = TrialFailure("interrupted", BUDGET)
         gone = time.monotonic() - began
         try:
             mine.tell(ended, gone, folder)
         except RunError as error:
-            if isinstance(ended, Seen):
+            if isinstance(ended, TrialResult):
                 error.args = (f"{error}. The last trial's figures are in {folder}",)
             raise
         self.spent.append(gone)
@@ -156,11 +156,11 @@ class Sweep:
         left = self._left()
         return left is None or left > (statistics.mean(self.spent) if self.spent else 0.0)
 
-    def _progress(self, doing: str, step: int) -> Progress:
+    def _progress(self, doing: str, step: int) -> TrialProgress:
         rows = self.rows
         waiting = sum(row.record is None or not row.record.finished for row in rows)
         eta = statistics.mean(self.spent) * waiting if self.spent else None
         left = self._left()
         if eta is not None and left is not None:
             eta = max(0.0, min(eta, left))
-        return Progress(rows, doing, step, self.asked.base.training.steps, eta)
+        return TrialProgress(rows, doing, step, self.asked.base.training.steps, eta)

@@ -24,7 +24,7 @@ from ultrascale.cost.columns import CHOICES
 from ultrascale.measure.bench.layouts import Configuration
 from ultrascale.measure.bench.layouts_owner import orphaned, this_process
 from ultrascale.measure.bench.layouts_storage import database, in_turn, opened, without_password
-from ultrascale.measure.bench.trial import Failed, Seen, Step, tensors_gib
+from ultrascale.measure.bench.trial import TrialFailure, TrialResult, TrialStep, tensors_gib
 from ultrascale.specs.layout import Layout
 from ultrascale.train.request import Request
 
@@ -110,7 +110,7 @@ class Study:
         with database(self.shown):
             for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
                 if orphaned(trial):
-                    self._fail(trial.number, Failed("interrupted", "the process that ran it is gone"))
+                    self._fail(trial.number, TrialFailure("interrupted", "the process that ran it is gone"))
             with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):
                 optuna.storages.fail_stale_trials(self.study)
 
@@ -146,7 +146,7 @@ class Study:
     def _trial_id(self, number: int) -> int:
         return self.storage.get_trial_id_from_study_id_trial_number(self._id, number)
 
-    def _fail(self, number: int, failed: Failed) -> None:
+    def _fail(self, number: int, failed: TrialFailure) -> None:
         identity = self._trial_id(number)
         try:
             self.storage.set_trial_user_attr(identity, "kind", failed.kind)
@@ -169,7 +169,7 @@ class Claimed:
         with database(self.study.shown):
             self.study.storage.record_heartbeat(self._id)
 
-    def slower(self, steps: list[Step]) -> bool:
+    def slower(self, steps: list[TrialStep]) -> bool:
         """Tells the database these steps; whether the trial is clearly slower than the best."""
         with database(self.study.shown), self._unless_lost():
             trial = optuna.Trial(self.study.study, self._id)
@@ -178,12 +178,12 @@ class Claimed:
             return bool(steps) and trial.should_prune()
         return False
 
-    def tell(self, ended: Seen | Failed, seconds: float, folder: Path) -> None:
+    def tell(self, ended: TrialResult | TrialFailure, seconds: float, folder: Path) -> None:
         study, storage = self.study, self.study.storage
         with database(study.shown), self._unless_lost():
             storage.set_trial_user_attr(self._id, "seconds", seconds)
             storage.set_trial_user_attr(self._id, "folder", str(folder))
-            if isinstance(ended, Seen):
+            if isinstance(ended, TrialResult):
                 storage.set_trial_user_attr(self._id, "measured", ended.measured.model_dump(mode="json"))
                 storage.set_trial_user_attr(self._id, "tensors_gib", tensors_gib(ended.measured))
                 storage.set_trial_state_values(self._id, TrialState.COMPLETE, [ended.measured.tokens_per_s])

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ultrascale.parallel import local
-from ultrascale.parallel.ended import ending, oom_kills
+from ultrascale.parallel.exit_reason import ending, oom_kills
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.estimate import OWNERS, Estimate
@@ -40,7 +40,7 @@ _ERROR = re.compile(r"[\w.]*(?:Error|Exception)\b")
 
 
 @dataclass(frozen=True)
-class Seen:
+class TrialResult:
     """A trial that reached its last step."""
 
     measured: Measurement
@@ -52,13 +52,13 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Failed:
+class TrialFailure:
     kind: Kind
     reason: str
 
 
 @dataclass(frozen=True)
-class Step:
+class TrialStep:
     number: int
     tokens_per_s: float
 
@@ -74,8 +74,8 @@ def run(
     folder: Path,
     predict: Cluster | None = None,
     limit_s: float | None = None,
-    look: Callable[[list[Step]], bool] = lambda steps: False,
-) -> Seen | Failed:
+    look: Callable[[list[TrialStep]], bool] = lambda steps: False,
+) -> TrialResult | TrialFailure:
     """The request in a fresh process and as many ranks as its layout has.
 
     `look` gets the settled steps that came since it last looked, every so often also none; what it answers with True is
@@ -98,22 +98,27 @@ def run(
 
 
 def _followed(
-    process: Any, pipe: Connection, kills: int | None, tail: _Tail, limit_s: float | None, look: Callable[[list[Step]], bool]
-) -> Seen | Failed:
+    process: Any,
+    pipe: Connection,
+    kills: int | None,
+    tail: _Tail,
+    limit_s: float | None,
+    look: Callable[[list[TrialStep]], bool],
+) -> TrialResult | TrialFailure:
     until = None if limit_s is None else time.monotonic() + limit_s
     while not wait([pipe], timeout=LOOK_S):
         if look(tail.new()):
-            return Failed("stopped", f"stopped after step {tail.done}")
+            return TrialFailure("stopped", f"stopped after step {tail.done}")
         if until is not None and time.monotonic() > until:
-            return Failed("timed out", f"no end within {limit_s:,.0f} s; it had done {tail.done} of {tail.steps} steps")
+            return TrialFailure("timed out", f"no end within {limit_s:,.0f} s; it had done {tail.done} of {tail.steps} steps")
     try:
         answer = pickle.loads(pipe.recv_bytes())
     except (EOFError, OSError):  # nothing, or a message cut short
         process.join()
         how = ending(process.exitcode, kills)
-        return Failed(_kind(how), f"the trial ended without a word ({how})")
+        return TrialFailure(_kind(how), f"the trial ended without a word ({how})")
     look(tail.new())
-    assert isinstance(answer, Seen | Failed)
+    assert isinstance(answer, TrialResult | TrialFailure)
     return answer
 
 
@@ -122,7 +127,7 @@ def _trial(request: Request, folder: Path, predict: Cluster | None, pipe: Connec
     os.setpgid(0, 0)
     local.end_with(parent)
     tempfile.tempdir = scratch  # what a killed trial leaves behind, its asker removes
-    answer: Seen | Failed
+    answer: TrialResult | TrialFailure
     try:
         _to_file(folder)
         answer = _trained(request, folder, predict)
@@ -132,13 +137,13 @@ def _trial(request: Request, folder: Path, predict: Cluster | None, pipe: Connec
     os._exit(0)
 
 
-def _trained(request: Request, folder: Path, predict: Cluster | None) -> Seen | Failed:
+def _trained(request: Request, folder: Path, predict: Cluster | None) -> TrialResult | TrialFailure:
     done = launch.train(request, folder, request.layout.gpus, predict, quiet=True)
     assert done is not None
     if done.outcome.measured is None:
-        return Failed("interrupted", f"stopped by {done.outcome.stopped} after step {done.outcome.step}")
+        return TrialFailure("interrupted", f"stopped by {done.outcome.stopped} after step {done.outcome.step}")
     lines = [json.loads(line) for line in (folder / launch.METRICS).read_text(encoding="utf-8").splitlines()]
-    return Seen(done.measured, done.predicted, lines[-1]["loss"], lines[0]["step_time_s"])
+    return TrialResult(done.measured, done.predicted, lines[-1]["loss"], lines[0]["step_time_s"])
 
 
 def _to_file(folder: Path) -> None:
@@ -161,7 +166,7 @@ class _Tail:
         self.done = 0
         self._read = 0
 
-    def new(self) -> list[Step]:
+    def new(self) -> list[TrialStep]:
         try:
             with self.file.open("rb") as file:
                 file.seek(self._read)
@@ -171,7 +176,7 @@ class _Tail:
         self._read += len(text) + len(newline)
         records = [json.loads(line) for line in text.splitlines()]
         self.done = records[-1]["step"] if records else self.done
-        steps = [Step(one["step"], self.gpus * one["tokens_per_s_per_gpu"]) for one in records]
+        steps = [TrialStep(one["step"], self.gpus * one["tokens_per_s_per_gpu"]) for one in records]
         return [step for step in steps if step.number > SETTLED]
 
 
@@ -185,19 +190,19 @@ def _end(process: Any) -> None:
     process.join()
 
 
-def failure(error: BaseException) -> Failed:
+def failure(error: BaseException) -> TrialFailure:
     """What is recorded of an exception."""
     text = str(error).strip()
     if is_out_of_memory(error):
-        return Failed("out of memory", f"{type(error).__name__}: {text.splitlines()[0] if text else 'no more memory'}")
+        return TrialFailure("out of memory", f"{type(error).__name__}: {text.splitlines()[0] if text else 'no more memory'}")
     if isinstance(error, SpecError):
-        return Failed("refused", text)
+        return TrialFailure("refused", text)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if isinstance(error, RunError):
         errors = [line for line in lines if _ERROR.match(line)]  # of a traceback, which may end in notes
         said = errors[-1] if errors else " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-        return Failed(_kind(text), said)
-    return Failed("crashed", f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)
+        return TrialFailure(_kind(text), said)
+    return TrialFailure("crashed", f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)
 
 
 def _kind(text: str) -> Kind:

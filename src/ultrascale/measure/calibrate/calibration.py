@@ -13,9 +13,9 @@ from statistics import mean, median
 from ultrascale.cost.estimate import estimate
 from ultrascale.measure.calibrate import memory
 from ultrascale.measure.calibrate.constants import CONSTANTS, Base, Constant
-from ultrascale.measure.calibrate.fit import Fit, Model, Moves, fit, refit
+from ultrascale.measure.calibrate.fit import FitResult, Moves, StepTimeModel, fit, refit
 from ultrascale.measure.calibrate.memory import FIELDS
-from ultrascale.measure.calibrate.runs import Seen
+from ultrascale.measure.calibrate.runs import CalibrationRun
 from ultrascale.specs.cluster import Calibrated, Cluster
 from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.errors import SpecError
@@ -29,7 +29,7 @@ NO_JUDGE = "no run is left to judge what was fitted: without any one of them som
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ConstantVerdict:
     """What became of one constant."""
 
     name: str
@@ -42,7 +42,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Judged:
+class CalibratedRun:
     """One run: measured, and as predicted before, after, and by constants that had not seen it."""
 
     name: str
@@ -61,7 +61,7 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Errors:
+class CalibrationErrors:
     """Of predicted / measured − 1, without sign."""
 
     mean: float
@@ -74,37 +74,37 @@ class Calibration:
     base: Cluster
     cluster: Cluster
     """with the new constants, and the old ones where these are no better on runs left out"""
-    verdicts: tuple[Verdict, ...]
-    runs: tuple[Judged, ...]
+    verdicts: tuple[ConstantVerdict, ...]
+    runs: tuple[CalibratedRun, ...]
 
     @property
     def improved(self) -> bool:
         return self.cluster.calibrated is not None
 
-    def errors(self, when: str, of: str = STEP) -> Errors | None:
+    def errors(self, when: str, of: str = STEP) -> CalibrationErrors | None:
         """`when`: before, after or left_out, the last of runs that others can judge; `of`: step_s or held_gib."""
         return _errors(self.runs if when != "left_out" else self.judges(of), when, of)
 
-    def judges(self, of: str = STEP) -> tuple[Judged, ...]:
+    def judges(self, of: str = STEP) -> tuple[CalibratedRun, ...]:
         """Runs that others tell enough of; of memory all are, whose constants no run tells alone."""
         return tuple(run for run in self.runs if of == HELD or not run.alone)
 
 
-def _errors(runs: Sequence[Judged], when: str, of: str = STEP) -> Errors | None:
+def _errors(runs: Sequence[CalibratedRun], when: str, of: str = STEP) -> CalibrationErrors | None:
     stem, unit = of.rsplit("_", 1)
     name = f"{when}_{unit}" if stem == "step" else f"{stem}_{when}_{unit}"
     pairs = [(getattr(run, name), getattr(run, of)) for run in runs]
     off = [abs(one / measured - 1) for one, measured in pairs if measured]
-    return Errors(mean(off), median(off), max(off)) if off else None
+    return CalibrationErrors(mean(off), median(off), max(off)) if off else None
 
 
-def calibrate(runs: Sequence[Seen], say: Callable[[str], None] = lambda text: None) -> Calibration:
+def calibrate(runs: Sequence[CalibrationRun], say: Callable[[str], None] = lambda text: None) -> Calibration:
     """Fit what the runs determine, judge it on runs left out, and keep the old constants where it does not help."""
     if len(runs) < FEWEST:
         raise SpecError(f"calibrate needs at least {FEWEST} runs, to judge each by the others, but found {len(runs)}: add some")
     # The most processes first: a cluster that holds every run.
     base = Base.of(max(runs, key=lambda run: run.layout.gpus).job)
-    model = Model(base, runs)
+    model = StepTimeModel(base, runs)
     everyone = range(len(runs))
     say(f"fitting to {len(runs)} runs")
     found = fit(model, everyone)
@@ -118,7 +118,7 @@ def calibrate(runs: Sequence[Seen], say: Callable[[str], None] = lambda text: No
         changed = _with_memory(base, moves, [one for index in kept if (one := held[index]) is not None])
         without |= dict.fromkeys(fold, (changed, lost))
 
-    def judged(after: Efficiency, left_out: Callable[[Efficiency], Efficiency]) -> tuple[Judged, ...]:
+    def judged(after: Efficiency, left_out: Callable[[Efficiency], Efficiency]) -> tuple[CalibratedRun, ...]:
         return tuple(
             _judged(base, run, one, after, left_out(without[index][0]), without[index][1])
             for index, (run, one) in enumerate(zip(runs, held, strict=True))
@@ -147,22 +147,27 @@ def _folds(runs: int) -> list[list[int]]:
     return [list(range(first, runs, folds)) for first in range(folds)]
 
 
-def _with_memory(base: Base, moves: Moves, held: Sequence[memory.Held]) -> Efficiency:
+def _with_memory(base: Base, moves: Moves, held: Sequence[memory.MeasuredPeak]) -> Efficiency:
     return base.changed(moves).model_copy(update=memory.fitted(held))
 
 
-def _spoke(held: Sequence[memory.Held | None]) -> list[memory.Held]:
+def _spoke(held: Sequence[memory.MeasuredPeak | None]) -> list[memory.MeasuredPeak]:
     return [one for one in held if one is not None and one.holes is not None]
 
 
 def _judged(
-    base: Base, run: Seen, held: memory.Held | None, after: Efficiency, without: Efficiency, lost: Sequence[Constant]
-) -> Judged:
+    base: Base,
+    run: CalibrationRun,
+    held: memory.MeasuredPeak | None,
+    after: Efficiency,
+    without: Efficiency,
+    lost: Sequence[Constant],
+) -> CalibratedRun:
     before_s, after_s, without_s = (
         estimate(base.job(run.job, each), run.layout).step_time_s for each in (base.cluster.efficiency, after, without)
     )
     alone_tells = tuple(constant.name for constant in lost)
-    judged = Judged(run.name, run.step_s, before_s, after_s, without_s, run.spread, alone_tells)
+    judged = CalibratedRun(run.name, run.step_s, before_s, after_s, without_s, run.spread, alone_tells)
     if held is None:
         return judged
     return replace(
@@ -180,7 +185,7 @@ def _better(found: Calibration, of: str = STEP) -> bool:
     return before is not None and after is not None and after.middle < before.middle
 
 
-def _as_taken(verdict: Verdict, taken: bool, why_not: str) -> Verdict:
+def _as_taken(verdict: ConstantVerdict, taken: bool, why_not: str) -> ConstantVerdict:
     if taken or verdict.known is None:
         return verdict
     return replace(verdict, after=verdict.before, known=None, why=why_not)
@@ -203,21 +208,23 @@ def _signed(found: Calibration, efficiency: Efficiency) -> Cluster:
     return found.base.model_copy(update={"efficiency": efficiency, "calibrated": origin})
 
 
-def _verdicts(base: Base, found: Fit, efficiency: Efficiency, spoke: bool) -> list[Verdict]:
+def _verdicts(base: Base, found: FitResult, efficiency: Efficiency, spoke: bool) -> list[ConstantVerdict]:
     verdicts = []
     for constant in CONSTANTS:
         before = base.values[constant.fields[0]]
         if constant in found.moves:
             after = base.moved(constant, found.moves[constant])[constant.fields[0]]
-            verdicts.append(Verdict(constant.name, before, after, found.known[constant]))
+            verdicts.append(ConstantVerdict(constant.name, before, after, found.known[constant]))
         else:
-            verdicts.append(Verdict(constant.name, before, before, None, f"{found.why[constant]}; what would: {constant.run}"))
+            verdicts.append(
+                ConstantVerdict(constant.name, before, before, None, f"{found.why[constant]}; what would: {constant.run}")
+            )
     for name in FIELDS:
         before, after = getattr(base.cluster.efficiency, name), getattr(efficiency, name)
         why = "" if spoke else "no allocator spoke in these runs; what would: a run on a GPU"
-        verdicts.append(Verdict(name, before, after, 0.0 if spoke else None, why))
+        verdicts.append(ConstantVerdict(name, before, after, 0.0 if spoke else None, why))
     verdicts.append(
-        Verdict("context_gib", base.cluster.efficiency.context_gib, base.cluster.efficiency.context_gib, None, CONTEXT)
+        ConstantVerdict("context_gib", base.cluster.efficiency.context_gib, base.cluster.efficiency.context_gib, None, CONTEXT)
     )
     return verdicts
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ultrascale.cost.hardware import UNMEASURED_LATENCY_S, UNMEASURED_LINK, Machine
+from ultrascale.cost.hardware import UNMEASURED_LATENCY_S, UNMEASURED_LINK, ClusterRates
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.job import Job
@@ -53,7 +53,7 @@ CONSTANTS = (
 
 def value(job: Job, field: str) -> float:
     """What the laws take for a field: given, or the kind's own."""
-    machine = Machine(job)
+    machine = ClusterRates(job)
     given = getattr(machine.efficiency, field)
     if given is not None:
         return float(given)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ultrascale.cost.estimate import estimate
 from ultrascale.measure.calibrate.constants import CONSTANTS, Base, Constant
-from ultrascale.measure.calibrate.runs import Seen
+from ultrascale.measure.calibrate.runs import CalibrationRun
 from ultrascale.specs.efficiency import Efficiency
 
 Floats = NDArray[np.float64]
@@ -34,10 +34,10 @@ ROUNDS, SETTLED = 12, 3e-3
 AGAIN = 3  # rounds of a fit that begins where one with a run more ended
 
 
-class Model:
+class StepTimeModel:
     """Predicted logarithms of step times, remembered."""
 
-    def __init__(self, base: Base, runs: Sequence[Seen]) -> None:
+    def __init__(self, base: Base, runs: Sequence[CalibrationRun]) -> None:
         self.base, self.runs = base, runs
         self._known: dict[tuple[int, Efficiency], float] = {}
         everyone = range(len(runs))
@@ -64,7 +64,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Fit:
+class FitResult:
     moves: Moves
     """of those that took part"""
     known: dict[Constant, float]
@@ -73,7 +73,7 @@ class Fit:
     """why the others did not"""
 
 
-def fit(model: Model, of: Sequence[int]) -> Fit:
+def fit(model: StepTimeModel, of: Sequence[int]) -> FitResult:
     """To the runs `of`."""
     moves = _looked_for(model, of)
     chosen, _, _ = _chosen(model, of, moves)
@@ -82,34 +82,34 @@ def fit(model: Model, of: Sequence[int]) -> Fit:
     again, known, why = _chosen(model, of, moves)
     if set(again) != set(chosen):
         moves = _solved(model, of, {constant: moves.get(constant, 0.0) for constant in again})
-    return Fit({constant: moves[constant] for constant in again}, known, why)
+    return FitResult({constant: moves[constant] for constant in again}, known, why)
 
 
-def refit(model: Model, of: Sequence[int], found: Fit) -> tuple[Moves, list[Constant]]:
+def refit(model: StepTimeModel, of: Sequence[int], found: FitResult) -> tuple[Moves, list[Constant]]:
     """The same constants told by fewer runs, and those of them that these no longer tell: they are as they were."""
     told, _, _ = _chosen(model, of, found.moves, most=len(of))
     lost = [constant for constant in found.moves if constant not in told]
     return _solved(model, of, {constant: by for constant, by in found.moves.items() if constant not in lost}, AGAIN), lost
 
 
-def _measured(model: Model, of: Sequence[int]) -> Floats:
+def _measured(model: StepTimeModel, of: Sequence[int]) -> Floats:
     return np.asarray([math.log(model.runs[index].step_s) for index in of])
 
 
-def _weights(model: Model, of: Sequence[int], residual: Floats) -> Floats:
+def _weights(model: StepTimeModel, of: Sequence[int], residual: Floats) -> Floats:
     least = NOISE_ON_HOST if model.base.cluster.efficiency.synchronous else NOISE
     noise = np.asarray([math.hypot(least, model.runs[index].spread) for index in of])
     return np.asarray(1 / noise**2 / np.maximum(1.0, np.abs(residual) / (LOUD * noise)))
 
 
-def _cost(model: Model, of: Sequence[int], moves: Moves) -> float:
+def _cost(model: StepTimeModel, of: Sequence[int], moves: Moves) -> float:
     """Robust: linear where a run is far off."""
     residual = _measured(model, of) - model.logs(moves, of)
     pulled = sum((by / model.base.prior(constant)) ** 2 for constant, by in moves.items())
     return float(_weights(model, of, residual) @ residual**2) + pulled
 
 
-def _looked_for(model: Model, of: Sequence[int]) -> Moves:
+def _looked_for(model: StepTimeModel, of: Sequence[int]) -> Moves:
     """A start for times that may be orders away, where a derivative at today's value would be nothing: launches that hide.
 
     The one that explains most goes first: an operator's overhead could else stand for the latency of exchanges that it is not.
@@ -132,7 +132,7 @@ def _looked_for(model: Model, of: Sequence[int]) -> Moves:
     return {constant: by for constant, by in moves.items() if by}
 
 
-def _sensitivities(model: Model, of: Sequence[int], moves: Moves, constants: Sequence[Constant]) -> Floats:
+def _sensitivities(model: StepTimeModel, of: Sequence[int], moves: Moves, constants: Sequence[Constant]) -> Floats:
     """d log(step) / d log(constant), a column each."""
     here = model.logs(moves, of)
     columns = []
@@ -144,7 +144,7 @@ def _sensitivities(model: Model, of: Sequence[int], moves: Moves, constants: Seq
 
 
 def _chosen(
-    model: Model, of: Sequence[int], moves: Moves, most: int | None = None
+    model: StepTimeModel, of: Sequence[int], moves: Moves, most: int | None = None
 ) -> tuple[list[Constant], dict[Constant, float], dict[Constant, str]]:
     """Those of which the runs say more than is known without them; how well each is told; and why the others are not.
 
@@ -190,7 +190,7 @@ def _blurred(info: Floats, inside: Sequence[int], k: int, prior: Sequence[float]
     return inside[int(np.argmax(alike))]
 
 
-def _solved(model: Model, of: Sequence[int], moves: Moves, rounds: int = ROUNDS) -> Moves:
+def _solved(model: StepTimeModel, of: Sequence[int], moves: Moves, rounds: int = ROUNDS) -> Moves:
     constants = list(moves)
     if not constants:
         return {}

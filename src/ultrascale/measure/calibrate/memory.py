@@ -9,7 +9,7 @@ import numpy as np
 
 from ultrascale.cost.estimate import estimate
 from ultrascale.measure.calibrate.constants import Base, bounds
-from ultrascale.measure.calibrate.runs import Seen
+from ultrascale.measure.calibrate.runs import CalibrationRun
 from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.units import GIB
 
@@ -17,7 +17,7 @@ FIELDS = ("workspace_gib", "allocator_slack")
 
 
 @dataclass(frozen=True)
-class Held:
+class MeasuredPeak:
     """Bytes on the fullest stage of one run."""
 
     predicted: float
@@ -30,21 +30,21 @@ class Held:
     """what the allocator had reserved beyond; None on a CPU"""
 
 
-def held(base: Base, run: Seen) -> Held | None:
+def held(base: Base, run: CalibrationRun) -> MeasuredPeak | None:
     if run.memory is None:
         return None
     predicted = estimate(base.job(run.job, base.cluster.efficiency), run.layout).memory[run.stage].memory
     seen, runtime = run.memory, run.memory.runtime
     tensors = seen.total - (runtime or 0.0)
-    return Held(predicted.total - predicted.runtime, predicted.activations + predicted.buffers, tensors, runtime)
+    return MeasuredPeak(predicted.total - predicted.runtime, predicted.activations + predicted.buffers, tensors, runtime)
 
 
-def peak_bytes(one: Held, efficiency: Efficiency) -> float:
+def peak_bytes(one: MeasuredPeak, efficiency: Efficiency) -> float:
     """What the run's allocator should have handed out at its peak."""
     return one.predicted + (efficiency.workspace_gib * GIB if one.holes is not None else 0.0)
 
 
-def fitted(runs: Sequence[Held]) -> dict[str, float]:
+def fitted(runs: Sequence[MeasuredPeak]) -> dict[str, float]:
     """Least squares of relative errors; nothing where no allocator spoke."""
     spoke = [one for one in runs if one.holes is not None]
     if not spoke:

@@ -28,7 +28,7 @@ EXAMPLE = "such as runs/first, runs/, gathered.jsonl or a table with the columns
 
 
 @dataclass(frozen=True)
-class Seen:
+class CalibrationRun:
     """A run that was measured."""
 
     name: str
@@ -42,9 +42,9 @@ class Seen:
     stage: int = 0
 
 
-def load(paths: Sequence[Path]) -> list[Seen]:
+def load(paths: Sequence[Path]) -> list[CalibrationRun]:
     """Every run that the paths name, once; SpecError for what is none, or cannot stand beside the others."""
-    found: dict[str, Seen] = {}
+    found: dict[str, CalibrationRun] = {}
     for path in paths:
         for one in _under(path):
             found.setdefault(one.name, one)
@@ -55,7 +55,7 @@ def load(paths: Sequence[Path]) -> list[Seen]:
     return runs
 
 
-def _under(path: Path) -> Iterator[Seen]:
+def _under(path: Path) -> Iterator[CalibrationRun]:
     if not path.exists():
         raise SpecError(f"{path} does not exist: name measured runs, {EXAMPLE}")
     if path.suffix.lower() == ".csv":
@@ -75,7 +75,7 @@ def _under(path: Path) -> Iterator[Seen]:
         yield from map(_folder, inside)
 
 
-def _folder(path: Path) -> Seen:
+def _folder(path: Path) -> CalibrationRun:
     for name, made in ((PLAN, "`ultrascale train --out` writes it"), (MEASUREMENT, "a run has it once all its steps are done")):
         if not (path / name).is_file():
             raise SpecError(f"{path} has no {name}, so it cannot be calibrated with ({made}): leave it out")
@@ -83,7 +83,7 @@ def _folder(path: Path) -> Seen:
     return _seen(str(path), plan.job, plan.layout, measured, _steps(path / METRICS))
 
 
-def _gathered(path: Path) -> Iterator[Seen]:
+def _gathered(path: Path) -> Iterator[CalibrationRun]:
     """Runs in a file, a line of JSON each, as benchmarks/gpu/calibration_runs.py writes them."""
     for number, line in enumerate(_lines(path), 1):
         try:
@@ -101,7 +101,7 @@ def _gathered(path: Path) -> Iterator[Seen]:
         yield _seen(str(fields["run"]), job_from_mapping(fields["job"], what), layout, measured, times)
 
 
-def _seen(name: str, job: Job, layout: Layout, measured: Measurement, steps: Iterable[float]) -> Seen:
+def _seen(name: str, job: Job, layout: Layout, measured: Measurement, steps: Iterable[float]) -> CalibrationRun:
     if (measured.device == "cpu") != (job.cluster.gpu.architecture == "cpu" or job.cluster.efficiency.synchronous):
         raise SpecError(
             f"{name} ran on {measured.device} but its plan is of {job.cluster.gpu.name}, so that nothing predicts it: run it "
@@ -110,7 +110,7 @@ def _seen(name: str, job: Job, layout: Layout, measured: Measurement, steps: Ite
     if (why := problem(job, layout)) is not None:
         raise SpecError(f"{name} cannot be estimated: {why}")
     memory = measured.memory[measured.peak_stage].memory
-    return Seen(name, job, layout, measured.step_time_s, _spread(list(steps)[2:]), memory, measured.peak_stage)
+    return CalibrationRun(name, job, layout, measured.step_time_s, _spread(list(steps)[2:]), memory, measured.peak_stage)
 
 
 def _steps(metrics: Path) -> list[float]:
@@ -152,7 +152,7 @@ def _spread(steps: Sequence[float]) -> float:
     return (high - low) / 2 / middle
 
 
-def _rows(path: Path) -> Iterator[Seen]:
+def _rows(path: Path) -> Iterator[CalibrationRun]:
     runs, _ = read_table(path)
     for run in runs:
         rate = measured_rate(run)
@@ -165,10 +165,10 @@ def _rows(path: Path) -> Iterator[Seen]:
         ):
             continue
         tokens = run.layout.batch_tokens(run.job.seq)
-        yield Seen(run.id, run.job, run.layout, tokens / (rate * run.layout.gpus))
+        yield CalibrationRun(run.id, run.job, run.layout, tokens / (rate * run.layout.gpus))
 
 
-def _one_machine(runs: Sequence[Seen]) -> None:
+def _one_machine(runs: Sequence[CalibrationRun]) -> None:
     first = runs[0]
     for one in runs[1:]:
         kinds = [each.job.cluster.gpu.name for each in (first, one)]

@@ -21,12 +21,20 @@ from dataclasses import dataclass, field
 from importlib import metadata, util
 from pathlib import Path
 
-from ultrascale.kernels import borrowed
+from ultrascale.kernels import optional_kernels
 from ultrascale.measure.doctor.nvidia import GPUFact, ask_gpus, ask_links
 from ultrascale.train.machine import memory_bytes
 from ultrascale.train.rates import cores
 
-PACKAGES = ("torch", "numpy", "pydantic", "safetensors", "tokenizers", "pyarrow", *(one.name for one in borrowed.PACKAGES))
+PACKAGES = (
+    "torch",
+    "numpy",
+    "pydantic",
+    "safetensors",
+    "tokenizers",
+    "pyarrow",
+    *(one.name for one in optional_kernels.PACKAGES),
+)
 IMPORT_S = 60.0  # more than a slow disk takes for torch and an optional package
 MOST_WRITTEN, BLOCK, LONGEST_S = 64 * 2**20, 4 * 2**20, 1.0  # of the trial of the disk
 _USED = (
@@ -48,7 +56,7 @@ class Disk:
 
 
 @dataclass(frozen=True)
-class Facts:
+class MachineFacts:
     python: str = ""
     packages: Mapping[str, str | None] = field(default_factory=dict)
     """version, or None where it is not installed"""
@@ -80,7 +88,7 @@ class Facts:
     """of this package: no clock that is right shows an earlier time"""
 
 
-def gather(place: Path = Path("runs"), say: Callable[[str], None] = lambda _: None) -> Facts:
+def gather(place: Path = Path("runs"), say: Callable[[str], None] = lambda _: None) -> MachineFacts:
     say("asking for packages, cores and memory")
     environment = {name: value for name, value in os.environ.items() if _is_launchers(name)}
     packages = {name: _version(name) for name in PACKAGES}
@@ -88,7 +96,7 @@ def gather(place: Path = Path("runs"), say: Callable[[str], None] = lambda _: No
     gpus, gpu_problem = ask_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
     links = ask_links() if len(gpus) > 1 else {}
     # Only where there is a GPU to compute on: without one, some cannot be imported for that reason alone.
-    tried = [one for one in borrowed.PACKAGES if gpus and packages[one.name] is not None]
+    tried = [one for one in optional_kernels.PACKAGES if gpus and packages[one.name] is not None]
     if tried:
         say(f"importing {' and '.join(one.name for one in tried)}")
     problems = {one.name: problem for one in tried if (problem := try_import(one.module))}
@@ -98,7 +106,7 @@ def gather(place: Path = Path("runs"), say: Callable[[str], None] = lambda _: No
     master_problem = resolves(master) if master else ""
     loopback_problem = try_loopback()
     say("writing a small file where runs go")
-    return Facts(
+    return MachineFacts(
         python=platform.python_version(),
         packages=packages,
         import_problems=problems,

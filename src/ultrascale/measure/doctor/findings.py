@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ultrascale.measure.doctor.facts import Facts
+from ultrascale.measure.doctor.facts import MachineFacts
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.gpu import GPU
 from ultrascale.specs.units import GIB
 from ultrascale.train.machine import kind_of_gpu
-from ultrascale.train.world import Seat, seat
+from ultrascale.train.rank_info import RankInfo, rank_info_from_env
 
 Level = Literal["ok", "warn", "bad"]
 
@@ -32,11 +32,11 @@ class Finding:
     """what would help; empty where nothing has to be done"""
 
 
-def machine_findings(facts: Facts) -> list[Finding]:
+def machine_findings(facts: MachineFacts) -> list[Finding]:
     return [check(facts) for check in CHECKS]
 
 
-def python(facts: Facts) -> Finding:
+def python(facts: MachineFacts) -> Finding:
     names = ", ".join(f"{name} {version}" for name, version in facts.packages.items() if version and name != "torch")
     missing = [name for name, version in facts.packages.items() if version is None and name != "torch"]
     text = f"Python {facts.python}; {names or 'no packages'}"
@@ -45,7 +45,7 @@ def python(facts: Facts) -> Finding:
     return Finding("python", "ok", text)
 
 
-def torch(facts: Facts) -> Finding:
+def torch(facts: MachineFacts) -> Finding:
     version = facts.packages.get("torch")
     if version is None:
         return Finding("torch", "bad", "torch is not installed: plans can be made, not run", "pip install 'ultrascale[train]'")
@@ -59,7 +59,7 @@ def torch(facts: Facts) -> Finding:
     return Finding("torch", "ok", f"torch {version}, {f'CUDA {facts.torch_cuda}' if facts.torch_cuda else 'for CPUs'}")
 
 
-def memory(facts: Facts) -> Finding:
+def memory(facts: MachineFacts) -> Finding:
     free, whole = facts.free_memory_bytes, facts.memory_bytes
     text = f"{facts.cores} cores, {free / GIB:,.1f} of {whole / GIB:,.1f} GiB of memory free"
     if free < 1 * GIB:
@@ -67,7 +67,7 @@ def memory(facts: Facts) -> Finding:
     return Finding("cpu and memory", "ok", text)
 
 
-def gpus(facts: Facts) -> Finding:
+def gpus(facts: MachineFacts) -> Finding:
     if facts.gpu_problem:
         return Finding(
             "GPUs", "warn", facts.gpu_problem, "see that the driver is loaded and fits nvidia-smi (reboot after updates)"
@@ -92,7 +92,7 @@ def gpus(facts: Facts) -> Finding:
     return Finding("GPUs", "ok", text)
 
 
-def attention(facts: Facts) -> Finding:
+def attention(facts: MachineFacts) -> Finding:
     if facts.import_problems:
         broken = "; ".join(f"{name} cannot be imported ({why})" for name, why in facts.import_problems.items())
         advice = f"pip install --force-reinstall 'ultrascale[flash]', or pip uninstall {' '.join(facts.import_problems)}"
@@ -113,7 +113,7 @@ def _architecture(name: str) -> str | None:
         return None
 
 
-def links(facts: Facts) -> Finding:
+def links(facts: MachineFacts) -> Finding:
     if len(facts.gpus) < 2:
         return Finding("GPU links", "ok", "nothing to link")
     if not facts.links:
@@ -127,7 +127,7 @@ def links(facts: Facts) -> Finding:
     return Finding("GPU links", "warn", text, "keep tensor parallelism inside pairs with NVLink")
 
 
-def network(facts: Facts) -> Finding:
+def network(facts: MachineFacts) -> Finding:
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         wanted = facts.environment.get(name, "")
         exact = wanted.startswith("=") or name.startswith("GLOO")
@@ -146,7 +146,7 @@ def network(facts: Facts) -> Finding:
     return Finding("network", "ok", text)
 
 
-def rendezvous(facts: Facts) -> Finding:
+def rendezvous(facts: MachineFacts) -> Finding:
     if facts.loopback_problem:
         advice = "allow connections over the lo interface: processes of one machine meet there"
         return Finding("rendezvous", "bad", facts.loopback_problem, advice)
@@ -156,7 +156,7 @@ def rendezvous(facts: Facts) -> Finding:
     return Finding("rendezvous", "ok", "127.0.0.1 takes connections, and a port is free")
 
 
-def launcher(facts: Facts) -> Finding:
+def launcher(facts: MachineFacts) -> Finding:
     given = facts.environment
     try:
         mine = launched(given)
@@ -172,23 +172,23 @@ def launcher(facts: Facts) -> Finding:
     return Finding("launcher", "bad", f"{text}; {problem}", advice) if problem else Finding("launcher", "ok", text)
 
 
-def launched(environment: Mapping[str, str]) -> Seat | None:
-    """The seat that these variables give; SpecError where they contradict themselves."""
+def launched(environment: Mapping[str, str]) -> RankInfo | None:
+    """The rank that these variables give; SpecError where they contradict each other."""
     try:
-        return seat(environment)
+        return rank_info_from_env(environment)
     except SpecError:
         raise
     except ValueError as error:
         raise SpecError(f"the environment's variables of Slurm cannot be read ({error}): start with srun") from None
 
 
-def _address(mine: Seat, given: Mapping[str, str]) -> str:
+def _address(mine: RankInfo, given: Mapping[str, str]) -> str:
     if mine.address != "env://":
         return mine.address.removeprefix("tcp://")
     return f"{given.get('MASTER_ADDR', '(no MASTER_ADDR)')}:{given.get('MASTER_PORT', '(no MASTER_PORT)')}"
 
 
-def _launcher_problem(mine: Seat, facts: Facts) -> tuple[str, str]:
+def _launcher_problem(mine: RankInfo, facts: MachineFacts) -> tuple[str, str]:
     given, relaunch = facts.environment, "start with torchrun, which sets all of them"
     if mine.world > 1 and mine.address == "env://":
         for name in ("MASTER_ADDR", "MASTER_PORT"):
@@ -205,7 +205,7 @@ def _launcher_problem(mine: Seat, facts: Facts) -> tuple[str, str]:
     return "", ""
 
 
-def limits(facts: Facts) -> Finding:
+def limits(facts: MachineFacts) -> Finding:
     shm = facts.shared_memory_bytes
     text = f"{facts.open_files:,} open files; /dev/shm {'is missing' if shm is None else f'has {shm / GIB:,.2f} GiB'}"
     if 0 <= facts.open_files < FEW_FILES:
@@ -217,7 +217,7 @@ def limits(facts: Facts) -> Finding:
     return Finding("limits", "ok", text)
 
 
-def disk(facts: Facts) -> Finding:
+def disk(facts: MachineFacts) -> Finding:
     found = facts.disk
     if found.problem:
         return Finding("disk", "bad", found.problem, "give train --out a folder that can be written")
@@ -230,7 +230,7 @@ def disk(facts: Facts) -> Finding:
     return Finding("disk", "ok", text)
 
 
-def clock(facts: Facts) -> Finding:
+def clock(facts: MachineFacts) -> Finding:
     behind, ahead = facts.newest_file_s - facts.now_s, facts.disk.clock_ahead_s
     if behind > A_DAY_S:
         text = f"the clock stands {behind / A_DAY_S:,.0f} days before this program was installed"
@@ -241,7 +241,7 @@ def clock(facts: Facts) -> Finding:
     return Finding("clock", "ok", "agrees with the disk's")
 
 
-CHECKS: tuple[Callable[[Facts], Finding], ...] = (
+CHECKS: tuple[Callable[[MachineFacts], Finding], ...] = (
     python,
     torch,
     memory,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import islice
 
 from ultrascale.cost.estimate import estimate
-from ultrascale.measure.doctor.facts import Facts
+from ultrascale.measure.doctor.facts import MachineFacts
 from ultrascale.measure.doctor.findings import Finding, launched
 from ultrascale.specs.checkpointing import Checkpointing
 from ultrascale.specs.errors import SpecError
@@ -17,17 +17,17 @@ from ultrascale.specs.training import Training
 from ultrascale.specs.units import GIB
 from ultrascale.train import supported
 from ultrascale.train.machine import kind_of_gpu
-from ultrascale.train.world import Seat
+from ultrascale.train.rank_info import RankInfo
 
 MASTER_BYTES = 4  # of a parameter in fp32: what the optimizer steps, and what a checkpoint keeps
 SAME = 1e-4  # relative; a plan is written with six digits
 
 
-def plan_findings(plan: Plan, facts: Facts) -> list[Finding]:
+def plan_findings(plan: Plan, facts: MachineFacts) -> list[Finding]:
     return [check(plan, facts) for check in CHECKS]
 
 
-def engine(plan: Plan, facts: Facts) -> Finding:
+def engine(plan: Plan, facts: MachineFacts) -> Finding:
     """Whether the engine runs it, wherever."""
     try:
         supported.check(plan.job, plan.layout, Training())
@@ -36,7 +36,7 @@ def engine(plan: Plan, facts: Facts) -> Finding:
     return Finding("plan: engine", "ok", f"{plan.job.model.name}, {plan.layout}: the engine runs it")
 
 
-def stale(plan: Plan, facts: Facts) -> Finding:
+def stale(plan: Plan, facts: MachineFacts) -> Finding:
     try:
         now = estimate(plan.job, plan.layout)
     except SpecError as error:
@@ -51,7 +51,7 @@ def stale(plan: Plan, facts: Facts) -> Finding:
     return Finding("plan: estimate", "ok", f"{now.step_time_s:,.3g} s a step, {now.peak_gib:,.1f} GiB: as the file says")
 
 
-def processes(plan: Plan, facts: Facts) -> Finding:
+def processes(plan: Plan, facts: MachineFacts) -> Finding:
     """As many as the layout has parts: those that a launcher started, or one for each GPU."""
     needed, nodes = plan.layout.gpus, plan.job.cluster.nodes
     mine = _seat(facts)
@@ -79,14 +79,14 @@ def _instead(plan: Plan, here: int) -> str:
     return f"with {here} these work: {'; '.join(found)}" if found else ""
 
 
-def _seat(facts: Facts) -> Seat | None:
+def _seat(facts: MachineFacts) -> RankInfo | None:
     try:
         return launched(facts.environment)
     except SpecError:  # told by the check of the launcher
         return None
 
 
-def device(plan: Plan, facts: Facts) -> Finding:
+def device(plan: Plan, facts: MachineFacts) -> Finding:
     planned = plan.job.cluster.gpu.name
     if not facts.gpus:
         if planned == "cpu":
@@ -104,7 +104,7 @@ def device(plan: Plan, facts: Facts) -> Finding:
     return Finding("plan: device", "warn", text, f"plan anew with --cluster {len(facts.gpus)}x{kind}")
 
 
-def precision(plan: Plan, facts: Facts) -> Finding:
+def precision(plan: Plan, facts: MachineFacts) -> Finding:
     wanted = plan.job.precision
     if not facts.gpus:
         if wanted == "fp32":
@@ -120,7 +120,7 @@ def precision(plan: Plan, facts: Facts) -> Finding:
     return Finding("plan: precision", "ok", f"{wanted}, which {gpu.name} computes in")
 
 
-def memory(plan: Plan, facts: Facts) -> Finding:
+def memory(plan: Plan, facts: MachineFacts) -> Finding:
     """The predicted peak against what is there, free and in all."""
     peak = plan.estimate.peak_gib * GIB
     if facts.gpus:
@@ -140,7 +140,7 @@ def memory(plan: Plan, facts: Facts) -> Finding:
     return Finding("plan: memory", "ok", text)
 
 
-def checkpoints(plan: Plan, facts: Facts) -> Finding:
+def checkpoints(plan: Plan, facts: MachineFacts) -> Finding:
     """The newest ones that stay, and the one that is being written."""
     each = MASTER_BYTES + OPTIMIZER_STATE_BYTES[plan.job.optimizer]
     one, free, keep = plan.job.model.parameters * each, facts.disk.free_bytes, Checkpointing().keep
@@ -154,7 +154,7 @@ def checkpoints(plan: Plan, facts: Facts) -> Finding:
     return Finding("plan: checkpoints", "ok", text)
 
 
-CHECKS: tuple[Callable[[Plan, Facts], Finding], ...] = (
+CHECKS: tuple[Callable[[Plan, MachineFacts], Finding], ...] = (
     engine,
     stale,
     processes,

@@ -12,9 +12,9 @@ import torch
 
 from ultrascale.measure.profile.picture import MemoryTimeline, thinned
 from ultrascale.specs.measurement import MeasuredMemory
-from ultrascale.train.account import OWNERS, account, states
 from ultrascale.train.engine import Engine
-from ultrascale.train.live import LiveBytes
+from ultrascale.train.live_memory import LiveBytes
+from ultrascale.train.memory_owners import OWNERS, account, states
 
 RECORDED = 1_000_000  # of the allocator's events in one step, the last so many
 FOLLOWED = "while every tensor was followed, which slows a step down"
@@ -24,19 +24,19 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Seen:
+class StepMemory:
     """What a step held over time, and PyTorch's snapshot of it where there is one."""
 
     timeline: MemoryTimeline
     snapshot: Any = None
 
 
-def followed(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T, Seen]:
+def followed(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T, StepMemory]:
     """Runs the step whose memory is counted."""
     return _on_cpu(engine, step) if engine.mesh.device.type == "cpu" else _on_gpu(engine, step)
 
 
-def write_snapshot(seen: Seen, path: Path) -> None:
+def write_snapshot(seen: StepMemory, path: Path) -> None:
     """As torch.cuda.memory._dump_snapshot writes it: pytorch.org/memory_viz shows it."""
     import pickle
 
@@ -68,7 +68,7 @@ class _Recorder(LiveBytes):  # type: ignore[no-untyped-call]
         self.rows.append((time.perf_counter() - self._began, *(held.get(owner, 0) for owner in OWNERS)))
 
 
-def _on_cpu(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T, Seen]:
+def _on_cpu(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T, StepMemory]:
     live = _Recorder()
 
     def recorded() -> T:
@@ -76,10 +76,10 @@ def _on_cpu(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T, S
         return step()
 
     memory, result = account(engine, recorded, live)
-    return memory, result, Seen(MemoryTimeline(OWNERS, thinned(live.rows), FOLLOWED))
+    return memory, result, StepMemory(MemoryTimeline(OWNERS, thinned(live.rows), FOLLOWED))
 
 
-def _on_gpu(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T, Seen]:
+def _on_gpu(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T, StepMemory]:
     device = engine.mesh.device
     before = _addresses(states(engine), device)
     base = torch.cuda.memory_allocated(device)
@@ -91,7 +91,7 @@ def _on_gpu(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T, S
     index = device.index if device.index is not None else torch.cuda.current_device()
     events = snapshot["device_traces"][index] if snapshot["device_traces"] else []
     rows = from_record(events, before, after, base)
-    return memory, result, Seen(MemoryTimeline(OWNERS, thinned(rows), RECORD), snapshot)
+    return memory, result, StepMemory(MemoryTimeline(OWNERS, thinned(rows), RECORD), snapshot)
 
 
 Held = Mapping[int, tuple[str, int]]

@@ -21,9 +21,9 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from ultrascale import __version__
 from ultrascale.measure.profile import memory as profile_memory
-from ultrascale.measure.profile.asked import WAIT, WARM_UP
-from ultrascale.measure.profile.memory import Seen
+from ultrascale.measure.profile.memory import StepMemory
 from ultrascale.measure.profile.picture import draw
+from ultrascale.measure.profile.request import WAIT, WARM_UP
 from ultrascale.measure.trace import rank as trace
 from ultrascale.measure.trace import times as trace_times
 from ultrascale.measure.trace.analysis import TRACES, Analysis, analyse
@@ -59,7 +59,7 @@ class Profiler(Observer):
     def __init__(self, engine: Engine, out: Path | None, steps: int) -> None:
         super().__init__(engine)
         self.out, self.first, self.done = out, WAIT + WARM_UP, 0
-        self.memory: Seen | None = None
+        self.memory: StepMemory | None = None
         self.problems: list[str] = []
         if engine.tape is not None:
             engine.tape.leave()  # launched as one, kernels are no longer told by the range that launched them

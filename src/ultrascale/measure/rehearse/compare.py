@@ -8,18 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from ultrascale.cost import flops
-from ultrascale.cost.columns import Columns
+from ultrascale.cost.chunk_progress import most_gradients
+from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.estimate import estimate
-from ultrascale.cost.hardware import Machine
+from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.layout_rows import LayoutRows
 from ultrascale.cost.memory import alone, peak_parts
 from ultrascale.cost.operators import layer_matmuls
 from ultrascale.cost.peaks import peaks
-from ultrascale.cost.progress import most_gradients
 from ultrascale.cost.traffic import of_stage
-from ultrascale.cost.view import View
-from ultrascale.measure.rehearse.asked import engine_of
 from ultrascale.measure.rehearse.rehearsal import Rehearsal
-from ultrascale.parallel.mesh import Place
+from ultrascale.measure.rehearse.request import engine_of
+from ultrascale.parallel.mesh import RankCoordinates
 from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -37,7 +37,7 @@ EMULATED = "fp8 is emulated: casts and products hold what a GPU's do not, so tha
 
 
 @dataclass(frozen=True)
-class Term:
+class RehearsedTerm:
     label: str
     predicted: float
     rehearsed: float
@@ -53,7 +53,7 @@ class Term:
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryRoom:
     """What the fullest of the ranks that were rehearsed takes of its GPU's memory."""
 
     stage: int
@@ -85,14 +85,14 @@ class Answer:
     device: str
     found: Sequence[Rehearsal]
     predicted: Estimate
-    room: Room
+    room: MemoryRoom
     notes: Sequence[str]
 
     @property
     def fullest(self) -> Rehearsal:
         return max(self.found, key=lambda one: one.peak)
 
-    def compared(self, one: Rehearsal) -> list[Term]:
+    def compared(self, one: Rehearsal) -> list[RehearsedTerm]:
         return compared(self.job, self.layout, self.predicted, one)
 
 
@@ -102,13 +102,13 @@ def answer(plan: Plan, found: Sequence[Rehearsal], device: str, kernels: str) ->
     return Answer(job, layout, device, found, predicted, room(plan, predicted, found), notes(job, layout, device, kernels))
 
 
-def room(plan: Plan, predicted: Estimate, found: Sequence[Rehearsal]) -> Room:
+def room(plan: Plan, predicted: Estimate, found: Sequence[Rehearsal]) -> MemoryRoom:
     fullest = max(found, key=lambda one: one.peak)
     stage, measured = fullest.place.pp, fullest.memory.runtime
     beside = predicted.memory[stage].memory.runtime if measured is None else measured
     planned = plan.estimate.memory[stage].memory.total
     engines = plan.job.framework.name, engine_of(fullest.kernels).name
-    return Room(stage, fullest.peak / GIB, beside / GIB, plan.job.cluster.gpu.memory_gib, planned / GIB, *engines)
+    return MemoryRoom(stage, fullest.peak / GIB, beside / GIB, plan.job.cluster.gpu.memory_gib, planned / GIB, *engines)
 
 
 def prediction(job: Job, layout: Layout, kernels: str = "eager") -> Estimate:
@@ -138,42 +138,42 @@ def notes(job: Job, layout: Layout, device: str, kernels: str) -> list[str]:
     return told
 
 
-def compared(job: Job, layout: Layout, predicted: Estimate, seen: Rehearsal) -> list[Term]:
+def compared(job: Job, layout: Layout, predicted: Estimate, seen: Rehearsal) -> list[RehearsedTerm]:
     """Every term that either side has."""
     law = predicted.memory[seen.place.pp].memory
     job = even(job).changed(framework=engine_of(seen.kernels))
     # Gradients are counted when all of them are there, which need not be at the peak.
-    as_made = job.framework.gradients_as_made and bool(alone(job, Columns.of([layout]))[0])
+    as_made = job.framework.gradients_as_made and bool(alone(job, LayoutColumns.of([layout]))[0])
     held = law.model_copy(update={"gradients": 0.0 if as_made else whole_gradients(job, layout, seen.place.pp)})
-    terms = [Term(owner, getattr(held, owner), getattr(seen.memory, owner), "B") for owner in STATES]
+    terms = [RehearsedTerm(owner, getattr(held, owner), getattr(seen.memory, owner), "B") for owner in STATES]
     # What is on its way and what waits for backward look alike from outside: they are compared together.
     moving = law.activations + law.buffers + gone_at_peak(job, layout, seen.place.pp) + as_made * law.gradients
-    terms.append(Term("activations, buffers", moving, seen.memory.activations + seen.memory.buffers, "B"))
+    terms.append(RehearsedTerm("activations, buffers", moving, seen.memory.activations + seen.memory.buffers, "B"))
     tensors = sum(getattr(law, owner) for owner in (*STATES, "activations", "buffers"))
-    terms.append(Term("all tensors at the peak", tensors, seen.peak, "B"))
-    terms.append(Term("FLOPs", predicted_flops(job, layout, seen.place), sum(seen.flops.values()), "FLOP"))
-    sent = list(of_stage(job, layout, Machine(job), seen.place.pp))
+    terms.append(RehearsedTerm("all tensors at the peak", tensors, seen.peak, "B"))
+    terms.append(RehearsedTerm("FLOPs", predicted_flops(job, layout, seen.place), sum(seen.flops.values()), "FLOP"))
+    sent = list(of_stage(job, layout, ClusterRates(job), seen.place.pp))
     for technique in TECHNIQUES:
         said = sum(one.bytes for one in sent if one.technique == technique)
-        terms.append(Term(f"sent by {technique}", said, seen.sent(technique), "sent"))
+        terms.append(RehearsedTerm(f"sent by {technique}", said, seen.sent(technique), "sent"))
     return [term for term in terms if term.predicted or term.rehearsed]
 
 
 def gone_at_peak(job: Job, layout: Layout, stage: int) -> float:
     """Parameters that the peak does without: they are compared as a rank has most of them, and the law's buffers lack them."""
-    return peaks(View.of(job, layout))[stage].gone
+    return peaks(LayoutRows.of(job, layout))[stage].gone
 
 
 def whole_gradients(job: Job, layout: Layout, stage: int) -> float:
-    view = View.of(job, layout)
+    view = LayoutRows.of(job, layout)
     if layout.zero and layout.shards > 1:
         return most_gradients(view, stage)
     return float(peak_parts(job, view.ranks, view.share).state.gradients[stage])
 
 
-def predicted_flops(job: Job, layout: Layout, place: Place) -> float:
+def predicted_flops(job: Job, layout: Layout, place: RankCoordinates) -> float:
     """Of a step on one rank, by the products that the cost model times and attention's causal half."""
-    view = View.of(job, layout)
+    view = LayoutRows.of(job, layout)
     model, row, share = job.model, view.row, view.share
     tokens = float(row.tokens(job.seq)[0])
     stage = place.pp

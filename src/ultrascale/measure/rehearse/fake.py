@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 _DEVICE = torch.ops.prim.device.default
 
 
-class _Made(NamedTuple):
+class _OutputRecipe(NamedTuple):
     """How an output comes about: argument number `of` itself (no shape), a view of it, or (-1) something new."""
 
     of: int
@@ -36,7 +36,7 @@ _SLOW = object()
 _KNOWN: dict[torch.dtype, dict[Any, Any]] = {}
 
 
-class Watcher(Protocol):
+class OperatorObserver(Protocol):
     """Who is told what runs: that costs less than a mode of its own above this one."""
 
     def follow(self, storage: UntypedStorage) -> None:
@@ -52,7 +52,7 @@ class Watcher(Protocol):
 class QuickFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.watcher: Watcher | None = None
+        self.watcher: OperatorObserver | None = None
         # For all ranks that this process rehearses: how an operator's outputs come about depends on no rank.
         self._known = _KNOWN.setdefault(torch.get_default_dtype(), {})
         self._attributes: dict[str, Any] | None = None
@@ -104,7 +104,7 @@ class QuickFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             watcher.saw(func, args, kwargs, result)
         return result
 
-    def _make(self, made: _Made, args: Sequence[Any]) -> Any:
+    def _make(self, made: _OutputRecipe, args: Sequence[Any]) -> Any:
         if made.shape is None:
             return args[made.of]
         if made.of < 0:
@@ -163,16 +163,18 @@ def _recipe(func: Any, result: Any, args: Sequence[Any]) -> Any:
         storage = out.untyped_storage()
         same = next((place for place, arg in enumerate(args) if arg is out), None)
         if same is not None:
-            made.append(_Made(same, None, (), out.dtype, 0))
+            made.append(_OutputRecipe(same, None, (), out.dtype, 0))
         elif storage._cdata in storages:
             made.append(
-                _Made(storages.index(storage._cdata), tuple(out.shape), out.stride(), out.dtype, int(out.storage_offset()))
+                _OutputRecipe(
+                    storages.index(storage._cdata), tuple(out.shape), out.stride(), out.dtype, int(out.storage_offset())
+                )
             )
         elif storage._cdata in fresh or out.storage_offset() or storage.nbytes() != _span(out):
             return _SLOW
         else:
             fresh.add(storage._cdata)
-            made.append(_Made(-1, tuple(out.shape), out.stride(), out.dtype, 0))
+            made.append(_OutputRecipe(-1, tuple(out.shape), out.stride(), out.dtype, 0))
     return tuple(made), pack
 
 

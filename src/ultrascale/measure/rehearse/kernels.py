@@ -39,7 +39,7 @@ def as_on_a_gpu() -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, value in (
             (kernels, "choose", chosen),
-            *((fused, one.__name__, one) for one in (norm, norm_backward, turn_, turn_back, gate, gate_backward)),
+            *((fused, one.__name__, one) for one in (norm, norm_backward, turn_, rotate_back, gate, gate_backward)),
             *((loss, one.__name__, one) for one in (loss_and_gradient, scaled, add_product)),
             (operators, "rms_norm", rms_norm),
             (attention, "_expand", _few_heads),
@@ -63,7 +63,7 @@ def turn_(qkv: Tensor, heads: int, kv_heads: int, rope: Rope) -> None:
     pass  # in place
 
 
-def turn_back(q: Tensor, k: Tensor, v: Tensor, rope: Rope) -> Tensor:
+def rotate_back(q: Tensor, k: Tensor, v: Tensor, rope: Rope) -> Tensor:
     return q.new_empty(len(q), q.shape[1] + 2 * k.shape[1], q.shape[2])
 
 

@@ -21,25 +21,32 @@ from typing import cast
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from ultrascale.measure.rehearse.asked import check, engine_of, kernels_of
 from ultrascale.measure.rehearse.fake import QuickFakeTensorMode
 from ultrascale.measure.rehearse.gpu import kernel_times, without_values
 from ultrascale.measure.rehearse.kernels import as_on_a_gpu
-from ultrascale.measure.rehearse.repeat import Short, cut, shorten
-from ultrascale.measure.rehearse.watch import Call, Moment, Watch, watched
-from ultrascale.measure.rehearse.world import NoText, apart, replaced, routed_rows, seat, without_memory
-from ultrascale.parallel.mesh import Mesh, Place
-from ultrascale.parallel.zero import Sharded
+from ultrascale.measure.rehearse.operator_tracker import CollectiveCall, OperatorTracker, StepPosition, watched
+from ultrascale.measure.rehearse.repeat import ShortSchedule, cut, shorten
+from ultrascale.measure.rehearse.request import check, engine_of, kernels_of
+from ultrascale.measure.rehearse.world import (
+    ConstantBatches,
+    replaced,
+    routed_rows,
+    single_rank_world,
+    unconnected_groups,
+    without_memory,
+)
+from ultrascale.parallel.mesh import Mesh, RankCoordinates
+from ultrascale.parallel.zero import FSDPGrads
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.measurement import MeasuredMemory
 from ultrascale.specs.training import Training
 from ultrascale.train import build
-from ultrascale.train.account import account
 from ultrascale.train.build import COMPUTE, boundary_shape, schedule_of
 from ultrascale.train.data import Batches
 from ultrascale.train.engine import Engine
+from ultrascale.train.memory_owners import account
 from ultrascale.train.rates import cores
 
 
@@ -62,7 +69,7 @@ class Rehearsal:
     """What one rank holds and does in a step."""
 
     rank: int
-    place: Place
+    place: RankCoordinates
     alike: int
     """ranks of its stage, which hold and do the same"""
     layers: int
@@ -124,13 +131,19 @@ def _told(one: Rehearsal, done: int, of: int, progress: Callable[[str], None]) -
 def rehearse_rank(job: Job, layout: Layout, rank: int, device: str = "meta", kernels: str = "eager") -> Rehearsal:
     """One step of one rank, in this process. A device of `cpu` computes with real numbers: as a GPU would, but slowly."""
     start = time.perf_counter()
-    short = shorten(layout, Place.of(layout, rank).pp)
+    short = shorten(layout, RankCoordinates.of(layout, rank).pp)
     # Its own schedule, cut: a layout of so few micro-batches may have another one, or none.
     schedule = cut(schedule_of(layout), short.microbatches)
     nowhere = without_memory(routed_rows(job, layout)) if device == "meta" else nullcontext()
     formats = replaced(build, "compute_format", _as_on_a_gpu) if device == "meta" else nullcontext()
     own = as_on_a_gpu() if device == "meta" and kernels == "fused" else nullcontext()
-    with seat(rank, layout.gpus), nowhere as fake, formats, own, replaced(build, "schedule_of", lambda _: schedule):
+    with (
+        single_rank_world(rank, layout.gpus),
+        nowhere as fake,
+        formats,
+        own,
+        replaced(build, "schedule_of", lambda _: schedule),
+    ):
         found = _rehearsed(job, layout, rank, device, kernels, short, fake)
         gc.collect()
     return dataclasses.replace(found, seconds=time.perf_counter() - start)
@@ -142,12 +155,14 @@ def _as_on_a_gpu(job: Job, _: Mesh) -> torch.dtype:
 
 
 def _rehearsed(
-    job: Job, layout: Layout, rank: int, device: str, kernels: str, short: Short, fake: QuickFakeTensorMode | None
+    job: Job, layout: Layout, rank: int, device: str, kernels: str, short: ShortSchedule, fake: QuickFakeTensorMode | None
 ) -> Rehearsal:
     smaller = layout.changed(gas=short.microbatches)
     here = f"cuda:{torch.cuda.current_device()}" if device == "cuda" else "cpu"
-    mesh, techniques = apart(Mesh.build(smaller, job.model.kv_heads, rank, here))
-    engine = Engine(job, mesh, Training.model_validate({"steps": 1, "kernels": kernels}), cast(Batches, NoText(job.seq)))
+    mesh, techniques = unconnected_groups(Mesh.build(smaller, job.model.kv_heads, rank, here))
+    engine = Engine(
+        job, mesh, Training.model_validate({"steps": 1, "kernels": kernels}), cast(Batches, ConstantBatches(job.seq))
+    )
     engine.optimizer.continued(1)  # its states exist from the first step on
     _gather_once(engine)
     if device != "meta":
@@ -175,10 +190,12 @@ def _rehearsed(
     )
 
 
-def _accounted(engine: Engine, techniques: Mapping[str, str], fake: QuickFakeTensorMode | None) -> tuple[MeasuredMemory, Watch]:
+def _accounted(
+    engine: Engine, techniques: Mapping[str, str], fake: QuickFakeTensorMode | None
+) -> tuple[MeasuredMemory, OperatorTracker]:
     """What a step holds and does: in one step, or on a GPU, whose allocator must not see who watches, in two."""
     gc.collect()
-    watch = Watch(engine, techniques, fake)
+    watch = OperatorTracker(engine, techniques, fake)
     if engine.mesh.device.type == "cpu":
         watched(engine, watch)
         memory, _ = account(engine, lambda: engine.step(0), watch)
@@ -196,7 +213,7 @@ def _gather_once(engine: Engine) -> None:
     """FSDP2 makes its buffers in the first forward: it has one before the step, so that the account knows whose they are."""
     job, mesh = engine.job, engine.mesh
     for stage, chunk in engine.pipeline.chunks.items():
-        if not isinstance(chunk.gradients, Sharded):
+        if not isinstance(chunk.gradients, FSDPGrads):
             continue
         tokens = torch.zeros(mesh.layout.mbs, len(engine.positions), dtype=torch.int64, device=mesh.device)
         states = torch.zeros(boundary_shape(job, mesh.layout), dtype=build.compute_format(job, mesh), device=mesh.device)
@@ -207,7 +224,7 @@ def _gather_once(engine: Engine) -> None:
                 part.reshard()
 
 
-def _flops(watch: Watch, short: Short) -> dict[str, int]:
+def _flops(watch: OperatorTracker, short: ShortSchedule) -> dict[str, int]:
     total: Counter[str] = Counter()
     for (place, _), found in watch.seen.flops.items():
         for name, count in found.items():
@@ -215,8 +232,8 @@ def _flops(watch: Watch, short: Short) -> dict[str, int]:
     return dict(total.most_common())
 
 
-def _collectives(watch: Watch, short: Short) -> tuple[Collective, ...]:
-    calls: Counter[tuple[Call, str]] = Counter()
+def _collectives(watch: OperatorTracker, short: ShortSchedule) -> tuple[Collective, ...]:
+    calls: Counter[tuple[CollectiveCall, str]] = Counter()
     for (place, where), found in watch.seen.calls.items():
         for call, count in found.items():
             calls[call, where] += count * short.weight(place)
@@ -231,7 +248,7 @@ def _collectives(watch: Watch, short: Short) -> tuple[Collective, ...]:
     )
 
 
-def _words(moment: Moment, engine: Engine) -> str:
+def _words(moment: StepPosition, engine: Engine) -> str:
     """`backward of micro-batch 3, layer 17`."""
     actions = engine.pipeline.schedule.actions[engine.pipeline.rank]
     if moment.place is None or moment.place >= len(actions):

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ultrascale.schedules import Action, Kind, Schedule
+from ultrascale.schedules import Action, ActionKind, Schedule
 from ultrascale.specs.layout import Layout
 from ultrascale.train.build import schedule_of
 
-Step = tuple[Kind, int]
+Step = tuple[ActionKind, int]
 
 
 @dataclass(frozen=True)
-class Short:
+class ShortSchedule:
     """So many micro-batches instead of all, and the stretch of their list that the whole list repeats."""
 
     microbatches: int
@@ -31,7 +31,7 @@ class Short:
         return self.times if place is not None and self.begin <= place < self.end else 1
 
 
-def shorten(layout: Layout, rank: int) -> Short:
+def shorten(layout: Layout, rank: int) -> ShortSchedule:
     """For one pipeline rank of a layout."""
     whole = schedule_of(layout)
     full = _steps(whole.actions[rank])
@@ -44,8 +44,8 @@ def shorten(layout: Layout, rank: int) -> Short:
             all(_holds(short, ended) == _holds(full, ended) for ended in moments)
             and (found := _stretch(short, full)) is not None
         ):
-            return Short(count, *found)
-    return Short(layout.gas)
+            return ShortSchedule(count, *found)
+    return ShortSchedule(layout.gas)
 
 
 def cut(schedule: Schedule, microbatches: int) -> Schedule:
@@ -64,9 +64,9 @@ def _holds(steps: list[Step], ended: int) -> tuple[int, int]:
     """
     held, owed, over = [0], [0], [0]
     for kind, _ in steps:
-        held.append(held[-1] + {Kind.F: 1, Kind.I: 0}.get(kind, -1))
-        owed.append(owed[-1] + {Kind.I: 1, Kind.W: -1}.get(kind, 0))
-        over.append(over[-1] + (kind in (Kind.B, Kind.W)))
+        held.append(held[-1] + {ActionKind.F: 1, ActionKind.I: 0}.get(kind, -1))
+        owed.append(owed[-1] + {ActionKind.I: 1, ActionKind.W: -1}.get(kind, 0))
+        over.append(over[-1] + (kind in (ActionKind.B, ActionKind.W)))
     late = [place for place, count in enumerate(over) if count >= ended]
     return max((held[place] for place in late), default=0), max((owed[place] for place in late), default=0)
 
@@ -82,7 +82,9 @@ def _stretch(short: list[Step], full: list[Step]) -> tuple[int, int, int] | None
         for begin in range(len(short) - length, -1, -1):
             end = begin + length
             block = short[begin:end]
-            known = set(block) <= set(short[:begin]) and {step for step in block if step[0] is not Kind.F} <= set(short[end:])
+            known = set(block) <= set(short[:begin]) and {step for step in block if step[0] is not ActionKind.F} <= set(
+                short[end:]
+            )
             if known and full[begin : end + more] == block * (1 + more // length) and _around(short, full, end, more):
                 return begin, end, 1 + more // length
     return None

@@ -39,7 +39,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def seat(rank: int, world: int) -> Iterator[None]:
+def single_rank_world(rank: int, world: int) -> Iterator[None]:
     """This process as one rank of a world whose others are not there."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
@@ -63,7 +63,7 @@ def without_memory(routed: int) -> Iterator[QuickFakeTensorMode]:
         yield fake
 
 
-def apart(mesh: Mesh) -> tuple[Mesh, dict[str, str]]:
+def unconnected_groups(mesh: Mesh) -> tuple[Mesh, dict[str, str]]:
     """The mesh with groups of its own for each technique, where ranks that are the same share one; and whose each group is."""
     data = "zero" if mesh.layout.zero else "data"
     owners = {
@@ -96,7 +96,7 @@ def routed_rows(job: Job, layout: Layout) -> int:
     return layout.mbs * job.seq // layout.cp * (job.model.moe.top_k if job.model.moe else 1)
 
 
-class NoText:
+class ConstantBatches:
     """Batches of tokens that are all the same: what a rehearsal computes depends on their number alone."""
 
     def __init__(self, seq: int) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from ultrascale.measure.compare import Term
+from ultrascale.measure.compare import ComparedTerm
 from ultrascale.measure.trace import rank as trace
 from ultrascale.measure.trace import times as trace_times
 from ultrascale.measure.trace.bubble import Bubble, bubble
@@ -37,7 +37,7 @@ _EXPOSED = {
 class Analysis:
     ranks: tuple[RankTime, ...]
     bubble: Bubble | None
-    terms: tuple[Term, ...]
+    terms: tuple[ComparedTerm, ...]
     """planned beside measured; empty without a plan"""
     findings: tuple[str, ...]
     notes: tuple[str, ...]
@@ -106,7 +106,7 @@ def _other_machine(ranks: Sequence[RankTime], plan: Plan) -> Iterator[str]:
         yield f"the plan is for {planned}, the trace is of a {ranks[0].device.upper()}: only shares compare"
 
 
-def _terms(ranks: Sequence[RankTime], planned: Estimate) -> Iterator[Term]:
+def _terms(ranks: Sequence[RankTime], planned: Estimate) -> Iterator[ComparedTerm]:
     """The mean over ranks and steps. The parts add up to the step, as an Estimate's causes do."""
     time = planned.time
 
@@ -116,13 +116,17 @@ def _terms(ranks: Sequence[RankTime], planned: Estimate) -> Iterator[Term]:
     def exposed_s(technique: str) -> float:
         return mean(sum(each.exposed_s for each in one.techniques if each.technique == technique) for one in ranks)
 
-    yield Term("step time", "s", planned.step_time_s, mean(one.mean(lambda step: step.step_s) for one in ranks))
+    yield ComparedTerm("step time", "s", planned.step_time_s, mean(one.mean(lambda step: step.step_s) for one in ranks))
     computing = mean(one.mean(lambda step: step.computing_s + step.both_s - step.optimizer_s) for one in ranks)
-    yield Term("computing", "s", causes("matmul_s", "attention_s", "memory_bound_s", "recompute_s"), computing, part=True)
+    yield ComparedTerm(
+        "computing", "s", causes("matmul_s", "attention_s", "memory_bound_s", "recompute_s"), computing, part=True
+    )
     for name, (technique, fields) in _EXPOSED.items():
         predicted, measured = causes(*fields) if fields else None, exposed_s(technique)
         if predicted or measured:
-            yield Term(name, "s", predicted, measured, part=True)
-    yield Term("optimizer", "s", time.optimizer_s, mean(one.mean(lambda step: step.optimizer_s) for one in ranks), part=True)
+            yield ComparedTerm(name, "s", predicted, measured, part=True)
+    yield ComparedTerm(
+        "optimizer", "s", time.optimizer_s, mean(one.mean(lambda step: step.optimizer_s) for one in ranks), part=True
+    )
     idle = mean(one.mean(lambda step: step.neither_s) for one in ranks)
-    yield Term("nothing runs", "s", causes("launch_s", "offload_s", "overhead_s"), idle, part=True)
+    yield ComparedTerm("nothing runs", "s", causes("launch_s", "offload_s", "overhead_s"), idle, part=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
+from ultrascale.measure.trace.step_intervals import TracedPass
 from ultrascale.measure.trace.times import RankTime
-from ultrascale.measure.trace.view import Action
 from ultrascale.schedules import build
 from ultrascale.schedules.simulate import StageTimes, simulate
 from ultrascale.specs.errors import SpecError
@@ -64,7 +64,7 @@ def _layout(one: RankTime) -> dict[str, Any]:
     return layout
 
 
-def _stage_times(actions: Iterable[Action], layout: dict[str, Any]) -> StageTimes:
+def _stage_times(actions: Iterable[TracedPass], layout: dict[str, Any]) -> StageTimes:
     took: dict[tuple[str, int], list[float]] = defaultdict(list)
     for one in actions:
         took[one.name, one.stage].append(one.busy * US)

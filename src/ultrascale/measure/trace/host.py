@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ultrascale.measure.trace import names
 from ultrascale.measure.trace.intervals import Interval, merged, without
-from ultrascale.measure.trace.rank import Holders, Thread, Trace
+from ultrascale.measure.trace.rank import EnclosingRanges, RankTrace, Thread
 
 US = 1e-6
 
@@ -54,11 +54,11 @@ class Copies:
     wait_s: float
 
 
-def launches(trace: Trace, steps: list[Interval]) -> Launches:
+def launches(trace: RankTrace, steps: list[Interval]) -> Launches:
     busy = merged((kernel.start, kernel.end) for kernel in trace.kernels)
     kernels = sorted(trace.kernels, key=lambda kernel: kernel.start)
     starts = [kernel.start for kernel in kernels]
-    phases = Holders([one for one in trace.ranges if not names.STEP.match(one.name)])
+    phases = EnclosingRanges([one for one in trace.ranges if not names.STEP.match(one.name)])
     hosts = dict.fromkeys(one.thread for one in trace.ranges if names.STEP.match(one.name))
     waits = sorted((one.start, one.end) for one in trace.syncs)
     late: list[Late] = []
@@ -106,7 +106,7 @@ def _ended_in(waits: list[Interval], begin: float, end: float) -> bool:
     return any(begin <= done <= end for _, done in waits[max(0, place - 4) : place])
 
 
-def _phase(phases: Holders, threads: Iterable[Thread], moment: float) -> str:
+def _phase(phases: EnclosingRanges, threads: Iterable[Thread], moment: float) -> str:
     """The pass of the pipeline, the optimizer, or whatever the engine named; backward launches from a thread of its own."""
     for one in (phases.innermost(thread, moment) for thread in threads):
         if one is not None:
@@ -115,7 +115,7 @@ def _phase(phases: Holders, threads: Iterable[Thread], moment: float) -> str:
     return "no range"
 
 
-def copies(trace: Trace, steps: list[Interval], count: int) -> Copies:
+def copies(trace: RankTrace, steps: list[Interval], count: int) -> Copies:
     inside = [one for one in trace.copies if any(start <= one.start < end for start, end in steps)]
     ways = {way: [one for one in inside if one.way == way] for way in ("HtoD", "DtoH")}
     pageable = [one for one in inside if one.pageable]

@@ -32,14 +32,14 @@ _HOLDS = 64  # ranges that may begin between another's beginning and what it hol
 Thread = tuple[Any, Any]
 
 
-class Range(NamedTuple):
+class TraceRange(NamedTuple):
     start: float
     end: float
     name: str
     thread: Thread
 
 
-class Launch(NamedTuple):
+class KernelLaunch(NamedTuple):
     """The host's call that put a kernel on its queue."""
 
     start: float
@@ -69,7 +69,7 @@ class Copy(NamedTuple):
     bytes: int
 
 
-class Call(NamedTuple):
+class CollectiveLaunch(NamedTuple):
     """The host begins an exchange."""
 
     start: float
@@ -80,20 +80,20 @@ class Call(NamedTuple):
 
 
 @dataclass
-class Trace:
+class RankTrace:
     path: Path
     rank: int | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     broken: str | None = None
     events: int = 0
     kernels: list[Kernel] = field(default_factory=list)
-    launches: dict[int, Launch] = field(default_factory=dict)
+    launches: dict[int, KernelLaunch] = field(default_factory=dict)
     copies: list[Copy] = field(default_factory=list)
-    syncs: list[Range] = field(default_factory=list)
+    syncs: list[TraceRange] = field(default_factory=list)
     """the host waits for the device"""
-    ranges: list[Range] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
-    background: list[Range] = field(default_factory=list)
+    ranges: list[TraceRange] = field(default_factory=list)
+    calls: list[CollectiveLaunch] = field(default_factory=list)
+    background: list[TraceRange] = field(default_factory=list)
     """gloo's exchanges, on its own threads"""
     ops: dict[Thread, array[float]] = field(default_factory=lambda: defaultdict(lambda: array("d")))
     """starts and ends of operators that compute on the host, by thread"""
@@ -115,10 +115,10 @@ class Trace:
         return float(base) / 1e3 if isinstance(base, int | float) and 0 <= base <= MOST_US * 1e3 else 0.0
 
 
-def read(path: Path) -> Trace:
+def read(path: Path) -> RankTrace:
     """Reads a trace; SpecError where it is none, or holds nothing that lasts."""
     file = TraceFile(path)
-    trace = Trace(path)
+    trace = RankTrace(path)
     for event in file.events():
         if event.get("ph") == "X" and isinstance(event.get("name"), str):
             _add(trace, event)
@@ -136,7 +136,7 @@ def read(path: Path) -> Trace:
     return trace
 
 
-def _add(trace: Trace, event: dict[str, Any]) -> None:
+def _add(trace: RankTrace, event: dict[str, Any]) -> None:
     if "ts" not in event:
         return
     start = _microseconds(trace, event, "ts", least=-MOST_US)  # an event before the clock's zero is one
@@ -160,17 +160,19 @@ def _add(trace: Trace, event: dict[str, Any]) -> None:
             trace.copies.append(Copy(start, end, way[1], "Pageable" in name, _bytes(facts.get("bytes"))))
     elif kind.endswith(("_runtime", "_driver")):
         if correlation is not None:
-            trace.launches.setdefault(correlation, Launch(start, end, thread))
+            trace.launches.setdefault(correlation, KernelLaunch(start, end, thread))
         if "Synchronize" in name or name in ("cudaMemcpy", "hipMemcpy"):
-            trace.syncs.append(Range(start, end, name, thread))
+            trace.syncs.append(TraceRange(start, end, name, thread))
     elif kind == "user_annotation" or (not kind and names.STEP.match(name)):
-        (trace.background if name.startswith("gloo:") else trace.ranges).append(Range(start, end, name, thread))
+        (trace.background if name.startswith("gloo:") else trace.ranges).append(TraceRange(start, end, name, thread))
     elif kind == "cpu_op":
         if names.is_collective_op(name):
             told = {key: facts[key] for key in _TOLD if key in facts}
-            trace.calls.append(Call(start, end, names.kind_of(str(told.get("Collective name") or name)), thread, told))
+            trace.calls.append(
+                CollectiveLaunch(start, end, names.kind_of(str(told.get("Collective name") or name)), thread, told)
+            )
         elif names.is_optimizer(name):
-            trace.ranges.append(Range(start, end, name, thread))
+            trace.ranges.append(TraceRange(start, end, name, thread))
         elif names.computes(name):
             trace.ops[thread].extend((start, end))
 
@@ -184,7 +186,7 @@ def _bytes(size: Any) -> int:
     return int(size) if isinstance(size, int | float) and 0 <= size <= 2**63 else 0
 
 
-def _microseconds(trace: Trace, event: dict[str, Any], name: str, least: float) -> float:
+def _microseconds(trace: RankTrace, event: dict[str, Any], name: str, least: float) -> float:
     """A time of an event; SpecError for what is none, since every sum that it enters would be none either."""
     value = event.get(name, 0)
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= MOST_US:
@@ -206,10 +208,10 @@ _TOLD = (
 )
 
 
-class Holders:
+class EnclosingRanges:
     """Which range of a thread holds a moment."""
 
-    def __init__(self, ranges: list[Range] | list[Call]) -> None:
+    def __init__(self, ranges: list[TraceRange] | list[CollectiveLaunch]) -> None:
         self._by_thread: dict[Thread, list[Any]] = defaultdict(list)
         for one in ranges:
             self._by_thread[one.thread].append(one)
@@ -227,7 +229,7 @@ class Holders:
         return None
 
 
-def windows(trace: Trace) -> list[tuple[str, Interval]]:
+def windows(trace: RankTrace) -> list[tuple[str, Interval]]:
     """The steps as the host ran them; the whole trace as one where nobody marked them."""
     steps = sorted((one.start, one.end, one.name) for one in trace.ranges if names.STEP.match(one.name))
     if steps:

@@ -10,8 +10,8 @@ from typing import Any
 from ultrascale.measure.trace import names
 from ultrascale.measure.trace.host import Copies, Launches, copies, launches
 from ultrascale.measure.trace.intervals import Interval, Intervals, both, length, merged, within, without
-from ultrascale.measure.trace.rank import Trace
-from ultrascale.measure.trace.view import Action, Exchange, View, view
+from ultrascale.measure.trace.rank import RankTrace
+from ultrascale.measure.trace.step_intervals import Exchange, StepIntervals, TracedPass, view
 from ultrascale.specs.errors import SpecError
 
 US = 1e-6
@@ -68,7 +68,7 @@ class RankTime:
     broken: str | None
     steps: tuple[StepTime, ...]
     techniques: tuple[TechniqueTime, ...]
-    actions: tuple[tuple[Action, ...], ...]
+    actions: tuple[tuple[TracedPass, ...], ...]
     """by step, in microseconds of the machine's clock"""
     reductions: Reductions | None
     launches: Launches | None
@@ -80,7 +80,7 @@ class RankTime:
         return sum(map(of, self.steps)) / len(self.steps)
 
 
-def analyse(trace: Trace) -> RankTime:
+def analyse(trace: RankTrace) -> RankTime:
     seen = view(trace)
     if not seen.steps:
         raise SpecError(f"--trace {trace.path} marks steps in which nothing ran: profile steps that compute")
@@ -103,7 +103,7 @@ def analyse(trace: Trace) -> RankTime:
     )
 
 
-def _step(name: str, window: Interval, seen: View, exchanges: Intervals) -> StepTime:
+def _step(name: str, window: Interval, seen: StepIntervals, exchanges: Intervals) -> StepTime:
     computing, exchanging = within(seen.computing, window), within(exchanges, window)
     overlapped = length(both(computing, exchanging))
     whole = window[1] - window[0]
@@ -119,7 +119,7 @@ def _step(name: str, window: Interval, seen: View, exchanges: Intervals) -> Step
     )
 
 
-def _techniques(seen: View, steps: list[Interval]) -> tuple[TechniqueTime, ...]:
+def _techniques(seen: StepIntervals, steps: list[Interval]) -> tuple[TechniqueTime, ...]:
     whole, count = merged(steps), len(steps)
     taken = seen.computing
     found = []
@@ -135,16 +135,16 @@ def _techniques(seen: View, steps: list[Interval]) -> tuple[TechniqueTime, ...]:
     return tuple(found)
 
 
-def _in(one: Exchange | Action, steps: list[Interval]) -> bool:
+def _in(one: Exchange | TracedPass, steps: list[Interval]) -> bool:
     return any(start <= one.start < end for start, end in steps)
 
 
-def _actions(seen: View, window: Interval, origin_us: float) -> tuple[Action, ...]:
+def _actions(seen: StepIntervals, window: Interval, origin_us: float) -> tuple[TracedPass, ...]:
     mine = sorted(one for one in seen.actions if _in(one, [window]))
     return tuple(one._replace(start=one.start + origin_us, end=one.end + origin_us) for one in mine)
 
 
-def _reductions(seen: View, steps: list[Interval]) -> Reductions | None:
+def _reductions(seen: StepIntervals, steps: list[Interval]) -> Reductions | None:
     """All-reduces of data parallelism, reduce-scatters of ZeRO; those that no host waited for apart from others count too."""
     kinds = {"data": "all_reduce", "zero": "reduce_scatter"}
     for technique, kind in kinds.items():

@@ -17,7 +17,7 @@ import torch
 
 from ultrascale.measure.verify.recording import PERTURBED_RUNS, Bounds, Item, StepPlan, StepRunner, record, rounding
 from ultrascale.parallel import local
-from ultrascale.parallel.mesh import Mesh, Place
+from ultrascale.parallel.mesh import Mesh, RankCoordinates
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError
 from ultrascale.specs.job import Job
@@ -26,8 +26,8 @@ from ultrascale.specs.training import Training
 from ultrascale.train.data import Batches, corpus
 from ultrascale.train.engine import Engine
 from ultrascale.train.optimizer import Weight
+from ultrascale.train.rank_info import RankInfo
 from ultrascale.train.run import join, leave
-from ultrascale.train.world import Seat
 
 STEPS = 3
 TIMEOUT_S = 300.0
@@ -138,7 +138,7 @@ def make_reference(job: Job, sequences: int, steps: Sequence[StepPlan], file: Pa
 
 def _alone(rank: int, nproc: int, store: str, job: Job, layout: Layout, steps: list[StepPlan], file: Path) -> Bounds:
     def run(seed: int | None) -> dict[str, torch.Tensor]:
-        engine = make_engine(Seat(), job, layout, steps[0].training)
+        engine = make_engine(RankInfo(), job, layout, steps[0].training)
         return record(StepRunner(engine, any(step.trace for step in steps), seed), steps)
 
     whole = run(None)
@@ -172,7 +172,7 @@ def _compare(job: Job, layout: Layout, reference: Reference) -> Difference:
 
 def _rank(rank: int, nproc: int, store: str, job: Job, layout: Layout, reference: Reference) -> RankResult:
     steps = reference.steps
-    engine = make_engine(Seat(rank, nproc, rank, nproc, store), job, layout, steps[0].training)
+    engine = make_engine(RankInfo(rank, nproc, rank, nproc, store), job, layout, steps[0].training)
     whole = reference.whole()
     runner, result = StepRunner(engine, any(step.trace for step in steps)), RankResult(parts=engine.mesh.parts.ranks)
     result.elements = sum(step.gradients for step in steps) * sum(
@@ -258,7 +258,7 @@ _SECTIONS = {
 def _places(layout: Layout, ranks: Sequence[int]) -> str:
     if len(ranks) == layout.gpus:
         return "every rank"
-    named = [f"{rank} ({Place.of(layout, rank).words(layout)})" for rank in ranks]
+    named = [f"{rank} ({RankCoordinates.of(layout, rank).words(layout)})" for rank in ranks]
     return f"rank {_listed(named)} of {layout.gpus}"
 
 
@@ -272,9 +272,9 @@ def _first_replica(weight: Weight) -> bool:
     return weight.shard.copies is not None and weight.shard.copies.rank == 0
 
 
-def make_engine(seat: Seat, job: Job, layout: Layout, training: Training) -> Engine:
-    device = join(seat, training.timeout_s)
+def make_engine(rank_info: RankInfo, job: Job, layout: Layout, training: Training) -> Engine:
+    device = join(rank_info, training.timeout_s)
     torch.set_num_threads(1)
-    mesh = Mesh.build(layout, job.model.kv_heads, seat.rank, device)
+    mesh = Mesh.build(layout, job.model.kv_heads, rank_info.rank, device)
     batches = Batches(corpus(training, job.model.vocab), job.seq, layout.dp * layout.mbs * layout.gas, training.seed)
     return Engine(job, mesh, training, batches)

@@ -263,7 +263,7 @@ def _launch_features(launch: Launch, before: Launch | None) -> Iterator[str]:
         yield "more steps"
 
 
-class Drawing:
+class ProgramGenerator:
     """Draws programs one after the other, each of the many that would bring the most new pairs of features."""
 
     def __init__(self, seed: int, processes: int = 4) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ultrascale.measure.verify.trace import Part, Trace, Tracer, expected, named_modules, tensors_of
+from ultrascale.measure.verify.trace import ModuleShard, ModuleTrace, Tracer, expected, named_modules, tensors_of
 from ultrascale.specs.training import Training
 from ultrascale.train.build import COMPUTE
 from ultrascale.train.engine import Engine
@@ -69,8 +69,8 @@ class StepRunner:
         loss = engine.backward(engine.read(step.number))
         if self.perturb is not None:
             self.perturb.gradients(engine)
-        trace = self.tracer.take() if self.tracer is not None else Trace()
-        yield from items_of(engine, at, trace if step.trace else Trace(), step.gradients, loss)
+        trace = self.tracer.take() if self.tracer is not None else ModuleTrace()
+        yield from items_of(engine, at, trace if step.trace else ModuleTrace(), step.gradients, loss)
         result = engine.update(step.number, loss)
         yield Item(f"{at}/grad_norm", torch.tensor(result.grad_norm, dtype=torch.float64))
         if result.loads is not None:
@@ -89,7 +89,7 @@ class StepRunner:
                 yield Item(f"{at}/{moment}/{name}", optimizer.moment(weight, moment).clone(), piece)
 
 
-def items_of(engine: Engine, at: int, trace: Trace, gradients: bool, loss: Tensor | None = None) -> Iterator[Item]:
+def items_of(engine: Engine, at: int, trace: ModuleTrace, gradients: bool, loss: Tensor | None = None) -> Iterator[Item]:
     """What forward and backward of a step left, before the update."""
     yield from _parts(engine, at, "forward", trace.forward)
     if loss is not None:
@@ -103,7 +103,7 @@ def items_of(engine: Engine, at: int, trace: Trace, gradients: bool, loss: Tenso
             yield Item(f"{at}/norm/{weight.shard.name}", square)
 
 
-def _parts(engine: Engine, at: int, section: str, parts: Mapping[str, list[Part]]) -> Iterator[Item]:
+def _parts(engine: Engine, at: int, section: str, parts: Mapping[str, list[ModuleShard]]) -> Iterator[Item]:
     for name, several in parts.items():
         for part in several:
             yield Item(f"{at}/{section}/{name}", part.tensor, partial(expected, part, engine.mesh), part.rows)
@@ -161,7 +161,7 @@ def rounding(precision: str) -> float:
     return float(torch.finfo(COMPUTE[around if precision == "fp8" else precision]).eps)
 
 
-class Error(NamedTuple):
+class RelativeError(NamedTuple):
     """How far a tensor is from another, over the size of that."""
 
     largest: float
@@ -170,7 +170,7 @@ class Error(NamedTuple):
     """root mean square of the differences, over that of the entries"""
 
     @classmethod
-    def between(cls, value: Tensor, wanted: Tensor, size: Error) -> Error:
+    def between(cls, value: Tensor, wanted: Tensor, size: RelativeError) -> RelativeError:
         """`size`: the largest entry and the root mean square of the whole tensor that `wanted` is a slice of."""
         if not wanted.numel():
             return cls(0.0, 0.0)
@@ -182,7 +182,7 @@ class Error(NamedTuple):
         return cls(*(error / whole if whole else math.inf if error else 0.0 for error, whole in zip(found, size, strict=True)))
 
     @classmethod
-    def size(cls, tensor: Tensor) -> Error:
+    def size(cls, tensor: Tensor) -> RelativeError:
         if not tensor.numel():
             return cls(0.0, 0.0)
         wide = tensor.double()
@@ -193,20 +193,20 @@ class Error(NamedTuple):
 class Bounds:
     """The largest error of each key that rounding explains."""
 
-    by_key: Mapping[str, Error]
-    sizes: Mapping[str, Error]
+    by_key: Mapping[str, RelativeError]
+    sizes: Mapping[str, RelativeError]
     """the largest entry and the root mean square of each key's tensor"""
 
     @classmethod
     def measured(cls, reference: Recording, perturbed: Sequence[Recording], eps: float) -> Bounds:
-        sizes = {key: Error.size(value[value.isfinite()]) for key, value in reference.items()}
+        sizes = {key: RelativeError.size(value[value.isfinite()]) for key, value in reference.items()}
         bounds = {}
         for key, whole in reference.items():
-            errors = [Error.between(run[key], whole, sizes[key]) for run in perturbed]
-            bounds[key] = Error(*(FACTOR * (max(found) + eps) for found in zip(*errors, strict=True)))
+            errors = [RelativeError.between(run[key], whole, sizes[key]) for run in perturbed]
+            bounds[key] = RelativeError(*(FACTOR * (max(found) + eps) for found in zip(*errors, strict=True)))
         return cls(bounds, sizes)
 
     def excess(self, key: str, value: Tensor, wanted: Tensor) -> tuple[float, float]:
         """The largest relative difference of an entry, and the larger of both errors over its bound."""
-        error = Error.between(value, wanted, self.sizes[key])
+        error = RelativeError.between(value, wanted, self.sizes[key])
         return error.largest, max(found / bound for found, bound in zip(error, self.by_key[key], strict=True))

@@ -33,11 +33,11 @@ from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.training import Training
 from ultrascale.train import checkpoint, launch
 from ultrascale.train.checkpoint import Checkpoint
+from ultrascale.train.dcp_io import TensorSlice, load
 from ultrascale.train.engine import Engine
 from ultrascale.train.log import FILE
 from ultrascale.train.loop import Observer
 from ultrascale.train.lr import learning_rate
-from ultrascale.train.pieces import Piece, load
 from ultrascale.train.request import from_words
 
 LONGEST_LAUNCH_S = 3 * TIMEOUT_S
@@ -45,7 +45,7 @@ MOST_TRIES = 60  # of shorter programs
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ProgramResult:
     """A program beside one process."""
 
     program: Program
@@ -89,17 +89,17 @@ def _rows(run: Path) -> tuple[dict[str, Any], ...]:
     return tuple(json.loads(line) for line in lines if line.endswith("}"))  # a kill may cut the last one short
 
 
-def check_program(program: Program) -> Verdict:
+def check_program(program: Program) -> ProgramResult:
     """Runs it in a folder of its own and compares."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ultrascale-") as folder:
         run = Path(folder) / "run"
         try:
             histories = execute(program, run)
-            verdict: Verdict
+            verdict: ProgramResult
             (verdict,) = local.run(_judge, 1, program, run, histories, Path(folder), timeout_s=LONGEST_LAUNCH_S)
         except (RunError, SpecError) as failure:
-            verdict = Verdict(program, math.inf, problem=str(failure).strip().splitlines()[-1])
+            verdict = ProgramResult(program, math.inf, problem=str(failure).strip().splitlines()[-1])
     return replace(verdict, seconds=time.monotonic() - began)
 
 
@@ -193,17 +193,21 @@ class _Events(Observer):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _judge(rank: int, nproc: int, store: str, program: Program, run: Path, histories: list[History], folder: Path) -> Verdict:
+def _judge(
+    rank: int, nproc: int, store: str, program: Program, run: Path, histories: list[History], folder: Path
+) -> ProgramResult:
     """What the run's files say, beside a reference that this process makes."""
     history, rows = histories[-1], histories[-1].rows
     steps = [row["step"] for row in rows]
     if steps != list(range(1, STEPS + 1)):
-        return Verdict(program, math.inf, problem=f"metrics.jsonl has the steps {steps}, not each of 1 to {STEPS} once")
+        return ProgramResult(program, math.inf, problem=f"metrics.jsonl has the steps {steps}, not each of 1 to {STEPS} once")
     plans = step_plans(program, history)
     rates = [learning_rate(plan.training, plan.number) for plan in plans]
     for row, wanted in zip(rows, rates, strict=True):
         if wanted != row["lr"]:
-            return Verdict(program, math.inf, problem=f"step {row['step']} has the learning rate {row['lr']}, not {wanted}")
+            return ProgramResult(
+                program, math.inf, problem=f"step {row['step']} has the learning rate {row['lr']}, not {wanted}"
+            )
     reference = make_reference(program.job(1), SEQUENCES, plans, folder / "reference.pt")
     whole = reference.whole()
     errors: dict[str, tuple[float, float, int]] = {}
@@ -217,7 +221,7 @@ def _judge(rank: int, nproc: int, store: str, program: Program, run: Path, histo
 
     final = [*_recorded(rows), *_kept(checkpoint.latest(run), STEPS)]
     if unknown := sorted({key for key, _ in final} ^ set(whole)):
-        return Verdict(program, math.inf, problem=f"of the run and one process, only one has {unknown[0]}")
+        return ProgramResult(program, math.inf, problem=f"of the run and one process, only one has {unknown[0]}")
     compare(history, final)
     for earlier in histories[:-1]:  # with what a kill lost or a roll-back abandoned, as far as it was to be the same
         same = takewhile(lambda row: row["lr"] == rates[row["step"] - 1], earlier.rows)
@@ -225,12 +229,12 @@ def _judge(rank: int, nproc: int, store: str, program: Program, run: Path, histo
     worst = max(errors, key=lambda key: errors[key][1])
     first = next((key for key in reference.keys if errors[key][1] > 1), None)
     if first is None:
-        return Verdict(program, errors[worst][1], worst)
+        return ProgramResult(program, errors[worst][1], worst)
     step, section, *name = first.split("/")
     error, _, number = errors[first]
     what = " ".join([section, *name]) + ("" if name else f" (in one process {float(whole[first].max()):.6g})")
     told = f"step {step} of launch {number + 1}: {what} is off by {error:.1e} of its largest entry"
-    return Verdict(program, errors[worst][1], worst, difference=told, first=(int(step), number))
+    return ProgramResult(program, errors[worst][1], worst, difference=told, first=(int(step), number))
 
 
 def step_plans(program: Program, history: History, traced: int | None = None) -> list[StepPlan]:
@@ -262,7 +266,7 @@ def _recorded(rows: Sequence[dict[str, Any]]) -> list[tuple[str, torch.Tensor]]:
 def _kept(source: Checkpoint, step: int) -> list[tuple[str, torch.Tensor]]:
     """Weights and optimizer states of a checkpoint, whole."""
     rooms: dict[str, torch.Tensor] = {}
-    pieces: dict[str, dict[str, Piece]] = {}
+    pieces: dict[str, dict[str, TensorSlice]] = {}
     sections = ("model", *(f"optimizer.{moment}" for moment in source.state.moments))
     for stored, entry in source.names.items():
         section = next((known for known in sections if stored.startswith(f"{known}.")), None)
@@ -270,7 +274,7 @@ def _kept(source: Checkpoint, step: int) -> list[tuple[str, torch.Tensor]]:
             name, shape = stored.removeprefix(f"{section}."), tuple(entry.size)
             key = f"{step}/{'weight' if section == 'model' else section.removeprefix('optimizer.')}/{name}"
             rooms[key] = torch.empty(shape)
-            pieces.setdefault(section, {})[name] = Piece.whole(shape, partial(_itself, rooms[key]))
+            pieces.setdefault(section, {})[name] = TensorSlice.whole(shape, partial(_itself, rooms[key]))
     load(pieces, source.folder, source.sums, None)
     return list(rooms.items())
 
@@ -279,7 +283,7 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def shortened(failed: Verdict, say: Callable[[str], None] = lambda text: None) -> Verdict:
+def shortened(failed: ProgramResult, say: Callable[[str], None] = lambda text: None) -> ProgramResult:
     """The shortest program found that still fails."""
     best, tries = failed, 0
     while tries < MOST_TRIES:
@@ -299,7 +303,7 @@ def shortened(failed: Verdict, say: Callable[[str], None] = lambda text: None) -
     return replace(best, where=_located(best))
 
 
-def _located(failed: Verdict) -> str:
+def _located(failed: ProgramResult) -> str:
     """The first module that differs in the first step that does, in the launch that computed it."""
     if failed.first is None:
         return ""

@@ -56,7 +56,7 @@ def small_job(model: Model, world: int, seq: int = 64, sequences: int = 16, prec
 
 
 @dataclass(frozen=True)
-class Reduced:
+class ReducedPlan:
     """A plan at sizes that this machine runs in seconds, and what was made smaller for it."""
 
     job: Job
@@ -64,7 +64,7 @@ class Reduced:
     notes: tuple[str, ...]
 
 
-def reduced(job: Job, layout: Layout, precision: str = "fp32") -> Reduced:
+def reduced(job: Job, layout: Layout, precision: str = "fp32") -> ReducedPlan:
     """Axes, stages, schedule and variants stay: what is proven is the layout, not the model's width."""
     notes = []
     model = job.model
@@ -95,7 +95,7 @@ def reduced(job: Job, layout: Layout, precision: str = "fp32") -> Reduced:
         notes.append(f"sequences of {seq} tokens instead of {job.seq:,}")
     if job.precision != precision:
         notes.append(f"{precision} instead of {job.precision} (--precision {job.precision} verifies that, within wider bounds)")
-    return Reduced(small_job(model, cut.gpus, seq, cut.dp * cut.mbs * cut.gas, precision), cut, tuple(notes))
+    return ReducedPlan(small_job(model, cut.gpus, seq, cut.dp * cut.mbs * cut.gas, precision), cut, tuple(notes))
 
 
 def _narrow(model: Model, tp: int, ep: int) -> Model:

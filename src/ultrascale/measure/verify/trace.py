@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ultrascale.model.moe import Routes
+from ultrascale.model.moe import RoutingResult
 from ultrascale.parallel import comm
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.train.data import rows_of
@@ -32,7 +32,7 @@ SHARED_BY_QUERIES = re.compile(r".*\.(qkv\.[12]|k_norm)")
 
 
 @dataclass(frozen=True)
-class Part:
+class ModuleShard:
     """A rank's part of one module's output [batch, sequence, features, …], or of its gradient."""
 
     rows: tuple[int, ...]
@@ -42,11 +42,11 @@ class Part:
 
 
 @dataclass
-class Trace:
+class ModuleTrace:
     """The modules' outputs and gradients of one step, in the order in which they were computed."""
 
-    forward: dict[str, list[Part]] = field(default_factory=dict)
-    backward: dict[str, list[Part]] = field(default_factory=dict)
+    forward: dict[str, list[ModuleShard]] = field(default_factory=dict)
+    backward: dict[str, list[ModuleShard]] = field(default_factory=dict)
 
 
 class Tracer:
@@ -54,19 +54,19 @@ class Tracer:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.mesh = engine, engine.mesh
-        self.trace = Trace()
+        self.trace = ModuleTrace()
         self._hooks = [
             module.register_forward_hook(self._recorder(name))
             for chunk in engine.pipeline.chunks.values()
             for name, module in named_modules(chunk.gradients.module)
         ]
 
-    def take(self) -> Trace:
+    def take(self) -> ModuleTrace:
         """What was recorded since the last call; gradients as those of the mean loss over the whole batch."""
-        trace, self.trace = self.trace, Trace()
+        trace, self.trace = self.trace, ModuleTrace()
         ranks = self.mesh.data.size  # the loss of each is weighed by it, since their gradients are averaged
         trace.backward = {
-            name: [self._complete(name, Part(part.rows, part.positions, part.tensor / ranks)) for part in parts]
+            name: [self._complete(name, ModuleShard(part.rows, part.positions, part.tensor / ranks)) for part in parts]
             for name, parts in trace.backward.items()
         }
         return trace
@@ -88,18 +88,18 @@ class Tracer:
 
         return record
 
-    def _keep(self, where: dict[str, list[Part]], key: str, rows: tuple[int, ...], tensor: Tensor) -> None:
-        where.setdefault(key, []).append(Part(rows, self._positions(tensor.shape[1]), tensor.detach().clone()))
+    def _keep(self, where: dict[str, list[ModuleShard]], key: str, rows: tuple[int, ...], tensor: Tensor) -> None:
+        where.setdefault(key, []).append(ModuleShard(rows, self._positions(tensor.shape[1]), tensor.detach().clone()))
 
     def _positions(self, length: int) -> Tensor:
         """This rank's part of the sequence, or with sequence parallelism its slice of that."""
         here = self.engine.here
         return here if length == len(here) else here.chunk(self.mesh.tp.size)[self.mesh.tp.rank]
 
-    def _complete(self, key: str, part: Part) -> Part:
+    def _complete(self, key: str, part: ModuleShard) -> ModuleShard:
         if self.mesh.kv.size == 1 or not SHARED_BY_QUERIES.fullmatch(key):
             return part
-        return Part(part.rows, part.positions, comm.all_reduce(part.tensor.contiguous(), self.mesh.kv))
+        return ModuleShard(part.rows, part.positions, comm.all_reduce(part.tensor.contiguous(), self.mesh.kv))
 
 
 def named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -113,14 +113,14 @@ def named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def tensors_of(name: str, output: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(output, Tensor):
         yield name, output
-    elif isinstance(output, Routes):
+    elif isinstance(output, RoutingResult):
         yield f"{name}.weights", output.weights
     else:
         for number, tensor in enumerate(output):
             yield f"{name}.{number}", tensor
 
 
-def expected(part: Part, mesh: Mesh, whole: Tensor) -> Tensor:
+def expected(part: ModuleShard, mesh: Mesh, whole: Tensor) -> Tensor:
     """The slice of one process's tensor that a rank's part stands for."""
     found = whole[list(part.rows)][:, part.positions]
     features, here = found.shape[2], part.tensor.shape[2]

@@ -1,0 +1,171 @@
+"""The three products of a linear layer in fp8: operands rounded to eight bits, scaled so that their largest entry is the
+format's largest; sums and results stay as wide as they were. Why by hand: docs/decisions/0009-fp8.md.
+
+One scale serves a whole tensor (`tensor`), a row of what is summed over (`row`), or 128 numbers of such a row and 128 × 128 of
+a weight (`block`). Scales come from the numbers at hand, none is remembered from step to step. On a CPU the rounded operands
+are multiplied as wide numbers: what a GPU computes, but for the order of its sums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ultrascale.kernels.float8_weight import Float8Weight
+from ultrascale.specs.training import FP8_BLOCK, FP8_TOKENS, Fp8Scaling
+
+NARROW, WIDE = torch.float8_e4m3fn, torch.float8_e5m2  # three bits of fraction and 2^18 of range, or two bits and 2^32
+EXPONENT = 0x7F800000  # the bits of a float that hold it
+SMALLEST = 1e-12  # what is taken for the largest entry of a tensor of zeros
+
+
+class PlainGemms:
+    """The products of a linear layer as torch computes them."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """With gradients by autograd."""
+        return F.linear(x, weight, bias)
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [..., i] · weight [o, i]ᵀ + bias [o]."""
+        return F.linear(x, weight, bias)
+
+    def to_input(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """grad [..., o] · weight [o, i]."""
+        return grad @ weight
+
+    def to_weight(self, grad: Tensor, x: Tensor) -> Tensor:
+        """grad [..., o]ᵀ · x [..., i], summed over tokens."""
+        return _rows(grad).t() @ _rows(x)
+
+
+@dataclass(frozen=True)
+class Float8Gemms(PlainGemms):
+    """The same in fp8."""
+
+    scaling: Fp8Scaling
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out: Tensor = _Float8Gemm.apply(x, weight, self.scaling)  # type: ignore[no-untyped-call]
+        return out if bias is None else out + bias
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        left = quantise(_rows(x), self.scaling, NARROW)
+        right = quantise(weight, self.scaling, NARROW, is_weight=True)
+        out = multiply(left, right, x.dtype, fast=self.scaling != "block").view(*x.shape[:-1], -1)
+        return out if bias is None else out + bias
+
+    def to_input(self, grad: Tensor, weight: Tensor) -> Tensor:
+        left = quantise(_rows(grad), self.scaling, self._of_gradients)
+        right = quantise_transposed(weight, self.scaling, NARROW, is_weight=True)
+        return multiply(left, right, grad.dtype).view(*grad.shape[:-1], -1)
+
+    def to_weight(self, grad: Tensor, x: Tensor) -> Tensor:
+        grads, rows = _rows(grad), _rows(x)
+        if len(rows) % FP8_TOKENS[self.scaling]:
+            return super().to_weight(grad, x)
+        left = quantise_transposed(grads, self.scaling, self._of_gradients)
+        right = quantise_transposed(rows, self.scaling, NARROW)
+        return multiply(left, right, grad.dtype)
+
+    @property
+    def _of_gradients(self) -> torch.dtype:
+        # The gradients of a whole tensor spread further than those of one token (torchao's choice too).
+        return WIDE if self.scaling == "tensor" else NARROW
+
+
+class _Float8Gemm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scaling: Fp8Scaling) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.scaling = scaling
+        return Float8Gemms(scaling).forward(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        numbers = Float8Gemms(ctx.scaling)
+        return numbers.to_input(grad, weight), numbers.to_weight(grad, x), None
+
+
+class CustomGemmModule:
+    """A module that multiplies by hand, and takes from outside in which numbers."""
+
+    numbers: PlainGemms = PlainGemms()
+
+
+class GemmOperand(NamedTuple):
+    """One side of a product; what is summed over is last."""
+
+    data: Tensor
+    scale: Tensor
+    """what the data is to be multiplied by"""
+
+
+def quantise(x: Tensor, scaling: Fp8Scaling, dtype: torch.dtype, is_weight: bool = False) -> GemmOperand:
+    """x [rows, summed] in fp8."""
+    if isinstance(x, Float8Weight):
+        return GemmOperand(x.fp8, x.scale)
+    if scaling == "tensor":
+        # Rows first: that maximum fuses with the norm or the activation that made them.
+        return to_fp8(x, x.abs().amax(-1).amax(), dtype)
+    if scaling == "row":
+        return to_fp8(x, x.abs().amax(-1, keepdim=True), dtype)
+    rows, summed = x.shape
+    if is_weight:
+        squares = x.reshape(rows // FP8_BLOCK, FP8_BLOCK, summed // FP8_BLOCK, FP8_BLOCK)
+        factor = factor_below(squares.abs().amax((1, 3)), dtype)
+        return GemmOperand(_cast(squares, factor[:, None, :, None], dtype).view(x.shape), factor.reciprocal())
+    blocks = x.reshape(rows, summed // FP8_BLOCK, FP8_BLOCK)
+    factor = factor_below(blocks.abs().amax(-1), dtype)
+    # The kernel reads these scales column by column.
+    return GemmOperand(_cast(blocks, factor.unsqueeze(-1), dtype).view(x.shape), factor.reciprocal().t().contiguous().t())
+
+
+def quantise_transposed(x: Tensor, scaling: Fp8Scaling, dtype: torch.dtype, is_weight: bool = False) -> GemmOperand:
+    """xᵀ in fp8: summed over what were rows, it has other scales, unless those are of the tensor or of squares."""
+    if scaling == "row" or (scaling == "block" and not is_weight):
+        return quantise(x.t(), scaling, dtype)
+    data, scale = quantise(x, scaling, dtype, is_weight)
+    return GemmOperand(data.t().contiguous(), scale.t().contiguous())
+
+
+def multiply(left: GemmOperand, right: GemmOperand, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """left [m, k] · right [n, k]ᵀ. `fast` leaves partial sums in the matrix unit, which keeps fewer of their bits."""
+    if left.data.device.type == "cpu":
+        return _wide(left, dtype) @ _wide(right, dtype).t()
+    return torch._scaled_mm(left.data, right.data.t(), left.scale, right.scale.t(), out_dtype=dtype, use_fast_accum=fast)
+
+
+def to_fp8(x: Tensor, largest: Tensor, dtype: torch.dtype) -> GemmOperand:
+    """x with a scale from its largest entries."""
+    factor = factor_below(largest, dtype)
+    return GemmOperand(_cast(x, factor, dtype), factor.reciprocal())
+
+
+def _wide(operand: GemmOperand, dtype: torch.dtype) -> Tensor:
+    data, scale = operand
+    for dimension in range(scale.dim()):
+        scale = scale.repeat_interleave(data.shape[dimension] // scale.shape[dimension], dimension)
+    return (data.float() * scale).to(dtype)
+
+
+def factor_below(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """A power of two: it moves exponents and leaves fractions, so that a number rounds alike whatever stands beside it."""
+    factor = torch.finfo(dtype).max / largest.float().clamp(min=SMALLEST)
+    return (factor.view(torch.int32) & EXPONENT).view(torch.float32)  # exact, as a logarithm is not
+
+
+def _cast(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    limit = torch.finfo(dtype).max
+    return (x.float() * factor).clamp(-limit, limit).to(dtype, memory_format=torch.contiguous_format)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.flatten(0, -2)

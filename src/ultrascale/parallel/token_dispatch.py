@@ -1,0 +1,124 @@
+"""Token dispatch of expert parallelism: an asynchronous all-to-all to the ranks that hold the experts, and one back.
+
+Rows are sorted by expert before they are sent, so that the rows for one rank are contiguous. The split sizes are the actual
+counts: nothing is padded or dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ultrascale.model.moe import LocalDispatcher, Sorted
+from ultrascale.parallel import comm
+from ultrascale.parallel.comm import AsyncCollective, Axis
+
+
+@dataclass(frozen=True)
+class SplitSizes:
+    """Split sizes of an all-to-all: rows sent to each rank of the axis, and rows received from it."""
+
+    axis: Axis
+    sent: Sequence[int]
+    received: Sequence[int]
+
+    def start(self, rows: Tensor) -> AsyncCollective[Tensor]:
+        return comm.all_to_all_rows_start(rows, self.axis, self.sent, self.received)
+
+    @property
+    def reversed(self) -> SplitSizes:
+        return SplitSizes(self.axis, self.received, self.sent)
+
+
+class AllToAllExchange:
+    """An all-to-all of rows, and in backward of their gradients with reversed split sizes.
+
+    `begin` and `end` are two autograd nodes. Autograd runs nodes in reverse order of creation: what is computed between the two
+    in forward overlaps with the exchange of rows, and its backward with the exchange of their gradients.
+    """
+
+    def __init__(self, splits: SplitSizes) -> None:
+        self.splits = splits
+        self.pending: AsyncCollective[Tensor] | None = None
+
+    def begin(self, rows: Tensor) -> Tensor:
+        """Starts the exchange. Returns a placeholder of the received shape, which `end` fills."""
+        coming: Tensor = BeginAllToAll.apply(rows, self)  # type: ignore[no-untyped-call]
+        return coming
+
+    def end(self, coming: Tensor) -> Tensor:
+        rows: Tensor = _EndAllToAll.apply(coming, self)  # type: ignore[no-untyped-call]
+        return rows
+
+    def start(self, splits: SplitSizes, rows: Tensor) -> None:
+        self.pending = splits.start(rows)
+
+    def wait(self) -> Tensor:
+        pending, self.pending = self.pending, None
+        assert pending is not None
+        return pending.wait()
+
+
+class BeginAllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: AllToAllExchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.start(exchange.splits, rows)
+        return rows.new_empty(1, 1).expand(sum(exchange.splits.received), rows.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.wait(), None
+
+
+class _EndAllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, coming: Tensor, exchange: AllToAllExchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.exchange.start(ctx.exchange.splits.reversed, grads[0])
+        return grads[0], None  # the placeholder has no values: any gradient of its shape will do
+
+
+class TokenDispatcher(LocalDispatcher):
+    """Sends rows to the ranks of an axis and back; rank 0 holds the first experts, rank 1 the next ones."""
+
+    def __init__(self, axis: Axis, rows: Tensor, counts: Tensor) -> None:
+        outgoing = counts.view(axis.size, -1)
+        coming = comm.all_to_all(counts, axis, 0, 0).view(axis.size, -1)
+        sent, received = torch.stack([outgoing.sum(1), coming.sum(1)]).tolist()
+        self.exchange = AllToAllExchange(SplitSizes(axis, sent, received))
+        self.dispatch(rows, outgoing, coming)
+
+    def dispatch(self, rows: Tensor, outgoing: Tensor, coming: Tensor) -> None:
+        """Starts sending rows. outgoing, coming: rows by rank and expert, [ranks, experts of a rank]."""
+        self.counts, self.order = coming.sum(0), by_expert(coming, sum(self.exchange.splits.received))
+        self.rows = self.exchange.begin(rows)
+
+    def receive(self, coming: Tensor) -> Sorted:
+        return self.exchange.end(coming)[self.order], self.counts
+
+    def run_experts(self, experts: nn.Module) -> None:
+        self.begin_combine(experts(*self.receive(self.rows))[self.order.argsort()])
+
+    def begin_combine(self, rows: Tensor) -> None:
+        """Starts sending back the outputs of experts, in the order in which the rows were received."""
+        self.exchange = AllToAllExchange(self.exchange.splits.reversed)
+        self.rows = self.exchange.begin(rows)
+
+    def combine(self) -> Tensor:
+        return self.exchange.end(self.rows)
+
+
+def by_expert(counts: Tensor, rows: int) -> Tensor:
+    """Indices that sort received rows, which lie by rank, by expert; counts: [ranks, local experts]."""
+    ranks, experts = counts.shape
+    here = torch.arange(experts, device=counts.device).repeat(ranks)
+    return here.repeat_interleave(counts.flatten(), output_size=rows).argsort(stable=True)

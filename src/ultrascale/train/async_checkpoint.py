@@ -1,0 +1,327 @@
+"""Keeping a run while it runs: copy the state aside while the next forward passes, write the copy beside the training.
+
+Weights and moments change only in the optimizer's step. So the copy is made in a thread of its own (on a GPU, in a stream of
+its own) during the following forward and backward, and the loop waits for it before the next update: all that training stands
+still for. Writing, checksums and the rename happen after that, over a process group that nothing else uses.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ultrascale.data.digest import data_digest
+from ultrascale.specs.checkpointing import Checkpointing
+from ultrascale.specs.errors import RunError, SpecError
+from ultrascale.specs.folders import free_bytes
+from ultrascale.specs.training import Training
+from ultrascale.specs.units import GIB
+from ultrascale.train import checkpoint
+from ultrascale.train.checkpoint import Checkpoint, CheckpointState
+from ultrascale.train.dcp_io import Pieces, TensorSlice, load, save
+from ultrascale.train.engine import Engine
+from ultrascale.train.optimizer import Weight
+from ultrascale.train.rendezvous import group_timeout_s
+
+TOLD_AFTER_S = 2.0
+LONGEST_SAVE_S = 1800.0  # torch's own limit for gloo
+HEAD, EMBEDDING = "head.linear.weight", "embed.tokens.weight"
+
+
+class CheckpointManager:
+    """Saves an engine's state into a run's folder."""
+
+    def __init__(self, engine: Engine, run: Path, settings: Checkpointing) -> None:
+        self.engine, self.run, self.settings = engine, run, settings
+        self.moving: Callable[[], None] = lambda: None
+        """called every second while the loop waits for the disk"""
+        self.group = own_group(engine)
+        # Rank 0 alone writes the manifest. The digest is needed for the first one, not for the first step.
+        self._data = DataDigest(engine.training, engine.job.model.vocab, run) if engine.mesh.rank == 0 else None
+        self.saved: int | None = None
+        """the step of the last complete checkpoint that this run wrote"""
+        self._thread: threading.Thread | None = None
+        self._staged = threading.Event()
+        self._copying = False
+        self._error: BaseException | None = None
+        self._stream: torch.cuda.Stream | None = None
+        if engine.mesh.device.type == "cuda":
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        # Now and not at the first checkpoint: finding the pages, and pinning them for a GPU, takes seconds.
+        beside = settings.every > 0 and settings.background
+        self._copy = _room(_states(engine, True, engine.optimizer.moments), self._stream is not None) if beside else None
+        if engine.mesh.rank == 0:
+            checkpoint.begin(run)
+
+    def save(self, step: int, wait: bool = False) -> float:
+        """Keeps the state after `step` steps. Returns the seconds that training stood still for it so far."""
+        start = time.perf_counter()
+        self.finish()
+        beside = self.settings.background and not wait
+        self._staged.clear()
+        self._copying = beside
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        what = (self._state(step), _randomness(self.engine), beside)
+        self._thread = threading.Thread(target=self._aside, args=what, daemon=True)
+        self._thread.start()
+        if not beside:
+            self.finish()
+        return time.perf_counter() - start
+
+    def wait_for_copy(self) -> float:
+        """To be called before the weights change: waits for the copy. Returns the seconds that took."""
+        if not self._copying:
+            return 0.0
+        self._copying = False
+        start = time.perf_counter()
+        self._staged.wait()
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        return time.perf_counter() - start
+
+    def finish(self) -> None:
+        """Waits until what was begun is on the disk, or has failed and been told."""
+        while self._thread is not None:
+            self._thread.join(1.0)
+            self.moving()
+            if not self._thread.is_alive():
+                self._thread = None
+
+    def save_final(self, step: int) -> None:
+        """The last word of a run: RunError if the state of this step could not be kept."""
+        self.finish()
+        if self.saved != step:
+            self.save(step, wait=True)
+        if self.saved != step:
+            raise RunError(f"the run could not be kept at step {step}: {self._reason(self._error)}. {self._what_is_there()}")
+
+    def _aside(self, state: CheckpointState, randomness: Pieces, copied: bool) -> None:
+        try:
+            pieces = (self._stage() if copied else _states(self.engine, True, self._moments())) | randomness
+        except RuntimeError as error:  # no memory for the copy. The others wait for this rank: it takes part, and fails there
+            pieces = {}
+            sys.stderr.write(f"\nwarning: rank {self.engine.mesh.rank} could not copy its state aside: {error}\n")
+        finally:
+            self._staged.set()
+        self._write(pieces, state)
+
+    def _stage(self) -> Pieces:
+        """Copies in host memory, kept from one checkpoint to the next."""
+        states = _states(self.engine, True, self._moments())
+        if self._copy is None:
+            self._copy = _room(states, self._stream is not None)
+        copied, place = Pieces(), 0
+        with torch.no_grad(), torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            for section, name, piece in _each(states):
+                count = math.prod(piece.sizes)
+                copy = self._copy[place : place + count].view(piece.sizes)
+                copy.copy_(piece.tensor(), non_blocking=self._stream is not None)
+                copied.setdefault(section, {})[name] = replace(piece, tensor=partial(_itself, copy))
+                place += count
+        if self._stream is not None:
+            self._stream.synchronize()
+        return copied
+
+    def _write(self, pieces: Pieces, state: CheckpointState) -> None:
+        folder = checkpoint.partial_folder(self.run, state.step)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            save(pieces, folder, partial(self._commit, state), self.group)
+            self.saved, self._error = state.step, None
+        except BaseException as error:
+            self._error = error
+            if self.engine.mesh.rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+                sys.stderr.write(
+                    f"\nwarning: the checkpoint of step {state.step} failed: {self._reason(error)}. {self._what_is_there()} "
+                    "Training goes on\n"
+                )
+
+    def _commit(self, state: CheckpointState, sums: checkpoint.Sums) -> None:
+        assert self._data is not None  # of rank 0, the only one that commits
+        checkpoint.commit(self.run, replace(state, data=self._data.result()), sums, self.settings.keep)
+
+    def _state(self, step: int) -> CheckpointState:
+        engine, scale = self.engine, self.engine.scale
+        return CheckpointState(
+            step=step,
+            job=engine.job,
+            layout=engine.mesh.layout,
+            training=engine.training,
+            updates=engine.optimizer.updates,
+            moments=self._moments(),
+            loss_scale=scale.value if scale.used else None,
+            good_steps=scale.good,
+            checkpointing=self.settings,
+        )
+
+    def _moments(self) -> tuple[str, ...]:
+        return self.engine.optimizer.moments if self.engine.optimizer.updates else ()
+
+    def _reason(self, error: BaseException | None) -> str:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return f"no space left on the disk ({free_bytes(self.run) / GIB:,.1f} GiB free in {self.run})"
+        return str(error).splitlines()[0] if error and str(error) else type(error).__name__
+
+    def _what_is_there(self) -> str:
+        found = checkpoint.newest(self.run)
+        return f"The last complete one is {found.name}." if found else "There is no earlier one."
+
+
+class DataDigest:
+    """The digest of the training data, computed in a thread beside the first steps."""
+
+    def __init__(self, training: Training, vocab: int, run: Path) -> None:
+        self._read = self._total = 0
+        self._found: Future[str] = Future()
+        # A daemon, unlike an executor's threads: a run that fails does not wait for it.
+        threading.Thread(target=self._compute, args=(training, vocab, run), daemon=True).start()
+
+    def _compute(self, training: Training, vocab: int, run: Path) -> None:
+        try:
+            self._found.set_result(data_digest(training, vocab, run, report=self._report))
+        except BaseException as error:
+            self._found.set_exception(error)
+
+    def _report(self, read: int, total: int) -> None:
+        self._read, self._total = read, total
+
+    def result(self) -> str:
+        """Waits for it, and says so where that takes a while."""
+        with suppress(TimeoutError):
+            return self._found.result(TOLD_AFTER_S)
+        sys.stderr.write(
+            "\nnote: the checkpoint waits until all of train.data has been read once, for its digest: "
+            f"{self._read / GIB:,.1f} of {self._total / GIB:,.1f} GiB so far\n"
+        )
+        return self._found.result()
+
+
+def restore(engine: Engine, source: Checkpoint, weights_alone: bool = False, moving: Callable[[], None] | None = None) -> None:
+    """Fills an engine from a checkpoint of any layout; `moving` is called with every part that was read."""
+    group = own_group(engine)
+    engine.optimizer.continued(0 if weights_alone else source.state.updates)
+    rooms = {id(weight): torch.empty(weight.master.shape) for weight in engine.weights if weight.is_split}
+    pieces = _states(engine, False, engine.optimizer.moments if engine.optimizer.updates else (), rooms)
+    randomness = {} if weights_alone else _kept_randomness(engine, source)
+    try:
+        load(pieces | randomness, source.folder, source.sums, group, moving)
+    except SpecError as error:
+        raise SpecError(f"{error}{checkpoint.others(source.folder)}") from None
+    for name in _randomness(engine).get("random", {}):
+        if kept := randomness.get("random", {}).get(name):
+            torch.cuda.set_rng_state(kept.tensor()) if name.endswith("cuda") else torch.set_rng_state(kept.tensor())
+    for weight in engine.weights:
+        if weight.is_split:
+            weight.set(rooms[id(weight)])
+    for twin, original in _twins(engine):
+        twin.set(original.exact())
+        for name in engine.optimizer.moments if engine.optimizer.updates else ():
+            engine.optimizer.moment(twin, name).copy_(engine.optimizer.moment(original, name))
+    engine.optimizer.fill()
+    if not weights_alone and source.state.loss_scale is not None and engine.scale.used:
+        engine.scale.value, engine.scale.good = source.state.loss_scale, source.state.good_steps
+
+
+def own_group(engine: Engine) -> dist.ProcessGroup | None:
+    """A group for checkpoints alone, on the host, so that saving never mixes with what training exchanges."""
+    if engine.mesh.world.size == 1:
+        return None
+    # Others wait for the slowest disk, however long that takes; the watchdog notices ranks that are gone.
+    limit_s = max(LONGEST_SAVE_S, group_timeout_s(engine.training.timeout_s))
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit_s))
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _room(states: Pieces, pinned: bool) -> torch.Tensor:
+    """Host memory for a copy of these, its pages found; pinned where a GPU writes into it."""
+    room = torch.zeros(sum(math.prod(piece.sizes) for _, _, piece in _each(states)))
+    if pinned and room.numel():
+        # torch's own pinned memory is rounded up to powers of two: up to twice as much.
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(int(runtime.cudaHostRegister(room.data_ptr(), room.nbytes, 0)))
+    return room
+
+
+def _states(engine: Engine, own: bool, moments: tuple[str, ...], rooms: Mapping[int, torch.Tensor] | None = None) -> Pieces:
+    """Weights and moments of this rank; `own`: of what several ranks hold alike, those that this one writes.
+
+    Masters in halves are made whole when they are asked for, or read into `rooms`, by the weights' ids.
+    """
+    optimizer, pieces = engine.optimizer, Pieces()
+    for number, weight in enumerate(engine.weights):
+        if not weight.master.numel() or (own and not _writes(weight, number)):
+            continue
+        name = _stored_name(weight, engine)
+        shape, sizes = weight.shard.shape, tuple(weight.master.shape)
+        room = None if rooms is None else rooms.get(id(weight))
+        tensors = {"model": weight.exact if room is None else partial(_itself, room)}
+        tensors |= {f"optimizer.{moment}": partial(optimizer.moment, weight, moment) for moment in moments}
+        for section, tensor in tensors.items():
+            pieces.setdefault(section, {}).setdefault(name, TensorSlice(shape, weight.offsets, sizes, tensor))
+    return pieces
+
+
+def _writes(weight: Weight, number: int) -> bool:
+    """Ranks with the same numbers take turns, parameter by parameter."""
+    axis = weight.shard.copies
+    assert axis is not None
+    return weight.counted and number % axis.size == axis.rank
+
+
+def _stored_name(weight: Weight, engine: Engine) -> str:
+    return EMBEDDING if weight.shard.name == HEAD and engine.job.model.tied_embeddings else weight.shard.name
+
+
+def _twins(engine: Engine) -> Iterator[tuple[Weight, Weight]]:
+    """A tied head beside its embedding on one rank: a V has both ends on its first."""
+    named = {weight.shard.name: weight for weight in engine.weights}
+    if engine.job.model.tied_embeddings and HEAD in named and EMBEDDING in named:
+        yield named[HEAD], named[EMBEDDING]
+
+
+def _randomness(engine: Engine) -> Pieces:
+    """This rank's random states. Nothing here draws a number after the first weights; what is built on it may."""
+    states = {f"rank-{engine.mesh.rank}": torch.get_rng_state()}
+    if engine.mesh.device.type == "cuda":
+        states[f"rank-{engine.mesh.rank}-cuda"] = torch.cuda.get_rng_state()
+    return {
+        "random": {name: TensorSlice.whole(tuple(one.shape), partial(_itself, one), one.dtype) for name, one in states.items()}
+    }
+
+
+def _kept_randomness(engine: Engine, source: Checkpoint) -> Pieces:
+    """Room for the checkpoint's random states: this rank's own, and its share of those that nobody needs, to check them."""
+    found: dict[str, TensorSlice] = {}
+    for name, entry in source.names.items():
+        section, _, key = name.partition(".")
+        if section == "random" and int(key.split("-")[1]) % engine.mesh.world.size == engine.mesh.rank:
+            room = torch.empty(entry.size, dtype=torch.uint8)
+            found[key] = TensorSlice.whole(tuple(entry.size), partial(_itself, room), torch.uint8)
+    return {"random": found}
+
+
+def _each(pieces: Pieces) -> Iterator[tuple[str, str, TensorSlice]]:
+    for section, named in pieces.items():
+        for name, piece in named.items():
+            yield section, name, piece
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

@@ -1,0 +1,101 @@
+"""Where the ranks of a job meet: torch's store, fresh for every attempt.
+
+torchrun keeps one store for all attempts of a job, with the addresses of the dead in it: a restarted rank that reads one before
+it is overwritten waits for it for ever. So each attempt agrees on a name of its own first, and looks at nothing else.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
+
+from ultrascale.specs.errors import RunError
+from ultrascale.train.rank_info import RankInfo
+
+POLL_S = 0.05
+NAMED = 8  # ranks that an error names one by one
+
+
+def init(rank_info: RankInfo, device: torch.device, timeout_s: float, on_store: Callable[[Store], None] | None = None) -> None:
+    """Makes this process a rank of the world; RunError if the others do not come.
+
+    `on_store` is given the store before the process groups connect, which a rank that has stopped would hold up.
+    """
+    cuda = device.type == "cuda"
+    place = rank_info.address
+    try:
+        if place.startswith("agent://"):
+            host, _, port = place.removeprefix("agent://").rpartition(":")
+            agents = TCPStore(host, int(port), None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
+            store = fresh_store(agents, rank_info.rank, rank_info.world, timeout_s)
+        else:
+            limit = timedelta(seconds=group_timeout_s(timeout_s))
+            store, _, _ = next(rendezvous(place, rank_info.rank, rank_info.world, timeout=limit))
+            store.set_timeout(limit)
+        if on_store is not None:
+            on_store(store)
+        dist.init_process_group(
+            "cuda:nccl,cpu:gloo" if cuda else "gloo",
+            store=store,
+            rank=rank_info.rank,
+            world_size=rank_info.world,
+            timeout=timedelta(seconds=group_timeout_s(timeout_s)),
+            device_id=device if cuda else None,
+        )
+    except RunError:
+        raise
+    except RuntimeError as error:
+        raise RunError(
+            f"rank {rank_info.rank} did not meet the other ranks of {rank_info.world} at {place}: "
+            f"{str(error).splitlines()[0][:300]} "
+            "Are all of them started, and can every host reach that address?"
+        ) from error
+
+
+def group_timeout_s(timeout_s: float) -> float:
+    """Of collectives: twice `train.timeout_s`, so that the watchdog reports first, which knows more."""
+    return 2 * timeout_s
+
+
+def fresh_store(store: Store, rank: int, world: int, timeout_s: float) -> Store:
+    """A part of the store that only the ranks of this attempt know.
+
+    Rank 0 proposes a name and says `go` when everybody has answered to it. Whoever finds that its own rank has answered before
+    looks at the proposal of an earlier attempt, and waits for the next.
+    """
+    until = time.monotonic() + timeout_s
+    name = f"{world}-{uuid.uuid4().hex}" if rank == 0 else ""
+    if rank == 0:
+        store.set("round", name)
+        store.add(f"{name}/{rank}", 1)
+        answers = [f"{name}/{other}" for other in range(world)]
+        while not store.check(answers):
+            _pause(until, lambda: _missing([rank for rank, key in enumerate(answers) if not store.check([key])], world))
+        store.set(f"{name}/go", "")
+        return PrefixStore(name, store)
+    heard: set[str] = set()
+    while not (name and store.check([f"{name}/go"])):
+        proposed = store.get("round").decode() if store.check(["round"]) else ""
+        if proposed not in heard and proposed.startswith(f"{world}-"):
+            heard.add(proposed)
+            name = proposed if store.add(f"{proposed}/{rank}", 1) == 1 else ""
+        _pause(until, lambda: "rank 0 did not come")
+    return PrefixStore(name, store)
+
+
+def _missing(ranks: list[int], world: int) -> str:
+    named = ", ".join(map(str, ranks[:NAMED])) + (", …" if len(ranks) > NAMED else "")
+    return f"{len(ranks)} of {world} ranks did not come (rank {named})"
+
+
+def _pause(until: float, what: Callable[[], str]) -> None:
+    if time.monotonic() > until:
+        raise RunError(f"ranks could not meet: {what()} within train.timeout_s. Look at their logs, machines and links")
+    time.sleep(POLL_S)

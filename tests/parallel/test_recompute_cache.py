@@ -1,0 +1,91 @@
+"""What recomputation does not make twice: results with their exchanges, and what nobody asks for again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from parallel.harness import in_ranks, job_of, training_of
+from ultrascale.parallel.recompute_cache import RecomputeRegion, cache_across_recompute
+from ultrascale.specs.layout import Layout
+from ultrascale.train.engine import Engine
+
+
+def ran(engine: Engine) -> Counter[str]:
+    """Products, attention and collectives of a step's forward and backward."""
+    counted: Counter[str] = Counter()
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.namespace == "c10d" or func._opname in ("mm", "addmm") or "attention" in func._opname:
+                counted[func._opname] += 1
+            return func(*args, **(kwargs or {}))
+
+    with Counted():
+        engine.backward(engine.read(0))
+    return counted
+
+
+@pytest.mark.parametrize(
+    "fields", [{"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"pp": 2, "schedule": "zero-bubble"}], ids=str
+)
+def test_what_is_kept_is_neither_computed_nor_exchanged_again(fields: dict[str, Any]) -> None:
+    """And of a layer that is recomputed in full, neither is its last product, which no backward asks for."""
+    layers, tp = 4, fields.get("tp", 1)
+    none, selective, full = (
+        in_ranks(ran, job_of("llama"), Layout(gas=2, recompute=policy, **fields), training_of())[0]
+        for policy in ("none", "selective", "full")
+    )
+    assert selective == none
+    passes = 2 * layers // fields.get("pp", 1)
+    assert full["mm"] - none["mm"] == passes * 6
+    sums = "_reduce_scatter_base_" if fields.get("sequence_parallel", True) else "allreduce_"
+    assert full[sums] - none[sums] == (passes if tp > 1 else 0)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, made: list[str], asked: bool) -> torch.Tensor:
+        def make() -> tuple[torch.Tensor, ...]:
+            made.append("again" if made else "first")
+            return (2 * x,)
+
+        ctx.save_for_backward(x)
+        return cache_across_recompute(make, asked)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return 2 * grads[0] * torch.ones_like(ctx.saved_tensors[0]), None, None
+
+
+@pytest.mark.parametrize(("keeps", "asked", "times"), [(True, True, 1), (False, True, 2), (True, False, 1), (False, False, 1)])
+def test_a_result_is_made_once(keeps: bool, asked: bool, times: int) -> None:
+    region, x, made = RecomputeRegion(keeps), torch.ones(3, requires_grad=True), list[str]()
+
+    def passes() -> list[Any]:
+        return [region.a_pass(again) for again in (False, True)]
+
+    def work(x: torch.Tensor) -> torch.Tensor:
+        doubled = Doubled.apply(x.sin(), made, asked)  # type: ignore[no-untyped-call]
+        out: torch.Tensor = doubled * (doubled.detach() if asked else 3)  # a factor is read by backward
+        return out
+
+    checkpoint(work, x, use_reentrant=False, context_fn=passes).sum().backward()
+    assert len(made) == times
+    sine, cosine = torch.ones(3).sin(), torch.ones(3).cos()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, 2 * cosine * (2 * sine if asked else 3))
+
+
+def test_what_nobody_should_ask_for_has_no_number_in_it() -> None:
+    region = RecomputeRegion(keeps=True)
+    for again in (False, True):
+        with region.a_pass(again):
+            (found,) = cache_across_recompute(lambda: (torch.ones(2, 3),), needed_in_backward=False)
+    assert found.shape == (2, 3)
+    assert found.isnan().all()
