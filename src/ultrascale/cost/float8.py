@@ -69,7 +69,7 @@ def on_rank(job: Job, columns: LayoutColumns, share: RankShare) -> Float8Gather:
 
 
 def mean(job: Job, columns: LayoutColumns, moe: bool) -> Array:
-    """Elements of a layer, first and last of the model counted in; what a piece's time depends on decides alone (components.py)."""
+    """Elements of a layer, averaged over the model with its first and last layer (components.py)."""
     return np.asarray(_layer(job, columns, moe, split=False).elements * max(0, job.model.layers - 2) / job.model.layers)
 
 
