@@ -87,7 +87,8 @@ def test_processes_of_torchrun(begun: Path, tmp_path: Path, phase: str, how: str
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     # torchrun gives a stopped worker 30 s to end by itself.
     told = ended(start, begun, tmp_path / "run", phase, how, 2 * TIMEOUT_S + 25 + (30 if how == "stop" else 0))
-    never = r"rank 1\b.*never said anything|ranks did not come \(rank 1\)"
+    # A stopped process no longer sends its last status, so that the one before it may be what is known.
+    never = r"rank 1\b.*never said anything|ranks did not come \(rank 1\)" + (r"|rank 1\b.* is silent" if how == "stop" else "")
     assert re.search(rf"rank 1\b.*{SAID[phase]}|{never}", told), told
 
 
