@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import get_args
 
+import numpy as np
 import pytest
 
-from ultrascale.schedules import REGISTRY, SCHEDULES, ActionKind, build, legal
+from ultrascale.schedules import REGISTRY, SCHEDULES, ActionKind, build, counts, deferred, legal, lint, peak_held
+from ultrascale.schedules.blocks import PASSES, V_HALF, V_MIN, Block
 from ultrascale.specs import layout
 
 every_schedule = pytest.mark.parametrize("name", SCHEDULES)
@@ -36,3 +38,33 @@ def test_the_fewest_stages_and_microbatches_are_legal_and_fewer_are_not(name: st
     assert legal(name, 4, least - 1, spec.least_stages) is not None
     assert legal(name, 4, least, spec.least_stages - 1) is not None
     assert (legal(name, 4, 8, 9) is None) == (spec.most_stages is None)
+
+
+@pytest.mark.parametrize(("name", "share"), [("v-half", 1 / 2), ("v-min", 1 / 3)])
+@pytest.mark.parametrize("ranks", range(2, 9))
+def test_controllable_memory(name: str, share: float, ranks: int) -> None:
+    """Qi 2024: about a half and a third of what 1F1B's first rank holds, which is 2P chunks of half the size."""
+    for microbatches in (1, 2, ranks, 2 * ranks + 1, 4 * ranks):
+        schedule = build(name, ranks, microbatches, 2)
+        assert lint(schedule) == []
+        held = [peak_held(schedule, rank, [1.0] * schedule.stages).peak_bytes for rank in range(ranks)]
+        assert max(held) <= min(share * 2 * ranks + 3, 2 * microbatches)
+    assert max(held) >= share * 2 * ranks
+
+
+@pytest.mark.parametrize("block", [V_HALF, V_MIN])
+def test_no_two_passes_of_a_rank_share_a_slot(block: Block) -> None:
+    for ranks in range(1, 65):
+        slots = block.slots(np.asarray(ranks), np.arange(ranks)) % PASSES
+        assert (np.sort(slots, axis=0) == np.arange(PASSES)[:, None]).all()
+
+
+@every_schedule
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
+def test_deferred_is_no_less_than_the_lists_show(name: str, ranks: int) -> None:
+    spec = REGISTRY[name]
+    for microbatches in (2 * ranks, 4 * ranks):
+        held = counts(name, ranks, microbatches, spec.least_stages)
+        listed = held.deferred.sum(axis=2).max(axis=1)
+        found = deferred(name, ranks, np.arange(ranks), microbatches, spec.least_stages)
+        assert found.tolist() == listed.tolist()

@@ -12,6 +12,8 @@ Largest error of `closed.makespan` against the simulator, in percent, over 2 to 
     zero-bubble       1.4         0.4
     zb-v              3.9         0.7
     dualpipe-v      (illegal)     0.6
+    v-half            3.8         2.3
+    v-min             2.7         1.9
 
 With the slow stage elsewhere than at the end (2 to 8 ranks) up to 6 % for m ≥ 2P, 7 % for m ≥ P, 8 % below.
 """
@@ -60,7 +62,7 @@ def afab(x: Shape) -> Floats:
     return x.total + (x.m - 1) * x.slow + 2 * x.hops * x.send
 
 
-def _longest(*ways: Floats) -> Floats:
+def longest(*ways: Floats) -> Floats:
     longest: Floats = np.maximum.reduce(np.broadcast_arrays(*ways))
     return longest
 
@@ -73,7 +75,7 @@ def one_f_one_b(x: Shape) -> Floats:
     """
     trips, rest = np.divmod(x.m - 1, x.p)
     exposed = 2 * x.hops * (1 + trips) + 2 * np.maximum(rest - 1, 0)
-    return _longest(
+    return longest(
         x.total + (x.m - 1) * x.slow + 2 * x.hops * x.send,
         x.total + (x.m - 1) * x.total / x.p + exposed * x.send,
     )
@@ -105,7 +107,7 @@ def zero_bubble(x: Shape) -> Floats:
     trip = (x.total - (stages - 1) * x.w + 2 * (stages - 1) * x.send) * x.v / ((2 * x.v - 1) * x.p)
     # Too few micro-batches to fill the pipeline: one there and back, the others right behind it.
     unfilled = (stages + x.m - 1) * (x.f + x.i) + x.w + 2 * (stages - 1) * x.send
-    filled = loops + _longest(
+    filled = loops + longest(
         x.m * x.even + x.hops * (x.f + x.i - x.w + 4 * x.send),
         x.m * x.even + x.hops * (x.f + 3 * x.send),
         x.m * x.even + x.hops * (x.i + 2 * x.send),
@@ -120,7 +122,7 @@ def zb_v(x: Shape) -> Floats:
 
     "Zero bubble" in the paper lets each rank start and end on its own; a step that ends for all ranks at once cannot.
     """
-    fill = _longest(
+    fill = longest(
         x.hops * x.i + (5 * x.p - 7) * x.send,
         x.hops * 2 * (x.i - x.w) + (6 * x.p - 8) * x.send,
         x.i + (x.p - 2) * x.w + 3 * x.hops * x.send,
@@ -130,20 +132,20 @@ def zb_v(x: Shape) -> Floats:
     # Fewer than 2·P − 1 micro-batches do not fill the V: there are no weight gradients for some of the waiting.
     surplus = np.clip(x.m - x.p, 0, x.hops)
     missing = np.maximum(x.p - x.m, 0)
-    short = _longest(
+    short = longest(
         2 * missing * x.f + 2 * x.hops * (x.i + 2 * x.send) - 2 * surplus * x.w,
         2 * (x.hops - surplus) * x.i + 4 * x.hops * x.send,
         (x.hops + missing - surplus) * (x.f + x.i) + 2 * x.hops * x.send,
     )
     fill = np.where(x.m < 2 * x.p - 1, np.maximum(fill, short), fill)
     trip = (x.total - 2 * x.hops * x.w + 4 * x.hops * x.send) / (2 * x.p)
-    slow_fill = _longest((x.p - 2) * x.w + 3 * x.hops * x.send, x.hops * (x.i + 4 * x.send) - x.p * x.w)
-    return np.where(x.p > 1, _longest(x.m * x.even + fill, x.m * np.maximum(x.slow, trip) + slow_fill), x.m * x.slow)
+    slow_fill = longest((x.p - 2) * x.w + 3 * x.hops * x.send, x.hops * (x.i + 4 * x.send) - x.p * x.w)
+    return np.where(x.p > 1, longest(x.m * x.even + fill, x.m * np.maximum(x.slow, trip) + slow_fill), x.m * x.slow)
 
 
 def dualpipe_v(x: Shape) -> Floats:
     """(P − 1)(2F + I − W) and longer ways. Pairs start when both inputs are there: sends are exposed as in 1F1B."""
-    fill = _longest(
+    fill = longest(
         x.hops * (2 * x.f + x.i - x.w) + 2 * (x.p - 2) * x.send,
         x.hops * 2 * x.f + (x.p - 3) * x.send,
         (x.p - 2) * x.f + x.hops * (2 * x.i - x.w) + (4 * x.p - 6) * x.send,
@@ -151,7 +153,7 @@ def dualpipe_v(x: Shape) -> Floats:
     )
     # The ways that fill and drain through all ranks pass the slowest rank's extra time in fewer micro-batches.
     extra = x.slow - x.even
-    took = _longest(
+    took = longest(
         x.m * (x.even + 2 * x.hops / x.p * x.send) + fill,
         x.m * x.slow - (2 * x.p - 1) * extra + fill + 2 * x.hops * x.send,
         x.m * x.slow - (2 * x.p - 3) * (extra - x.i) + x.hops * (x.f - x.w + 6 * x.send),

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ultrascale.schedules import formulas
 from ultrascale.schedules.actions import ActionArrays
+from ultrascale.schedules.blocks import V_HALF, V_MIN, v_half_makespan, v_min_makespan
 from ultrascale.schedules.orders import dualpipe_v, looped, rounds, v_shaped, zb_v
 from ultrascale.specs.errors import SpecError, nearest
 
@@ -114,6 +115,22 @@ REGISTRY = {
             least_rounds=2,
             deferred=lambda p, r, m, v: np.minimum(r + 1, m * v),
             torch_name="DualPipeV",
+        ),
+        _VShaped(  # Qi, Wan, Huang, Lin 2024, with V-Min
+            name="v-half",
+            label="A V whose passes follow each other closely: half the activations of 1f1b, and half its bubble.",
+            lists=V_HALF.lists,
+            in_flight=V_HALF.in_flight,
+            makespan=v_half_makespan,
+            deferred=V_HALF.deferred,
+        ),
+        _VShaped(
+            name="v-min",
+            label="A V whose passes follow each other at once: a third of the activations of 1f1b, if F, I and W are alike.",
+            lists=V_MIN.lists,
+            in_flight=V_MIN.in_flight,
+            makespan=v_min_makespan,
+            deferred=V_MIN.deferred,
         ),
     )
 }
