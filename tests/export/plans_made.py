@@ -9,6 +9,7 @@ from typing import Any
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.legality import check, divisors, problem
 from ultrascale.export import targets, write
+from ultrascale.schedules import REGISTRY
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -128,10 +129,8 @@ def _layout(rng: Random, job: Job, world: int) -> Layout | None:
         return None
     mbs = rng.choice([d for d in divisors(job.sequences // dp) if d <= 4])
     zero = rng.choice([0, 1, 2, 3])
-    schedule = rng.choice(["afab", "1f1b", "interleaved", "zero-bubble", "zb-v", "dualpipe-v"]) if pp > 1 else "1f1b"
-    virtual = {"interleaved": rng.choice([2, 3]), "zero-bubble": rng.choice([1, 2]), "zb-v": 2, "dualpipe-v": 2}.get(
-        schedule, 1
-    )
+    schedule = rng.choice(list(REGISTRY)) if pp > 1 else "1f1b"
+    virtual = rng.choice([v for v in (1, 2, 3) if REGISTRY[schedule].takes(v)])
     return Layout(
         dp=dp,
         tp=tp,

@@ -6,6 +6,7 @@ import pytest
 
 from ultrascale.measure.verify.compositions import compositions, spread
 from ultrascale.measure.verify.small import reduced
+from ultrascale.schedules import REGISTRY
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
@@ -31,7 +32,7 @@ def test_eight_processes_give_more_than_150_and_hold_every_value():
     layouts = compositions(job(8), 8)
     assert len(layouts) >= 150
     for field, values in {
-        "schedule": {"afab", "1f1b", "interleaved", "zero-bubble", "zb-v", "dualpipe-v"},
+        "schedule": set(REGISTRY),
         "context_parallel": {"allgather", "ring", "zigzag", "ulysses"},
         "data_parallel": {"naive", "hooks", "bucketed", "ddp"},
         "recompute": {"none", "selective", "full"},
@@ -69,14 +70,7 @@ def test_only_keeps_those_that_use_each_technique():
 def test_a_spread_of_24_holds_every_schedule_and_way():
     few = spread(compositions(job(8), 8), 24)
     assert len(few) == 24
-    assert {layout.schedule for layout in few if layout.pp > 1} == {
-        "afab",
-        "1f1b",
-        "interleaved",
-        "zero-bubble",
-        "zb-v",
-        "dualpipe-v",
-    }
+    assert {layout.schedule for layout in few if layout.pp > 1} == set(REGISTRY)
     assert {layout.context_parallel for layout in few if layout.cp > 1} == {"allgather", "ring", "zigzag", "ulysses"}
     assert {layout.zero for layout in few} == {0, 1, 2, 3}
 

@@ -22,6 +22,8 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "zero-bubble-2": {"schedule": "zero-bubble", **V},
     "zb-v": {"schedule": "zb-v", **V},
     "dualpipe-v": {"schedule": "dualpipe-v", **V},
+    "v-half": {"schedule": "v-half", **V},
+    "v-min": {"schedule": "v-min", **V},
 }
 every_schedule = pytest.mark.parametrize("name", list(SCHEDULES))
 slow = pytest.mark.slow

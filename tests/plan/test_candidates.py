@@ -11,6 +11,7 @@ from ultrascale.cost.estimate import estimate
 from ultrascale.cost.legality import divisors, problem
 from ultrascale.plan.candidates import LayoutConstraints, cores, why_empty
 from ultrascale.plan.search import plan
+from ultrascale.schedules import REGISTRY
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
@@ -39,8 +40,7 @@ def by_brute_force(of: Job, loops: int = 8) -> set[Layout]:
     world, found = of.cluster.gpus, set()
     sizes = divisors(world)
     experts = divisors(of.model.moe.experts) if of.model.moe else [1]
-    schedules = [("afab", 1), ("1f1b", 1), *(("interleaved", v) for v in range(2, loops + 1))]
-    schedules += [*(("zero-bubble", v) for v in range(1, loops + 1)), ("zb-v", 2), ("dualpipe-v", 2)]
+    schedules = [(name, v) for name, spec in REGISTRY.items() for v in range(1, loops + 1) if spec.takes(v)]
     for dp, tp, pp, cp in product(sizes, repeat=4):
         if dp * tp * pp * cp != world or of.sequences % dp:
             continue

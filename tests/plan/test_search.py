@@ -13,6 +13,7 @@ from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.legality import divisors, problem
 from ultrascale.plan.candidates import LayoutConstraints, cores
 from ultrascale.plan.search import LayoutPreview, _rank, plan
+from ultrascale.schedules import REGISTRY
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.estimate import Estimate
@@ -29,8 +30,7 @@ def job(model: str, cluster: str, seq: int, sequences: int) -> Job:
 def everything(of: Job) -> list[tuple[Layout, Estimate]]:
     """Every legal layout with its simulated estimate; the fields that the search leaves out at their defaults."""
     world, found = of.cluster.gpus, []
-    schedules = [("afab", 1), ("1f1b", 1), ("zero-bubble", 1), ("zb-v", 2), ("dualpipe-v", 2)]
-    schedules += [(name, loops) for name in ("interleaved", "zero-bubble") for loops in (2, 3, 4)]
+    schedules = [(name, loops) for name, spec in REGISTRY.items() for loops in (1, 2, 3, 4) if spec.takes(loops)]
     for dp, tp, pp, cp in product(divisors(world), repeat=4):
         if dp * tp * pp * cp != world or of.sequences % dp:
             continue

@@ -25,7 +25,16 @@ def test_pairs_and_second_stages() -> None:
 
 @pytest.mark.parametrize(
     ("name", "virtual_stages"),
-    [("afab", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("zb-v", 2), ("dualpipe-v", 2)],
+    [
+        ("afab", 1),
+        ("1f1b", 1),
+        ("interleaved", 2),
+        ("zero-bubble", 1),
+        ("zb-v", 2),
+        ("dualpipe-v", 2),
+        ("v-half", 2),
+        ("v-min", 2),
+    ],
 )
 def test_the_page_shows_what_the_code_draws(name: str, virtual_stages: int) -> None:
     assert draw(build(name, 4, 8, virtual_stages)) in PAGE.read_text(encoding="utf-8")

@@ -41,7 +41,16 @@ def test_a_rank_without_activations_has_no_peak() -> None:
 
 @pytest.mark.parametrize(
     ("name", "virtual_stages"),
-    [("afab", 1), ("1f1b", 1), ("interleaved", 3), ("zero-bubble", 2), ("zb-v", 2), ("dualpipe-v", 2)],
+    [
+        ("afab", 1),
+        ("1f1b", 1),
+        ("interleaved", 3),
+        ("zero-bubble", 2),
+        ("zb-v", 2),
+        ("dualpipe-v", 2),
+        ("v-half", 2),
+        ("v-min", 2),
+    ],
 )
 def test_counts_of_all_ranks_follow_their_lists(name: str, virtual_stages: int) -> None:
     ranks, microbatches = 4, 12

@@ -41,7 +41,7 @@ def sharded_gradient_bytes(job: Job) -> int:
 
 def split_backward(columns: LayoutColumns) -> Array:
     """Schedules whose weight gradients come apart from input gradients."""
-    return columns.is_("schedule", "zero-bubble") | columns.is_("schedule", "zb-v") | columns.is_("schedule", "dualpipe-v")
+    return columns.schedule_has("split_backward")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 from ultrascale.cost import activations, buffers, float8, padding, params
 from ultrascale.cost.activations import LayerActivations, compute_bytes, gradient_bytes, split_backward
 from ultrascale.cost.columns import Array, LayoutColumns
-from ultrascale.cost.stages import V_SHAPED, RankShare
+from ultrascale.cost.stages import RankShare
 from ultrascale.specs.job import Job
 
 
@@ -164,8 +164,7 @@ class ChunkMemory:
     def sends_output(self) -> Array:
         """Neither the last chunk nor, in a V, the one at the turn, whose output is the next one's input."""
         columns = self.columns
-        v_shaped = np.logical_or.reduce([columns.is_("schedule", name) for name in V_SHAPED])
-        turn = v_shaped & (self.share.rank == columns.pp - 1)
+        turn = columns.schedule_has("v_shaped") & (self.share.rank == columns.pp - 1)
         return np.asarray((columns.pp > 1) & (self.share.head == 0) & ~turn)
 
     @cached_property

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, get_args
 import numpy as np
 import numpy.typing as npt
 
+from ultrascale.schedules import REGISTRY
 from ultrascale.specs.layout import ContextParallel, DataParallel, Layout, Offload, Recompute, Schedule
 
 Array = npt.NDArray[Any]
@@ -68,6 +69,10 @@ class LayoutColumns:
 
     def is_(self, field: str, word: str) -> Array:
         return np.asarray(getattr(self, field) == CHOICES[field].index(word))
+
+    def schedule_has(self, trait: str) -> Array:
+        """Rows whose schedule has a property of `ScheduleSpec` that is true or false."""
+        return np.asarray([getattr(REGISTRY[name], trait) for name in CHOICES["schedule"]])[self.schedule]
 
     def distinct(self, names: Sequence[str]) -> tuple[LayoutColumns, Array]:
         """The distinct combinations of some fields (as whole rows) and, per row, which of them it is.

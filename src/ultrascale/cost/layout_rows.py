@@ -17,7 +17,7 @@ from ultrascale.cost.components import ComponentTime, ComponentTimes, ComponentT
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.mesh import GroupPlacement, mesh
 from ultrascale.cost.passes import Passes
-from ultrascale.schedules import StageTimes, TimedSchedule, simulate_makespans
+from ultrascale.schedules import REGISTRY, StageTimes, TimedSchedule, simulate_makespans
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 
@@ -80,7 +80,7 @@ class LayoutRows:
 
     @property
     def v_shaped(self) -> bool:
-        return self.layout.schedule in stages.V_SHAPED
+        return REGISTRY[self.layout.schedule].v_shaped
 
     @property
     def chunks(self) -> Array:

@@ -13,7 +13,7 @@ from ultrascale.cost.chunk_progress import OtherChunks, summed
 from ultrascale.cost.columns import Array
 from ultrascale.cost.layout_rows import LayoutRows
 from ultrascale.cost.memory_point import MemoryPoint
-from ultrascale.schedules import KINDS, ActionKind, InFlightCounts, counts
+from ultrascale.schedules import KINDS, REGISTRY, ActionKind, InFlightCounts, counts
 from ultrascale.specs.layout import Layout
 
 
@@ -72,7 +72,7 @@ def _walked(view: LayoutRows, first: memory.WalkedParts, later: memory.WalkedPar
     """Walks the ranks' action lists with the bytes of their chunks, other ones until a chunk's `first` backward is over."""
     layout = view.layout
     # Beyond four rounds the list only repeats itself, and what it holds no longer grows (AFAB holds everything).
-    enough = layout.gas if layout.schedule == "afab" else min(layout.gas, _settled(layout))
+    enough = layout.gas if REGISTRY[layout.schedule].holds_all else min(layout.gas, _settled(layout))
     held = counts(layout.schedule, layout.pp, enough, layout.virtual_stages)
     candidates = [each for each in _candidates(view, first, later, held) if each.there.any()]
     others = OtherChunks.of(view, later, held) if first is not later else None

@@ -10,10 +10,9 @@ import numpy as np
 
 from ultrascale.cost import flops
 from ultrascale.cost.columns import CHOICES, Array, LayoutColumns
+from ultrascale.schedules import REGISTRY, stages_of
 from ultrascale.specs.job import Job
 from ultrascale.specs.model import Model
-
-V_SHAPED = ("zb-v", "dualpipe-v")
 
 
 @lru_cache(maxsize=4096)
@@ -60,17 +59,10 @@ def chunk_layers(job: Job, ranks: int, virtual_stages: int) -> tuple[int, ...]:
     return split_layers(model.layers, ranks, virtual_stages, head_layers)
 
 
-def chunks_of(rank: int, ranks: int, virtual_stages: int, v_shaped: bool) -> tuple[int, ...]:
-    """Global chunk indices of a rank: looped (r, r+P, …), or the V (r and its mirror image)."""
-    if v_shaped:
-        return (rank, 2 * ranks - 1 - rank)
-    return tuple(rank + turn * ranks for turn in range(virtual_stages))
-
-
 @lru_cache(maxsize=512)
 def chunk_table(ranks: int, virtual_stages: int, v_shaped: bool) -> Array:
-    """Those of all ranks: ranks × virtual stages."""
-    return np.asarray([chunks_of(rank, ranks, virtual_stages, v_shaped) for rank in range(ranks)])
+    """Global chunk indices of all ranks: ranks × virtual stages."""
+    return np.asarray([stages_of(rank, ranks, virtual_stages, v_shaped) for rank in range(ranks)])
 
 
 @dataclass(frozen=True)
@@ -101,7 +93,7 @@ def _rank_shares(
     dense_until = model.layers if model.moe is None else model.moe.dense_layers
     shares = []
     for rank in range(ranks):
-        chunks = chunks_of(rank, ranks, virtual_stages, v_shaped)
+        chunks = stages_of(rank, ranks, virtual_stages, v_shaped)
         dense = sum(int(max(0, min(ends[c + 1], dense_until) - ends[c])) for c in chunks)
         total = sum(counts[c] for c in chunks)
         shares.append((dense, total - dense, int(0 in chunks), int(len(counts) - 1 in chunks)))
@@ -123,7 +115,7 @@ def share_of(job: Job, columns: LayoutColumns, rank: Array) -> RankShare:
     """The share of `rank` (one per row); rows are grouped by their few distinct pipelines."""
     pipelines, inverse = columns.distinct(("pp", "virtual_stages", "schedule"))
     tables = [
-        rank_shares(job, int(pp), int(v), CHOICES["schedule"][schedule] in V_SHAPED)
+        rank_shares(job, int(pp), int(v), REGISTRY[CHOICES["schedule"][schedule]].v_shaped)
         for pp, v, schedule in zip(pipelines.pp, pipelines.virtual_stages, pipelines.schedule, strict=True)
     ]
     table = np.zeros((len(tables), max(map(len, tables)), 4), dtype=np.int64)

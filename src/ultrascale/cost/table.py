@@ -20,7 +20,7 @@ from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.mesh import mesh
 from ultrascale.cost.passes import Passes
 from ultrascale.cost.step import end_of_step
-from ultrascale.schedules import closed, legal_mask
+from ultrascale.schedules import REGISTRY, closed, legal_mask
 from ultrascale.specs.job import Job
 
 Variant = tuple[str, int]
@@ -101,14 +101,14 @@ def _legal(cores: LayoutColumns, variants: Sequence[Variant]) -> Array:
 def _shares(job: Job, pp: int, variant: Variant) -> list[tuple[int, tuple[int, ...]]]:
     """(rank, its share) of the ranks that can hold the peak or set the pace."""
     name, loops = variant
-    shares = stages.rank_shares(job, pp, loops, name in stages.V_SHAPED)
+    shares = stages.rank_shares(job, pp, loops, REGISTRY[name].v_shaped)
     return [(rank, shares[rank]) for rank in stages.representative_ranks(shares)]
 
 
 def _fullest(job: Job, pp: int, variant: Variant) -> list[tuple[int, tuple[int, ...]]]:
     """Those that can hold the peak: where nothing is put off, what waits only falls with the rank."""
     name, _ = variant
-    if name not in ("afab", "1f1b", "interleaved"):
+    if REGISTRY[name].split_backward:
         return _shares(job, pp, variant)
     first: dict[tuple[int, ...], int] = {}
     for rank, share in _shares(job, pp, variant):
@@ -163,8 +163,9 @@ def waiting(name: str, pp: int, rank: int, gas: Array, loops: int) -> memory.InF
         return memory.InFlightMicrobatches(one, none, none)
     held = closed.in_flight(name, pp, rank, gas, loops) / loops
     put_off = closed.deferred(name, pp, rank, gas, loops) / loops
-    losses = np.asarray(held - 1 if name == "afab" else none)
-    return memory.InFlightMicrobatches(held, np.asarray(put_off), losses, together=name not in stages.V_SHAPED, one=1 / loops)
+    spec = REGISTRY[name]
+    losses = np.asarray(held - 1 if spec.holds_all else none)
+    return memory.InFlightMicrobatches(held, np.asarray(put_off), losses, together=not spec.v_shaped, one=1 / loops)
 
 
 def _steps(

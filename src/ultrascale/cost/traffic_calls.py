@@ -18,7 +18,7 @@ from ultrascale.cost.columns import Array, LayoutColumns
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.mesh import GroupPlacement, group, mesh
 from ultrascale.cost.overlap import CollectiveTransfer, transfer
-from ultrascale.schedules import ActionKind, build
+from ultrascale.schedules import REGISTRY, ActionKind, build, stages_of
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 
@@ -181,14 +181,14 @@ def _expert(stage: Stage) -> Calls:
 
 def hops(layout: Layout, stage: int) -> int:
     """Boundaries over which a rank sends per micro-batch: activations to the next chunk's rank, gradients to the one before."""
-    v_shaped = layout.schedule in stages.V_SHAPED
+    v_shaped = REGISTRY[layout.schedule].v_shaped
     return _hops(layout.pp, layout.virtual_stages, v_shaped)[stage]
 
 
 @lru_cache(maxsize=512)
 def _hops(pp: int, virtual_stages: int, v_shaped: bool) -> tuple[int, ...]:
     """Of every rank."""
-    ranks = {chunk: rank for rank in range(pp) for chunk in stages.chunks_of(rank, pp, virtual_stages, v_shaped)}
+    ranks = {chunk: rank for rank in range(pp) for chunk in stages_of(rank, pp, virtual_stages, v_shaped)}
     found = [0] * pp
     for chunk, rank in ranks.items():
         found[rank] += sum(ranks.get(chunk + way, rank) != rank for way in (-1, 1))

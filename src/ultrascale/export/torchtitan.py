@@ -107,14 +107,15 @@ def _replicas(layout: Layout) -> tuple[int, int]:
 
 
 def _schedule(layout: Layout) -> str:
-    """torchtitan's zero bubble has at least two stages a rank."""
-    return "1f1b" if layout.schedule == "zero-bubble" and layout.virtual_stages == 1 else layout.schedule
+    """torchtitan's schedules of several stages a rank have at least two."""
+    runs = layout.schedule in SCHEDULES and (layout.virtual_stages > 1 or layout.schedule not in LOOPED)
+    return layout.schedule if runs else "1f1b"
 
 
 def _layers_per_stage(layers: int, layout: Layout) -> int | None:
     """What makes torchtitan cut so many stages, where it would not by itself; None too where nothing does."""
     usual = 2 if _schedule(layout) in LOOPED else 1
-    if layout.virtual_stages == usual:
+    if layout.virtual_stages == usual or layout.schedule not in SCHEDULES:
         return None
     stages = layout.pp * layout.virtual_stages
     each = -(-(layers + ENDS) // stages)
@@ -125,7 +126,7 @@ _WHY = {
     "layout.zero": "FSDP2 shards parameters, gradients and states together, over cp too",
     "layout.zero_shards": "torchtitan shards over whole groups of data ranks and all of cp",
     "layout.keep_gathered": "without resharding after forward FSDP2 comes nearest to ZeRO-1 and 2",
-    "layout.schedule": "torchtitan's zero bubble has two stages a rank or more",
+    "layout.schedule": "torchtitan has torch's schedules, and its zero bubble two stages a rank or more",
     "layout.virtual_stages": "no pipeline_parallel_layers_per_stage gives this cut",
     "layout.context_parallel": "torchtitan has torch's balanced context parallelism",
     "layout.data_parallel": "torchtitan reduces in buckets",

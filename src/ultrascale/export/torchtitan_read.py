@@ -8,6 +8,7 @@ from ultrascale.export import torchtitan_text as text
 from ultrascale.export.common import Found, World, accumulation
 from ultrascale.export.fields import Fields, of_model
 from ultrascale.export.keys import Keys
+from ultrascale.schedules import REGISTRY
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.model import Model
 
@@ -30,15 +31,8 @@ FLAVORS = {
     ("deepseek_v3", "236B"): "deepseek-v2",
     ("deepseek_v3", "671B"): "deepseek-v3",
 }
-SCHEDULES = {
-    "afab": "GPipe",
-    "1f1b": "1F1B",
-    "interleaved": "Interleaved1F1B",
-    "zero-bubble": "InterleavedZeroBubble",
-    "zb-v": "ZBVZeroBubble",
-    "dualpipe-v": "DualPipeV",
-}
-LOOPED = ("interleaved", "zero-bubble", "zb-v", "dualpipe-v")
+SCHEDULES = {name: spec.torch_name for name, spec in REGISTRY.items() if spec.torch_name is not None}
+LOOPED = tuple(name for name, spec in REGISTRY.items() if spec.most_stages != 1)
 ENDS = 2  # layers that torchtitan counts for the embedding and the head when it cuts stages
 
 

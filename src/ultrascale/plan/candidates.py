@@ -17,6 +17,7 @@ import numpy as np
 
 from ultrascale.cost.columns import CHOICES, NAMES, Array, LayoutColumns, encode
 from ultrascale.cost.legality import RULES, divisors, legal_rows, near
+from ultrascale.schedules import REGISTRY
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout, field_value
@@ -230,9 +231,7 @@ def _schedules(job: Job, wishes: LayoutConstraints, pp: int) -> list[tuple[str, 
         loops = sorted({*range(2, min(deepest, MAX_LOOPS) + 1), *(v for v in even if 1 < v <= deepest)})
         if "virtual_stages" in wishes.fixed:
             loops = [v for v in [wishes.fixed["virtual_stages"]] if 1 < v <= deepest]
-        pairs = [("afab", 1), ("1f1b", 1), ("zero-bubble", 1)]
-        pairs += [(name, v) for v in loops for name in ("interleaved", "zero-bubble")]
-        pairs += [("zb-v", 2), ("dualpipe-v", 2)] if deepest >= 2 else []
+        pairs = [(spec.name, v) for v in (1, *loops) for spec in REGISTRY.values() if spec.takes(v)]
     return [pair for pair in pairs if wishes.allows("schedule", pair[0]) and wishes.allows("virtual_stages", pair[1])]
 
 

@@ -9,7 +9,7 @@ from ultrascale.cost.estimate import DraftEstimate, drafts
 from ultrascale.cost.legality import divisors, problem
 from ultrascale.plan.candidates import LayoutConstraints
 from ultrascale.plan.objective import Objective
-from ultrascale.schedules import legal
+from ultrascale.schedules import REGISTRY, legal
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.estimate import CAUSES, Estimate
 from ultrascale.specs.job import Job
@@ -89,9 +89,9 @@ def _steps(job: Job, layout: Layout) -> Iterator[dict[str, Any]]:
             {"context_parallel": word} for word in ("zigzag", "allgather", "ulysses") if word != layout.context_parallel
         )
     if layout.pp > 1:
-        pairs = [("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zero-bubble", 1), ("zero-bubble", 2)]
-        pairs += [("zb-v", 2), ("dualpipe-v", 2), (layout.schedule, layout.virtual_stages * 2)]
-        for name, loops in dict.fromkeys(pairs):
+        beside = [spec for spec in REGISTRY.values() if not spec.holds_all]  # which 1F1B beats by construction
+        pairs = [(spec.name, v) for spec in beside for v in (spec.least_stages, 2 * spec.least_stages) if spec.takes(v)]
+        for name, loops in dict.fromkeys([*pairs, (layout.schedule, layout.virtual_stages * 2)]):
             if (name, loops) != (layout.schedule, layout.virtual_stages):
                 yield {"schedule": name, "virtual_stages": loops}
 

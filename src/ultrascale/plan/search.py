@@ -23,7 +23,7 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import GIB
 
-# Closed forms and simulator differ by some percent (schedules/closed.py), so more than asked for are simulated, and more
+# Closed forms and simulator differ by some percent (schedules/formulas.py), so more than asked for are simulated, and more
 # than that are kept for those that the exact memory count then puts just over the edge.
 SIMULATED_AT_LEAST = 24
 KEPT_AT_LEAST = 240

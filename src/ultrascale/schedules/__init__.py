@@ -1,17 +1,18 @@
 """Pipeline schedules as lists of actions: the cost model simulates them, the engine runs them, figures draw them."""
 
-from ultrascale.schedules.actions import KINDS, Action, ActionKind, Schedule
+from ultrascale.schedules.actions import KINDS, Action, ActionKind, Schedule, stages_of
 from ultrascale.schedules.build import build
 from ultrascale.schedules.closed import deferred, in_flight, makespan
 from ultrascale.schedules.draw import draw
-from ultrascale.schedules.legal import SCHEDULES, legal, legal_mask
 from ultrascale.schedules.lint import lint
 from ultrascale.schedules.makespans import TimedSchedule, simulate_makespan, simulate_makespans
 from ultrascale.schedules.memory import InFlightActivations, InFlightCounts, counts, peak_held, timeline
+from ultrascale.schedules.registry import REGISTRY, SCHEDULES, ScheduleSpec, legal, legal_mask
 from ultrascale.schedules.simulate import DeadlockError, Event, StageTimes, Timeline, simulate
 
 __all__ = [
     "KINDS",
+    "REGISTRY",
     "SCHEDULES",
     "Action",
     "ActionKind",
@@ -20,6 +21,7 @@ __all__ = [
     "InFlightActivations",
     "InFlightCounts",
     "Schedule",
+    "ScheduleSpec",
     "StageTimes",
     "TimedSchedule",
     "Timeline",
@@ -36,5 +38,6 @@ __all__ = [
     "simulate",
     "simulate_makespan",
     "simulate_makespans",
+    "stages_of",
     "timeline",
 ]

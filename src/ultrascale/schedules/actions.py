@@ -39,9 +39,18 @@ class Action(NamedTuple):
         return f"{self.kind}{self.microbatch} of stage {self.stage}"
 
 
-# Schedules that fold the pipeline back on itself: rank r holds stages r and 2·ranks − 1 − r, so that the first rank
-# has both the embedding and the loss, and the last rank hands over to itself.
-V_SHAPED = frozenset({"zb-v", "dualpipe-v"})
+def rank_of(stage: int, ranks: int, v_shaped: bool) -> int:
+    """The rank that holds a global stage.
+
+    A V-shaped placement folds the pipeline back on itself: rank r holds stages r and 2·ranks − 1 − r, so that the first rank
+    has both the embedding and the loss, and the last rank hands over to itself.
+    """
+    return min(stage, 2 * ranks - 1 - stage) if v_shaped else stage % ranks
+
+
+def stages_of(rank: int, ranks: int, virtual_stages: int, v_shaped: bool) -> tuple[int, ...]:
+    """The global stages of a rank, in the order in which a micro-batch passes them."""
+    return (rank, 2 * ranks - 1 - rank) if v_shaped else tuple(range(rank, ranks * virtual_stages, ranks))
 
 
 @dataclass(frozen=True)
@@ -53,29 +62,23 @@ class Schedule:
     virtual_stages: int
     microbatches: int
     actions: tuple[tuple[Action, ...], ...]
+    v_shaped: bool = False
 
     @property
     def stages(self) -> int:
         return self.ranks * self.virtual_stages
 
     def rank_of(self, stage: int) -> int:
-        """The rank that holds a global stage."""
-        if self.name in V_SHAPED:
-            return min(stage, 2 * self.ranks - 1 - stage)
-        return stage % self.ranks
+        return rank_of(stage, self.ranks, self.v_shaped)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The global stages of a rank, in the order in which a micro-batch passes them."""
-        if self.name in V_SHAPED:
-            return (rank, 2 * self.ranks - 1 - rank)
-        return tuple(range(rank, self.stages, self.ranks))
+        return stages_of(rank, self.ranks, self.virtual_stages, self.v_shaped)
 
 
 @dataclass(frozen=True)
 class ActionArrays:
     """The lists of a schedule as arrays with an entry per action, rank after rank: what is asked of thousands at once."""
 
-    name: str
     ranks: int
     virtual_stages: int
     microbatches: int

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ultrascale.schedules.actions import KINDS, ActionKind, Schedule
+from ultrascale.schedules.actions import KINDS, ActionKind, rank_of
 from ultrascale.schedules.build import lists
-from ultrascale.schedules.legal import least_microbatches, legal
+from ultrascale.schedules.registry import REGISTRY, legal
 from ultrascale.schedules.simulate import DeadlockError, StageTimes
 from ultrascale.specs.errors import SpecError
 
@@ -140,7 +140,7 @@ def simulate_makespans(pipelines: Sequence[TimedSchedule], cap: int = 64) -> lis
         if problem is not None:
             raise SpecError(problem)
     found: dict[int, float] = {}
-    large = {n: max(cap, 4 * one.ranks, 2 * least_microbatches(one.name, one.ranks)) for n, one in enumerate(pipelines)}
+    large = {n: max(cap, 4 * one.ranks, 2 * REGISTRY[one.name].least_rounds * one.ranks) for n, one in enumerate(pipelines)}
     while large:
         asked = {n: _two_sizes(pipelines[n], most) for n, most in large.items()}
         wanted = [pipelines[n]._replace(microbatches=size) for n, sizes in asked.items() for size in sizes]
@@ -173,10 +173,9 @@ def _two_sizes(pipeline: TimedSchedule, most: int) -> tuple[int, ...]:
 
 def _slowest_s(pipeline: TimedSchedule) -> float:
     """The slowest rank's work on one micro-batch."""
-    rank_of = Schedule(*pipeline[:2], pipeline.virtual_stages, pipeline.microbatches, ()).rank_of
     times, work_s = pipeline.times, [0.0] * pipeline.ranks
     for stage, parts in enumerate(zip(times.forward_s, times.input_grad_s, times.weight_grad_s, strict=True)):
-        work_s[rank_of(stage)] += sum(parts)
+        work_s[rank_of(stage, pipeline.ranks, REGISTRY[pipeline.name].v_shaped)] += sum(parts)
     return max(work_s)
 
 

@@ -11,7 +11,7 @@ from ultrascale.specs import words
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.validate import build, shown
 
-Schedule = Literal["afab", "1f1b", "interleaved", "zero-bubble", "zb-v", "dualpipe-v"]
+Schedule = Literal["afab", "1f1b", "interleaved", "zero-bubble", "zb-v", "dualpipe-v", "v-half", "v-min"]
 DataParallel = Literal["naive", "hooks", "bucketed", "ddp"]
 ContextParallel = Literal["allgather", "ring", "zigzag", "ulysses"]
 Recompute = Literal["none", "selective", "full"]

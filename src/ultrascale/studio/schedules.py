@@ -11,20 +11,11 @@ from nicegui import ui
 
 from ultrascale.figures import style
 from ultrascale.figures.pipeline import gantt
-from ultrascale.schedules import SCHEDULES, StageTimes, Timeline, build, legal, simulate
+from ultrascale.schedules import REGISTRY, StageTimes, Timeline, build, legal, simulate
 from ultrascale.specs.errors import SpecError
 from ultrascale.studio.address import Ask
 from ultrascale.studio.frame import Chart, Frame
 
-WHAT = {
-    "afab": "All forwards, then all backwards: simple, and keeps every micro-batch's activations.",
-    "1f1b": "One forward, one backward: the same bubble, with at most as many micro-batches alive as there are stages.",
-    "interleaved": "Several chunks a rank: the bubble shrinks by their number, messages grow by it.",
-    "zero-bubble": "The weights' gradient waits and fills the bubble.",
-    "zb-v": "Stages folded into a V, so that the first rank has the loss: almost no bubble, as little memory as 1f1b.",
-    "dualpipe-v": "A forward and a backward at once, so that each one's messages hide behind the other.",
-}
-CHUNKS = {"afab": (1, 1), "1f1b": (1, 1), "interleaved": (2, 8), "zero-bubble": (1, 8), "zb-v": (2, 2), "dualpipe-v": (2, 2)}
 PLAYED_S, TICK_S = 6.0, 0.1
 
 
@@ -64,10 +55,10 @@ class Schedules:
     def __init__(self, ask: Ask, query: Mapping[str, str]) -> None:
         self.frame = Frame("/schedules", ask)
         name = query.get("schedule", "1f1b")
-        self.name = name if name in SCHEDULES else "1f1b"
+        self.name = name if name in REGISTRY else "1f1b"
         self.values = {knob.key: knob.read(query.get(knob.key)) for knob in KNOBS}
         with ui.row().classes("w-full items-center gap-6"):
-            chooser = ui.select(list(SCHEDULES), label="Schedule", value=self.name, on_change=self.named)
+            chooser = ui.select(list(REGISTRY), label="Schedule", value=self.name, on_change=self.named)
             chooser.classes("w-44").props('outlined dense aria-label="schedule"').mark("schedule-name")
             for knob in KNOBS:
                 self.slider(knob)
@@ -110,9 +101,9 @@ class Schedules:
 
     def show(self) -> None:
         ranks, batches = int(self.values["ranks"]), int(self.values["microbatches"])
-        least, most = CHUNKS[self.name]
-        chunks = max(least, min(most, int(self.values["chunks"])))
-        self.what.text = WHAT[self.name]
+        spec, asked = REGISTRY[self.name], int(self.values["chunks"])
+        chunks = max(spec.least_stages, min(spec.most_stages or asked, asked))
+        self.what.text = spec.label
         sentence = legal(self.name, ranks, batches, chunks)
         if sentence is not None:
             raise SpecError(sentence)

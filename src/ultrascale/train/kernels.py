@@ -8,12 +8,13 @@ from ultrascale.cost import expert, fused
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.mesh import mesh
+from ultrascale.schedules import REGISTRY
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import ExpertOverlap, Training
 from ultrascale.train import cuda_graphs
-from ultrascale.train.supported import SPLIT, left_in_bf16
+from ultrascale.train.supported import left_in_bf16
 
 
 @dataclass(frozen=True)
@@ -88,4 +89,4 @@ def expert_overlap(job: Job, layout: Layout, training: Training, device: str) ->
 
 
 def _splits(layout: Layout) -> bool:
-    return layout.pp > 1 and layout.schedule in SPLIT
+    return layout.pp > 1 and REGISTRY[layout.schedule].split_backward

@@ -14,6 +14,7 @@ from typing import Any
 
 from ultrascale.data import mixture
 from ultrascale.data.digest import Report, data_digest
+from ultrascale.schedules import REGISTRY
 from ultrascale.specs.checkpointing import Checkpointing, checkpoint_value
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError, nearest
@@ -34,7 +35,6 @@ JOB_FIELDS = ("seq", "batch_tokens", "precision", "gradients", "optimizer")
 TRY_SEQ, TRY_SEQUENCES = 128, 16  # of a run without a plan: seconds on a laptop, divisible by most small layouts
 CHANGEABLE = ("data", "seed")  # what --allow-changed names
 HASH_THREADS = 4
-TWO_STAGES = ("interleaved", "zb-v", "dualpipe-v")
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ def _request(job: Job, base: Layout, overrides: Overrides, world: int, training:
     if layout.pp == 1 and "schedule" not in asked:
         follows |= {"schedule": "1f1b", "virtual_stages": 1}
     elif "virtual_stages" not in asked and "schedule" in asked:
-        follows["virtual_stages"] = 2 if layout.schedule in TWO_STAGES else 1
+        follows["virtual_stages"] = REGISTRY[layout.schedule].least_stages
     layout = layout.changed(**follows)
     layout = layout.changed(**_batch(job, layout, asked, base == Layout()))
     changed = {name: value for name, value in layout.model_dump().items() if value != getattr(base, name) and name not in asked}

@@ -7,6 +7,7 @@ from itertools import islice, product
 
 from ultrascale.cost import legality
 from ultrascale.cost.legality import divisors, near
+from ultrascale.schedules import REGISTRY
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -14,7 +15,6 @@ from ultrascale.specs.training import FP8_MULTIPLE, FP8_TOKENS, Training
 
 OPTIMIZERS = ("adamw", "sgd-momentum", "sgd")
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
-SPLIT = ("zero-bubble", "zb-v", "dualpipe-v")  # schedules whose weight gradients come apart
 
 
 def check(job: Job, layout: Layout, training: Training) -> None:
@@ -63,7 +63,7 @@ def _ddp(job: Job, layout: Layout, training: Training) -> str | None:
         return None
     if job.precision != "fp32":
         return f"layout.data_parallel = ddp reduces in {job.precision}, not in fp32: try data_parallel=bucketed"
-    if layout.pp > 1 and layout.schedule in SPLIT:
+    if layout.pp > 1 and REGISTRY[layout.schedule].split_backward:
         return f"layout.data_parallel = ddp does not see the split backward of {layout.schedule}: try data_parallel=bucketed"
     if training.compress != "none":
         return f"train.compress is {training.compress} but data_parallel = ddp has no such hook: try data_parallel=bucketed"

@@ -12,7 +12,7 @@ from itertools import combinations, product
 from typing import Any
 
 from ultrascale.cost.legality import divisors
-from ultrascale.schedules.legal import SCHEDULES
+from ultrascale.schedules import REGISTRY
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -24,7 +24,6 @@ TECHNIQUES = (*AXES, "zero", "recompute")
 _CONTEXT = ("allgather", "ring", "zigzag", "ulysses")
 _RECOMPUTE = ("none", "selective", "full")
 _DATA = ("bucketed", "hooks", "naive", "ddp")
-_STAGES = {"interleaved": 2, "zb-v": 2, "dualpipe-v": 2}
 
 
 def compositions(job: Job, world: int, only: Sequence[str] = ()) -> list[Layout]:
@@ -38,7 +37,7 @@ def compositions(job: Job, world: int, only: Sequence[str] = ()) -> list[Layout]
 
 def _of_axes(job: Job, axes: tuple[int, int, int, int]) -> Iterable[Layout]:
     dp, tp, pp, cp = axes
-    schedules = SCHEDULES if pp > 1 else ("1f1b",)
+    schedules = tuple(REGISTRY) if pp > 1 else ("1f1b",)
     contexts = _CONTEXT if cp > 1 else ("zigzag",)
     stages = range(4) if dp * cp > 1 else range(1)
     alone = sum(size > 1 for size in axes) == 1  # one axis: the rest is crossed in full as well
@@ -57,7 +56,7 @@ def _of_axes(job: Job, axes: tuple[int, int, int, int]) -> Iterable[Layout]:
                 "ep": ep,
                 "zero": zero,
                 "schedule": schedule,
-                "virtual_stages": _STAGES.get(schedule, 1),
+                "virtual_stages": REGISTRY[schedule].least_stages,
                 "context_parallel": context,
                 "recompute": recompute,
                 "sequence_parallel": sequence,
@@ -84,7 +83,7 @@ def _turn(values: Sequence[Any], turn: int) -> Any:
 def _with_batch(job: Job, layout: Layout) -> Layout:
     """As few micro-batches as accumulation or the schedule need: more repeat what these prove."""
     each = job.sequences // layout.dp
-    least = max(2, layout.pp * (2 if layout.schedule == "dualpipe-v" else 1)) if layout.pp > 1 else 2
+    least = max(2, layout.pp * max(1, REGISTRY[layout.schedule].least_rounds)) if layout.pp > 1 else 2
     gas = next((count for count in divisors(max(1, each)) if count >= least), max(1, each))
     return layout.model_copy(update={"mbs": max(1, each // gas), "gas": gas})
 

@@ -1,0 +1,125 @@
+"""Orders of actions from which schedules are made: loops over the stages of a rank, and V shapes written out.
+
+Those that torch.distributed.pipelining 2.13 has are torch's, action for action: that lets the engine run exactly what the
+planner simulated; a test holds it. Where torch has a peculiarity (rounds that stretch beyond the number of ranks,
+micro-batches struck from a longer ZB-V) it is kept. A search asks for lists of 10⁵ actions, so they are made as arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ultrascale.schedules.actions import KINDS, ActionArrays, ActionKind
+
+Ints = NDArray[np.int64]
+Words = Callable[[int, int, int], list[int]]
+F, B, I, W = (KINDS.index(kind) for kind in (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W))  # noqa: E741 - the papers' letters
+
+
+def rounds(ranks: ArrayLike, microbatches: ArrayLike) -> Ints:
+    """Into how many rounds a looped schedule divides its micro-batches: rounds of `ranks`, or a little longer."""
+    return np.maximum(1, np.floor_divide(microbatches, ranks, dtype=np.int64))
+
+
+def looped(
+    ranks: int, microbatches: int, virtual_stages: int, warmup: Callable[[Ints, int, int, int], Ints], split: bool = False
+) -> ActionArrays:
+    """A rank's turns: in each a forward, the backward of `warmup` turns ago, and with `split` a weight gradient later still.
+
+    `warmup` is given the ranks that follow, the length of a round, the micro-batches and the stages per rank. Micro-batches
+    pass in rounds, a round on one stage, then on the next.
+    """
+    per_round = microbatches // int(rounds(ranks, microbatches))
+    chunks = microbatches * virtual_stages
+    rank = np.arange(ranks)[:, None]
+    n = np.arange(chunks)
+    turn, place = np.divmod(n, per_round)
+    round_, chunk = np.divmod(turn, virtual_stages)
+    microbatch = round_ * per_round + place
+    ahead = np.minimum(warmup(ranks - 1 - rank, per_round, microbatches, virtual_stages), chunks)
+    delayed: list[tuple[int, Ints]] = [(F, 0 * rank), (B, ahead)]
+    if split:  # rank r runs r weight gradients late: as many as it must wait for at the end
+        delayed = [(F, 0 * rank), (I, ahead), (W, ahead + rank)]
+    made = np.empty((3, ranks, len(delayed) * chunks), dtype=np.int64)
+    for order, (kind, delay) in enumerate(delayed):
+        # Before the n-th of a kind come n of its own, and of each other kind those of earlier turns, or earlier in this one.
+        others = [(before, other) for before, (_, other) in enumerate(delayed) if before != order]
+        position = n + sum(np.clip(n + delay - other + (before < order), 0, chunks) for before, other in others)
+        on = chunk if kind == F else virtual_stages - 1 - chunk
+        for row, values in zip(made, (kind + 0 * position, on * ranks + rank, microbatch + 0 * rank), strict=True):
+            np.put_along_axis(row, position, values, axis=1)
+    kinds, stages, of = made.reshape(3, -1)
+    start = np.arange(ranks + 1) * made.shape[2]
+    return ActionArrays(ranks, virtual_stages, microbatches, kinds, stages, of, np.zeros(len(kinds), dtype=bool), start)
+
+
+# Words of a V-shaped rank's list: kind and way, down to the fold (0) or up from it (1); the forward of a pair has its own.
+_WORDS = ((F, 0), (F, 1), (B, 0), (B, 1), (I, 0), (I, 1), (W, 0), (W, 1), (F, 0), (F, 1))
+FD, FU, BD, BU, ID, IU, WD, WU, PD, PU = range(10)
+
+
+def v_shaped(ranks: int, microbatches: int, _: int, words_of: Words, by_debt: bool = False) -> ActionArrays:
+    """Rank r holds stages r and 2·ranks − 1 − r; micro-batches are counted per kind and way."""
+    by_rank = [words_of(ranks, rank, microbatches) for rank in range(ranks)]
+    words = np.asarray([word for each in by_rank for word in each])
+    rank = np.repeat(np.arange(ranks), [len(each) for each in by_rank])
+    kind, way = np.asarray(_WORDS)[words].T
+    counted = np.where(kind == B, I, kind)  # a full backward takes its turn among the input gradients
+    microbatch = _count((rank * 2 + way) * len(KINDS) + counted)
+    if by_debt:  # weight gradients are paid in the order in which they were owed, whatever their way
+        owed, paid = np.flatnonzero(kind == I), np.flatnonzero(kind == W)
+        way[paid], microbatch[paid] = way[owed], microbatch[owed]
+    stage = np.where(way == 0, rank, 2 * ranks - 1 - rank)
+    keep = microbatch < microbatches  # torch builds ZB-V for enough to fill the V and strikes those that do not exist
+    start = np.searchsorted(rank[keep], np.arange(ranks + 1))
+    return ActionArrays(ranks, 2, microbatches, kind[keep], stage[keep], microbatch[keep], words[keep] >= PD, start)
+
+
+def _count(key: Ints) -> Ints:
+    """How many entries before each have the same key."""
+    order = np.argsort(key, kind="stable")
+    sizes = np.bincount(key)
+    count = np.empty(len(key), dtype=np.int64)
+    count[order] = np.arange(len(key)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return count
+
+
+def zb_v(ranks: int, rank: int, microbatches: int) -> list[int]:
+    """ZB-V (Qi 2024): stages in a V, so that the rank with the loss is the rank with the embedding; memory of 1F1B."""
+    full = max(2 * ranks - 1, microbatches)
+    ahead = ranks - rank
+    return [
+        *[FD] * (2 * ahead - 1),
+        *[FU, FD] * rank,
+        *[FU, IU, WU] * ahead,
+        *[FD, ID, WD, FU, IU, WU] * (full - 2 * ranks + rank + 1),
+        *[ID, WD, FU, IU, WU] * (ahead - 1),
+        *[ID, IU] * rank,
+        *[ID, WD] * ahead,
+        *[WU] * rank,
+        *[WD] * rank,
+    ]
+
+
+def dualpipe_v(ranks: int, rank: int, microbatches: int) -> list[int]:
+    """DualPipe (DeepSeek-V3, 2024) cut to a V (Sea AI Lab): forwards run paired with backwards to hide traffic."""
+    ahead = ranks - 1 - rank
+    pairs = [PD, BU, PU, BD] * (microbatches - 2 * ranks + rank + 1)
+    if rank == ranks - 1:
+        pairs[0] = FD  # left apart: its backward needs the forward just before it, on the same rank
+    # In the second half of the drain weight gradients are put off, to fill the bubble at the very end.
+    whole, split = [BU, BD] * (rank + 1), [IU, ID] * (rank + 1)
+    return [
+        *[FD] * (2 * ahead),
+        *[FD, FU] * (rank + 1),
+        *[IU, WU, FU] * ahead,
+        *pairs,
+        *[BU, PU, BD] * ahead,
+        *whole[: rank + 1],
+        *split[rank + 1 :],
+        *[WU, ID] * ahead,
+        *[WU] * (rank + 1),
+    ]

@@ -1,0 +1,194 @@
+"""Every pipeline schedule and what is particular to it: one entry here, and everybody else reads it.
+
+The rules are those of torch.distributed.pipelining 2.13 for the schedules it has: what is legal here builds and runs there.
+Letters of the closed forms: P ranks, r the rank, m micro-batches, v stages per rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ultrascale.schedules import formulas
+from ultrascale.schedules.actions import ActionArrays
+from ultrascale.schedules.blocks import V_HALF, V_MIN, v_half_makespan, v_min_makespan
+from ultrascale.schedules.orders import dualpipe_v, looped, rounds, v_shaped, zb_v
+from ultrascale.specs.errors import SpecError, nearest
+
+Ints = NDArray[np.int64]
+Counts = Callable[[Ints, Ints, Ints, Ints], Ints]
+
+
+@dataclass(frozen=True)
+class ScheduleSpec:
+    """What a schedule is, which sizes it accepts, what it holds and how long it takes."""
+
+    name: str
+    label: str  # a sentence for people: what it does, gains and costs
+    lists: Callable[[int, int, int], ActionArrays]  # of P, m and v
+    in_flight: Counts  # chunks held at the peak
+    makespan: Callable[[formulas.Shape], formulas.Floats]
+    least_stages: int = 1  # per rank, and how many there are unless others are asked for
+    most_stages: int | None = 1  # None: as many as there are layers
+    least_rounds: int = 0  # micro-batches over ranks
+    in_rounds: bool = False  # micro-batches pass the stages of a rank in equal rounds
+    v_shaped: bool = False  # rank r holds stages r and 2·P − 1 − r
+    deferred: Counts | None = None  # the most chunks that wait for their weight gradient; None: the backward is not split
+    holds_all: bool = False  # no backward begins before the last forward has ended
+    torch_name: str | None = None  # its class in torch.distributed.pipelining, less the word Schedule
+
+    @property
+    def split_backward(self) -> bool:
+        """Weight gradients come apart from input gradients."""
+        return self.deferred is not None
+
+    def takes(self, virtual_stages: int) -> bool:
+        """Whether a rank may have so many stages."""
+        return virtual_stages >= self.least_stages and virtual_stages <= (self.most_stages or virtual_stages)
+
+
+_VShaped = partial(ScheduleSpec, least_stages=2, most_stages=2, v_shaped=True)
+
+REGISTRY = {
+    spec.name: spec
+    for spec in (
+        ScheduleSpec(  # Huang 2019, GPipe
+            name="afab",
+            label="All forwards, then all backwards: simple, and keeps every micro-batch's activations.",
+            lists=partial(looped, warmup=lambda hops, per_round, m, v: m + 0 * hops),
+            in_flight=lambda p, r, m, v: m + 0 * (p + r),
+            makespan=formulas.afab,
+            holds_all=True,
+            torch_name="GPipe",
+        ),
+        ScheduleSpec(  # Narayanan 2019; 2021, section 2.2.1: forwards until the first gradient can be back
+            name="1f1b",
+            label="One forward, one backward: the same bubble, with at most as many micro-batches alive as there are stages.",
+            lists=partial(looped, warmup=lambda hops, per_round, m, v: hops),
+            in_flight=lambda p, r, m, v: np.minimum(m, p - r),
+            makespan=formulas.one_f_one_b,
+            least_rounds=1,
+            torch_name="1F1B",
+        ),
+        ScheduleSpec(  # Narayanan 2021, section 2.2.2: a forward and a backward hop for every rank further from the loss
+            name="interleaved",
+            label="Several chunks a rank: the bubble shrinks by their number, messages grow by it.",
+            lists=partial(looped, warmup=lambda hops, per_round, m, v: (v - 1) * per_round + 2 * hops),
+            in_flight=lambda p, r, m, v: np.minimum((v - 1) * (m // rounds(p, m)) + 2 * (p - 1 - r) + 1, m * v),
+            makespan=formulas.interleaved,
+            least_stages=2,
+            most_stages=None,
+            in_rounds=True,
+            torch_name="Interleaved1F1B",
+        ),
+        ScheduleSpec(  # ZB-H1 of Qi 2023: the gradient comes back without waiting for weight gradients on its way
+            name="zero-bubble",
+            label="The weights' gradient waits and fills the bubble.",
+            lists=partial(looped, warmup=lambda hops, per_round, m, v: (v - 1) * per_round + hops, split=True),
+            # P − 1 − r forwards ahead, then r more whose weight gradients are put off: the same on every rank.
+            in_flight=lambda p, r, m, v: np.minimum((v - 1) * (m // rounds(p, m)) + p, m * v) + 0 * r,
+            makespan=formulas.zero_bubble,
+            most_stages=None,
+            in_rounds=True,
+            deferred=lambda p, r, m, v: np.minimum(r + 1, m * v),
+            torch_name="InterleavedZeroBubble",
+        ),
+        _VShaped(  # Qi 2024
+            name="zb-v",
+            label="Stages folded into a V, so that the first rank has the loss: almost no bubble, as little memory as 1f1b.",
+            lists=partial(v_shaped, words_of=zb_v),
+            in_flight=lambda p, r, m, v: np.minimum(np.minimum(2 * m, m + 1 + r), 2 * p),
+            makespan=formulas.zb_v,
+            deferred=lambda p, r, m, v: np.minimum(2 * r + 1, m * v),
+            torch_name="ZBVZeroBubble",
+        ),
+        _VShaped(  # DeepSeek-V3 2024, cut to a V by Sea AI Lab
+            name="dualpipe-v",
+            label="A forward and a backward at once, so that each one's messages hide behind the other.",
+            lists=partial(v_shaped, words_of=dualpipe_v, by_debt=True),
+            in_flight=lambda p, r, m, v: 2 * p + 1 + 0 * (m + r),
+            makespan=formulas.dualpipe_v,
+            least_rounds=2,
+            deferred=lambda p, r, m, v: np.minimum(r + 1, m * v),
+            torch_name="DualPipeV",
+        ),
+        _VShaped(  # Qi, Wan, Huang, Lin 2024, with V-Min
+            name="v-half",
+            label="A V whose passes follow each other closely: half the activations of 1f1b, and half its bubble.",
+            lists=V_HALF.lists,
+            in_flight=V_HALF.in_flight,
+            makespan=v_half_makespan,
+            deferred=V_HALF.deferred,
+        ),
+        _VShaped(
+            name="v-min",
+            label="A V whose passes follow each other at once: a third of the activations of 1f1b, if F, I and W are alike.",
+            lists=V_MIN.lists,
+            in_flight=V_MIN.in_flight,
+            makespan=v_min_makespan,
+            deferred=V_MIN.deferred,
+        ),
+    )
+}
+
+SCHEDULES = tuple(REGISTRY)
+
+
+def _unknown(name: str) -> str:
+    return f"schedule: there is no '{name}'; {nearest(name, REGISTRY)}"
+
+
+def spec_of(name: str) -> ScheduleSpec:
+    """The entry of a schedule, or SpecError."""
+    if name not in REGISTRY:
+        raise SpecError(_unknown(name))
+    return REGISTRY[name]
+
+
+def legal(name: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> str | None:
+    """None when the schedule can be built, else a sentence: the field, what was given, and a value that works."""
+    if name not in REGISTRY:
+        return _unknown(name)
+    spec = REGISTRY[name]
+    for field, given in (("ranks", ranks), ("microbatches", microbatches), ("virtual_stages", virtual_stages)):
+        if given < 1:
+            return f"{field}: {name} needs at least 1, given {given}; use 1 or more"
+    if not spec.takes(virtual_stages):
+        return _stages_sentence(spec, virtual_stages)
+    least = spec.least_rounds * ranks
+    if microbatches < least:
+        return (
+            f"microbatches: {name} on {ranks} ranks needs at least {least} to fill the pipeline, "
+            f"given {microbatches}; use {least}"
+        )
+    if spec.in_rounds and microbatches % rounds(ranks, microbatches):
+        below, above = microbatches // ranks * ranks, -(-microbatches // ranks) * ranks
+        return (
+            f"microbatches: {name} on {ranks} ranks runs them in {rounds(ranks, microbatches)} equal rounds, "
+            f"given {microbatches}; use a multiple of {ranks} such as {below} or {above}"
+        )
+    return None
+
+
+def _stages_sentence(spec: ScheduleSpec, given: int) -> str:
+    if spec.most_stages == 1:
+        return f"virtual_stages: {spec.name} has one stage per rank, given {given}; use 1, or schedule 'interleaved'"
+    if spec.most_stages == spec.least_stages:
+        return f"virtual_stages: {spec.name} has exactly two stages per rank, given {given}; use 2"
+    return f"virtual_stages: {spec.name} needs 2 stages per rank or more, given {given}; use 2, or '1f1b'"
+
+
+def legal_mask(name: str, ranks: ArrayLike, microbatches: ArrayLike, virtual_stages: ArrayLike = 1) -> NDArray[np.bool_]:
+    """`legal(...) is None` for whole arrays at once, broadcast against each other."""
+    spec = spec_of(name)
+    p, m, v = np.broadcast_arrays(*(np.asarray(x, dtype=np.int64) for x in (ranks, microbatches, virtual_stages)))
+    mask: NDArray[np.bool_] = (p >= 1) & (m >= np.maximum(1, spec.least_rounds * p)) & (v >= spec.least_stages)
+    if spec.most_stages is not None:
+        mask &= v <= spec.most_stages
+    if spec.in_rounds:
+        mask &= m % rounds(np.maximum(p, 1), m) == 0
+    return mask
