@@ -78,10 +78,10 @@ def test_drawn_runs_are_those_of_one_process(part: int) -> None:
 
 @pytest.mark.slow
 def test_drawn_runs_use_every_pair_of_features_that_is_legal() -> None:
-    """1,259 is what 20,000 drawn programs use; the last 10,000 of them brought no new pair."""
+    """20,000 drawn programs of six schedules used 1,259 pairs, the last 10,000 of them no new one; V-Half and V-Min add more."""
     drawing, _ = drawn(200)
     assert drawing.covered.keys() == drawing.possible
-    assert len(drawing.possible) == 1259
+    assert len(drawing.possible) > 1259
 
 
 def test_drawing_is_repeatable_legal_and_covers_many_pairs() -> None:
