@@ -233,8 +233,8 @@ def test_a_parameter_that_nothing_reached_has_a_gradient_of_zero() -> None:
             used(torch.ones(1, 2)).sum().backward()
             gradients.after_backward(last, split=False)
         gradients.finish()
-        assert torch.equal(gradients.of(used.weight), torch.full((2, 2), 2.0)), step
-        assert torch.equal(gradients.of(unused.weight), torch.zeros(2, 2)), step
+        assert torch.equal(gradients.grad_for(used.weight), torch.full((2, 2), 2.0)), step
+        assert torch.equal(gradients.grad_for(unused.weight), torch.zeros(2, 2)), step
 
 
 @pytest.mark.parametrize("family", ["llama", "tied"])

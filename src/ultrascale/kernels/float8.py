@@ -25,22 +25,22 @@ BLOCKS = 9  # the one major capability for which cuBLAS has products with a scal
 class Float8Linear(nn.Linear):
     """A linear layer in fp8; weight and bias are the plain one's, under the same names."""
 
-    def __init__(self, plain: nn.Linear, numbers: Float8Gemms) -> None:
+    def __init__(self, plain: nn.Linear, gemms: Float8Gemms) -> None:
         nn.Module.__init__(self)  # the plain module's parameters are taken over as they are
-        self.weight, self.bias, self.numbers = plain.weight, plain.bias, numbers
+        self.weight, self.bias, self.gemms = plain.weight, plain.bias, gemms
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.numbers.linear(input, self.weight, self.bias)
+        return self.gemms.linear(input, self.weight, self.bias)
 
     def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}, fp8 with a scale per {self.numbers.scaling}"
+        return f"{tuple(self.weight.shape)}, fp8 with a scale per {self.gemms.scaling}"
 
 
 def apply(model: Transformer, scaling: Fp8Scaling, keep: Fp8Keep, device: torch.device) -> None:
     """Swaps products for those in fp8, where their sizes suit the kernel; names and parameters stay."""
     if device.type == "cuda":
         check(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device), scaling)
-    numbers = Float8Gemms(scaling)
+    gemms = Float8Gemms(scaling)
     ends = (0, model.model.layers - 1) if keep == "ends" else ()
     for index, block in zip(model.blocks, model.each_block(), strict=True):
         if int(index) in ends:
@@ -48,14 +48,14 @@ def apply(model: Transformer, scaling: Fp8Scaling, keep: Fp8Keep, device: torch.
         if isinstance(block, FusedBlock):
             model.blocks[index] = Float8Block(block)
             continue
-        _fan(block.attention.qkv, numbers)
-        block.attention.out = _linear(block.attention.out, numbers)
+        _multi_linear(block.attention.qkv, gemms)
+        block.attention.out = _linear(block.attention.out, gemms)
         mlp = block.mlp.shared if isinstance(block.mlp, MixtureOfExperts) else block.mlp
         if isinstance(mlp, MLP):
-            _fan(mlp.inputs, numbers)
-            mlp.down = _linear(mlp.down, numbers)
+            _multi_linear(mlp.inputs, gemms)
+            mlp.down = _linear(mlp.down, gemms)
     if keep == "none" and model.head is not None:
-        model.head = _head(model.head, numbers)
+        model.head = _head(model.head, gemms)
 
 
 def weights(model: nn.Module) -> list[list[nn.Parameter]]:
@@ -63,13 +63,13 @@ def weights(model: nn.Module) -> list[list[nn.Parameter]]:
     found: list[list[nn.Parameter]] = []
     for module in model.modules():
         if isinstance(module, Float8Block):
-            found += [list(fan.parameters()) for fan in module.fans()]
+            found += [list(multi_linear.parameters()) for multi_linear in module.fans()]
             assert isinstance(module.mlp, MLP)
             found += [[linear.get_parameter("weight")] for linear in (module.attention.out, module.mlp.down)]
         elif isinstance(module, Float8Head):
             found.append([module.linear.get_parameter("weight")])
         elif isinstance(module, Float8Linear) or (
-            isinstance(module, CustomGemmModule) and isinstance(module.numbers, Float8Gemms)
+            isinstance(module, CustomGemmModule) and isinstance(module.gemms, Float8Gemms)
         ):
             linears = module.children() if isinstance(module, MultiLinear) else (module,)
             found += [[linear.get_parameter("weight")] for linear in linears]
@@ -85,35 +85,35 @@ def check(capability: tuple[int, int], name: str, scaling: Fp8Scaling) -> None:
         raise SpecError(f"train.fp8_scaling is block but {name} has no such products (Hopper has): try tensor or row")
 
 
-def _fits(linear: nn.Module, numbers: Float8Gemms) -> bool:
+def _fits(linear: nn.Module, gemms: Float8Gemms) -> bool:
     weight = linear.get_parameter("weight")
-    return all(size % FP8_MULTIPLE[numbers.scaling] == 0 for size in weight.shape)
+    return all(size % FP8_MULTIPLE[gemms.scaling] == 0 for size in weight.shape)
 
 
-def _linear(linear: nn.Linear, numbers: Float8Gemms) -> nn.Linear:
-    if not _fits(linear, numbers):
+def _linear(linear: nn.Linear, gemms: Float8Gemms) -> nn.Linear:
+    if not _fits(linear, gemms):
         return linear
     if isinstance(linear, CustomGemmModule):
-        linear.numbers = numbers
+        linear.gemms = gemms
         return linear
-    return Float8Linear(linear, numbers)
+    return Float8Linear(linear, gemms)
 
 
-def _fan(fan: MultiLinear, numbers: Float8Gemms) -> None:
+def _multi_linear(multi_linear: MultiLinear, gemms: Float8Gemms) -> None:
     """Products of one input; those cut by hand are made together, so that all of them fit or none is changed."""
-    if isinstance(fan, CustomGemmModule):
-        if all(_fits(linear, numbers) for linear in fan.children()):
-            fan.numbers = numbers
+    if isinstance(multi_linear, CustomGemmModule):
+        if all(_fits(linear, gemms) for linear in multi_linear.children()):
+            multi_linear.gemms = gemms
         return
-    for name, linear in fan.named_children():
+    for name, linear in multi_linear.named_children():
         assert isinstance(linear, nn.Linear)
-        setattr(fan, name, _linear(linear, numbers))
+        setattr(multi_linear, name, _linear(linear, gemms))
 
 
-def _head(head: Head, numbers: Float8Gemms) -> Head:
-    if not _fits(head.linear, numbers):
+def _head(head: Head, gemms: Float8Gemms) -> Head:
+    if not _fits(head.linear, gemms):
         return head
     if isinstance(head, ChunkedHead):
         return Float8Head(head)
-    head.linear = _linear(head.linear, numbers)
+    head.linear = _linear(head.linear, gemms)
     return head

@@ -1,9 +1,9 @@
 """The three products of a linear layer in fp8: operands rounded to eight bits, scaled so that their largest entry is the
 format's largest; sums and results stay as wide as they were. Why by hand: docs/decisions/0009-fp8.md.
 
-One scale serves a whole tensor (`tensor`), a row of what is summed over (`row`), or 128 numbers of such a row and 128 × 128 of
-a weight (`block`). Scales come from the numbers at hand, none is remembered from step to step. On a CPU the rounded operands
-are multiplied as wide numbers: what a GPU computes, but for the order of its sums.
+One scale serves a whole tensor (`tensor`), a row of what is summed over (`row`), or 128 gemms of such a row and 128 × 128 of
+a weight (`block`). Scales come from the gemms at hand, none is remembered from step to step. On a CPU the rounded operands
+are multiplied as wide gemms: what a GPU computes, but for the order of its sums.
 """
 
 from __future__ import annotations
@@ -90,14 +90,14 @@ class _Float8Gemm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        numbers = Float8Gemms(ctx.scaling)
-        return numbers.to_input(grad, weight), numbers.to_weight(grad, x), None
+        gemms = Float8Gemms(ctx.scaling)
+        return gemms.to_input(grad, weight), gemms.to_weight(grad, x), None
 
 
 class CustomGemmModule:
-    """A module that multiplies by hand, and takes from outside in which numbers."""
+    """A module that multiplies by hand, and takes from outside in which gemms."""
 
-    numbers: PlainGemms = PlainGemms()
+    gemms: PlainGemms = PlainGemms()
 
 
 class GemmOperand(NamedTuple):

@@ -12,7 +12,7 @@ from ultrascale.parallel import comm, context
 from ultrascale.parallel.comm import Axis
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.parallel.pipeline import Batch
-from ultrascale.parallel.ranges import named
+from ultrascale.parallel.ranges import profile_range
 from ultrascale.specs.errors import RunError
 from ultrascale.specs.job import Job
 from ultrascale.specs.training import Training
@@ -97,9 +97,9 @@ class Engine:
         weight = self.scale.value * self.mesh.data.size / self.tokens
         if self.balance is not None:
             self.balance.aim(weight)
-        with named("forward and backward"):
+        with profile_range("forward and backward"):
             loss = self.pipeline.step(self._batch, weight)
-        with named("gradients"):
+        with profile_range("gradients"):
             self._complete_gradients()
         return loss
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ultrascale.cost import flops
-from ultrascale.parallel.ranges import named
+from ultrascale.parallel.ranges import profile_range
 from ultrascale.specs.measurement import MeasuredMemory
 from ultrascale.specs.units import GIB
 from ultrascale.train import checkpoint, heap
@@ -142,7 +142,7 @@ class Loop:
         engine.mesh.clock.take()
         start = time.perf_counter()
         self.at(number + 1, "reading")
-        with named("reading"):
+        with profile_range("reading"):
             batch = engine.read(number)
         read = time.perf_counter()
         self.at(number + 1, "forward and backward")
@@ -151,7 +151,7 @@ class Loop:
         waits = engine.mesh.clock.take()
         stalled = self.checkpoints.wait_for_copy() if self.checkpoints is not None else 0.0
         self.at(number + 1, "update")
-        with named("optimizer"):
+        with profile_range("optimizer"):
             result = self._update(number, loss)
         end = time.perf_counter()
         self._stalled += stalled

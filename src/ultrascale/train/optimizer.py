@@ -42,7 +42,7 @@ class Weight:
 
     @property
     def gradient(self) -> torch.Tensor:
-        return self.owner.of(self.parameter)
+        return self.owner.grad_for(self.parameter)
 
     @property
     def is_split(self) -> bool:

@@ -58,7 +58,7 @@ class _FirstPass(_CachingTorchDispatchMode):  # type: ignore[no-untyped-call]
     region: RecomputeRegion
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.region.making or func not in _SAVED:
+        if self.region.computing or func not in _SAVED:
             return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
@@ -83,7 +83,7 @@ def apply(model: Transformer, policy: Recompute, compiled: bool = False) -> None
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         by_hand = isinstance(block.attention.out, RowParallelLinear)
         if by_hand and isinstance(last := _last(block.mlp), RowParallelLinear):
-            last.result = "unasked" if isinstance(block.mlp, MLP) else "again"
+            last.result = "unused" if isinstance(block.mlp, MLP) else "recomputed"
         if policy == "selective":
             selects = partial(_contexts, _tells(block, compiled), isinstance(block.mlp, MixtureOfExperts))
             options["context_fn"] = partial(_with_results, selects) if by_hand else selects
@@ -130,8 +130,8 @@ def _contexts(tells: Tells | None, experts: bool) -> Any:
 
 def _with_results(selects: Callable[[], Any] | None) -> Any:
     """The same of layers whose products stand with their exchanges, and which keep or leave out both together."""
-    region = RecomputeRegion(keeps=selects is not None)
-    passes = [region.a_pass(again) for again in (False, True)]
+    region = RecomputeRegion(saves=selects is not None)
+    passes = [region.run_pass(again) for again in (False, True)]
     if selects is None:
         return passes
     first, again = selects()
