@@ -36,7 +36,7 @@ class ZeroGradient(GradientReducer):
     def before_backward(self, last: bool, split: bool) -> None:
         pass
 
-    def of(self, parameter: nn.Parameter) -> Tensor:
+    def grad_for(self, parameter: nn.Parameter) -> Tensor:
         return self.zero
 
 
@@ -105,10 +105,10 @@ class RouterBalance:
         self.biases = {weight.shard.name: weight for weight in weights if isinstance(weight.owner, ZeroGradient)}
         self.pull = torch.zeros((), device=mesh.device)
         for router in routers.values():
-            router.count(mesh.device)
+            router.enable_stats(mesh.device)
             router.capacity_factor = training.capacity_factor
-            router.pull = self.pull if training.balance_loss else None
-            router.over_sequence = (lambda counts: comm.all_reduce(counts, mesh.cp)) if mesh.cp.size > 1 else None
+            router.balance_grad = self.pull if training.balance_loss else None
+            router.sum_over_sequence = (lambda counts: comm.all_reduce(counts, mesh.cp)) if mesh.cp.size > 1 else None
 
     def aim(self, weight: float) -> None:
         """Before a step's first forward. `weight`: what the gradients of one token's loss are multiplied by."""
@@ -121,7 +121,7 @@ class RouterBalance:
         moe, layers = self.moe, self.job.model.moe_layers
         table = torch.zeros(layers, moe.experts + 2, device=self.mesh.device)
         for layer, router in self.routers.items():
-            seen = router.take()
+            seen = router.pop_stats()
             if self.mesh.tp.rank == 0:
                 table[layer - moe.dense_layers] = seen
         sequences = self.mesh.layout.dp * self.mesh.layout.mbs * self.mesh.layout.gas
