@@ -19,7 +19,7 @@ from ultrascale.specs.training import Training
 from ultrascale.train import attention, gate_autotune
 from ultrascale.train.balance import RouterBalance, RouterLoads
 from ultrascale.train.build import build
-from ultrascale.train.cuda_graphs import CUDAGraphPool, recorded
+from ultrascale.train.cuda_graphs import CUDAGraphPool, graphed
 from ultrascale.train.data import Batches, rows_of
 from ultrascale.train.lr import learning_rate
 from ultrascale.train.optimizer import LossScale, Optimizer, Weight
@@ -71,7 +71,7 @@ class Engine:
         """set on a rank that received a stop signal; the result of the next step has `stop` on every rank"""
         self._stop = torch.zeros(())
         self._batch: Batch | None = None
-        self._passes = recorded(self._forward_and_backward, self.tape, before=self._clear_gradients)
+        self._passes = graphed(self._forward_and_backward, self.tape, before=self._clear_gradients)
         self._tied = [weight for weight in self.weights if job.model.tied_embeddings and _is_tied(weight)]
 
     def step(self, number: int) -> StepResult:
@@ -88,7 +88,7 @@ class Engine:
             self.tape.launched(time.perf_counter() - began)
         self._batch = None
         if self.balance is not None:
-            self._loads = self.balance.take()
+            self._loads = self.balance.pop_loads()
         return self._mean_loss(loss)
 
     def _forward_and_backward(self) -> torch.Tensor:
@@ -96,7 +96,7 @@ class Engine:
         # Data ranks average their gradients: with this weight, the average is the gradient of the mean over all tokens.
         weight = self.scale.value * self.mesh.data.size / self.tokens
         if self.balance is not None:
-            self.balance.aim(weight)
+            self.balance.set_loss_weight(weight)
         with profile_range("forward and backward"):
             loss = self.pipeline.step(self._batch, weight)
         with profile_range("gradients"):
@@ -127,7 +127,7 @@ class Engine:
             factor *= min(1.0, self.training.clip / (result.grad_norm + 1e-6))
         self.optimizer.step(rate, factor)
         if self.balance is not None and self._loads is not None:
-            self.balance.steer(self._loads)
+            self.balance.update_biases(self._loads)
         self.scale.update(overflow=False)
         return result
 
@@ -142,7 +142,7 @@ class Engine:
         """This rank's part of the batch of step `number`, or of batch `number` of the held-out text."""
         found = self._host_rows(number, held_out=True) if held_out else self._prefetcher.take(number)
         if self.tape is not None and not held_out:
-            microbatches = self.tape.hold(found)
+            microbatches = self.tape.copy_rows(found)
         else:
             microbatches = [tuple(part.to(self.mesh.device, non_blocking=True) for part in parts) for parts in found]
         documents = (lambda k: microbatches[k][2]) if self.training.document_mask else None

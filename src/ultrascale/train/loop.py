@@ -95,7 +95,7 @@ class Loop:
         accounted = min(start + 1, training.steps - 1)
         slowed = StepStats()  # of the step slowed by memory tracking: its times are discarded
         for number in range(start, training.steps):
-            self.engine.asked_to_stop = self.signals.asked is not None
+            self.engine.asked_to_stop = self.signals.received is not None
             if number == accounted:
                 self.watch.memory, result = self.observer.account(partial(self._step, number, slowed))
             else:
@@ -104,7 +104,7 @@ class Loop:
             self._after(result, slowed if number == accounted else self.watch)
             self.observer.stepped()
             if result.stop:
-                self.stopped = self.signals.asked or "another rank's signal"
+                self.stopped = self.signals.received or "another rank's signal"
                 break
         if not self.watch.step_s:  # the run has only one step
             self.watch = replace(slowed, memory=self.watch.memory)

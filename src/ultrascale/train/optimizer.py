@@ -21,7 +21,7 @@ from ultrascale.parallel.shards import Shard
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
 from ultrascale.specs.training import Training
-from ultrascale.train.cuda_graphs import CUDAGraphPool, recorded
+from ultrascale.train.cuda_graphs import CUDAGraphPool, graphed
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Optimizer:
         training: Training,
         mesh: Mesh,
         fused: bool = False,
-        tape: CUDAGraphPool | None = None,
+        graphs: CUDAGraphPool | None = None,
     ) -> None:
         self.weights, self.training, self.mesh = list(weights), training, mesh
         self.inner = None if fused else _inner(self.weights, job, training)
@@ -90,10 +90,10 @@ class Optimizer:
         self.moments = MOMENTS[job.optimizer]
         self.state: MutableMapping[torch.Tensor, dict[str, Any]] = defaultdict(dict) if self.inner is None else self.inner.state
         self.updates = 0
-        self.norm = recorded(self._norm, tape)
+        self.norm = graphed(self._norm, graphs)
         self._step_inputs = torch.zeros(4, device=mesh.device)
         """inputs of the fused kernel that change in each step"""
-        self._fused_step = recorded(self._launch_fused_step, tape)
+        self._fused_step = graphed(self._launch_fused_step, graphs)
 
     def _norm(self) -> torch.Tensor:
         """The norm of the whole gradient, the same value on every rank of every layout."""
