@@ -116,7 +116,7 @@ class RouterBalance:
         share = self.training.balance_loss / (self.job.model.moe_layers * self.mesh.tp.size)
         self.balance_grad.fill_(share * weight * self.job.seq)
 
-    def pop_loads(self) -> RouterLoads:
+    def take(self) -> RouterLoads:
         """The loads of a step, the same on every rank; called after its last backward."""
         moe, layers = self.moe, self.job.model.moe_layers
         table = torch.zeros(layers, moe.experts + 2, device=self.mesh.device)

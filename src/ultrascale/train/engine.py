@@ -88,7 +88,7 @@ class Engine:
             self.tape.launched(time.perf_counter() - began)
         self._batch = None
         if self.balance is not None:
-            self._loads = self.balance.pop_loads()
+            self._loads = self.balance.take()
         return self._mean_loss(loss)
 
     def _forward_and_backward(self) -> torch.Tensor:

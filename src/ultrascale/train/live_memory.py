@@ -157,9 +157,7 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
     if hasattr(tensor, "__tensor_flatten__"):
         parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         yield from _tensors([part for part in parts if isinstance(part, Tensor)])  # a DTensor's mesh is a part too
-    elif (
-        isinstance(tensor, FakeTensor) or tensor.device.type != "meta"
-    ):  # a fake tensor's `.device` costs as much as an operator
+    elif isinstance(tensor, FakeTensor) or tensor.device.type != "meta":  # a fake tensor's device costs as much as an operator
         yield tensor
 
 
