@@ -215,8 +215,8 @@ def test_parts_that_a_worker_had_made_are_not_made_again(texts: Path, tmp_path: 
     assert len(list((tmp_path / "out.partial").glob("part-*.ends"))) == 1
     monkeypatch.undo()
     given: list[int] = []
-    give = worker_pool.WorkerPool.give
-    monkeypatch.setattr(worker_pool.WorkerPool, "give", lambda self, task: (given.append(task.number), give(self, task)))
+    submit = worker_pool.WorkerPool.submit
+    monkeypatch.setattr(worker_pool.WorkerPool, "submit", lambda self, task: (given.append(task.number), submit(self, task)))
     tokenize(texts, tmp_path / "out", workers=1, part_bytes=SMALL)
     assert given == list(range(1, len(given) + 1))
 
@@ -278,7 +278,7 @@ def test_a_worker_that_dies_ends_the_job_and_loses_nothing(
     def killed(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(worker_pool, "_do", killed)
+    monkeypatch.setattr(worker_pool, "_tokenize_part", killed)
     with pytest.raises(RunError, match=r"a worker of the tokenizer ended without a word \(exit code -9"):
         tokenize(texts, tmp_path / "out")
     monkeypatch.undo()

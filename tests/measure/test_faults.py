@@ -57,7 +57,7 @@ def no_tensor_all_reduce(patch: Patch) -> None:
         if "1" in model.blocks:
             model.blocks["1"].attention.out.axis = ALONE
 
-    wrapped(patch, tensor, "_exchange", around)
+    wrapped(patch, tensor, "_replace_modules", around)
 
 
 def loss_scaled_by_cp(patch: Patch) -> None:
@@ -120,7 +120,7 @@ def bucket_not_reduced(patch: Patch) -> None:
 
 
 def ties_not_summed(patch: Patch) -> None:
-    patch.setattr(Engine, "_tie", lambda self: None)
+    patch.setattr(Engine, "_sum_tied_gradients", lambda self: None)
 
 
 def combined_in_wrong_order(patch: Patch) -> None:
@@ -157,7 +157,7 @@ def gradients_of_another_microbatch(patch: Patch) -> None:
 
     from ultrascale.parallel import pipeline
 
-    wrapped(patch, pipeline._StageMailbox, "give", around)
+    wrapped(patch, pipeline._StageMailbox, "send", around)
 
 
 def replicas_read_the_same(patch: Patch) -> None:

@@ -205,9 +205,9 @@ def test_under_torchrun(tmp_path: Path) -> None:
 
 
 def test_nothing_is_named_unless_somebody_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ranges.named("forward stage", 0) is ranges.exchange("tp", "wait"), "the same nothing"
+    assert ranges.profile_range("forward stage", 0) is ranges.comm_range("tp", "wait"), "the same nothing"
     monkeypatch.setattr(profiler, "_is_profiler_enabled", True)
-    named = ranges.exchange("tp", "wait")
+    named = ranges.comm_range("tp", "wait")
     assert isinstance(named, profiler.record_function)
     assert named.name == "tensor wait"
 
@@ -215,7 +215,7 @@ def test_nothing_is_named_unless_somebody_records(monkeypatch: pytest.MonkeyPatc
 def test_names_break_no_compiled_graph() -> None:
     @torch.compile(backend="eager", fullgraph=True)
     def doubled(x: torch.Tensor) -> torch.Tensor:
-        with ranges.named("forward stage", 0):
+        with ranges.profile_range("forward stage", 0):
             return x * 2
 
     one = torch.ones(2)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ultrascale.model.grouped import grouped_product, has_kernel, why_not
+from ultrascale.model.grouped import grouped_gemm, has_kernel, why_not
 from ultrascale.model.init import initialize
 from ultrascale.model.moe import LocalDispatcher, MixtureOfExperts
 from ultrascale.model.permute import ExpertPermutation
-from ultrascale.model.route import _Wide
+from ultrascale.model.route import _BF16GemmToFP32
 from ultrascale.model.transformer import MLP, Transformer
 from ultrascale.specs.model import Model, MoE
 
@@ -32,7 +32,7 @@ def layer(**moe: Any) -> MixtureOfExperts:
         if mlp.router.bias is not None:
             mlp.router.bias.copy_(torch.tensor([0.9, -0.9, 0.5, 0.0, -0.5, 0.1]))
     mlp.double()
-    mlp.router.count(torch.device("cpu"))
+    mlp.router.enable_stats(torch.device("cpu"))
     return mlp
 
 
@@ -100,8 +100,8 @@ def test_a_group_without_rows_gets_no_gradient() -> None:
     weight = torch.randn(3, 4, 5, dtype=torch.float64, requires_grad=True)
     x = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
     counts = torch.tensor([2, 0, 4])
-    assert torch.autograd.gradcheck(lambda x, weight: grouped_product(x, weight, counts), (x, weight))
-    grouped_product(x, weight, counts).sum().backward()
+    assert torch.autograd.gradcheck(lambda x, weight: grouped_gemm(x, weight, counts), (x, weight))
+    grouped_gemm(x, weight, counts).sum().backward()
     assert weight.grad is not None
     assert not weight.grad[1].any()
     assert weight.grad[0].any()
@@ -128,16 +128,16 @@ def balance_of(mlp: MixtureOfExperts, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("router", ["softmax", "sigmoid"])
 def test_the_balance_loss_is_reported_and_pulls(router: str) -> None:
     mlp, x = layer(router=router), tokens()
-    mlp.router.pull = torch.tensor(0.3)
+    mlp.router.balance_grad = torch.tensor(0.3)
     mlp(x).sum().backward()
     assert mlp.router.weight.grad is not None
     pulled = mlp.router.weight.grad.clone()
-    seen = mlp.router.take()
+    seen = mlp.router.pop_stats()
     wanted = balance_of(mlp, x)
     assert seen[-2].item() == pytest.approx(wanted.item(), rel=1e-6)
     assert seen[:-2].sum() == 3 * 7 * 2
     mlp.zero_grad()
-    mlp.router.pull = None
+    mlp.router.balance_grad = None
     (mlp(x).sum() + 0.3 * wanted).backward()
     torch.testing.assert_close(pulled, mlp.router.weight.grad, rtol=1e-6, atol=1e-9)
 
@@ -145,17 +145,17 @@ def test_the_balance_loss_is_reported_and_pulls(router: str) -> None:
 def test_even_choices_have_a_balance_loss_of_one() -> None:
     mlp = layer(top_k=6)  # everybody is chosen
     mlp(tokens()).sum().backward()
-    assert mlp.router.take()[-2].item() == pytest.approx(3.0)  # three sequences
+    assert mlp.router.pop_stats()[-2].item() == pytest.approx(3.0)  # three sequences
 
 
 def test_recomputed_forwards_and_evaluations_are_not_counted() -> None:
     mlp, x = layer(), tokens()
     with torch.no_grad():
         mlp(x)
-    assert not mlp.router.take().any()
+    assert not mlp.router.pop_stats().any()
     torch.utils.checkpoint.checkpoint(mlp, x.requires_grad_(), use_reentrant=False).sum().backward()
-    assert mlp.router.take()[:-2].sum() == 3 * 7 * 2
-    assert not mlp.router.take().any()
+    assert mlp.router.pop_stats()[:-2].sum() == 3 * 7 * 2
+    assert not mlp.router.pop_stats().any()
 
 
 def test_a_full_expert_drops_the_later_tokens() -> None:
@@ -169,7 +169,7 @@ def test_a_full_expert_drops_the_later_tokens() -> None:
         assert kept == [expert not in experts[:place] for place, expert in enumerate(experts)]
     out = mlp(x)
     out.sum().backward()
-    assert mlp.router.take()[-1] == (~routes.kept).sum() > 0
+    assert mlp.router.pop_stats()[-1] == (~routes.kept).sum() > 0
     gone = ~routes.kept.any(-1)
     assert gone.any()
     assert not out[gone].any()
@@ -187,11 +187,11 @@ def test_a_dropped_choice_moves_no_token() -> None:
     assert 0 < kept.sum() < 10
     tokens = torch.randn(5, 4, dtype=torch.float64, generator=generator, requires_grad=True)
     weights = torch.rand(5, 2, dtype=torch.float64, generator=generator, requires_grad=True)
-    order = ExpertPermutation.of(experts, kept, 3)
+    order = ExpertPermutation.sort(experts, kept, 3)
     names = experts.flatten()[order.sorted].tolist()
     assert names == sorted(names)
     assert len(names) == kept.sum()
-    found = order.collect(order.spread(tokens) * 3, weights)
+    found = order.unpermute(order.permute(tokens) * 3, weights)
     wanted = 3 * tokens * (weights * kept).sum(1, keepdim=True)
     torch.testing.assert_close(found, wanted)
     gradients = [torch.autograd.grad(out.sin().sum(), (tokens, weights)) for out in (found, wanted)]
@@ -201,7 +201,7 @@ def test_a_dropped_choice_moves_no_token() -> None:
 def test_bf16_tokens_are_scored_in_fp32_without_a_copy_in_fp32() -> None:
     x = torch.randn(40, 16, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
     weight = torch.randn(6, 16, generator=torch.Generator().manual_seed(2)).bfloat16().requires_grad_()
-    found, wanted = _Wide.apply(x, weight), x.float() @ weight.float().t()  # type: ignore[no-untyped-call]
+    found, wanted = _BF16GemmToFP32.apply(x, weight), x.float() @ weight.float().t()  # type: ignore[no-untyped-call]
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, wanted)
     for mine, plain in zip(*(torch.autograd.grad(out.sin().sum(), (x, weight)) for out in (found, wanted)), strict=True):
@@ -212,7 +212,7 @@ def test_gradients_of_scores_are_not_rounded_to_bf16() -> None:
     """(1 + 2⁻⁹) · 1 − 1 · 1: bf16 cannot tell the two factors apart."""
     x = torch.tensor([[1.0], [-1.0]]).bfloat16()
     weight = torch.ones(1, 1).bfloat16().requires_grad_()
-    (gradient,) = torch.autograd.grad(_Wide.apply(x, weight), weight, torch.tensor([[1 + 2**-9], [1.0]]))  # type: ignore[no-untyped-call]
+    (gradient,) = torch.autograd.grad(_BF16GemmToFP32.apply(x, weight), weight, torch.tensor([[1 + 2**-9], [1.0]]))  # type: ignore[no-untyped-call]
     assert gradient.item() == 2**-9
 
 
@@ -221,7 +221,7 @@ def test_half_precision_routes_in_single() -> None:
     out = mlp(tokens().bfloat16())
     assert out.dtype == torch.bfloat16
     out.sum().backward()
-    assert mlp.router.take().dtype == torch.float32
+    assert mlp.router.pop_stats().dtype == torch.float32
 
 
 def test_the_capacity_rounds_down() -> None:
@@ -235,13 +235,13 @@ class Watched(LocalDispatcher):
         self.heard = heard
         heard.append("leave")
 
-    def meet(self, experts: nn.Module) -> None:
+    def run_experts(self, experts: nn.Module) -> None:
         self.heard.append("meet")
-        super().meet(experts)
+        super().run_experts(experts)
 
-    def return_(self) -> Tensor:
+    def combine(self) -> Tensor:
         self.heard.append("return")
-        return super().return_()
+        return super().combine()
 
 
 def test_shared_experts_compute_while_tokens_travel() -> None:

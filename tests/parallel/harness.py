@@ -114,7 +114,7 @@ class Piece:
     gradient: torch.Tensor
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        part = self.shard.of(whole)
+        part = self.shard.model_parallel_part(whole)
         if self.chunk is None:
             return part
         number, count = self.chunk

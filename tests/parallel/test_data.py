@@ -199,7 +199,7 @@ def test_small_gradients_survive_beside_large_ones_in_eight_bits() -> None:
 
 
 def test_a_gradient_that_is_not_finite_survives_eight_bits() -> None:
-    codes, scales = data._quantised(torch.tensor([[1.0, float("nan")], [1.0, float("inf")], [0.0, 0.0]]))
+    codes, scales = data._quantize(torch.tensor([[1.0, float("nan")], [1.0, float("inf")], [0.0, 0.0]]))
     back = codes.float() * scales
     assert not bool(torch.isfinite(back[:2]).any())
     assert torch.equal(back[2], torch.zeros(2))
@@ -233,8 +233,8 @@ def test_a_parameter_that_nothing_reached_has_a_gradient_of_zero() -> None:
             used(torch.ones(1, 2)).sum().backward()
             gradients.after_backward(last, split=False)
         gradients.finish()
-        assert torch.equal(gradients.of(used.weight), torch.full((2, 2), 2.0)), step
-        assert torch.equal(gradients.of(unused.weight), torch.zeros(2, 2)), step
+        assert torch.equal(gradients.grad_for(used.weight), torch.full((2, 2), 2.0)), step
+        assert torch.equal(gradients.grad_for(unused.weight), torch.zeros(2, 2)), step
 
 
 @pytest.mark.parametrize("family", ["llama", "tied"])

@@ -350,7 +350,7 @@ def order_of_events(rank: int, nproc: int, store: str, overlap: ExpertOverlap) -
         module.register_full_backward_hook(lambda *_, name=name: heard.append(name))
     x = torch.randn(2, 8, model.hidden, requires_grad=True)
     patched = mock.patch.object(token_dispatch, "Journey", Loud)
-    with patched, told("experts", grouped._products), told("their weights", grouped._weight_gradient):
+    with patched, told("experts", grouped._gemms), told("their weights", grouped._weight_gradient):
         out = layer(x)
         forward = list(heard)
         heard.clear()

@@ -118,7 +118,7 @@ def test_a_scale_is_that_of_the_numbers_that_compute(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("ultrascale.parallel.float8_gather._local", lambda weight: weight.data)
     weight = torch.nn.Parameter(torch.tensor([[449.0, -1.0], [3.0, 0.3]]))
     scales = Float8GatherScales([[weight]], ALONE, torch.bfloat16, torch.device("cpu"))
-    scales.agree()
+    scales.update()
     assert float(scales.scales) == float(quantise(weight.data.bfloat16(), "tensor", NARROW).scale) == 1.0
 
 

@@ -136,7 +136,7 @@ def leaving(rank: int, nproc: int, store: str, way: str) -> None:
 def test_of_failures_that_come_together_the_cause_is_told() -> None:
     pairs = [multiprocessing.Pipe(duplex=False) for _ in range(3)]
     for rank, text in enumerate(("[1.2.3.4]:5: Connection closed by peer", "the cause", "rank 2 lost a peer")):
-        local._ResultPipe(rank, pairs[rank][1]).say(False, local._Failure(rank, text))
+        local._ResultPipe(rank, pairs[rank][1]).send(False, local._Failure(rank, text))
     ranks = local._Ranks([pair[0] for pair in pairs], [], None, None, lambda rank: "")
     with pytest.raises(RankError, match="rank 1 failed:\nthe cause"):
         local._collect(ranks, timeout_s=10, last_s=None)
@@ -238,10 +238,10 @@ def until_asked(rank: int, nproc: int, store: str, number: signal.Signals) -> tu
         if rank == nproc - 1:  # all are there by now, and the parent waits
             time.sleep(1)
             os.kill(os.getppid(), number)
-        while stop.asked is None:
+        while stop.received is None:
             time.sleep(0.02)
         time.sleep(0.3)  # saving
-        return rank, stop.asked
+        return rank, stop.received
 
 
 def test_a_second_wish_ends_all_at_once() -> None:

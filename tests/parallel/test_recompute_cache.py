@@ -68,7 +68,7 @@ def test_a_result_is_made_once(keeps: bool, asked: bool, times: int) -> None:
     region, x, made = RecomputeRegion(keeps), torch.ones(3, requires_grad=True), list[str]()
 
     def passes() -> list[Any]:
-        return [region.a_pass(again) for again in (False, True)]
+        return [region.run_pass(again) for again in (False, True)]
 
     def work(x: torch.Tensor) -> torch.Tensor:
         doubled = Doubled.apply(x.sin(), made, asked)  # type: ignore[no-untyped-call]
@@ -83,9 +83,9 @@ def test_a_result_is_made_once(keeps: bool, asked: bool, times: int) -> None:
 
 
 def test_what_nobody_should_ask_for_has_no_number_in_it() -> None:
-    region = RecomputeRegion(keeps=True)
+    region = RecomputeRegion(saves=True)
     for again in (False, True):
-        with region.a_pass(again):
+        with region.run_pass(again):
             (found,) = cache_across_recompute(lambda: (torch.ones(2, 3),), needed_in_backward=False)
     assert found.shape == (2, 3)
     assert found.isnan().all()

@@ -97,8 +97,8 @@ def counting(capacity_factor: float | None = None) -> Transformer:
     model = Transformer(EXPERTS)
     initialize(model, 0, EXPERTS)
     for router in model.routers().values():
-        router.count(torch.device("cpu"))
-        router.pull = torch.tensor(0.5)
+        router.enable_stats(torch.device("cpu"))
+        router.balance_grad = torch.tensor(0.5)
         router.capacity_factor = capacity_factor
     return model.bfloat16()
 
@@ -115,7 +115,11 @@ def trained(model: Transformer, kept: list[Tensor] | None = None) -> tuple[Tenso
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         loss = model(tokens, torch.arange(32), tokens.flip(-1))
     loss.backward()
-    return loss.detach(), [parameter.grad for parameter in model.parameters()], [r.take() for r in model.routers().values()]
+    return (
+        loss.detach(),
+        [parameter.grad for parameter in model.parameters()],
+        [r.pop_stats() for r in model.routers().values()],
+    )
 
 
 @pytest.mark.quick_cases(every=3)

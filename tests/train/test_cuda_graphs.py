@@ -17,7 +17,7 @@ import torch
 from parallel.harness import engine_of, job_of, training_of
 from ultrascale.specs.layout import Layout
 from ultrascale.train import cuda_graphs, kernels
-from ultrascale.train.cuda_graphs import AS_IT_IS, CUDAGraphPool, CUDAGraphRunner, why_not
+from ultrascale.train.cuda_graphs import EAGER_CALLS, CUDAGraphPool, CUDAGraphRunner, why_not
 from ultrascale.train.engine import Engine
 from ultrascale.train.kernels import Kernels
 
@@ -59,9 +59,9 @@ def test_the_memory_of_other_steps_is_given_back_before_the_recording_stream_ask
     done = list[str]()
     monkeypatch.setattr(cuda_graphs.torch.cuda, "empty_cache", lambda: done.append("given back"))
     work = CUDAGraphRunner(lambda: done.append("step"), CUDAGraphPool(torch.device("cpu"), "always"))
-    for _ in range(AS_IT_IS + 1):
+    for _ in range(EAGER_CALLS + 1):
         work()
-    assert done == [*AS_IT_IS * ["step"], "given back", "step"]
+    assert done == [*EAGER_CALLS * ["step"], "given back", "step"]
 
 
 def test_work_is_recorded_the_fifth_time_and_replayed_from_then_on(
@@ -71,7 +71,7 @@ def test_work_is_recorded_the_fifth_time_and_replayed_from_then_on(
     monkeypatch.setattr(Graph, "again", lambda _: replayed.append("again"))
     tape = CUDAGraphPool(torch.device("cpu"), "always")
     work = CUDAGraphRunner(lambda: calls.append(1), tape, before=lambda: calls.append(0))
-    for _ in range(AS_IT_IS + 3):
+    for _ in range(EAGER_CALLS + 3):
         work()
     assert calls == [1, 1, 1, 1, 0, 1]  # as it is, and once on the stream; what goes before a recording; the recording
     assert replayed == ["again", "again"]
@@ -109,7 +109,7 @@ def test_a_recording_that_fails_leaves_the_work_as_it_was(stand_in: list[Graph],
     monkeypatch.setattr(cuda_graphs.torch.cuda, "graph", refuse)
     tape = CUDAGraphPool(torch.device("cpu"), "always")
     first, second = CUDAGraphRunner(lambda: 7, tape), CUDAGraphRunner(lambda: 8, tape)
-    for _ in range(AS_IT_IS):
+    for _ in range(EAGER_CALLS):
         assert (first(), second()) == (7, 8)
     assert first() == 7
     with pytest.warns(UserWarning, match="launched kernel by kernel: operation not permitted when stream is capturing$"):
@@ -141,9 +141,9 @@ def test_what_is_not_the_same_in_every_step_is_not_recorded(
 
 def test_rows_of_a_step_lie_where_those_of_the_last_one_lay(stand_in: list[Graph]) -> None:
     tape = CUDAGraphPool(torch.device("cpu"), "auto")
-    first = tape.hold([(torch.tensor([1, 2]), torch.tensor([3]))])
+    first = tape.copy_rows([(torch.tensor([1, 2]), torch.tensor([3]))])
     addresses = [part.data_ptr() for part in first[0]]
-    second = tape.hold([(torch.tensor([4, 5]), torch.tensor([6]))])
+    second = tape.copy_rows([(torch.tensor([4, 5]), torch.tensor([6]))])
     assert [part.tolist() for part in second[0]] == [[4, 5], [6]]
     assert [part.data_ptr() for part in second[0]] == addresses
 
@@ -153,7 +153,7 @@ def test_an_engine_that_replays_trains_as_one_that_does_not(
     gas: int, stand_in: list[Graph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a recording holds on to is what a later step fills: rows, gradients, losses at their addresses."""
-    monkeypatch.setattr(CUDAGraphRunner, "_record", _record)
+    monkeypatch.setattr(CUDAGraphRunner, "_capture", _record)
 
     def engine(recorded: bool) -> Engine:
         monkeypatch.setattr(kernels, "choose", lambda *_: Kernels(as_made=gas == 1, recorded=recorded))
@@ -172,8 +172,8 @@ def _record(self: CUDAGraphRunner[Any]) -> None:
     """Records as a graph would: what is replayed reads the batch of the recording and fills what the recording made."""
     engine = getattr(self.work, "__self__", None)
     batch = getattr(engine, "_batch", None)
-    self.made = self.work()
-    graph, made = Graph(), self.made
+    self.output = self.work()
+    graph, made = Graph(), self.output
 
     def again() -> None:
         if isinstance(engine, Engine):
@@ -183,4 +183,4 @@ def _record(self: CUDAGraphRunner[Any]) -> None:
             made.copy_(fresh)
 
     graph.again = again  # type: ignore[method-assign]
-    self.graph, self.tape.used = graph, True  # type: ignore[assignment]
+    self.graph, self.graphs.used = graph, True  # type: ignore[assignment]

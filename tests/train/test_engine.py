@@ -190,7 +190,7 @@ def test_data_ranks_without_cp_would_be_seen(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_a_sum_that_is_left_out_would_be_seen(fields: dict[str, Any], family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms on slices of the sequence, repeated kv heads, tied ends: each is completed by one sum after backward."""
-    monkeypatch.setattr(engines, "_sum_together", lambda tensors, axis: None)
+    monkeypatch.setattr(engines, "_all_reduce_flat", lambda tensors, axis: None)
     assert _wrong(fields, family) > 1e-2
 
 

@@ -17,7 +17,7 @@ from ultrascale.specs.plan import Plan
 from ultrascale.specs.training import Training
 from ultrascale.specs.units import GIB
 from ultrascale.train.machine import cpu_cluster
-from ultrascale.train.memory_advice import MemoryAtFailure, held, is_out_of_memory, out_of_memory
+from ultrascale.train.memory_advice import MemoryAtFailure, current_memory, is_out_of_memory, out_of_memory
 from ultrascale.train.rates import CPURates, LinkRate
 from ultrascale.train.request import Overrides, Request, from_plan
 
@@ -144,7 +144,7 @@ def test_what_is_out_of_memory_and_what_is_not() -> None:
 
 
 def test_what_this_process_holds() -> None:
-    seen = held(torch.device("cpu"))
+    seen = current_memory(torch.device("cpu"))
     assert seen.resident is not None
     assert 1e7 < seen.resident < seen.total
     assert "resident in this process, of " in str(seen)

@@ -16,11 +16,11 @@ from ultrascale.train.stop import StopSignals
 @pytest.mark.parametrize("number", STOP, ids=lambda number: number.name)
 def test_the_first_signal_is_remembered_and_nothing_ends(number: signal.Signals) -> None:
     with StopSignals() as stop:
-        assert stop.asked is None
+        assert stop.received is None
         os.kill(os.getpid(), number)
-        assert stop.asked == number.name
+        assert stop.received == number.name
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.asked == number.name
+        assert stop.received == number.name
 
 
 def test_the_old_handlers_come_back() -> None:
@@ -30,7 +30,7 @@ def test_the_old_handlers_come_back() -> None:
         with StopSignals() as stop:
             os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert (stop.asked, heard) == ("SIGUSR1", [signal.SIGUSR1])
+        assert (stop.received, heard) == ("SIGUSR1", [signal.SIGUSR1])
     finally:
         signal.signal(signal.SIGUSR1, old)
 
@@ -41,7 +41,7 @@ def test_what_comes_at_once_is_the_same_wish_and_later_is_another(monkeypatch: p
     with StopSignals() as stop:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
-        assert stop.asked == "SIGINT"
+        assert stop.received == "SIGINT"
         time.sleep(0.4)
         os.kill(os.getpid(), signal.SIGTERM)  # a launcher may repeat itself while we save
         with pytest.raises(KeyboardInterrupt):

@@ -1,1 +1,1 @@
-"""Tokens: files of them, how texts become them, in which order they are read. numpy, never torch."""
+"""Training data: token files, tokenization, mixtures and sample order. numpy, never torch."""

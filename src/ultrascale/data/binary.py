@@ -1,18 +1,18 @@
-"""Our token files: a header of 64 bytes, the tokens, and where each document ends.
+"""The token file format: a header of 64 bytes, the tokens, and the end of each document.
 
-| bytes | holds |
+| bytes | content |
 |---|---|
 | 0–7 | `ultratok` |
 | 8–11 | version, 1 |
 | 12–15 | bytes of a token: 2 (uint16) or 4 (uint32) |
 | 16–23 | tokens |
 | 24–31 | documents |
-| 32–39 | vocabulary: no token is as large |
+| 32–39 | vocabulary: all tokens are smaller |
 | 40–43 | CRC-32 of the 40 bytes before |
 | 44–63 | zero |
 
-All numbers are little-endian. The tokens begin at byte 64; zeros fill up to a multiple of eight; the documents' ends follow, 64
-bits each: the number of tokens up to and including the document's last one.
+All integers are little-endian. The tokens begin at byte 64, padded with zeros to a multiple of eight; the ends of the documents
+follow, 64 bits each: the number of tokens up to and including the document's last one.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Header:
 
     @property
     def ends_at(self) -> int:
-        """The byte at which the documents' ends begin."""
+        """The byte offset of the document ends."""
         return HEADER_BYTES + self.tokens * self.dtype.itemsize + self.padding
 
     @property
@@ -85,17 +85,17 @@ def read_header(path: Path) -> Header:
     if width not in _TYPES:
         raise SpecError(f"{path} says {width} bytes a token but must say 2 or 4: tokenize it anew")
     header = Header(_TYPES[width], tokens, documents, vocab)
-    there = size_of(path)
-    if there != header.bytes:
+    size = size_of(path)
+    if size != header.bytes:
         raise SpecError(
-            f"{path} has {there:,} bytes but its header tells of {header.bytes:,} ({tokens:,} tokens, {documents:,} documents"
+            f"{path} has {size:,} bytes but its header tells of {header.bytes:,} ({tokens:,} tokens, {documents:,} documents"
             "): copy it again, or tokenize anew"
         )
     return header
 
 
 def read(path: Path) -> tuple[Header, npt.NDArray[Any], npt.NDArray[Any]]:
-    """The header, the tokens and the documents' ends, mapped into memory."""
+    """The header, the tokens and the document ends, memory-mapped."""
     header = read_header(path)
     if not header.tokens:
         raise SpecError(f"{path} holds no tokens: tokenize a text that is not empty")
@@ -106,9 +106,9 @@ def read(path: Path) -> tuple[Header, npt.NDArray[Any], npt.NDArray[Any]]:
 
 
 def write(path: Path, tokens: npt.ArrayLike, ends: npt.ArrayLike, vocab: int) -> None:
-    """A whole file from arrays that fit in memory; beside it first, then renamed."""
-    kept, closed = np.asarray(tokens).astype(smallest_type(vocab)), np.asarray(ends).astype(END)
-    header = Header(smallest_type(vocab), len(kept), len(closed), vocab)
-    beside = path.with_name(f".{path.name}.tmp")
-    beside.write_bytes(header.pack() + kept.tobytes() + bytes(header.padding) + closed.tobytes())
-    os.replace(beside, path)
+    """Writes a whole file from arrays in memory, atomically."""
+    token_array, end_array = np.asarray(tokens).astype(smallest_type(vocab)), np.asarray(ends).astype(END)
+    header = Header(smallest_type(vocab), len(token_array), len(end_array), vocab)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(header.pack() + token_array.tobytes() + bytes(header.padding) + end_array.tobytes())
+    os.replace(temporary, path)

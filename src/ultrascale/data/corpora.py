@@ -1,4 +1,4 @@
-"""Texts as windows of tokens: bytes, random tokens, token files, and several of them by weight."""
+"""Corpora, texts as windows of tokens: bytes, random tokens, token files, and weighted mixtures of them."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from ultrascale.specs.errors import SpecError
 Tokens = npt.NDArray[np.int64]
 
 BYTES = 256  # tokens of a byte-level vocabulary
-MOST_BYTES = 16 * 2**20  # of the standard library: 12 MB in Python 3.11 without its tests
-SYNTHETIC_WINDOWS = 2**40  # more than any run reads, few enough that indices stay exact everywhere
+MOST_BYTES = 16 * 2**20  # limit of the standard library: 12 MB in Python 3.11 without its tests
+SYNTHETIC_WINDOWS = 2**40  # more than any run reads, few enough that indices are exact everywhere
 
-# Installed packages differ between machines, tests are a third of the bytes, and the last two were written by the build.
+# Installed packages differ between machines, tests are a third of the bytes, and the last two are written by the build.
 _SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib-dynload"}
 _SKIPPED_STARTS = ("config-", "_sysconfigdata")
 
 
 class Corpus(Protocol):
-    """A text as windows of seq + 1 tokens; a window's last token is the next one's first, so that each is predicted once."""
+    """A text as windows of seq + 1 tokens; a window's last token is the next one's first: each token is predicted once."""
 
     def windows(self, seq: int) -> int:
-        """How many windows of that length there are."""
+        """The number of windows of that length."""
         ...
 
     def window(self, index: int, seq: int) -> Tokens:
@@ -40,12 +40,12 @@ class Corpus(Protocol):
         ...
 
     def documents(self, index: int, seq: int) -> Tokens:
-        """Of which document each of the window's first seq tokens is part; a document's last token is part of it."""
+        """The document index of each of the window's first seq tokens; a document includes its last token."""
         ...
 
 
 class ByteCorpus:
-    """Text whose bytes are its tokens; a zero byte ends a document."""
+    """A text with its bytes as tokens; a zero byte ends a document."""
 
     def __init__(self, text: npt.NDArray[np.uint8]) -> None:
         self.text = text
@@ -65,7 +65,7 @@ class ByteCorpus:
 
 
 class SyntheticCorpus:
-    """Uniform random tokens, each window a function of the seed and its index: nothing is kept, nothing can be learned."""
+    """Uniform random tokens, each window a function of the seed and its index: nothing is stored, nothing can be learned."""
 
     def __init__(self, vocab: int, seed: int) -> None:
         self.vocab = vocab
@@ -75,7 +75,7 @@ class SyntheticCorpus:
         return SYNTHETIC_WINDOWS
 
     def window(self, index: int, seq: int) -> Tokens:
-        # Philox counts in the first of its four words; the second gives each window a stream of its own.
+        # Philox counts in the first of its four words; the second selects a separate stream per window.
         counter = np.array([0, index, 0, 0], dtype=np.uint64)
         raw = np.random.Philox(key=self.seed, counter=counter).random_raw(seq + 1)
         return (raw % np.uint64(self.vocab)).astype(np.int64)
@@ -85,7 +85,7 @@ class SyntheticCorpus:
 
 
 class TokenFileCorpus:
-    """The tokens of a file. Each window's tokens are held to the vocabulary when it is read: files can be wrong."""
+    """The tokens of a file. Each window's tokens are checked against the vocabulary when it is read: files can be wrong."""
 
     def __init__(self, tokens: TokenSet, vocab: int) -> None:
         self.set, self.vocab = tokens, vocab
@@ -109,7 +109,7 @@ class TokenFileCorpus:
 
 @dataclass(frozen=True)
 class MixtureCorpus:
-    """Several texts and how much of each; `held_out` is what is evaluated on, if not each text's own end."""
+    """Several texts and their weights; `held_out`: the evaluation data, if it is not the end of each text."""
 
     parts: tuple[tuple[Corpus, Fraction], ...]
     held_out: MixtureCorpus | None = None
@@ -124,7 +124,7 @@ def _windows(tokens: npt.NDArray[Any], seq: int) -> int:
 
 
 def _documents(ends: npt.NDArray[Any], index: int, seq: int) -> Tokens:
-    """Counted within the window, by the ends that lie in it: no look at the other documents."""
+    """Document indices within a window, from the ends in it: other documents are not read."""
     first = index * seq
     low, high = (int(np.searchsorted(ends, ends.dtype.type(place), side="right")) for place in (first, first + seq - 1))
     inside = ends[low:high].astype(np.int64) - first
@@ -135,7 +135,7 @@ def _documents(ends: npt.NDArray[Any], index: int, seq: int) -> Tokens:
 
 @cache
 def standard_library() -> npt.NDArray[np.uint8]:
-    """Python's own library: every .py file by sorted path, a zero byte between two files. Read once, in some 50 ms."""
+    """Python's standard library: every .py file by sorted path, each followed by a zero byte. Read once, in about 50 ms."""
     text = bytearray()
     for path in library_sources():
         text += path.read_bytes() + b"\0"

@@ -1,9 +1,9 @@
-"""A digest of everything that a run trains on: every token, document ends under a document mask, tokenizer, mixture weights.
+"""A digest of all training data: every token, document ends under a document mask, tokenizer, mixture weights.
 
-Tokens are hashed as they are on the disk, whatever was recorded beside them, with BLAKE2b in pieces of 64 MiB, at some 1 GB/s
-a thread. A set of 256 MiB or more is hashed once by a run; later resumes of that run take it from `data_digests.json` in the
-run's folder as long as its files keep their path, inode, size and time of modification. Paths are not part of a digest, nor
-is the seed, which is compared by itself.
+The tokens on the disk are hashed, independent of any stored metadata, with BLAKE2b in pieces of 64 MiB, at about 1 GB/s per
+thread. A set of 256 MiB or more is hashed once per run; later resumes read it from `data_digests.json` in the run's folder as
+long as path, inode, size and modification time of its files are unchanged. Paths are not part of a digest, nor is the seed,
+which is compared separately.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from ultrascale.specs.training import Training
 
 CACHE = "data_digests.json"
 PIECE_BYTES = 64 * 2**20
-CACHED_BYTES = 256 * 2**20  # a quarter of a second to hash: below that nothing is looked up
+CACHED_BYTES = 256 * 2**20  # a quarter of a second to hash: smaller sets are not cached
 Report = Callable[[int, int], None]
-"""called with the bytes hashed so far, and all of them"""
+"""called with the bytes hashed so far and the total"""
 
 
 def data_digest(training: Training, vocab: int, run: Path | None = None, threads: int = 1, report: Report | None = None) -> str:
-    """The digest of a run's training data. `run`: the folder with digests that this run has computed before."""
+    """The digest of a run's training data. `run`: the folder with the digests that this run has cached."""
     found = mixture.corpus(training, vocab)
     parts = found.parts if isinstance(found, MixtureCorpus) else ((found, Fraction(1)),)
     whole = sum((weight for _, weight in parts), Fraction(0))
     hashing = _Hashing(run, threads, report, sum(_bytes(text, training.document_mask) for text, _ in parts))
-    together = [
-        f"{weight / whole} {hashing.text(text, training.document_mask)}"  # 0.7 and 0.3 are the mixture of 7 and 3
+    lines = [
+        f"{weight / whole} {hashing.text(text, training.document_mask)}"  # 0.7 and 0.3 are the same mixture as 7 and 3
         for text, weight in parts
     ]
-    return blake2b("\n".join([f"vocab {vocab}", *together]).encode(), digest_size=16).hexdigest()
+    return blake2b("\n".join([f"vocab {vocab}", *lines]).encode(), digest_size=16).hexdigest()
 
 
 class _Hashing:
@@ -63,7 +63,7 @@ class _Hashing:
         if key is None or key not in known:
             known[key or ""] = self._set(text.set, with_ends)
             if key is not None and self._run is not None and self._run.is_dir():
-                with suppress(SpecError):  # a folder that cannot be written: the next resume hashes again
+                with suppress(SpecError):  # the folder is not writable: the next resume hashes again
                     write_text(self._run / CACHE, json.dumps(known, indent=1) + "\n")
         return known[key or ""]
 
@@ -77,16 +77,16 @@ class _Hashing:
     def _array(self, array: npt.NDArray[Any]) -> str:
         data = np.ascontiguousarray(array).view(np.uint8)
         pieces = [data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES)]
-        every = blake2b(f"{len(data)}".encode(), digest_size=16)
+        combined = blake2b(f"{len(data)}".encode(), digest_size=16)
         several = self._threads > 1 and len(pieces) > 1
         with ThreadPoolExecutor(self._threads) if several else nullcontext() as pool:
             digests = map(_piece_digest, pieces) if pool is None else pool.map(_piece_digest, pieces)
             for piece, digest in zip(pieces, digests, strict=True):
-                every.update(digest)
+                combined.update(digest)
                 self._done += len(piece)
                 if self._report is not None:
                     self._report(self._done, self._total)
-        return every.hexdigest()
+        return combined.hexdigest()
 
 
 def _piece_digest(piece: npt.NDArray[np.uint8]) -> bytes:
@@ -100,7 +100,7 @@ def _bytes(text: Corpus, with_ends: bool) -> int:
 
 
 def _identity(tokens: TokenSet, with_ends: bool) -> str | None:
-    """What changes when a set's files are replaced or written to; None where the system does not say."""
+    """A key that changes when a set's files are replaced or modified; None if they cannot be stat'ed."""
     if tokens.path.is_dir():
         files = [tokens.path / TOKENS]
     elif tokens.kind == "megatron":

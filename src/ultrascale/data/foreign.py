@@ -1,4 +1,4 @@
-"""Token files of other engines, read as they are: Megatron's `.bin` with its `.idx`, and flat uint16 as nanoGPT writes them."""
+"""Readers of other token formats: Megatron's `.bin` with its `.idx`, and flat uint16 files as nanoGPT writes them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ultrascale.specs.errors import SpecError
 
 Arrays = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 
-# Megatron-LM, megatron/core/datasets/indexed_dataset.py: what its index holds, in order.
+# The index format of Megatron-LM, megatron/core/datasets/indexed_dataset.py.
 _MAGIC = b"MMIDIDX\0\0"
 _INDEX = struct.Struct("<9sQBQQ")  # magic, version, type of a token, sequences, documents + 1
 _TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
 _LENGTH, _PLACE = np.dtype("<i4"), np.dtype("<i8")
-_AT_ONCE = 2**20  # sequences looked at together, so that a long index takes little memory
+_AT_ONCE = 2**20  # sequences checked at a time, so that a long index takes little memory
 
-# What begins so is no flat row of tokens, whatever its name says.
+# Files that begin so are not flat tokens, whatever their names.
 _OTHERS = {
     b"PAR1": "a parquet file",
     b"\x1f\x8b": "a gzip file",
@@ -34,7 +34,7 @@ _OTHERS = {
 
 
 def read_megatron(binary: Path, index: Path) -> Arrays:
-    """The tokens and the documents' ends."""
+    """The tokens and the document ends."""
     start = start_of(index, _INDEX.size)
     if not start.startswith(_MAGIC):
         raise SpecError(
@@ -52,10 +52,10 @@ def read_megatron(binary: Path, index: Path) -> Arrays:
     places_at = lengths_at + sequences * _LENGTH.itemsize
     marks_at = places_at + sequences * _PLACE.itemsize
     whole = marks_at + marks * _PLACE.itemsize
-    there = size_of(index)
-    if there not in (whole, whole + sequences):  # a byte more for each sequence where Megatron notes its mode
+    size = size_of(index)
+    if size not in (whole, whole + sequences):  # one more byte per sequence if Megatron stores its mode
         raise SpecError(
-            f"{index} has {there:,} bytes but its header tells of {whole:,} ({sequences:,} sequences): copy it again"
+            f"{index} has {size:,} bytes but its header tells of {whole:,} ({sequences:,} sequences): copy it again"
         )
     lengths = mapped(index, _LENGTH, lengths_at, sequences)
     places = mapped(index, _PLACE, places_at, sequences)
@@ -74,13 +74,13 @@ def read_megatron(binary: Path, index: Path) -> Arrays:
 def _token_type(index: Path, code: int) -> np.dtype[Any]:
     name = _TYPES.get(code)
     if name is None or name.startswith("float"):
-        told = f"type {code}" if name is None else name
-        raise SpecError(f"{index} says that its tokens are {told} but they must be whole numbers, such as uint16 or int32")
+        text = f"type {code}" if name is None else name
+        raise SpecError(f"{index} says that its tokens are {text} but they must be whole numbers, such as uint16 or int32")
     return np.dtype(name).newbyteorder("<")
 
 
 def _total(index: Path, lengths: npt.NDArray[Any], places: npt.NDArray[Any], width: int) -> int:
-    """Tokens in all, once it is sure that the sequences lie one after the other."""
+    """The total number of tokens; raises unless the sequences are contiguous."""
     total = 0
     for first in range(0, len(lengths), _AT_ONCE):
         part = lengths[first : first + _AT_ONCE].astype(np.int64)
@@ -96,17 +96,17 @@ def _total(index: Path, lengths: npt.NDArray[Any], places: npt.NDArray[Any], wid
 def _document_ends(
     index: Path, marks: npt.NDArray[Any], places: npt.NDArray[Any], width: int, total: int
 ) -> npt.NDArray[np.int64]:
-    """Megatron marks the sequence that begins each document, and the number of sequences at last."""
+    """Document ends from Megatron's marks: the first sequence of each document, and finally the number of sequences."""
     if len(marks) < 2 or marks[0] != 0 or marks[-1] != len(places) or np.any(np.diff(marks) < 0):
         raise SpecError(f"{index} has documents that do not cover its {len(places):,} sequences: copy it again")
     inner = marks[1:-1]
     starts = places[inner[inner < len(places)]] // width
     ends = np.append(starts, total).astype(np.int64)
-    return np.unique(ends[ends > 0])  # a document without tokens is none
+    return np.unique(ends[ends > 0])  # empty documents are dropped
 
 
 def read_flat(path: Path) -> Arrays:
-    """Tokens of two bytes from the first byte to the last; one document, since nothing says where others end."""
+    """Reads the whole file as two-byte tokens; one document, since the format has no document ends."""
     start, size = start_of(path, 8), size_of(path)
     for magic, what in _OTHERS.items():
         if start.startswith(magic):

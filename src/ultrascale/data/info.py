@@ -1,4 +1,4 @@
-"""What a token set holds, for the person who is about to train on it."""
+"""A summary of a token set, for `ultrascale data info`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class TokenSetSummary:
     documents: int
     dtype: str
     vocab: int | None
-    """no token is as large; None: the files do not say"""
+    """all tokens are smaller; None if the files do not say"""
     largest_seen: int
-    """of the tokens looked at: all of a small set, some stretches of a large one"""
+    """the largest of the tokens sampled: all of a small set, some ranges of a large one"""
     longest_document: int
     mean_document: float
     facts: TokenSetMetadata | None
@@ -48,7 +48,7 @@ def info(path: str | os.PathLike[str]) -> TokenSetSummary:
 
 
 def _longest(found: TokenSet, ends: npt.NDArray[Any]) -> int:
-    """Looks at every document's end, so that it also finds those out of order."""
+    """The longest document. Reads every document end, so that it also detects unordered ones."""
     longest = before = 0
     for first in range(0, len(ends), _AT_ONCE):
         lengths = np.diff(ends[first : first + _AT_ONCE].astype(np.int64), prepend=before)

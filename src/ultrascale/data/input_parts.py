@@ -1,4 +1,4 @@
-"""What flows from files to the tokenizer: parts of files, and pieces of the documents in them."""
+"""The units of tokenizer input: parts of files, and chunks of the documents in them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.validate import shown
 
-PIECE = 2**20  # bytes (or characters) of one text given to the tokenizer at once
+PIECE = 2**20  # maximum bytes (or characters) of one text given to the tokenizer
 
 
 @dataclass(frozen=True)
 class InputSpan:
-    """Bytes (.txt, .jsonl) or row groups (.parquet) from `start` to `stop` of a file; of gzip, which cannot be cut, all."""
+    """Bytes (.txt, .jsonl) or row groups (.parquet) from `start` to `stop` of a file; gzip files are not split."""
 
     file: str
     size: int
     digest: str
-    """of the whole file's content"""
+    """digest of the whole file's content"""
     start: int
     stop: int
     cost: int
@@ -28,7 +28,7 @@ class InputSpan:
 
 @dataclass(frozen=True)
 class InputPart:
-    """What a worker reads before it reports: some spans, one after the other."""
+    """The input of one worker task: some spans, one after the other."""
 
     spans: tuple[InputSpan, ...]
 
@@ -39,7 +39,7 @@ class InputPart:
 
 @dataclass(frozen=True)
 class DocumentChunk:
-    """A stretch of one document; the last one ends it. `place`: how much of the span's, then the part's cost has been read."""
+    """A chunk of one document. `last`: it ends the document. `place`: how much of the span's, then the part's, cost is read."""
 
     text: str
     last: bool

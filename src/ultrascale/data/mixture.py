@@ -1,4 +1,4 @@
-"""From the words of `train.data` to a text: stdlib, synthetic, a path, or several by weight. Told early, without torch."""
+"""Parses `train.data` (stdlib, synthetic, a path, or a weighted mixture) and opens its corpora, early and without torch."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from ultrascale.specs.validate import shown
 
 STDLIB, SYNTHETIC = "stdlib", "synthetic"
 MOST_PARTS = 1000
-LOOKS, LOOK = 64, 256  # windows, and tokens in each, that a fingerprint is made of
+LOOKS, LOOK = 64, 256  # windows of a fingerprint, and tokens in each
 _WEIGHT = re.compile(r"[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]{1,2})?")
 
 
 @dataclass(frozen=True)
 class MixtureEntry:
-    """One text of a mixture, as it was named."""
+    """One text of a mixture, with the name given by the user."""
 
     name: str
     weight: Fraction
 
 
 def corpus(training: Training, vocab: int) -> Corpus | MixtureCorpus:
-    """The text that `train.data` names, if a model of that vocabulary can read it."""
+    """Opens the corpus of `train.data`; SpecError if its vocabulary is larger than the model's."""
     trained = _mixture("train.data", training.data, training.seed, vocab)
     if training.eval_data is not None:
         held_out = _mixture("train.eval_data", training.eval_data, training.seed, vocab)
@@ -39,12 +39,12 @@ def corpus(training: Training, vocab: int) -> Corpus | MixtureCorpus:
 
 
 def check(training: Training, vocab: int, seq: int) -> None:
-    """Raises SpecError unless a run can read its data: before any process starts, in milliseconds."""
+    """Raises SpecError unless a run can read its data; takes milliseconds, before any process starts."""
     _long_enough(corpus(training, vocab), seq)
 
 
 def absolute(field: str, text: str) -> str:
-    """The same words with whole paths, so that a run finds its data from any folder."""
+    """The same value with absolute paths, so that a run finds its data from any folder."""
     found = parts(field, text)
     names = [part.name if part.name in (STDLIB, SYNTHETIC) else os.path.abspath(part.name) for part in found]
     if len(found) == 1:
@@ -53,26 +53,26 @@ def absolute(field: str, text: str) -> str:
 
 
 def _decimal(weight: Fraction) -> str:
-    """As it was written: a weight is a decimal number."""
+    """A weight as a decimal number, as the user wrote it."""
     return format(Decimal(weight.numerator) / Decimal(weight.denominator), "f")
 
 
 def sampled_fingerprint(training: Training, vocab: int) -> int:
-    """Of the lengths of a run's texts and of 65 windows spread over them: what checkpoints held before data/digest.py."""
+    """A CRC of the lengths of a run's texts and of 65 windows spread over them, as in checkpoints older than data/digest.py."""
     found = corpus(training, vocab)
     texts = [text for text, _ in found.parts] if isinstance(found, MixtureCorpus) else [found]
-    found_so_far = 0
+    crc = 0
     for text in texts:
         length = next(length for length in (LOOK, 1) if text.windows(length))
         count = text.windows(length)
-        found_so_far = zlib.crc32(f"{length} {count}".encode(), found_so_far)
-        for spot in sorted({place * (count - 1) // LOOKS for place in range(LOOKS + 1)}):
-            found_so_far = zlib.crc32(text.window(spot, length).tobytes(), found_so_far)
-    return found_so_far
+        crc = zlib.crc32(f"{length} {count}".encode(), crc)
+        for window in sorted({place * (count - 1) // LOOKS for place in range(LOOKS + 1)}):
+            crc = zlib.crc32(text.window(window, length).tobytes(), crc)
+    return crc
 
 
 def parts(field: str, text: str) -> tuple[MixtureEntry, ...]:
-    """`PATH:0.7,PATH:0.3`, or one name alone."""
+    """Parses `PATH:0.7,PATH:0.3`, or a single name."""
     if text in (STDLIB, SYNTHETIC) or _exists(text) or ("," not in text and _weighed(text) is None):
         return (MixtureEntry(text, Fraction(1)),)
     found = [_part(field, text, piece.strip()) for piece in text.split(",")]
@@ -129,9 +129,9 @@ def _text(field: str, name: str, seed: int, vocab: int) -> Corpus:
 def _fits(field: str, found: TokenSet, vocab: int) -> None:
     needed = found.vocab if found.vocab is not None else largest_token(found.tokens) + 1
     if needed > vocab:
-        said = "has a vocabulary of" if found.vocab is not None else "holds tokens up to a vocabulary of"
+        claim = "has a vocabulary of" if found.vocab is not None else "holds tokens up to a vocabulary of"
         raise SpecError(
-            f"{field}: {found.path} {said} {needed:,} but model.vocab is {vocab:,}: try a model with vocab={needed} or more, "
+            f"{field}: {found.path} {claim} {needed:,} but model.vocab is {vocab:,}: try a model with vocab={needed} or more, "
             "or tokenize with a smaller tokenizer"
         )
 
@@ -147,7 +147,7 @@ def _long_enough(text: Corpus | MixtureCorpus, seq: int) -> None:
 
 
 def two_windows(text: Corpus, seq: int) -> int:
-    """How many windows the text has: at least two, or SpecError."""
+    """The number of windows of the text; SpecError if there are fewer than two."""
     windows = text.windows(seq)
     if windows < 2:
         shorter = next((length for length in (2**power for power in range(20, -1, -1)) if text.windows(length) >= 2), 1)

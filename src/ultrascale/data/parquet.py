@@ -1,4 +1,4 @@
-"""Documents from the rows of parquet files, by row groups."""
+"""Reads documents from the rows of parquet files, by row groups."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from ultrascale.data.input_parts import DocumentChunk, InputSpan, checked, piece
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.validate import shown
 
-_ROWS = 64  # made into Python's text at once
+_ROWS = 64  # rows converted to Python strings at a time
 
 
 def cut(path: Path, field: str, size: int, digest: str, length: int) -> Iterator[InputSpan]:
     groups = _opened(path, field).metadata
-    start = held = 0
+    start = group_bytes = 0
     for group in range(groups.num_row_groups):
-        held += groups.row_group(group).total_byte_size
-        if held >= length or group + 1 == groups.num_row_groups:
+        group_bytes += groups.row_group(group).total_byte_size
+        if group_bytes >= length or group + 1 == groups.num_row_groups:
             share = size * (group + 1) // groups.num_row_groups - size * start // groups.num_row_groups
             yield InputSpan(str(path), size, digest, start, group + 1, share)
-            start, held = group + 1, 0
+            start, group_bytes = group + 1, 0
 
 
 def read(span: InputSpan, field: str) -> Iterator[DocumentChunk]:
@@ -44,8 +44,8 @@ def _rows(span: InputSpan, field: str) -> Iterator[DocumentChunk]:
             try:
                 text = checked(value.as_py(), field)
             except (SpecError, UnicodeDecodeError) as error:
-                told = "is not UTF-8: repair it or take it out" if isinstance(error, UnicodeDecodeError) else error
-                raise SpecError(f"{span.file}, row {before + done} {told}") from None
+                problem = "is not UTF-8: repair it or take it out" if isinstance(error, UnicodeDecodeError) else error
+                raise SpecError(f"{span.file}, row {before + done} {problem}") from None
             yield from pieces(text, span.cost * done // total)
 
 

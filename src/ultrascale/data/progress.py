@@ -1,4 +1,4 @@
-"""How far a tokenizing job is: documents, tokens, bytes, rates and the time that is left."""
+"""Progress of a tokenization job: documents, tokens, bytes, rates and remaining time."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ultrascale.data.worker_pool import WorkerReport, WorkerTask
 
 @dataclass(frozen=True)
 class TokenizeProgress:
-    """How far a job is; rates are those of this start of it."""
+    """The progress of a job; rates are those of the current launch."""
 
     documents: int
     tokens: int
     bytes: int
     total_bytes: int
     bytes_before: int
-    """read by an earlier start that was ended"""
+    """read by earlier launches that did not finish"""
     tokens_before: int
     seconds: float
 
@@ -41,7 +41,7 @@ Report = Callable[[TokenizeProgress], None]
 
 
 class ProgressMeter:
-    """Adds up what workers say into a progress to report."""
+    """Sums the reports of workers into a progress report."""
 
     def __init__(self, parts: Sequence[InputPart], done: int, tokens: int, documents: int, report: Report | None) -> None:
         self.documents, self.tokens, self.report = documents, tokens, report
@@ -49,31 +49,31 @@ class ProgressMeter:
         self.bytes = self.bytes_before = sum(part.cost for part in parts[:done])
         self.tokens_before = tokens
         self.started = time.monotonic()
-        self.partly: dict[int, WorkerReport] = {}
-        self._tell()
+        self.unfinished: dict[int, WorkerReport] = {}
+        self._send()
 
-    def saw(self, said: WorkerReport) -> None:
-        self.partly[said.number] = said
-        self._tell()
+    def update(self, worker_report: WorkerReport) -> None:
+        self.unfinished[worker_report.number] = worker_report
+        self._send()
 
-    def kept(self, task: WorkerTask, documents: int, tokens: int) -> None:
-        """A part has been appended; so much is there now."""
+    def part_appended(self, task: WorkerTask, documents: int, tokens: int) -> None:
+        """Called when a part has been appended, with the new totals."""
         self.bytes += task.part.cost
-        if self.partly.pop(task.number, None) is None:  # an earlier start made it
+        if self.unfinished.pop(task.number, None) is None:  # tokenized by an earlier launch
             self.bytes_before += task.part.cost
             self.tokens_before += tokens - self.tokens
         self.documents, self.tokens = documents, tokens
-        self._tell()
+        self._send()
 
-    def _tell(self) -> None:
+    def _send(self) -> None:
         if self.report is None:
             return
-        partly = self.partly.values()
+        unfinished = self.unfinished.values()
         self.report(
             TokenizeProgress(
-                documents=self.documents + sum(said.documents for said in partly),
-                tokens=self.tokens + sum(said.tokens for said in partly),
-                bytes=self.bytes + sum(said.place for said in partly),
+                documents=self.documents + sum(worker_report.documents for worker_report in unfinished),
+                tokens=self.tokens + sum(worker_report.tokens for worker_report in unfinished),
+                bytes=self.bytes + sum(worker_report.place for worker_report in unfinished),
                 total_bytes=self.total,
                 bytes_before=self.bytes_before,
                 tokens_before=self.tokens_before,

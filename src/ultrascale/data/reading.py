@@ -1,4 +1,4 @@
-"""Opening files that others wrote: what the system refuses is told in a sentence."""
+"""Opens and memory-maps data files; system errors become SpecErrors with a clear message."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def cannot_read(path: Path, error: OSError | ValueError) -> SpecError:
 
 
 def start_of(path: Path, count: int) -> bytes:
-    """The first bytes of a file, fewer where there are fewer."""
+    """The first `count` bytes of a file, or all of a shorter one."""
     try:
         with open_regular(path) as file:
             return file.read(count)
@@ -36,7 +36,7 @@ def size_of(path: Path) -> int:
 
 
 def mapped(path: Path, dtype: np.dtype[Any], offset: int, count: int) -> npt.NDArray[Any]:
-    """Part of a file as an array that the system reads when it is touched. The caller knows that the part is there."""
+    """Part of a file as a memory-mapped array. The caller has checked that the part exists."""
     if count == 0:
         return np.empty(0, dtype)
     try:

@@ -1,4 +1,4 @@
-"""A token set behind a path: a folder made by `ultrascale data tokenize`, one of our files, Megatron's, or a flat one."""
+"""Opens token sets: a folder of `ultrascale data tokenize`, one of our token files, Megatron's, or a flat file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Kind = Literal["ultrascale", "megatron", "flat"]
 
 
 class TokenizedInputs(BaseModel):
-    """What was tokenized."""
+    """The input files of a token set."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -34,7 +34,7 @@ class TokenizedInputs(BaseModel):
 
 
 class TokenSetMetadata(BaseModel):
-    """data.json: what a tokenized folder holds, and where it came from."""
+    """data.json: the contents of a tokenized folder and their source."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -50,19 +50,19 @@ class TokenSetMetadata(BaseModel):
 
 @dataclass(frozen=True)
 class TokenSet:
-    """Tokens mapped into memory, and the documents' ends: tokens up to and including each document's last."""
+    """Memory-mapped tokens and document ends: the number of tokens up to and including each document's last."""
 
     path: Path
     kind: Kind
     tokens: npt.NDArray[Any]
     ends: npt.NDArray[Any]
     vocab: int | None
-    """no token is as large; None: nothing says so"""
+    """all tokens are smaller; None if unknown"""
     facts: TokenSetMetadata | None = None
 
 
 def open_set(name: str | os.PathLike[str]) -> TokenSet:
-    """Whatever the path leads to, if it can be used; nothing but headers and indices is read."""
+    """Opens the token set at a path; reads only headers and indices."""
     path = Path(name)
     index = path.with_name(path.name + ".idx") if path.name else path
     try:
@@ -75,7 +75,7 @@ def open_set(name: str | os.PathLike[str]) -> TokenSet:
         return _folder(path)
     if file:
         return _file(path)
-    if prefix:  # of Megatron's two files, without their endings
+    if prefix:  # the common name of Megatron's two files, without suffix
         return _megatron(path, path.with_name(path.name + ".bin"), index)
     raise SpecError(f"{path} is a device: name a file or a folder of tokens")
 
@@ -91,10 +91,10 @@ def _folder(path: Path) -> TokenSet:
         raise SpecError(f"{path} holds no {FACTS} and is no set that `ultrascale data tokenize` made: {hint}")
     facts = build(TokenSetMetadata, read_mapping(path / FACTS, "data"), str(path / FACTS))
     header, tokens, ends = binary.read(path / TOKENS)
-    told, found = (facts.tokens, facts.documents, facts.vocab), (header.tokens, header.documents, header.vocab)
-    if told != found:
+    stated, found = (facts.tokens, facts.documents, facts.vocab), (header.tokens, header.documents, header.vocab)
+    if stated != found:
         raise SpecError(
-            f"{path / FACTS} tells of {told[0]:,} tokens in {told[1]:,} documents and a vocabulary of {told[2]:,}, but "
+            f"{path / FACTS} tells of {stated[0]:,} tokens in {stated[1]:,} documents and a vocabulary of {stated[2]:,}, but "
             f"{TOKENS} holds {found[0]:,}, {found[1]:,} and {found[2]:,}: use the two files that were written together"
         )
     return TokenSet(path, "ultrascale", tokens, ends, facts.vocab, facts)
@@ -117,6 +117,6 @@ def _megatron(name: Path, tokens: Path, index: Path) -> TokenSet:
 
 
 def largest_token(tokens: npt.NDArray[Any], spots: int = 64, length: int = 2**16) -> int:
-    """The largest token of some stretches, from the first to the last: all of a small set."""
+    """The largest token of evenly spaced ranges; of all tokens of a small set."""
     starts = np.unique(np.linspace(0, max(0, len(tokens) - length), spots).astype(np.int64))
     return max(int(tokens[start : start + length].max()) for start in starts)

@@ -1,7 +1,7 @@
-"""Documents from files: `.txt` (a document each), `.jsonl`, `.jsonl.gz` and `.parquet` (a document a line or row), by parts.
+"""Reads documents from `.txt` (one per file), `.jsonl`, `.jsonl.gz` and `.parquet` files (one per line or row), by parts.
 
-A part is what one worker reads at a time. Parts are cut by the files' bytes alone, so that the number of workers changes
-nothing, and a document comes in pieces of about a megabyte at most, cut at a line's end: memory does not grow with the input.
+A part is the input of one worker task. Parts depend only on the bytes of the files, not on the number of workers. A document is
+read in chunks of about a megabyte at most, split at line ends: memory use does not grow with the input.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from ultrascale.specs.validate import kind_of, shown
 
 STDLIB = "stdlib"
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
-PART = 2**23  # bytes that a worker reads before it reports a finished part
-LONGEST_LINE = 2**28  # bytes of a line of JSON; a file with longer ones is hardly a file of lines
+PART = 2**23  # bytes of a part
+LONGEST_LINE = 2**28  # bytes of a line of JSON; a file with longer lines is hardly JSONL
 _HASHED = 2**20  # bytes of a file that are hashed at a time
-_LOOK_AHEAD = 2**16  # bytes within which a piece of text looks for a line's end
+_LOOK_AHEAD = 2**16  # bytes within which a line end is searched
 
 
 def find(source: str) -> list[Path]:
-    """The files below a folder in sorted order, hidden ones left out; or the one file; or Python's own library."""
+    """The files in a folder and its subfolders, sorted, without hidden ones; or a single file; or the standard library."""
     if source == STDLIB and not os.path.exists(source):
         return library_sources()
     root = Path(source)
@@ -64,11 +64,11 @@ def _below(root: Path) -> Iterator[Path]:
 
 
 def digests(files: list[Path], threads: int = 1) -> list[str]:
-    """A digest of each file's content. SpecError for what is no regular file.
+    """A digest of each file's content. SpecError for a file that is not regular.
 
-    BLAKE2b took 3 ns of CPU time a byte where SHA-256 took 5: measured on 256 MiB, on a shared core.
+    BLAKE2b takes 3 ns of CPU time per byte, SHA-256 takes 5: measured on 256 MiB, on a shared core.
     """
-    with ThreadPoolExecutor(min(threads, len(files))) as pool:  # hashlib lets go of Python's lock
+    with ThreadPoolExecutor(min(threads, len(files))) as pool:  # hashlib releases the GIL
         return list(pool.map(_digest, files))
 
 
@@ -84,18 +84,18 @@ def _digest(path: Path) -> str:
 
 
 def cut(files: list[Path], contents: list[str], field: str, length: int = PART) -> list[InputPart]:
-    """The parts of all files, in order: long files make many, short ones share one. `contents`: the files' digests."""
+    """Splits all files into parts, in order: long files into many, several short ones in one. `contents`: file digests."""
     found: list[InputPart] = []
-    together: list[InputSpan] = []
-    held = 0
+    part_spans: list[InputSpan] = []
+    part_bytes = 0
     spans = (span for file, digest in zip(files, contents, strict=True) for span in _spans(file, digest, field, length))
     for span in spans:
-        if together and held + span.cost > length:
-            found.append(InputPart(tuple(together)))
-            together, held = [], 0
-        together.append(span)
-        held += span.cost
-    return [*found, InputPart(tuple(together))] if together else found
+        if part_spans and part_bytes + span.cost > length:
+            found.append(InputPart(tuple(part_spans)))
+            part_spans, part_bytes = [], 0
+        part_spans.append(span)
+        part_bytes += span.cost
+    return [*found, InputPart(tuple(part_spans))] if part_spans else found
 
 
 def _spans(path: Path, digest: str, field: str, length: int) -> Iterator[InputSpan]:
@@ -111,11 +111,11 @@ def _spans(path: Path, digest: str, field: str, length: int) -> Iterator[InputSp
 
 
 def read(part: InputPart, field: str) -> Iterator[DocumentChunk]:
-    """The documents of a part, in pieces; SpecError with file and line where there is none to be read."""
+    """The documents of a part, in chunks; SpecError with file and line for an unreadable document."""
     before = 0
     for span in part.spans:
         for piece in _read(span, field):
-            yield replace(piece, place=before + min(piece.place, span.cost))  # a line may end behind its span
+            yield replace(piece, place=before + min(piece.place, span.cost))  # a line may end after its span
         before += span.cost
 
 
@@ -138,7 +138,7 @@ def _read(span: InputSpan, field: str) -> Iterator[DocumentChunk]:
 
 
 def _json_lines(span: InputSpan, field: str) -> Iterator[DocumentChunk]:
-    """The lines that begin in the span: the last may end behind it."""
+    """The lines that begin in the span; the last may end after it."""
     with open(span.file, "rb") as file:
         place = 0
         if span.start:  # the line that crosses the start belongs to the span before
@@ -162,7 +162,7 @@ def _line_of(name: str, place: int) -> str:
 
 
 def _line_number(name: str, place: int) -> int:
-    """Counted only to tell where a mistake is."""
+    """The line number at a byte offset, counted only for an error message."""
     number = 1
     with open(name, "rb") as file:
         while place > 0 and (block := file.read(min(PIECE, place))):
@@ -199,7 +199,7 @@ def _field(line: bytes, field: str) -> str:
 
 
 def _text(span: InputSpan) -> Iterator[DocumentChunk]:
-    """A file is one document, which ends with its last span."""
+    """The text of a span. A file is one document, which ends with its last span."""
     with open(span.file, "rb") as file:
         start = _line_end(file, span.start, span.size)
         for mark in [*range(span.start + PIECE, span.stop, PIECE), span.stop]:
@@ -217,7 +217,7 @@ def _text(span: InputSpan) -> Iterator[DocumentChunk]:
 
 
 def _line_end(file: IO[bytes], mark: int, size: int) -> int:
-    """Where to cut near a mark: behind the next line, else the next space, else the next whole character."""
+    """The split position near a mark: after the next line end, else the next space, else the next whole character."""
     if mark in (0, size):
         return mark
     file.seek(mark - 1)

@@ -1,7 +1,7 @@
-"""`tokenize`: texts become a token set, in several processes, with a memory that does not grow, and again after a kill.
+"""`tokenize`: converts texts to a token set in several processes, with bounded memory, resumable after a kill.
 
-Everything happens in OUT.partial: workers leave the tokens of each part there, this process appends them in the parts' order
-and notes how far it is. The finished set is renamed to OUT, whole. What it holds depends on the input and the tokenizer alone.
+All work is done in OUT.partial: workers write the tokens of each part there, this process appends them in order and records its
+progress. The finished set is renamed to OUT. Its contents depend only on the input and the tokenizer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ultrascale.specs.folders import alone
 
 MOST_WORKERS = 1024
 NOTES, ENDS, LOCK = "progress.json", "ends", "lock"
-_AHEAD = 4  # parts per worker that may wait for an earlier one: bounds what lies on disk twice
+_AHEAD = 4  # parts per worker that may wait for an earlier one: bounds what is on disk twice
 
 
 def tokenize(
@@ -44,10 +44,10 @@ def tokenize(
     progress: Report | None = None,
     part_bytes: int = sources.PART,
 ) -> TokenSetMetadata:
-    """The set in folder `out`, made of a file, a folder of files, or `stdlib`. Started again, it goes on where it was."""
+    """Writes a token set to folder `out` from a file, a folder of files, or `stdlib`. A repeated call resumes."""
     if not 1 <= workers <= MOST_WORKERS:
         raise SpecError(f"--workers is {workers} but must be from 1 to {MOST_WORKERS}: try {os.cpu_count() or 1}")
-    words = load(Path(tokenizer) if tokenizer is not None else None, eod)
+    encoder = load(Path(tokenizer) if tokenizer is not None else None, eod)
     files = sources.find(os.fspath(source))
     contents = sources.digests(files, workers)
     inputs = TokenizedInputs(
@@ -57,14 +57,14 @@ def tokenize(
         field=field,
         digest=_digest(os.fspath(source), files, contents),
     )
-    folder = Path(os.path.abspath(out))  # `.` has no name to put beside
+    folder = Path(os.path.abspath(out))  # `.` has no name to append a suffix to
     work = folder.with_name(folder.name + ".partial")
-    if (done := _finished(Path(out), words, inputs)) is not None:
+    if (done := _finished(Path(out), encoder, inputs)) is not None:
         shutil.rmtree(work, ignore_errors=True)
         return done
     parts = sources.cut(files, contents, field, part_bytes)
-    with _alone(work):
-        job = _Job(work, words, parts, part_bytes, field)
+    with _locked(work):
+        job = _Job(work, encoder, parts, part_bytes, field)
         try:
             job.run(workers, progress)
         except (SpecError, KeyboardInterrupt) as error:
@@ -75,32 +75,32 @@ def tokenize(
             if not job.parts_done:
                 shutil.rmtree(work, ignore_errors=True)
             raise
-        facts = job.finish(words, inputs, Path(tokenizer) if tokenizer is not None else None)
-        if (folder / FACTS).exists():  # made before digests were kept: `_finished` says so
+        facts = job.finish(encoder, inputs, Path(tokenizer) if tokenizer is not None else None)
+        if (folder / FACTS).exists():  # written before digests were stored: see `_finished`
             os.replace(folder, work / "before")
         os.replace(work / "set", folder)
         shutil.rmtree(work, ignore_errors=True)
     return facts
 
 
-def _finished(out: Path, words: Tokenizer, inputs: TokenizedInputs) -> TokenSetMetadata | None:
-    """What is in the folder already, if it is this; None if it has to be made; SpecError if it is anything else."""
+def _finished(out: Path, encoder: Tokenizer, inputs: TokenizedInputs) -> TokenSetMetadata | None:
+    """The set in the folder if it is already this one; None if it must be written; SpecError for anything else there."""
     try:
-        there = sorted(os.listdir(out)) if out.is_dir() else []
+        existing = sorted(os.listdir(out)) if out.is_dir() else []
     except OSError as error:
         raise SpecError(f"-o is {out} but it cannot be read ({(error.strerror or '').lower()}): name another folder") from None
     if os.path.lexists(out) and not out.is_dir():
         raise SpecError(f"-o is {out}, a file: name a folder, such as {out}-tokens")
-    if not there:
+    if not existing:
         return None
-    if FACTS not in there:
-        raise SpecError(f"-o is {out} but that folder holds other files ({there[0]}): name a new one, such as {out}-tokens")
+    if FACTS not in existing:
+        raise SpecError(f"-o is {out} but that folder holds other files ({existing[0]}): name a new one, such as {out}-tokens")
     facts = open_set(out).facts
     assert facts is not None
-    if (facts.tokenizer_sha256, facts.vocab, facts.eod) == (words.sha256, words.vocab, words.eod):
+    if (facts.tokenizer_sha256, facts.vocab, facts.eod) == (encoder.sha256, encoder.vocab, encoder.eod):
         if facts.inputs == inputs:
             return facts
-        if facts.inputs == inputs.model_copy(update={"digest": None}):  # nothing says of what content it was made
+        if facts.inputs == inputs.model_copy(update={"digest": None}):  # the content of its inputs is unknown
             return None
         if facts.inputs.path == inputs.path and facts.inputs.field == inputs.field:
             raise SpecError(
@@ -111,15 +111,15 @@ def _finished(out: Path, words: Tokenizer, inputs: TokenizedInputs) -> TokenSetM
 
 
 def _digest(source: str, files: list[Path], contents: list[str]) -> str:
-    """Of the names below the source and the content of each file, in order."""
+    """A digest of the file names relative to the source and of the content of each file, in order."""
     root = Path(source)
     named = [os.path.relpath(file, root) if root.is_dir() else file.name for file in files]
     return hashlib.blake2b(json.dumps([named, contents]).encode(), digest_size=32).hexdigest()
 
 
 @contextmanager
-def _alone(work: Path) -> Iterator[None]:
-    """The folder of the job, for this process alone."""
+def _locked(work: Path) -> Iterator[None]:
+    """Creates and locks the folder of the job."""
     try:
         (work / "set").mkdir(parents=True, exist_ok=True)
         (work / LOCK).touch()
@@ -135,14 +135,14 @@ def _alone(work: Path) -> Iterator[None]:
 
 
 class _Job:
-    """The parts of the input, how many of them have been appended, and what they hold."""
+    """A tokenization job: the parts of the input, how many have been appended, and their totals."""
 
-    def __init__(self, work: Path, words: Tokenizer, parts: list[InputPart], part_bytes: int, field: str) -> None:
-        self.work, self.words, self.parts, self.field = work, words, parts, field
-        self.type = smallest_type(words.vocab)
+    def __init__(self, work: Path, encoder: Tokenizer, parts: list[InputPart], part_bytes: int, field: str) -> None:
+        self.work, self.encoder, self.parts, self.field = work, encoder, parts, field
+        self.type = smallest_type(encoder.vocab)
         self.file, self.ends = work / "set" / TOKENS, work / ENDS
         self.parts_done = self.tokens = self.documents = 0
-        options = json.dumps([1, words.sha256, words.vocab, words.eod, field, part_bytes])
+        options = json.dumps([1, encoder.sha256, encoder.vocab, encoder.eod, field, part_bytes])
         self.digests = [hashlib.sha256(options.encode()).hexdigest()]
         """after each part: of the options and all parts so far"""
         for part in parts:
@@ -150,7 +150,7 @@ class _Job:
         self._continue()
 
     def _continue(self) -> None:
-        """Takes up what an earlier start noted, and drops what it had begun beyond that."""
+        """Resumes from the recorded progress of an earlier launch, and drops what it wrote beyond that."""
         if (self.work / NOTES).exists():
             notes = read_mapping(self.work / NOTES, "progress")
             done = notes.get("parts")
@@ -163,8 +163,8 @@ class _Job:
         if not self.file.exists():
             self.file.write_bytes(bytes(HEADER_BYTES))
             self.ends.write_bytes(b"")
-        _shorten(self.file, HEADER_BYTES + self.tokens * self.type.itemsize)
-        _shorten(self.ends, self.documents * END.itemsize)
+        _truncate(self.file, HEADER_BYTES + self.tokens * self.type.itemsize)
+        _truncate(self.ends, self.documents * END.itemsize)
         wanted = {path for task in self._tasks() for path in (task.tokens, task.ends)}
         for path in self.work.glob("part-*"):
             if path not in wanted:
@@ -179,63 +179,63 @@ class _Job:
         if not waiting:
             return
         meter = ProgressMeter(self.parts, self.parts_done, self.tokens, self.documents, report)
-        crew = WorkerPool(min(workers, len(waiting)), self.words, self.field)
-        made: dict[int, WorkerTask] = {}  # by a worker, not yet appended
-        given: dict[int, WorkerTask] = {}
+        pool = WorkerPool(min(workers, len(waiting)), self.encoder, self.field)
+        finished: dict[int, WorkerTask] = {}  # by a worker, not yet appended
+        running: dict[int, WorkerTask] = {}
         try:
-            while waiting or given or made:
-                while waiting and crew.idle and waiting[-1].number < self.parts_done + _AHEAD * workers:
+            while waiting or running or finished:
+                while waiting and pool.idle and waiting[-1].number < self.parts_done + _AHEAD * workers:
                     task = waiting.pop()
-                    if task.ends.exists():  # an earlier start made it, but was ended before it came in turn
-                        made[task.number] = task
+                    if task.ends.exists():  # tokenized by an earlier launch that ended before it was appended
+                        finished[task.number] = task
                         continue
-                    given[task.number] = task
-                    crew.give(task)
-                for said in crew.hear() if given else ():
-                    meter.saw(said)
-                    if said.done:
-                        made[said.number] = given.pop(said.number)
-                while self.parts_done in made:
-                    task = made.pop(self.parts_done)
+                    running[task.number] = task
+                    pool.submit(task)
+                for report_ in pool.receive() if running else ():
+                    meter.update(report_)
+                    if report_.done:
+                        finished[report_.number] = running.pop(report_.number)
+                while self.parts_done in finished:
+                    task = finished.pop(self.parts_done)
                     self._append(task)
-                    meter.kept(task, self.documents, self.tokens)
+                    meter.part_appended(task, self.documents, self.tokens)
         finally:
-            crew.end()
+            pool.end()
 
     def _append(self, task: WorkerTask) -> None:
         ends = np.fromfile(task.ends, dtype=END)
         with self.file.open("ab") as file, task.tokens.open("rb") as part:
             shutil.copyfileobj(part, file, 2**20)
             count = part.tell() // self.type.itemsize
-            _settle(file.fileno(), file.flush)
+            _sync(file.fileno(), file.flush)
         with self.ends.open("ab") as file:
             file.write((ends + END.type(self.tokens)).astype(END).tobytes())
-            _settle(file.fileno(), file.flush)
+            _sync(file.fileno(), file.flush)
         self.parts_done, self.tokens, self.documents = self.parts_done + 1, self.tokens + count, self.documents + len(ends)
         notes = {"parts": self.parts_done, "digest": self.digests[self.parts_done]}
         write_text(self.work / NOTES, json.dumps(notes | {"tokens": self.tokens, "documents": self.documents}))
         task.tokens.unlink()
         task.ends.unlink()
 
-    def finish(self, words: Tokenizer, inputs: TokenizedInputs, tokenizer: Path | None) -> TokenSetMetadata:
-        """Header, ends and data.json: the set as it will be found."""
+    def finish(self, encoder: Tokenizer, inputs: TokenizedInputs, tokenizer: Path | None) -> TokenSetMetadata:
+        """Completes the set: header, document ends and data.json."""
         if not self.documents:
             shutil.rmtree(self.work, ignore_errors=True)
             raise SpecError(f"{inputs.path} holds no text: name files that are not empty")
-        header = Header(self.type, self.tokens, self.documents, words.vocab)
+        header = Header(self.type, self.tokens, self.documents, encoder.vocab)
         with self.file.open("r+b") as file, self.ends.open("rb") as ends:
             file.write(header.pack())
             file.seek(0, os.SEEK_END)
             file.write(bytes(header.padding))
             shutil.copyfileobj(ends, file, 2**20)
-            _settle(file.fileno(), file.flush)
+            _sync(file.fileno(), file.flush)
         if tokenizer is not None:
             shutil.copyfile(tokenizer, self.file.with_name("tokenizer.json"))
         facts = TokenSetMetadata(
-            tokenizer=words.name,
-            tokenizer_sha256=words.sha256,
-            vocab=words.vocab,
-            eod=words.eod,
+            tokenizer=encoder.name,
+            tokenizer_sha256=encoder.sha256,
+            vocab=encoder.vocab,
+            eod=encoder.eod,
             tokens=self.tokens,
             documents=self.documents,
             dtype="uint16" if self.type.itemsize == 2 else "uint32",
@@ -245,13 +245,13 @@ class _Job:
         return facts
 
 
-def _shorten(path: Path, size: int) -> None:
+def _truncate(path: Path, size: int) -> None:
     if path.stat().st_size < size:
         raise SpecError(f"{path} has lost bytes that an earlier start wrote: delete {path.parent}, or name another -o")
     os.truncate(path, size)
 
 
-def _settle(file: int, flush: Callable[[], None]) -> None:
-    """On the disk, before anything says that it is there."""
+def _sync(file: int, flush: Callable[[], None]) -> None:
+    """Syncs a file to the disk, before the recorded progress includes it."""
     flush()
     os.fsync(file)

@@ -1,4 +1,4 @@
-"""From text to tokens: any `tokenizer.json` of Hugging Face's tokenizers, or bytes where none is given."""
+"""Tokenizers: any `tokenizer.json` of Hugging Face's tokenizers, or UTF-8 bytes."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from ultrascale.specs.validate import shown
 
 Ids = npt.NDArray[Any]
 
-# What models call the end of a document, those that mean only that first.
+# Names of end-of-document tokens, the unambiguous ones first.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "<|eot_id|>", "[SEP]")
 
 
 class Tokenizer(Protocol):
     name: str
     sha256: str | None
-    """of its file"""
+    """hash of its file"""
     vocab: int
     eod: int
-    """ends a document"""
+    """the token that ends a document"""
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        """The tokens of each text, no end of document among them."""
+        """The tokens of each text, without end-of-document tokens."""
         ...
 
 
@@ -47,17 +47,17 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A `tokenizer.json`. Special tokens that a text spells out stay text: only a document's end makes an end."""
+    """A `tokenizer.json`. Special tokens spelled out in a text are encoded as text: only the end of a document gives `eod`."""
 
     def __init__(self, path: Path, eod: str | None) -> None:
         content = _content(path)
         self.name = path.name
         self.sha256: str | None = hashlib.sha256(content).hexdigest()
-        self._tokenizer = _loaded(path, content)
+        self._tokenizer = _load(path, content)
         known: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         if not known:
             raise SpecError(f"--tokenizer is {path} but its vocabulary is empty: name a trained tokenizer.json")
-        self.vocab = max(known.values()) + 1  # not their number: some vocabularies have holes
+        self.vocab = max(known.values()) + 1  # not their number: some vocabularies have gaps
         self.eod = _end(path, known, eod)
         self._type = smallest_type(self.vocab)
 
@@ -67,7 +67,7 @@ class FileTokenizer:
 
 
 def load(path: Path | None, eod: str | None = None) -> Tokenizer:
-    """The tokenizer of a file, or bytes. `eod`: the token that ends a document, where the file does not make it plain."""
+    """The tokenizer of a file, or bytes. `eod`: the end-of-document token, if the file has none with a known name."""
     if path is not None:
         return FileTokenizer(path, eod)
     if eod is not None:
@@ -86,7 +86,7 @@ def _content(path: Path) -> bytes:
         raise SpecError(f"--tokenizer: {cannot_read(path, error)}") from None
 
 
-def _loaded(path: Path, content: bytes) -> Any:
+def _load(path: Path, content: bytes) -> Any:
     try:
         import tokenizers
     except ModuleNotFoundError:
@@ -96,7 +96,7 @@ def _loaded(path: Path, content: bytes) -> Any:
         ) from None
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
-    except Exception as error:  # what the package raises has no narrower type
+    except Exception as error:  # the package raises no narrower class
         reason = str(error).splitlines()[0][:120]
         raise SpecError(
             f"--tokenizer is {path} but it is no tokenizer.json ({reason}): name one of Hugging Face's format"
@@ -120,5 +120,5 @@ def _end(path: Path, known: dict[str, int], eod: str | None) -> int:
 
 
 def _special(known: dict[str, int]) -> list[str]:
-    """Tokens that look like signs and not like text, the likeliest ends of documents."""
+    """Tokens that look like special tokens, the likeliest ends of documents."""
     return sorted(name for name in known if len(name) > 2 and name[0] in "<[" and name[-1] in ">]") or sorted(known)[:20]

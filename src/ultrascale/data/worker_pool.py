@@ -1,6 +1,7 @@
-"""Worker processes of a tokenizing job: each turns one part of the input at a time into two small files.
+"""Worker processes of a tokenization job: each converts one part of the input at a time to two small files.
 
-A part's tokens and its documents' ends appear under their names only when both are whole, the ends last: what is there is done.
+The tokens of a part and its document ends are renamed to their final names only when both are complete, the ends last: a part
+with an ends file is done.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from ultrascale.data.input_parts import PIECE, DocumentChunk, InputPart
 from ultrascale.data.tokenizer import Tokenizer
 from ultrascale.specs.errors import RunError, SpecError
 
-_MOST_PIECES = 1024  # given to the tokenizer together
-_GLANCE_S = 1.0  # between looks whether the parent still lives
+_MOST_PIECES = 1024  # maximum chunks in one tokenizer call
+_PARENT_CHECK_S = 1.0  # interval of checks whether the parent is alive
 _GRACE_S = 2.0
 
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """What a worker tells: how far it is in its part, or that the part is done."""
+    """A worker's progress in its part, or that the part is done."""
 
     number: int
     documents: int
@@ -45,7 +46,7 @@ class WorkerTask:
     number: int
     part: InputPart
     name: Path
-    """of the part's files, without their endings"""
+    """path of the part's files, without suffix"""
 
     @property
     def tokens(self) -> Path:
@@ -57,29 +58,29 @@ class WorkerTask:
 
 
 class WorkerPool:
-    """So many workers, of whom some are idle."""
+    """A fixed number of worker processes; `idle` has the pipes of those without a task."""
 
     def __init__(self, workers: int, tokenizer: Tokenizer, field: str) -> None:
         context = multiprocessing.get_context("fork")
         self._pipes: dict[Connection, Any] = {}
         self.idle: list[Connection] = []
         for _ in range(workers):
-            here, there = context.Pipe()
-            process = context.Process(target=_worker, args=(there, os.getpid(), tokenizer, field), daemon=True)
+            parent_end, child_end = context.Pipe()
+            process = context.Process(target=_worker, args=(child_end, os.getpid(), tokenizer, field), daemon=True)
             process.start()
-            there.close()
-            self._pipes[here] = process
-            self.idle.append(here)
+            child_end.close()
+            self._pipes[parent_end] = process
+            self.idle.append(parent_end)
 
-    def give(self, task: WorkerTask) -> None:
+    def submit(self, task: WorkerTask) -> None:
         self.idle.pop().send(task)
 
-    def hear(self) -> Iterator[WorkerReport]:
-        """Waits until somebody says something. What a worker could not do is raised here."""
-        for pipe in wait(list(self._pipes), timeout=_GLANCE_S):
+    def receive(self) -> Iterator[WorkerReport]:
+        """Waits for reports of workers; raises a worker's error."""
+        for pipe in wait(list(self._pipes), timeout=_PARENT_CHECK_S):
             assert isinstance(pipe, Connection)
             try:
-                said = pipe.recv()
+                report = pipe.recv()
             except (EOFError, OSError):
                 process = self._pipes[pipe]
                 process.join(_GRACE_S)
@@ -87,11 +88,11 @@ class WorkerPool:
                     f"a worker of the tokenizer ended without a word (exit code {process.exitcode}; out of memory?): "
                     "start the same command again, it goes on from here"
                 ) from None
-            if isinstance(said, Exception):
-                raise said
-            if said.done:
+            if isinstance(report, Exception):
+                raise report
+            if report.done:
                 self.idle.append(pipe)
-            yield said
+            yield report
 
     def end(self) -> None:
         for process in self._pipes.values():
@@ -105,14 +106,14 @@ class WorkerPool:
 
 
 def _worker(pipe: Connection, parent: int, tokenizer: Tokenizer, field: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is asked, and ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it and ends the workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core a worker
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core per worker
     try:
         while True:
-            while not pipe.poll(_GLANCE_S):
-                _leave_with(parent)
-            _do(pipe.recv(), pipe, parent, tokenizer, field)
+            while not pipe.poll(_PARENT_CHECK_S):
+                _exit_without(parent)
+            _tokenize_part(pipe.recv(), pipe, parent, tokenizer, field)
     except EOFError:
         return
     except (SpecError, RunError) as error:
@@ -123,29 +124,29 @@ def _worker(pipe: Connection, parent: int, tokenizer: Tokenizer, field: str) -> 
         pipe.send(RunError(f"a worker of the tokenizer failed:\n{traceback.format_exc()}"))
 
 
-def _leave_with(parent: int) -> None:
-    """A killed parent tells nobody."""
+def _exit_without(parent: int) -> None:
+    """Ends this process if its parent is gone: a killed parent cannot end its workers."""
     if os.getppid() != parent:
         os._exit(1)
 
 
-def _do(task: WorkerTask, pipe: Connection, parent: int, tokenizer: Tokenizer, field: str) -> None:
+def _tokenize_part(task: WorkerTask, pipe: Connection, parent: int, tokenizer: Tokenizer, field: str) -> None:
     temporary = [path.with_name(f"{path.name}.{os.getpid()}.tmp") for path in (task.tokens, task.ends)]
-    kind = smallest_type(tokenizer.vocab)
-    eod = np.array([tokenizer.eod], dtype=kind)
+    dtype = smallest_type(tokenizer.vocab)
+    eod = np.array([tokenizer.eod], dtype=dtype)
     tokens = documents = 0
-    with temporary[0].open("wb") as held, temporary[1].open("wb") as ended:
+    with temporary[0].open("wb") as tokens_file, temporary[1].open("wb") as ends_file:
         for batch in _batches(sources.read(task.part, field)):
-            _leave_with(parent)
+            _exit_without(parent)
             ends = array("Q")
             for piece, ids in zip(batch, tokenizer.encode([piece.text for piece in batch]), strict=True):
-                held.write(ids.tobytes())
+                tokens_file.write(ids.tobytes())
                 tokens += len(ids)
                 if piece.last:
-                    held.write(eod.tobytes())
+                    tokens_file.write(eod.tobytes())
                     tokens += 1
                     ends.append(tokens)
-            ended.write(np.array(ends, dtype=END).tobytes())
+            ends_file.write(np.array(ends, dtype=END).tobytes())
             documents += len(ends)
             pipe.send(WorkerReport(task.number, documents, tokens, batch[-1].place))
     os.replace(temporary[0], task.tokens)
@@ -155,12 +156,12 @@ def _do(task: WorkerTask, pipe: Connection, parent: int, tokenizer: Tokenizer, f
 
 def _batches(pieces: Iterator[DocumentChunk]) -> Iterator[list[DocumentChunk]]:
     batch: list[DocumentChunk] = []
-    held = 0
+    characters = 0
     for piece in pieces:
         batch.append(piece)
-        held += len(piece.text)
-        if held >= PIECE or len(batch) >= _MOST_PIECES:
+        characters += len(piece.text)
+        if characters >= PIECE or len(batch) >= _MOST_PIECES:
             yield batch
-            batch, held = [], 0
+            batch, characters = [], 0
     if batch:
         yield batch

@@ -1,1 +1,1 @@
-"""Fused kernels and formats of numbers, each with a plain twin that is its test and its fallback; applied from outside."""
+"""Fused kernels and low-precision formats, each with a plain implementation as test and fallback, applied from outside."""

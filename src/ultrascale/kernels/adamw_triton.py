@@ -1,8 +1,8 @@
-"""AdamW with fp32 masters in one Triton kernel: one pass over gradient, master and moments writes all that changes.
+"""AdamW with fp32 masters in one Triton kernel, in one pass over gradient, master and moments.
 
-The gradient is read in the format it has and scaled on the way (clipping, fp16's loss scale), and the copy that computes is
-written with its master. Each number is read and written once: 28 bytes a parameter with gradients in bf16, 26 where the master
-shares its upper half with the copy (kernels/split_master.py), where scaling, torch's fused AdamW and a copy move 42.
+The gradient is read in its dtype and scaled in the kernel (clipping, fp16's loss scale), and the compute copy is written
+together with its master. Each value is read and written once: 28 bytes per parameter with bf16 gradients, 26 if the master
+shares its upper half with the copy (kernels/split_master.py); scaling, torch's fused AdamW and a copy move 42.
 """
 
 # No postponed annotations: Triton reads them.
@@ -13,13 +13,13 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
 BLOCK, WARPS = 1024, 4
-SUMMED = 16  # blocks that one program of the norm adds up
+SUMMED = 16  # blocks that one program of the norm sums
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _step(  # type: ignore[no-untyped-def]
     master, gradient, mean, square, copy, now, size, decay, beta1, rest1, beta2, rest2, eps,
-    COPIED: tl.constexpr, PARTED: tl.constexpr, BLOCK: tl.constexpr,
+    COPIED: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
@@ -28,7 +28,7 @@ def _step(  # type: ignore[no-untyped-def]
     m = tl.load(mean + at, mask=inside)
     v = tl.load(square + at, mask=inside)
     w = tl.load(master + at, mask=inside)
-    if PARTED:
+    if SPLIT:
         w = (tl.load(copy + at, mask=inside).to(tl.int32) << 16) + w.to(tl.int32)
         w = w.to(tl.float32, bitcast=True)
     m = beta1 * m + rest1 * g
@@ -36,7 +36,7 @@ def _step(  # type: ignore[no-untyped-def]
     w = w * (1 - rate * decay) - rate / whole1 * m / (tl.sqrt(v / whole2) + eps)
     tl.store(mean + at, m, mask=inside)
     tl.store(square + at, v, mask=inside)
-    if PARTED:
+    if SPLIT:
         bits = w.to(tl.int32, bitcast=True)
         tl.store(master + at, bits.to(tl.int16), mask=inside)
         tl.store(copy + at, ((bits + 32768) >> 16).to(tl.int16), mask=inside)
@@ -47,8 +47,9 @@ def _step(  # type: ignore[no-untyped-def]
 
 
 def changing(factor: float, rate: float, betas: tuple[float, float], updates: int) -> torch.Tensor:
-    """What differs from one update to the next, `updates` with this one counted in: the kernel reads it from memory, so that
-    a recorded launch finds it changed.
+    """The inputs of the kernel that differ between updates; `updates` counts this one.
+
+    The kernel reads them from memory, so that a replayed CUDA graph gets the new values.
     """
     return torch.tensor((factor, rate, *(1 - beta**updates for beta in betas)), dtype=torch.float32)
 
@@ -65,21 +66,21 @@ def step(
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    """One update of a weight, its moments and its copy, all contiguous; `now`: what `changing` gives, beside them.
+    """One update of a weight, its moments and its copy, all contiguous; `now`: the result of `changing`, on the same device.
 
-    A master of int16 is the lower half of numbers whose upper half is the copy.
+    An int16 master is the lower half of fp32 values whose upper half is the copy.
     """
     size, (beta1, beta2) = master.numel(), betas
     if not size:
         return
-    parted = master.dtype == torch.int16
-    if parted:
+    split = master.dtype == torch.int16
+    if split:
         assert copy is not None
         copy = copy.view(torch.int16)
     _step[(triton.cdiv(size, BLOCK),)](
         master, gradient, mean, square, master if copy is None else copy, now, size, decay,
         beta1, 1 - beta1, beta2, 1 - beta2, eps,
-        COPIED=copy is not None, PARTED=parted, BLOCK=BLOCK, num_warps=WARPS,
+        COPIED=copy is not None, SPLIT=split, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -95,7 +96,7 @@ def _squares(gradient, sums, size, SUMMED: tl.constexpr, BLOCK: tl.constexpr):  
 
 
 def sum_of_squares(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of all numbers of contiguous tensors, in fp32 whatever their format."""
+    """The sum of squares of all elements of contiguous tensors, in fp32 whatever their dtype."""
     programs = [triton.cdiv(gradient.numel(), SUMMED * BLOCK) for gradient in gradients]
     sums = torch.empty(sum(programs), dtype=torch.float32, device=gradients[0].device)
     for gradient, part, count in zip(gradients, torch.split(sums, programs), programs, strict=True):

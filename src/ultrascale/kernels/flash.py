@@ -1,8 +1,8 @@
-"""Causal attention by FlashAttention 4, where its package is installed (the extra `flash`).
+"""Causal attention with FlashAttention 4, if its package is installed (the extra `flash`).
 
-Its kernels are written in Python and compiled on the machine at hand for the shape at hand. Here they are two operators of
-torch, so that blocks with them compile, FLOPs are counted, and selective recomputation can keep what they made. Where the
-package fails in a run, both compute what torch's own kernels do.
+Its kernels are written in Python and compiled just in time for the GPU and the shape. Here they are two torch operators, so
+that blocks with them compile, FLOPs are counted, and selective recomputation can save their outputs. If the package fails in a
+run, both fall back to torch's kernels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ultrascale.model import attention
 
 
 def why_not(dtype: torch.dtype) -> str | None:
-    """Why it is not asked; None: it is."""
+    """Why it cannot be used; None if it can."""
     return FLASH_ATTENTION_4.why_not(dtype)
 
 
@@ -32,25 +32,25 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @cache
 def _package() -> ModuleType:
-    # Compiled kernels are kept on disk, so that the next run starts without ten seconds of compiling.
+    # Compiled kernels are cached on disk, so that the next run starts without ten seconds of compilation.
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     from flash_attn.cute import interface  # type: ignore[import-not-found]
 
-    found: ModuleType = interface
-    return found
+    package: ModuleType = interface
+    return package
 
 
 @torch.library.custom_op("ultrascale::flash", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The output, and each row's logarithm of its scores' sum, [b, heads, s] in fp32, which backward needs."""
+    """The output and its log-sum-exp, [b, heads, s] in fp32, which backward needs."""
 
     def kernel() -> tuple[Tensor, Tensor]:
-        out, sums, *_ = _package()._flash_attn_fwd(q, k, v, causal=True, return_lse=True)
-        return out, sums.contiguous()
+        out, lse, *_ = _package()._flash_attn_fwd(q, k, v, causal=True, return_lse=True)
+        return out, lse.contiguous()
 
     def plain() -> tuple[Tensor, Tensor]:
-        out, sums = attention.attend(q, k, v, True, q.shape[-1] ** -0.5)
-        return out.contiguous(), sums.contiguous()
+        out, lse = attention.attend(q, k, v, True, q.shape[-1] ** -0.5)
+        return out.contiguous(), lse.contiguous()
 
     return FLASH_ATTENTION_4.call(kernel, plain)
 
@@ -62,37 +62,37 @@ def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.custom_op("ultrascale::flash_backward", mutates_args=())
-def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     def kernel() -> tuple[Tensor, Tensor, Tensor]:
         to_q, to_k, to_v = (x.new_empty(x.shape) for x in (q, k, v))
         _package()._flash_attn_bwd(
-            q, k, v, out, grad.contiguous(), sums, causal=True, dq=to_q, dk=to_k, dv=to_v,
+            q, k, v, out, grad.contiguous(), lse, causal=True, dq=to_q, dk=to_k, dv=to_v,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
         return to_q, to_k, to_v
 
     def plain() -> tuple[Tensor, Tensor, Tensor]:
-        found = attention.attend_backward(grad.contiguous(), q, k, v, out, sums, True, q.shape[-1] ** -0.5)
-        to_q, to_k, to_v = (one.contiguous() for one in found)
+        grads = attention.attend_backward(grad.contiguous(), q, k, v, out, lse, True, q.shape[-1] ** -0.5)
+        to_q, to_k, to_v = (one.contiguous() for one in grads)
         return to_q, to_k, to_v
 
     return FLASH_ATTENTION_4.call(kernel, plain)
 
 
 @_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*inputs, *output)
     ctx.mark_non_differentiable(output[1])
 
 
 def _gradients(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, ...]:
-    found: tuple[Tensor, ...] = _backward(grad, *ctx.saved_tensors)
-    return found
+    grads: tuple[Tensor, ...] = _backward(grad, *ctx.saved_tensors)
+    return grads
 
 
-_forward.register_autograd(_gradients, setup_context=_keep)
+_forward.register_autograd(_gradients, setup_context=_setup_context)
 FORWARD, BACKWARD = torch.ops.ultrascale.flash, torch.ops.ultrascale.flash_backward

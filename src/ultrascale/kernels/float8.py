@@ -1,6 +1,6 @@
-"""fp8 applied to a plain model from outside: which products are in fp8, and which stay as they were.
+"""Applies fp8 to a plain model from outside: replaces its GEMMs by fp8 ones.
 
-Experts' grouped products, routers and embeddings stay. The arithmetic is in kernels/float8_gemm.py.
+Grouped GEMMs of experts, routers and embeddings stay. The arithmetic is in kernels/float8_gemm.py.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from ultrascale.specs.errors import SpecError
 from ultrascale.specs.training import FP8_MULTIPLE, Fp8Keep, Fp8Scaling
 
 FIRST = (8, 9)  # compute capability of Ada; Hopper and later have fp8 too
-BLOCKS = 9  # the one major capability for which cuBLAS has products with a scale per block
+BLOCKS = 9  # the only major capability for which cuBLAS has GEMMs with a scale per block
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer in fp8; weight and bias are the plain one's, under the same names."""
+    """A linear layer in fp8, with the weight and bias of the plain one under the same names."""
 
-    def __init__(self, plain: nn.Linear, numbers: Float8Gemms) -> None:
-        nn.Module.__init__(self)  # the plain module's parameters are taken over as they are
-        self.weight, self.bias, self.numbers = plain.weight, plain.bias, numbers
+    def __init__(self, plain: nn.Linear, gemms: Float8Gemms) -> None:
+        nn.Module.__init__(self)  # not nn.Linear's: the plain module's parameters are taken over
+        self.weight, self.bias, self.gemms = plain.weight, plain.bias, gemms
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.numbers.linear(input, self.weight, self.bias)
+        return self.gemms.linear(input, self.weight, self.bias)
 
     def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}, fp8 with a scale per {self.numbers.scaling}"
+        return f"{tuple(self.weight.shape)}, fp8 with a scale per {self.gemms.scaling}"
 
 
 def apply(model: Transformer, scaling: Fp8Scaling, keep: Fp8Keep, device: torch.device) -> None:
-    """Swaps products for those in fp8, where their sizes suit the kernel; names and parameters stay."""
+    """Replaces GEMMs by fp8 ones if the kernel supports their sizes; names and parameters stay."""
     if device.type == "cuda":
         check(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device), scaling)
-    numbers = Float8Gemms(scaling)
+    gemms = Float8Gemms(scaling)
     ends = (0, model.model.layers - 1) if keep == "ends" else ()
     for index, block in zip(model.blocks, model.each_block(), strict=True):
         if int(index) in ends:
@@ -48,72 +48,72 @@ def apply(model: Transformer, scaling: Fp8Scaling, keep: Fp8Keep, device: torch.
         if isinstance(block, FusedBlock):
             model.blocks[index] = Float8Block(block)
             continue
-        _fan(block.attention.qkv, numbers)
-        block.attention.out = _linear(block.attention.out, numbers)
+        _multi_linear(block.attention.qkv, gemms)
+        block.attention.out = _linear(block.attention.out, gemms)
         mlp = block.mlp.shared if isinstance(block.mlp, MixtureOfExperts) else block.mlp
         if isinstance(mlp, MLP):
-            _fan(mlp.inputs, numbers)
-            mlp.down = _linear(mlp.down, numbers)
+            _multi_linear(mlp.inputs, gemms)
+            mlp.down = _linear(mlp.down, gemms)
     if keep == "none" and model.head is not None:
-        model.head = _head(model.head, numbers)
+        model.head = _head(model.head, gemms)
 
 
 def weights(model: nn.Module) -> list[list[nn.Parameter]]:
-    """Those that nothing but products in fp8 use; a fused block joins some in one product, which share a scale."""
+    """Weights used only by fp8 GEMMs, in groups that share a scale: a fused block joins several in one GEMM."""
     found: list[list[nn.Parameter]] = []
     for module in model.modules():
         if isinstance(module, Float8Block):
-            found += [list(fan.parameters()) for fan in module.fans()]
+            found += [list(multi_linear.parameters()) for multi_linear in module.joined_linears()]
             assert isinstance(module.mlp, MLP)
             found += [[linear.get_parameter("weight")] for linear in (module.attention.out, module.mlp.down)]
         elif isinstance(module, Float8Head):
             found.append([module.linear.get_parameter("weight")])
         elif isinstance(module, Float8Linear) or (
-            isinstance(module, CustomGemmModule) and isinstance(module.numbers, Float8Gemms)
+            isinstance(module, CustomGemmModule) and isinstance(module.gemms, Float8Gemms)
         ):
             linears = module.children() if isinstance(module, MultiLinear) else (module,)
             found += [[linear.get_parameter("weight")] for linear in linears]
-    looked_up = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]  # a tied head's is, too
+    looked_up = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]  # including a tied head's
     return [group for group in found if not any(group[0] is table for table in looked_up)]
 
 
 def check(capability: tuple[int, int], name: str, scaling: Fp8Scaling) -> None:
-    """Raises SpecError where a GPU of that capability lacks what the scaling needs."""
+    """Raises SpecError if a GPU of that capability does not support the scaling."""
     if capability < FIRST:
         raise SpecError(f"job.precision is fp8 but {name} does not compute in it (Ada and Hopper were the first): try bf16")
     if scaling == "block" and capability[0] != BLOCKS:
         raise SpecError(f"train.fp8_scaling is block but {name} has no such products (Hopper has): try tensor or row")
 
 
-def _fits(linear: nn.Module, numbers: Float8Gemms) -> bool:
+def _fits(linear: nn.Module, gemms: Float8Gemms) -> bool:
     weight = linear.get_parameter("weight")
-    return all(size % FP8_MULTIPLE[numbers.scaling] == 0 for size in weight.shape)
+    return all(size % FP8_MULTIPLE[gemms.scaling] == 0 for size in weight.shape)
 
 
-def _linear(linear: nn.Linear, numbers: Float8Gemms) -> nn.Linear:
-    if not _fits(linear, numbers):
+def _linear(linear: nn.Linear, gemms: Float8Gemms) -> nn.Linear:
+    if not _fits(linear, gemms):
         return linear
     if isinstance(linear, CustomGemmModule):
-        linear.numbers = numbers
+        linear.gemms = gemms
         return linear
-    return Float8Linear(linear, numbers)
+    return Float8Linear(linear, gemms)
 
 
-def _fan(fan: MultiLinear, numbers: Float8Gemms) -> None:
-    """Products of one input; those cut by hand are made together, so that all of them fit or none is changed."""
-    if isinstance(fan, CustomGemmModule):
-        if all(_fits(linear, numbers) for linear in fan.children()):
-            fan.numbers = numbers
+def _multi_linear(multi_linear: MultiLinear, gemms: Float8Gemms) -> None:
+    """Linears with one input; those with custom GEMMs are computed together, so all of them are changed or none."""
+    if isinstance(multi_linear, CustomGemmModule):
+        if all(_fits(linear, gemms) for linear in multi_linear.children()):
+            multi_linear.gemms = gemms
         return
-    for name, linear in fan.named_children():
+    for name, linear in multi_linear.named_children():
         assert isinstance(linear, nn.Linear)
-        setattr(fan, name, _linear(linear, numbers))
+        setattr(multi_linear, name, _linear(linear, gemms))
 
 
-def _head(head: Head, numbers: Float8Gemms) -> Head:
-    if not _fits(head.linear, numbers):
+def _head(head: Head, gemms: Float8Gemms) -> Head:
+    if not _fits(head.linear, gemms):
         return head
     if isinstance(head, ChunkedHead):
         return Float8Head(head)
-    head.linear = _linear(head.linear, numbers)
+    head.linear = _linear(head.linear, gemms)
     return head

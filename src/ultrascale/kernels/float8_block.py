@@ -1,9 +1,9 @@
-"""The fused block of kernels/fused.py with its products in fp8.
+"""The fused block of kernels/fused.py with its GEMMs in fp8.
 
-Forward has a scale for each row, which the kernel that makes a row knows; backward, where sums also run over rows, one for a
-tensor. Only gradients are read once more for their largest entry: that of a row's tensor is the largest of its rows, and a
-gate's gradients cannot exceed the product of what they are made of. All scales are powers of two, so that a number rounds alike
-under either kind.
+Forward has a scale per row, known to the kernel that computes the row; backward, where contractions also run over rows, one per
+tensor. Only gradients are read an extra time for their largest entry: the largest entry of a tensor with row scales is the
+largest of its rows, and the gate's gradients are bounded by the product of their inputs' largest entries. All scales are powers
+of two, so that a value rounds the same with either kind.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ultrascale.kernels.fused import FusedBlock
 
 
 class Float8Block(FusedBlock):
-    """A fused block in fp8; parameters are the plain one's, under the same names."""
+    """A fused block in fp8, with the parameters of the plain one under the same names."""
 
     def queries(self, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return _Float8QKV.apply(*given)  # type: ignore[no-untyped-call, no-any-return]
@@ -32,7 +32,7 @@ class Float8Block(FusedBlock):
 
 
 class _Float8QKV(torch.autograd.Function):
-    """Norm, the product to q, k and v, and the rotation; the input is passed on, so that its gradients meet in one kernel."""
+    """Norm, QKV projection and rotary embedding; also returns the input, so that its gradients are summed in one kernel."""
 
     @staticmethod
     def forward(
@@ -60,13 +60,13 @@ class _Float8QKV(torch.autograd.Function):
 
 
 class _Float8OutputAndMLP(torch.autograd.Function):
-    """From attention's output to the block's: the product, the residual's sum with the norm, and the gated MLP."""
+    """Output projection, residual sum with the norm, and the gated MLP."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, seen: Tensor, out: Tensor, gain: Tensor, gate_: Tensor, up: Tensor, down: Tensor, eps: float
+        ctx: Any, x: Tensor, attended: Tensor, out: Tensor, gain: Tensor, gate_: Tensor, up: Tensor, down: Tensor, eps: float
     ) -> Tensor:
-        rows = seen.flatten(2).flatten(0, 1)
+        rows = attended.flatten(2).flatten(0, 1)
         left, weights = cast_rows(rows), [cast_rows(weight) for weight in (out, joined(gate_, up), down)]
         projected = multiply(left, weights[0], x.dtype, fast=True)
         total, normed, roots = norm_cast(projected, x.flatten(0, 1), gain, eps)
@@ -75,14 +75,14 @@ class _Float8OutputAndMLP(torch.autograd.Function):
         made = multiply(gated, weights[2], x.dtype, fast=True)
         largest = [of_rows(one) for one in (left, normed, gated, *weights)]
         ctx.save_for_backward(rows, total, roots, both, out, gain, gate_, up, down, of_both, *largest)
-        ctx.shape = seen.shape
+        ctx.shape = attended.shape
         return total.view_as(x) + made.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, total, roots, both, out, gain, gate_, up, down, of_both, *largest = ctx.saved_tensors
-        of_seen, of_normed, of_gated, of_out, of_inputs, of_down = largest
+        of_attended, of_normed, of_gated, of_out, of_inputs, of_down = largest
         flat = grad.contiguous().flatten(0, 1)
         kept, turned = cast_both_ways(flat)
         to_gated = multiply(kept, cast_turned(down, of_down), flat.dtype)
@@ -95,30 +95,30 @@ class _Float8OutputAndMLP(torch.autograd.Function):
         to_gate, to_up = torch.split(multiply(both_turned, normed, flat.dtype), [len(gate_), len(up)])
         del to_both, both_turned, normed
         kept, turned = cast_both_ways(to_total)
-        to_seen = multiply(kept, cast_turned(out, of_out), flat.dtype).view(ctx.shape)
-        to_out = multiply(turned, cast_turned(rows, of_seen), flat.dtype)
-        return to_total.view_as(grad), to_seen, to_out, to_gain, to_gate, to_up, to_down, None
+        to_attended = multiply(kept, cast_turned(out, of_out), flat.dtype).view(ctx.shape)
+        to_out = multiply(turned, cast_turned(rows, of_attended), flat.dtype)
+        return to_total.view_as(grad), to_attended, to_out, to_gain, to_gate, to_up, to_down, None
 
 
 def joined(*weights: Tensor) -> Tensor:
-    """As `fused.joined`; those that came in fp8 share a scale (kernels/float8.py)."""
+    """Like `fused.joined`; weights gathered in fp8 share a scale (kernels/float8.py)."""
     narrow = [weight for weight in weights if isinstance(weight, Float8Weight)]
     return stacked(narrow) if narrow else fused.joined(*weights)
 
 
 def largest(x: Tensor) -> Tensor:
-    """The largest entry, whatever its sign, in fp32."""
+    """The largest absolute value, in fp32."""
     found: Tensor = torch.linalg.vector_norm(x, math.inf)
     return found.float()
 
 
 def of_rows(operand: GemmOperand) -> Tensor:
-    """What stands for the largest entry of a tensor whose rows have scales: it has the largest of those."""
+    """An upper bound of the largest entry of a tensor with a scale per row, from the largest scale."""
     return operand.scale.amax() * torch.finfo(operand.data.dtype).max
 
 
 def cast_rows(x: Tensor) -> GemmOperand:
-    """x [n, c] in fp8, with a scale for each row; a weight that came in fp8 has the same for all."""
+    """x [n, c] in fp8, with a scale per row; a weight gathered in fp8 has the same scale for all rows."""
     if isinstance(x, Float8Weight):
         return GemmOperand(x.fp8, x.scale.expand(len(x), 1).contiguous())
     if x.is_cuda:
@@ -129,7 +129,7 @@ def cast_rows(x: Tensor) -> GemmOperand:
 
 
 def norm_cast(x: Tensor, added: Tensor | None, gain: Tensor, eps: float) -> tuple[Tensor, GemmOperand, Tensor]:
-    """As `fused.norm`, the norm's output in fp8 with a scale for each row."""
+    """Like `fused.norm`, with the norm's output in fp8 and a scale per row."""
     if x.is_cuda:
         from ultrascale.kernels import float8_triton
 
@@ -140,7 +140,7 @@ def norm_cast(x: Tensor, added: Tensor | None, gain: Tensor, eps: float) -> tupl
 
 
 def gate_cast(both: Tensor) -> tuple[GemmOperand, Tensor]:
-    """silu(gate) · up of both [n, 2·f] in fp8 with a scale for each row, and the largest entry of both."""
+    """silu(gate) · up of both [n, 2·f] in fp8 with a scale per row, and the largest entry of both."""
     if both.is_cuda:
         from ultrascale.kernels import float8_triton
 
@@ -161,7 +161,7 @@ def cast_turned(x: Tensor, of_x: Tensor) -> GemmOperand:
 
 
 def cast_both_ways(grad: Tensor) -> tuple[GemmOperand, GemmOperand]:
-    """A gradient [n, c] in fp8 with one scale, as it is and transposed."""
+    """A gradient [n, c] in fp8 with one scale, not transposed and transposed."""
     of_grad = largest(grad)
     if grad.is_cuda:
         from ultrascale.kernels import float8_triton
@@ -175,7 +175,7 @@ def cast_both_ways(grad: Tensor) -> tuple[GemmOperand, GemmOperand]:
 def norm_backward_cast(
     grad: Tensor, x: Tensor, roots: Tensor, gain: Tensor, residual: Tensor, of_normed: Tensor
 ) -> tuple[Tensor, Tensor, GemmOperand]:
-    """As `fused.norm_backward`, the norm's output in fp8 and transposed."""
+    """Like `fused.norm_backward`, with the norm's output in fp8 and transposed."""
     if x.is_cuda:
         from ultrascale.kernels import float8_triton, fused_triton
 
@@ -188,7 +188,7 @@ def norm_backward_cast(
 def gate_backward_cast(
     grad: Tensor, both: Tensor, of_both: Tensor, of_gated: Tensor
 ) -> tuple[GemmOperand, GemmOperand, GemmOperand]:
-    """The gradient of both as it is and transposed, and the gate's output transposed."""
+    """The gradient of both, not transposed and transposed, and the gate's output transposed."""
     of_grad = largest(grad)
     if both.is_cuda:
         from ultrascale.kernels import float8_triton
@@ -197,7 +197,7 @@ def gate_backward_cast(
         kept, turned, gated, scale, gated_scale = made
         return GemmOperand(kept, scale), GemmOperand(turned, scale), GemmOperand(gated, gated_scale)
     to_both, output = fused.gate_backward(grad, both)
-    # |silu'| stays below 1.1 and |silu(x)| below |x|: a bound for both halves at once.
+    # |silu'| is below 1.1 and |silu(x)| below |x|: one bound for both halves.
     narrow = to_fp8(to_both, 1.1 * of_grad * of_both, WIDE)
     return narrow, _turned(narrow), cast_turned(output, of_gated)
 

@@ -1,9 +1,11 @@
-"""The three products of a linear layer in fp8: operands rounded to eight bits, scaled so that their largest entry is the
-format's largest; sums and results stay as wide as they were. Why by hand: docs/decisions/0009-fp8.md.
+"""The three GEMMs of a linear layer in fp8: forward, input gradient and weight gradient.
 
-One scale serves a whole tensor (`tensor`), a row of what is summed over (`row`), or 128 numbers of such a row and 128 × 128 of
-a weight (`block`). Scales come from the numbers at hand, none is remembered from step to step. On a CPU the rounded operands
-are multiplied as wide numbers: what a GPU computes, but for the order of its sums.
+Operands are rounded to eight bits, scaled so that their largest entry is near the format's largest; accumulation and results
+stay wide. Why by hand: docs/decisions/0009-fp8.md.
+
+There is one scale per tensor (`tensor`), per row along the contraction (`row`), or per 128 elements of such a row and 128 × 128
+of a weight (`block`). Scales are computed from the current values, none is kept from step to step. On a CPU the rounded
+operands are multiplied in the wide format: the same as on a GPU, except for the order of summation.
 """
 
 from __future__ import annotations
@@ -19,16 +21,16 @@ from torch.autograd.function import once_differentiable
 from ultrascale.kernels.float8_weight import Float8Weight
 from ultrascale.specs.training import FP8_BLOCK, FP8_TOKENS, Fp8Scaling
 
-NARROW, WIDE = torch.float8_e4m3fn, torch.float8_e5m2  # three bits of fraction and 2^18 of range, or two bits and 2^32
-EXPONENT = 0x7F800000  # the bits of a float that hold it
-SMALLEST = 1e-12  # what is taken for the largest entry of a tensor of zeros
+NARROW, WIDE = torch.float8_e4m3fn, torch.float8_e5m2  # three fraction bits and a range of 2^18, or two bits and 2^32
+EXPONENT = 0x7F800000  # mask of the exponent bits of a float
+SMALLEST = 1e-12  # lower bound of the largest entry, for a tensor of zeros
 
 
 class PlainGemms:
-    """The products of a linear layer as torch computes them."""
+    """The GEMMs of a linear layer as torch computes them."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """With gradients by autograd."""
+        """A differentiable linear layer."""
         return F.linear(x, weight, bias)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -46,7 +48,7 @@ class PlainGemms:
 
 @dataclass(frozen=True)
 class Float8Gemms(PlainGemms):
-    """The same in fp8."""
+    """The GEMMs of a linear layer in fp8."""
 
     scaling: Fp8Scaling
 
@@ -61,7 +63,7 @@ class Float8Gemms(PlainGemms):
         return out if bias is None else out + bias
 
     def to_input(self, grad: Tensor, weight: Tensor) -> Tensor:
-        left = quantise(_rows(grad), self.scaling, self._of_gradients)
+        left = quantise(_rows(grad), self.scaling, self._grad_dtype)
         right = quantise_transposed(weight, self.scaling, NARROW, is_weight=True)
         return multiply(left, right, grad.dtype).view(*grad.shape[:-1], -1)
 
@@ -69,13 +71,13 @@ class Float8Gemms(PlainGemms):
         grads, rows = _rows(grad), _rows(x)
         if len(rows) % FP8_TOKENS[self.scaling]:
             return super().to_weight(grad, x)
-        left = quantise_transposed(grads, self.scaling, self._of_gradients)
+        left = quantise_transposed(grads, self.scaling, self._grad_dtype)
         right = quantise_transposed(rows, self.scaling, NARROW)
         return multiply(left, right, grad.dtype)
 
     @property
-    def _of_gradients(self) -> torch.dtype:
-        # The gradients of a whole tensor spread further than those of one token (torchao's choice too).
+    def _grad_dtype(self) -> torch.dtype:
+        # Gradients of a whole tensor have a wider range than those of one token (torchao chooses the same).
         return WIDE if self.scaling == "tensor" else NARROW
 
 
@@ -90,22 +92,22 @@ class _Float8Gemm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        numbers = Float8Gemms(ctx.scaling)
-        return numbers.to_input(grad, weight), numbers.to_weight(grad, x), None
+        gemms = Float8Gemms(ctx.scaling)
+        return gemms.to_input(grad, weight), gemms.to_weight(grad, x), None
 
 
 class CustomGemmModule:
-    """A module that multiplies by hand, and takes from outside in which numbers."""
+    """A module that calls its GEMMs explicitly; `gemms` can be replaced, by fp8 ones."""
 
-    numbers: PlainGemms = PlainGemms()
+    gemms: PlainGemms = PlainGemms()
 
 
 class GemmOperand(NamedTuple):
-    """One side of a product; what is summed over is last."""
+    """One operand of a GEMM, with the contracted dimension last."""
 
     data: Tensor
     scale: Tensor
-    """what the data is to be multiplied by"""
+    """the factor that converts the data back"""
 
 
 def quantise(x: Tensor, scaling: Fp8Scaling, dtype: torch.dtype, is_weight: bool = False) -> GemmOperand:
@@ -113,7 +115,7 @@ def quantise(x: Tensor, scaling: Fp8Scaling, dtype: torch.dtype, is_weight: bool
     if isinstance(x, Float8Weight):
         return GemmOperand(x.fp8, x.scale)
     if scaling == "tensor":
-        # Rows first: that maximum fuses with the norm or the activation that made them.
+        # Rows first: that maximum fuses with the norm or activation that computes the rows.
         return to_fp8(x, x.abs().amax(-1).amax(), dtype)
     if scaling == "row":
         return to_fp8(x, x.abs().amax(-1, keepdim=True), dtype)
@@ -129,7 +131,7 @@ def quantise(x: Tensor, scaling: Fp8Scaling, dtype: torch.dtype, is_weight: bool
 
 
 def quantise_transposed(x: Tensor, scaling: Fp8Scaling, dtype: torch.dtype, is_weight: bool = False) -> GemmOperand:
-    """xᵀ in fp8: summed over what were rows, it has other scales, unless those are of the tensor or of squares."""
+    """xᵀ in fp8. The contraction runs over x's rows, so it has other scales, unless they are per tensor or per square block."""
     if scaling == "row" or (scaling == "block" and not is_weight):
         return quantise(x.t(), scaling, dtype)
     data, scale = quantise(x, scaling, dtype, is_weight)
@@ -137,14 +139,14 @@ def quantise_transposed(x: Tensor, scaling: Fp8Scaling, dtype: torch.dtype, is_w
 
 
 def multiply(left: GemmOperand, right: GemmOperand, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """left [m, k] · right [n, k]ᵀ. `fast` leaves partial sums in the matrix unit, which keeps fewer of their bits."""
+    """left [m, k] · right [n, k]ᵀ. `fast` accumulates in the matrix unit, which keeps fewer bits of the partial sums."""
     if left.data.device.type == "cpu":
         return _wide(left, dtype) @ _wide(right, dtype).t()
     return torch._scaled_mm(left.data, right.data.t(), left.scale, right.scale.t(), out_dtype=dtype, use_fast_accum=fast)
 
 
 def to_fp8(x: Tensor, largest: Tensor, dtype: torch.dtype) -> GemmOperand:
-    """x with a scale from its largest entries."""
+    """x in fp8, with a scale computed from its largest entries."""
     factor = factor_below(largest, dtype)
     return GemmOperand(_cast(x, factor, dtype), factor.reciprocal())
 
@@ -157,9 +159,12 @@ def _wide(operand: GemmOperand, dtype: torch.dtype) -> Tensor:
 
 
 def factor_below(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """A power of two: it moves exponents and leaves fractions, so that a number rounds alike whatever stands beside it."""
+    """The power of two that scales `largest` to just below the format's maximum.
+
+    A power of two changes exponents but not fractions, so that a value rounds the same whatever other values share its scale.
+    """
     factor = torch.finfo(dtype).max / largest.float().clamp(min=SMALLEST)
-    return (factor.view(torch.int32) & EXPONENT).view(torch.float32)  # exact, as a logarithm is not
+    return (factor.view(torch.int32) & EXPONENT).view(torch.float32)  # exact, unlike a logarithm
 
 
 def _cast(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

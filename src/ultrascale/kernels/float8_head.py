@@ -1,7 +1,7 @@
-"""The head and its loss in chunks, as in kernels/loss.py, with all three products in fp8.
+"""The head and its chunked loss, as in kernels/loss.py, with all three GEMMs in fp8.
 
-The gradient of logits lies between -1 and 1, so that its scale is known beforehand. fp8 products cannot add to what is there:
-the weight's gradient sums over several chunks at once, whose gradients of logits are kept in fp8 until then.
+The gradient of logits is between -1 and 1, so that its scale is known beforehand. fp8 GEMMs cannot accumulate into an existing
+output: the weight gradient is computed from several chunks at once, whose logit gradients are stored in fp8 until then.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from ultrascale.kernels.float8_gemm import WIDE, GemmOperand, multiply
 from ultrascale.kernels.loss import ChunkedHead, LinearCrossEntropy
 from ultrascale.specs.training import FP8_TOKENS
 
-TOGETHER = 4  # chunks in one product for the weight: 2 GiB of fp8 for a vocabulary of 128 thousand
-FACTOR = 2.0**15  # the power of two that brings 1 just below the largest of e5m2
+CHUNKS_PER_GEMM = 4  # chunks in one GEMM for the weight gradient: 2 GiB of fp8 for a vocabulary of 128 thousand
+FACTOR = 2.0**15  # the power of two that scales 1 to just below e5m2's maximum
 
 
 class _LinearCrossEntropy(LinearCrossEntropy):
-    """For hidden [n, h] and weight [v, h] whose h and v fp8 products take."""
+    """For hidden [n, h] and weight [v, h] with h and v supported by fp8 GEMMs."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, kept: bool) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, with_grad: bool) -> Tensor:
         if len(hidden) % FP8_TOKENS["tensor"]:
-            return LinearCrossEntropy.forward(ctx, hidden, weight, targets, chunk, kept)
+            return LinearCrossEntropy.forward(ctx, hidden, weight, targets, chunk, with_grad)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         losses = torch.empty(len(hidden), dtype=wide, device=hidden.device)
         narrow, table = cast_rows(hidden), cast_rows(weight)
         parts = *narrow, targets, losses
-        if not kept:
+        if not with_grad:
             for data, scale, wanted, lost in _split(parts, chunk):
                 loss.loss_and_gradient(multiply(GemmOperand(data, scale), table, hidden.dtype, fast=True), wanted, lost)
             return losses.sum()
         turned, of_hidden = cast_turned(weight, of_rows(table)), of_rows(narrow)
         to_hidden, to_weight = torch.empty_like(hidden), None
         back = torch.full((), 1 / FACTOR, device=weight.device)
-        for rows, *group in _split((hidden, *parts, to_hidden), TOGETHER * chunk):
+        for rows, *group in _split((hidden, *parts, to_hidden), CHUNKS_PER_GEMM * chunk):
             gradients = torch.empty(len(weight), len(rows), dtype=WIDE, device=weight.device)
             for columns, (data, scale, wanted, lost, out) in zip(
                 torch.split(gradients, chunk, 1), _split(group, chunk), strict=True
             ):
                 logits = multiply(GemmOperand(data, scale), table, hidden.dtype, fast=True)
                 gradient = scaled_gradient(logits, wanted, lost, columns)
-                del logits  # or the next chunk's would be made beside them
+                del logits  # before the next chunk's are allocated
                 out.copy_(multiply(GemmOperand(gradient, back), turned, hidden.dtype))
             part = multiply(GemmOperand(gradients, back), cast_turned(rows, of_hidden), wide)
             to_weight = part if to_weight is None else to_weight.add_(part)
@@ -67,7 +67,7 @@ class Float8Head(ChunkedHead):
 
 
 def scaled_gradient(logits: Tensor, targets: Tensor, losses: Tensor, turned: Tensor) -> Tensor:
-    """The gradient of the summed loss, times FACTOR, in fp8, and transposed in `turned`; writes each token's loss."""
+    """The gradient of the summed loss times FACTOR, in fp8, also written transposed to `turned`; writes each token's loss."""
     if logits.is_cuda:
         from ultrascale.kernels import loss_triton
 

@@ -1,11 +1,11 @@
-"""Triton kernels of a fused block in fp8: each rounds what a product wants in the pass that makes it.
+"""Triton kernels of the fp8 fused block: each casts a GEMM's operand to fp8 in the pass that computes it.
 
-Forward's have a whole row in registers, so that its largest entry, and with it the row's scale, costs no pass. Backward's read
-a tile once and write it as it is and transposed, with one scale for all of it. The plain twins stand in
-kernels/float8_block.py, what each bought in docs/fp8.md.
+Forward kernels have a whole row in registers, so that its largest entry, and thus the row's scale, costs no extra pass.
+Backward kernels read a tile once and write it both transposed and not, with one scale for the tensor. The plain
+implementations are in kernels/float8_block.py, the gain of each in docs/fp8.md.
 
-Where one conversion to e5m2 is both stored in a row and taken apart to be transposed, ptxas 12.8 loses every fourth number. So
-what is written both ways is converted twice, with a scale that was read twice, so that nothing is known to be equal.
+If one conversion to e5m2 is both stored in a row and shuffled to be transposed, ptxas 12.8 loses every fourth value. So what is
+written both ways is converted twice, with a scale that is loaded twice, so that the compiler cannot merge the conversions.
 """
 
 # No postponed annotations: Triton reads them.
@@ -14,12 +14,12 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
 ROWS, COLUMNS, WARPS = 32, 128, 4  # of a tile
-EACH = 1024  # numbers of a row for one warp
+EACH = 1024  # elements of a row per warp
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _factor(largest, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The power of two that brings the largest entry just below the limit."""
+    """The power of two that scales the largest entry to just below the limit."""
     factor = LIMIT / tl.maximum(largest, 1e-12)
     return (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
 
@@ -41,18 +41,18 @@ def _cast_rows(x, out, scale, WIDTH: tl.constexpr, BLOCK: tl.constexpr, LIMIT: t
 
 
 def cast_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [n, c] in fp8, and what to multiply each row by [n, 1]."""
+    """x [n, c] in fp8, and the scale of each row [n, 1]."""
     rows, width = x.shape
-    out, scale = torch.empty(x.shape, dtype=dtype, device=x.device), _one_each(x)
-    _cast_rows[(rows,)](x, out, scale, LIMIT=torch.finfo(dtype).max, **_row(width))
+    out, scale = torch.empty(x.shape, dtype=dtype, device=x.device), _row_scales(x)
+    _cast_rows[(rows,)](x, out, scale, LIMIT=torch.finfo(dtype).max, **_row_options(width))
     return out, scale
 
 
-def _one_each(x: torch.Tensor) -> torch.Tensor:
+def _row_scales(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
 
 
-def _row(width: int) -> dict[str, int]:
+def _row_options(width: int) -> dict[str, int]:
     block = triton.next_power_of_2(width)
     return {"WIDTH": width, "BLOCK": block, "num_warps": min(16, max(4, block // EACH))}
 
@@ -65,11 +65,11 @@ def _norm_cast(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < WIDTH
-    numbers = tl.load(x + row * WIDTH + at, mask=inside, other=0.0)
+    values = tl.load(x + row * WIDTH + at, mask=inside, other=0.0)
     if ADDS:
-        numbers = numbers + tl.load(added + row * WIDTH + at, mask=inside, other=0.0)
-        tl.store(total + row * WIDTH + at, numbers, mask=inside)
-    wide = numbers.to(tl.float32)
+        values = values + tl.load(added + row * WIDTH + at, mask=inside, other=0.0)
+        tl.store(total + row * WIDTH + at, values, mask=inside)
+    wide = values.to(tl.float32)
     root = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
     tl.store(roots + row, root)
     gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
@@ -82,16 +82,14 @@ def _norm_cast(  # type: ignore[no-untyped-def]
 def norm_cast(
     x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sum of x [n, h] and what is added to it, its norm in fp8, what to multiply each row of that by, and the norm's own
-    scale of each row [n].
-    """
+    """x [n, h] + added, its norm in fp8, the fp8 scale of each row, and the norm's reciprocal root of each row [n]."""
     rows, width = x.shape
     total = x if added is None else torch.empty_like(x)
-    out, scale = torch.empty(x.shape, dtype=dtype, device=x.device), _one_each(x)
+    out, scale = torch.empty(x.shape, dtype=dtype, device=x.device), _row_scales(x)
     roots = torch.empty(rows, dtype=torch.float32, device=x.device)
     _norm_cast[(rows,)](
         x, x if added is None else added, weight, total, out, scale, roots, eps,
-        ADDS=added is not None, LIMIT=torch.finfo(dtype).max, **_row(width),
+        ADDS=added is not None, LIMIT=torch.finfo(dtype).max, **_row_options(width),
     )  # fmt: skip
     return total, out, scale, roots
 
@@ -111,11 +109,11 @@ def _gate_cast(both, out, scale, inputs, WIDTH: tl.constexpr, BLOCK: tl.constexp
 
 
 def gate_cast(both: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """silu(gate) · up of both [n, 2·f] in fp8, what to multiply each row by, and the largest entry of each row of both [n]."""
+    """silu(gate) · up of both [n, 2·f] in fp8, the scale of each row, and the largest entry of each row of both [n]."""
     rows, width = both.shape[0], both.shape[1] // 2
-    out, scale = torch.empty(rows, width, dtype=dtype, device=both.device), _one_each(both)
+    out, scale = torch.empty(rows, width, dtype=dtype, device=both.device), _row_scales(both)
     inputs = torch.empty(rows, dtype=torch.float32, device=both.device)
-    _gate_cast[(rows,)](both, out, scale, inputs, LIMIT=torch.finfo(dtype).max, **_row(width))
+    _gate_cast[(rows,)](both, out, scale, inputs, LIMIT=torch.finfo(dtype).max, **_row_options(width))
     return out, scale, inputs
 
 
@@ -136,7 +134,7 @@ def _cast(  # type: ignore[no-untyped-def]
         wide = wide * tl.load(gain + across, mask=across < columns, other=0.0).to(tl.float32)
     if KEEP:
         tl.store(out + down * columns + across, _rounded(wide, factor, LIMIT, out.dtype.element_ty), mask=inside)
-        factor = _factor(tl.load(largest, volatile=True), LIMIT)  # see the head of this file
+        factor = _factor(tl.load(largest, volatile=True), LIMIT)  # see the docstring of this file
     narrow = _rounded(wide, factor, LIMIT, turned.dtype.element_ty)
     tl.store(turned + across.trans() * rows + down.trans(), narrow.trans(), mask=inside.trans())
 
@@ -144,10 +142,10 @@ def _cast(  # type: ignore[no-untyped-def]
 def cast_turned(
     x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, norm: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [n, c] in fp8 and transposed, and what to multiply it by. `norm`: each row's scale and the gain, applied first."""
+    """x [n, c] in fp8 and transposed, and its scale. `norm`: reciprocal roots of the rows and gain, applied first."""
     turned, scale = torch.empty(x.shape[::-1], dtype=dtype, device=x.device), _scale(x)
     _cast[_tiles(*x.shape)](
-        x, largest, *(norm or (x, x)), x, turned, scale, *x.shape, NORM=norm is not None, KEEP=False, **_of(dtype)
+        x, largest, *(norm or (x, x)), x, turned, scale, *x.shape, NORM=norm is not None, KEEP=False, **_tile_options(dtype)
     )
     return turned, scale
 
@@ -155,15 +153,15 @@ def cast_turned(
 def cast_both_ways(
     x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x [n, c] in fp8 as it is and transposed, and what to multiply either by."""
+    """x [n, c] in fp8, not transposed and transposed, and the scale of both."""
     out, turned = (torch.empty(shape, dtype=dtype, device=x.device) for shape in (x.shape, x.shape[::-1]))
     scale = _scale(x)
-    _cast[_tiles(*x.shape)](x, largest, x, x, out, turned, scale, *x.shape, NORM=False, KEEP=True, **_of(dtype))
+    _cast[_tiles(*x.shape)](x, largest, x, x, out, turned, scale, *x.shape, NORM=False, KEEP=True, **_tile_options(dtype))
     return out, turned, scale
 
 
 def _scale(x: torch.Tensor) -> torch.Tensor:
-    """Memory of its own: cuBLAS wants a scale at an address that 16 divides."""
+    """A separate allocation: cuBLAS needs a scale at an address that is a multiple of 16."""
     return torch.empty((), dtype=torch.float32, device=x.device)
 
 
@@ -171,7 +169,7 @@ def _tiles(rows: int, columns: int) -> tuple[int, int]:
     return triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS)
 
 
-def _of(dtype: torch.dtype) -> dict[str, float]:
+def _tile_options(dtype: torch.dtype) -> dict[str, float]:
     return {"LIMIT": torch.finfo(dtype).max, "ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": WARPS}
 
 
@@ -180,7 +178,7 @@ def _gate_backward_cast(  # type: ignore[no-untyped-def]
     grad, both, of_grad, of_both, of_gated, to_both, turned, gated, scale, gated_scale, rows,
     WIDTH: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    # |silu'| stays below 1.1 and |silu(x)| below |x|: a bound for both halves at once.
+    # |silu'| is below 1.1 and |silu(x)| below |x|: one bound for both halves.
     factor = _factor(1.1 * tl.load(of_grad) * tl.load(of_both), WIDE)
     other = _factor(1.1 * tl.load(of_grad, volatile=True) * tl.load(of_both), WIDE)
     gated_factor = _factor(tl.load(of_gated), NARROW)
@@ -214,7 +212,7 @@ def gate_backward_cast(
     of_gated: torch.Tensor,
     formats: tuple[torch.dtype, torch.dtype],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradient of both as it is [n, 2·f] and transposed, the gate's output transposed, and the scales of the two."""
+    """The gradient of both [n, 2·f], not transposed and transposed, the gate's output transposed, and the scales of the two."""
     (rows, width), (wide, narrow) = grad.shape, formats
     to_both, turned = (torch.empty(shape, dtype=wide, device=both.device) for shape in (both.shape, both.shape[::-1]))
     gated = torch.empty(width, rows, dtype=narrow, device=both.device)

@@ -1,7 +1,7 @@
-"""A weight that is held in fp8: one byte a number and one scale, as ZeRO-3 gathers it (parallel/float8_gather.py).
+"""A weight in fp8: one byte per element and one scale, as ZeRO-3 gathers it (parallel/float8_gather.py).
 
-To autograd, and so to FSDP2, it is a tensor of the format that computes, whose gradients come in that format; products take its
-bytes as they are. Nothing else may be computed with it.
+To autograd, and so to FSDP2, it is a tensor of the compute dtype, with gradients in that dtype; GEMMs read its bytes directly.
+No other operator may use it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Float8Weight(Tensor):
 
     @staticmethod
     def __new__(cls, fp8: Tensor, scale: Tensor, dtype: torch.dtype) -> Float8Weight:
-        made: Float8Weight = Tensor._make_wrapper_subclass(cls, fp8.shape, strides=fp8.stride(), dtype=dtype, device=fp8.device)
-        made.fp8, made.scale = fp8, scale
-        return made
+        self: Float8Weight = Tensor._make_wrapper_subclass(cls, fp8.shape, strides=fp8.stride(), dtype=dtype, device=fp8.device)
+        self.fp8, self.scale = fp8, scale
+        return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Float8Weight({tuple(self.shape)}, {self.dtype})"
@@ -46,12 +46,12 @@ class Float8Weight(Tensor):
         same = func is aten.as_strided.default and tuple(args[1]) == weight.shape and tuple(args[2]) == weight.stride()
         if func in _ITSELF or same:
             return cls(weight.fp8, weight.scale, weight.dtype)
-        if func in (aten.zeros_like.default, aten.empty_like.default):  # a gradient's, which is wide
+        if func in (aten.zeros_like.default, aten.empty_like.default):  # for a gradient, in the compute dtype
             wide = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
             return func(wide, **{"device": weight.device, **(kwargs or {})})
         raise NotImplementedError(f"{func} wants the wide numbers of a weight that was gathered in fp8")
 
 
 def stacked(weights: Sequence[Float8Weight]) -> Float8Weight:
-    """Matrices that share their scale, below each other."""
+    """Concatenates matrices that share a scale along their rows."""
     return Float8Weight(torch.cat([weight.fp8 for weight in weights]), weights[0].scale, weights[0].dtype)

@@ -1,8 +1,8 @@
-"""A dense block for a GPU: joined products, fused kernels between them, and less kept for backward.
+"""A fused dense block for a GPU: joined GEMMs, fused kernels between them, and fewer saved activations.
 
-The plain block keeps its norms' and its gate's outputs, because the products that follow want them in backward. Here the
-kernels of backward, which have the numbers in registers, write them once more: a third less is kept, no product is repeated.
-Query, key and value are one product, gate and up another, so that their inputs' gradients need no sum.
+The plain block saves the outputs of its norms and its gate, because the following GEMMs need them in backward. Here the
+backward kernels, which have the inputs in registers, write these outputs again: a third less is saved, no GEMM is recomputed.
+Query, key and value are one GEMM, gate and up another, so that the gradients of their inputs need no sum.
 """
 
 from __future__ import annotations
@@ -20,31 +20,34 @@ from ultrascale.model.transformer import MLP, Block, MultiLinear, Transformer
 
 
 def apply(model: Transformer) -> None:
-    """Gives a model fused blocks; names and parameters stay."""
+    """Replaces all blocks by fused ones; names and parameters stay."""
     for name, block in model.blocks.items():
         model.blocks[name] = FusedBlock(cast(Block, block))
 
 
 def join(model: Transformer) -> None:
-    """Once the weights are where they will stay; without it every product copies its matrices together."""
+    """Makes the weights of each joined GEMM contiguous; otherwise every GEMM would concatenate its matrices.
+
+    Called after the weights have been moved to their device.
+    """
     for block in model.each_block():
         if isinstance(block, FusedBlock):
             block.join()
 
 
 class GatedMLPKernel:
-    """The products of a gated MLP that make its gates, and the gates, both ways: here a kernel of ours between products.
+    """The gate and up GEMMs of a gated MLP and its gate, forward and backward, with a Triton kernel between the GEMMs.
 
-    kernels/gated_gemm.py has the other way.
+    kernels/gated_gemm.py computes the gate in the epilogue of the GEMM.
     """
 
     def forward(self, x: Tensor, gate_: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-        """What backward keeps [n, 2·f], and silu(x · gate) · (x · up) [n, f]."""
+        """The outputs of both GEMMs [n, 2·f], which are saved for backward, and silu(x · gate) · (x · up) [n, f]."""
         both = x @ joined(gate_, up).t()
         return both, gate(both)
 
     def backward(self, grad: Tensor, down: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
-        """From the MLP's gradient: that of what was kept, and the gated numbers once more."""
+        """From the gradient of the MLP's output: the gradient of `both`, and the recomputed output of the gate."""
         return gate_backward(grad @ down, both)
 
     def to_input(self, to_both: Tensor, gate_: Tensor, up: Tensor) -> Tensor:
@@ -57,46 +60,46 @@ class GatedMLPKernel:
 
 class FusedBlock(Block):
     def __init__(self, plain: Block) -> None:
-        nn.Module.__init__(self)  # the plain module's parameters are taken over as they are
+        nn.Module.__init__(self)  # not Block's: the plain module's parameters are taken over
         self.attention_norm, self.attention = plain.attention_norm, plain.attention
         self.mlp_norm, self.mlp = plain.mlp_norm, plain.mlp
         self.gates = GatedMLPKernel()
 
     def join(self) -> None:
-        """Lays the weights that are one product side by side in memory."""
-        for fan in self.fans():
-            weights = list(fan.parameters())
-            together = torch.cat([weight.data for weight in weights])
-            for weight, part in zip(weights, torch.split(together, [len(weight) for weight in weights]), strict=True):
+        """Makes the weights of each joined GEMM contiguous in memory."""
+        for multi_linear in self.joined_linears():
+            weights = list(multi_linear.parameters())
+            contiguous = torch.cat([weight.data for weight in weights])
+            for weight, part in zip(weights, torch.split(contiguous, [len(weight) for weight in weights]), strict=True):
                 weight.data = part
 
-    def fans(self) -> tuple[MultiLinear, MultiLinear]:
-        """Weights that are one product."""
+    def joined_linears(self) -> tuple[MultiLinear, MultiLinear]:
+        """The linears that are computed as one GEMM each."""
         assert isinstance(self.mlp, MLP)
         return self.attention.qkv, self.mlp.inputs
 
-    def queries(self, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What is computed before attention, with its own backward."""
-        return _FusedQKV.apply(*given)  # type: ignore[no-untyped-call, no-any-return]
+    def queries(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The part of the block before attention, with a custom backward."""
+        return _FusedQKV.apply(*arguments)  # type: ignore[no-untyped-call, no-any-return]
 
-    def rest(self, *given: Any) -> Tensor:
-        """What is computed after it."""
-        return _FusedOutputAndMLP.apply(*given, self.gates)  # type: ignore[no-untyped-call, no-any-return]
+    def rest(self, *arguments: Any) -> Tensor:
+        """The part of the block after attention."""
+        return _FusedOutputAndMLP.apply(*arguments, self.gates)  # type: ignore[no-untyped-call, no-any-return]
 
     def forward(self, x: Tensor, rope: Rope | None, bias: Tensor | None = None) -> Tensor:
         if bias is not None or rope is None:
             return super().forward(x, rope, bias)
-        attention, (qkv, inputs) = self.attention, self.fans()
+        attention, (qkv, inputs) = self.attention, self.joined_linears()
         first, second = cast(RMSNorm, self.attention_norm), cast(RMSNorm, self.mlp_norm)
-        weights = (*qkv.parameters(), *inputs.parameters())  # no biases: one matrix each
+        weights = (*qkv.parameters(), *inputs.parameters())  # without biases: one matrix each
         x, q, k, v = self.queries(x, first.weight, *weights[:3], *rope, first.eps, attention.head_dim)
-        seen = attention.core(q, k, v)
+        attended = attention.core(q, k, v)
         assert isinstance(self.mlp, MLP)
-        return self.rest(x, seen, attention.out.weight, second.weight, *weights[3:], self.mlp.down.weight, second.eps)
+        return self.rest(x, attended, attention.out.weight, second.weight, *weights[3:], self.mlp.down.weight, second.eps)
 
 
 class _FusedQKV(torch.autograd.Function):
-    """Norm, the product to q, k and v, and the rotation; the input is passed on, so that its gradients meet in one kernel."""
+    """Norm, QKV projection and rotary embedding; also returns the input, so that its gradients are summed in one kernel."""
 
     @staticmethod
     def forward(
@@ -123,19 +126,19 @@ class _FusedQKV(torch.autograd.Function):
 
 
 class _FusedOutputAndMLP(torch.autograd.Function):
-    """From attention's output to the block's: the product, the residual's sum with the norm, and the gated MLP."""
+    """Output projection, residual sum with the norm, and the gated MLP."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, seen: Tensor, out: Tensor, gain: Tensor, gate_: Tensor, up: Tensor, down: Tensor, eps: float,
+        ctx: Any, x: Tensor, attended: Tensor, out: Tensor, gain: Tensor, gate_: Tensor, up: Tensor, down: Tensor, eps: float,
         gates: GatedMLPKernel,
     ) -> Tensor:  # fmt: skip
-        rows = seen.flatten(2).flatten(0, 1)
+        rows = attended.flatten(2).flatten(0, 1)
         total, normed, scales = norm(rows @ out.t(), x.flatten(0, 1), gain, eps)
         both, gated = gates.forward(normed, gate_, up)
         ctx.save_for_backward(rows, total, scales, both, out, gain, gate_, up, down)
-        ctx.shape, ctx.gates = seen.shape, gates
-        return total.view_as(x) + (gated @ down.t()).view_as(x)  # no view: FSDP2 hangs its hook on it
+        ctx.shape, ctx.gates = attended.shape, gates
+        return total.view_as(x) + (gated @ down.t()).view_as(x)  # not a view: FSDP2 registers its hook on it
 
     @staticmethod
     @once_differentiable
@@ -148,12 +151,12 @@ class _FusedOutputAndMLP(torch.autograd.Function):
         to_total, to_gain, normed = norm_backward(gates.to_input(to_both, gate_, up), total, scales, gain, flat)
         to_gate, to_up = gates.to_weights(to_both, normed)
         del to_both, normed
-        to_seen = (to_total @ out).view(ctx.shape)
-        return to_total.view_as(grad), to_seen, to_total.t() @ rows, to_gain, to_gate, to_up, to_down, None, None
+        to_attended = (to_total @ out).view(ctx.shape)
+        return to_total.view_as(grad), to_attended, to_total.t() @ rows, to_gain, to_gate, to_up, to_down, None, None
 
 
 def joined(*weights: Tensor) -> Tensor:
-    """Matrices [out, in] below each other: a view where they lie so in memory, else a copy."""
+    """Concatenates matrices [out, in] along their rows: a view if they are contiguous in memory, else a copy."""
     first, end = weights[0], weights[0].storage_offset()
     for weight in weights:
         if (
@@ -167,7 +170,7 @@ def joined(*weights: Tensor) -> Tensor:
 
 
 def norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of x [n, h] and what is added to it, its RMSNorm, and each row's scale [n]."""
+    """x [n, h] + added, its RMSNorm, and the norm's scale of each row [n]."""
     if x.is_cuda:
         from ultrascale.kernels import fused_triton
 
@@ -179,7 +182,7 @@ def norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[T
 
 
 def norm_backward(grad: Tensor, x: Tensor, scales: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, with what arrives past the norm added, and of the weight; and the norm's output once more."""
+    """Gradients of x, with `residual` added, and of the weight; and the recomputed output of the norm."""
     if x.is_cuda:
         from ultrascale.kernels import fused_triton
 
@@ -224,14 +227,14 @@ def gate(both: Tensor) -> Tensor:
 
 
 def gate_backward(grad: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of both, and the gate's output once more."""
+    """The gradient of both, and the recomputed output of the gate."""
     if both.is_cuda:
         from ultrascale.kernels import fused_triton
 
         return fused_triton.gate_backward(grad, both)
-    opened, up = both.chunk(2, dim=-1)
-    silu = F.silu(opened)
-    return torch.cat((torch.ops.aten.silu_backward(grad * up, opened), grad * silu), dim=-1), silu * up
+    gate_, up = both.chunk(2, dim=-1)
+    silu = F.silu(gate_)
+    return torch.cat((torch.ops.aten.silu_backward(grad * up, gate_), grad * silu), dim=-1), silu * up
 
 
 def _wide(x: Tensor) -> Tensor:

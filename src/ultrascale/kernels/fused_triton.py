@@ -1,7 +1,7 @@
-"""Triton kernels of a fused block: norm with the residual's sum, rotation in place, the gate, and their backward passes.
+"""Triton kernels of the fused block: norm with residual sum, in-place rotary embedding, gate, and their backward.
 
-Each backward also writes what its forward did not keep (the norm's output, the gate's), which the next product wants: the
-numbers it is made of are in registers anyway. The plain twins stand in kernels/fused.py, what each bought in docs/kernels.
+Each backward also writes what its forward did not save (the norm's output, the gate's), which the next GEMM needs: its inputs
+are in registers anyway. The plain implementations are in kernels/fused.py, the gain of each in docs/kernels.
 """
 
 # No postponed annotations: Triton reads them.
@@ -10,8 +10,8 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
 WARPS = 4
-PROGRAMS, STAGES = 2, 3  # of the norm's backward: programs on each multiprocessor, rows of each on their way
-BLOCK = 4096  # numbers of a row that one program of the gate has
+PROGRAMS, STAGES = 2, 3  # of the norm's backward: programs per multiprocessor, rows of each in flight
+BLOCK = 4096  # elements of a row per program of the gate
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -19,11 +19,11 @@ def _norm(x, added, weight, total, out, scales, eps, WIDTH: tl.constexpr, BLOCK:
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < WIDTH
-    numbers = tl.load(x + row * WIDTH + at, mask=inside, other=0.0)
+    values = tl.load(x + row * WIDTH + at, mask=inside, other=0.0)
     if ADDS:
-        numbers = numbers + tl.load(added + row * WIDTH + at, mask=inside, other=0.0)
-        tl.store(total + row * WIDTH + at, numbers, mask=inside)
-    wide = numbers.to(tl.float32)
+        values = values + tl.load(added + row * WIDTH + at, mask=inside, other=0.0)
+        tl.store(total + row * WIDTH + at, values, mask=inside)
+    wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
     tl.store(scales + row, scale)
     gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
@@ -33,7 +33,7 @@ def _norm(x, added, weight, total, out, scales, eps, WIDTH: tl.constexpr, BLOCK:
 def norm(
     x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sum of x [n, h] and what is added to it, its norm, and each row's scale [n]."""
+    """x [n, h] + added, its norm, and the norm's scale of each row [n]."""
     rows, width = x.shape
     total = x if added is None else torch.empty_like(x)
     out, scales = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
@@ -47,7 +47,7 @@ def norm(
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _norm_backward(  # type: ignore[no-untyped-def]
     grad, x, scales, weight, residual, to_x, to_weight, out, rows, each,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, AGAIN: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, WRITE_OUT: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -66,7 +66,7 @@ def _norm_backward(  # type: ignore[no-untyped-def]
         g = g * gain
         inner = tl.sum(g * unit, 0) / WIDTH
         tl.store(to_x + start + at, (past + scale * (g - unit * inner)).to(to_x.dtype.element_ty), mask=inside)
-        if AGAIN:
+        if WRITE_OUT:
             tl.store(out + start + at, (unit * gain).to(out.dtype.element_ty), mask=inside)
     tl.store(to_weight + program * WIDTH + at, sums, mask=inside)
 
@@ -74,7 +74,7 @@ def _norm_backward(  # type: ignore[no-untyped-def]
 def norm_backward(
     grad: torch.Tensor, x: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of x, with what arrives past the norm added, and of the weight; and the norm's output once more."""
+    """Gradients of x, with `residual` added, and of the weight; and the recomputed output of the norm."""
     out = torch.empty_like(x)
     return *norm_gradients(grad, x, scales, weight, residual, out), out
 
@@ -87,7 +87,7 @@ def norm_gradients(
     residual: torch.Tensor,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of x and of the weight; the norm's output is written where there is an `out` for it."""
+    """Gradients of x and of the weight; the norm's output is written to `out` if given."""
     rows, width = x.shape
     each = triton.cdiv(rows, PROGRAMS * _processors(x.device))
     programs = triton.cdiv(rows, each)
@@ -95,7 +95,7 @@ def norm_gradients(
     to_weight = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     _norm_backward[(programs,)](
         grad, x, scales, weight, residual, to_x, to_weight, to_x if out is None else out, rows, each,
-        WIDTH=width, BLOCK=triton.next_power_of_2(width), STAGES=STAGES, AGAIN=out is not None, num_warps=WARPS,
+        WIDTH=width, BLOCK=triton.next_power_of_2(width), STAGES=STAGES, WRITE_OUT=out is not None, num_warps=WARPS,
     )  # fmt: skip
     return to_x, to_weight.sum(0).to(weight.dtype)
 
@@ -186,7 +186,7 @@ def _gate_backward(grad, both, to_both, out, WIDTH: tl.constexpr, BLOCK: tl.cons
 
 
 def gate_backward(grad: torch.Tensor, both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of both, and the gate's output once more."""
+    """The gradient of both, and the recomputed output of the gate."""
     rows, width = grad.shape
     to_both, out = torch.empty_like(both), torch.empty_like(grad)
     _gate_backward[(rows, triton.cdiv(width, BLOCK))](grad, both, to_both, out, WIDTH=width, BLOCK=BLOCK, num_warps=WARPS)

@@ -1,9 +1,9 @@
-"""A gated MLP whose gates are computed by the products themselves, in quack's kernels (they come with the extra `flash`).
+"""A gated MLP that computes its gate in the GEMM's epilogue, with quack's kernels (installed by the extra `flash`).
 
-A product's numbers are gated while they are in registers: forward reads nothing twice, and in backward the gated numbers'
-gradient never leaves the multiprocessor. For that a number's gate and up lie side by side in memory, woven, and not one half
-after the other; so do the rows of both weights where cuBLAS goes on with what these kernels made, which are copied for it.
-Where quack fails in a run, plain formulas compute the same in the same layout.
+GEMM outputs are gated in registers: forward reads nothing twice, and in backward the gradient of the gated values never leaves
+the multiprocessor. For that, gate and up of one value are adjacent in memory (interleaved), not in two halves; so are the rows
+of both weights where cuBLAS continues with outputs of these kernels, for which they are copied. If quack fails in a run, plain
+formulas compute the same in the same layout.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 from ultrascale.kernels.fused import GatedMLPKernel, joined
 from ultrascale.kernels.optional_kernels import QUACK
 
-# Tiles and clusters that were the fastest of ten on an H200 for 16,384 × 3072 and 32,768 × 2048 (docs/kernels/gate.md).
+# The fastest of ten tile and cluster shapes on an H200 for 16,384 × 3072 and 32,768 × 2048 (docs/kernels/gate.md).
 _FORWARD, _BACKWARD = (128, 192), (128, 128)
 
 
 def why_not(dtype: torch.dtype) -> str | None:
-    """Why it is not asked; None: it is."""
+    """Why it cannot be used; None if it can."""
     return QUACK.why_not(dtype)
 
 
@@ -39,13 +39,13 @@ class GatedGemmKernel(GatedMLPKernel):
         return to_both @ torch.stack((gate_, up), dim=1).flatten(0, 1)
 
     def to_weights(self, to_both: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        woven = to_both.t() @ x
-        to_gate, to_up = woven.view(-1, 2, woven.shape[1]).transpose(0, 1).contiguous()
+        interleaved = to_both.t() @ x
+        to_gate, to_up = interleaved.view(-1, 2, interleaved.shape[1]).transpose(0, 1).contiguous()
         return to_gate, to_up
 
 
 def _options(tile: tuple[int, int], device: torch.device) -> dict[str, Any]:
-    """What is known of Hopper; on others quack has a choice of its own."""
+    """quack's options: the measured tile on Hopper, quack's default on other GPUs."""
     from quack.gemm_config import GemmConfig  # type: ignore[import-not-found]
 
     known = torch.cuda.get_device_capability(device) == (9, 0)
@@ -55,7 +55,7 @@ def _options(tile: tuple[int, int], device: torch.device) -> dict[str, Any]:
 
 @torch.library.custom_op("ultrascale::gated", mutates_args=())
 def _forward(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """x [n, h] by gate's rows and up's after them [2·f, h]: both products [n, 2·f], woven, and the gated numbers [n, f]."""
+    """x [n, h] by the concatenated gate and up weights [2·f, h]: both outputs [n, 2·f], interleaved, and the gated [n, f]."""
 
     def kernel() -> tuple[Tensor, Tensor]:
         from quack.gemm_interface import gemm_gated  # type: ignore[import-not-found]
@@ -64,8 +64,8 @@ def _forward(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return both, gated
 
     def plain() -> tuple[Tensor, Tensor]:
-        opened, up = (x @ weight.t()).chunk(2, dim=-1)
-        return torch.stack((opened, up), dim=-1).flatten(-2), F.silu(opened) * up
+        gate_, up = (x @ weight.t()).chunk(2, dim=-1)
+        return torch.stack((gate_, up), dim=-1).flatten(-2), F.silu(gate_) * up
 
     return QUACK.call(kernel, plain)
 
@@ -77,7 +77,7 @@ def _(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("ultrascale::gated_backward", mutates_args=())
 def _backward(grad: Tensor, weight: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
-    """grad [n, h] by the last weight [h, f] is the gated numbers' gradient; given are those of both, woven, and the numbers."""
+    """From grad [n, h] and the down weight [h, f]: the gradients of gate and up, interleaved, and the gated values again."""
 
     def kernel() -> tuple[Tensor, Tensor]:
         from quack.gemm_interface import gemm_dgated
@@ -86,9 +86,9 @@ def _backward(grad: Tensor, weight: Tensor, both: Tensor) -> tuple[Tensor, Tenso
         return to_both, gated
 
     def plain() -> tuple[Tensor, Tensor]:
-        opened, up = both.reshape(len(both), -1, 2).unbind(-1)
-        to_gated, silu = grad @ weight, F.silu(opened)
-        to_opened = torch.ops.aten.silu_backward(to_gated * up, opened)
+        gate_, up = both.reshape(len(both), -1, 2).unbind(-1)
+        to_gated, silu = grad @ weight, F.silu(gate_)
+        to_opened = torch.ops.aten.silu_backward(to_gated * up, gate_)
         return torch.stack((to_opened, to_gated * silu), dim=-1).flatten(-2), silu * up
 
     return QUACK.call(kernel, plain)

@@ -1,7 +1,8 @@
-"""Cross-entropy of a linear head, some thousand tokens at a time, so that the logits of a micro-batch never exist.
+"""Chunked cross-entropy of a linear head: the logits of a whole micro-batch are never in memory.
 
-Forward makes a chunk's logits, their loss and, in their place, their gradient, and gives it on to the hidden states and to the
-head's weight at once. Kept for backward are those two gradients, which it only has to scale. The law is cost/activations.py.
+Forward computes a chunk's logits, their loss and, in the same memory, their gradient, and from it at once the gradients of the
+hidden states and of the head's weight. Those two gradients are saved for backward, which only scales them. The cost model is
+cost/activations.py.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ CHUNK = 4096  # tokens: 1 GiB of bf16 logits for a vocabulary of 128 thousand (b
 
 
 def apply(model: Transformer) -> None:
-    """Gives a model that has a head the chunked loss; names and parameters stay."""
+    """Replaces the head, if there is one, by a chunked one; names and parameters stay."""
     if model.head is not None:
         model.head = ChunkedHead(model.head)
 
 
 class ChunkedHead(Head):
-    """A head whose loss comes straight from the hidden states."""
+    """A head that computes the loss from the hidden states in chunks."""
 
     function: type[LinearCrossEntropy] | None = None
 
     def __init__(self, plain: Head) -> None:
-        nn.Module.__init__(self)  # the plain module's parameters are taken over as they are
+        nn.Module.__init__(self)  # not Head's: the plain module's parameters are taken over
         self.norm, self.linear, self.criterion = plain.norm, plain.linear, plain.criterion
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -43,21 +44,21 @@ class ChunkedHead(Head):
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int = CHUNK, function: type[LinearCrossEntropy] | None = None
 ) -> Tensor:
-    """Summed cross-entropy in fp32 of hidden [n, h] · weight [v, h]ᵀ; targets [n]: `IGNORED` ones carry no loss.
+    """Summed cross-entropy in fp32 of hidden [n, h] · weight [v, h]ᵀ; targets [n]: `IGNORED` ones have no loss.
 
-    `function`: another that multiplies otherwise.
+    `function`: a subclass with other GEMMs.
     """
-    kept = torch.is_grad_enabled()
-    loss: Tensor = (function or LinearCrossEntropy).apply(hidden, weight, targets, chunk, kept)  # type: ignore[no-untyped-call]
+    with_grad = torch.is_grad_enabled()
+    loss: Tensor = (function or LinearCrossEntropy).apply(hidden, weight, targets, chunk, with_grad)  # type: ignore[no-untyped-call]
     return loss
 
 
 class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, kept: bool) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, with_grad: bool) -> Tensor:
         losses = torch.empty(len(hidden), dtype=_wide(hidden.dtype), device=hidden.device)
         parts = [torch.split(part, chunk) for part in (hidden, targets, losses)]
-        if not kept:
+        if not with_grad:
             for some, wanted, lost in zip(*parts, strict=True):
                 loss_and_gradient(some @ weight.t(), wanted, lost)
             return losses.sum()
@@ -67,7 +68,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             gradient = loss_and_gradient(some @ weight.t(), wanted, lost)
             torch.mm(gradient, weight, out=out)
             add_product(to_weight, gradient.t(), some, fresh=number == 0)
-            del gradient  # or the next chunk's logits would be made beside it
+            del gradient  # before the next chunk's logits are allocated
         ctx.save_for_backward(to_hidden, to_weight)
         ctx.dtype = weight.dtype
         return losses.sum()
@@ -105,7 +106,7 @@ def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, fresh: bool) -> None:
-    """total += left · right, summed in the format of `total`; a fresh total is written, whatever it held."""
+    """total += left · right, accumulated in the dtype of `total`; a fresh total is overwritten."""
     beta = 0 if fresh else 1
     if total.dtype == left.dtype:
         torch.addmm(total, left, right, beta=beta, out=total)

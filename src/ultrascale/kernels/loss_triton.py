@@ -1,8 +1,8 @@
-"""Triton kernels of the chunked loss: softmax, loss and gradient in one, written over the logits; and a scaling that rounds.
+"""Triton kernels of the chunked loss: softmax, loss and gradient in one, in place of the logits; and a scaling that rounds.
 
-One program has one row of logits: it reads it once for the maximum and the sum, and once more to write the gradient; in fp8
-tiles write that, as it is and transposed. The plain twins stand in kernels/loss.py and kernels/float8_head.py, what each bought
-in docs/kernels/loss.md.
+One program has one row of logits: it reads it once for the maximum and the sum, and again to write the gradient; in fp8, tiles
+write the gradient both transposed and not. The plain implementations are in kernels/loss.py and kernels/float8_head.py, the
+gain of each in docs/kernels/loss.md.
 """
 
 # No postponed annotations: Triton reads them.
@@ -12,7 +12,7 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 
 from ultrascale.model.transformer import IGNORED
 
-BLOCK, WARPS = 4096, 4  # numbers of a row at a time, and the warps that share them
+BLOCK, WARPS = 4096, 4  # elements of a row at a time, and the warps that process them
 ROWS, COLUMNS, TILE_WARPS = 32, 128, 4  # of a tile
 
 
@@ -47,14 +47,14 @@ def _row(  # type: ignore[no-untyped-def]
 
 
 def loss_and_gradient_(logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor) -> None:
-    """logits [n, v] become the gradient of the summed loss; losses [n] are written."""
+    """Overwrites logits [n, v] with the gradient of the summed loss; writes losses [n]."""
     rows, columns = logits.shape
     _row[(rows,)](logits, targets, losses, losses, 1.0, IGNORED, COLUMNS=columns, BLOCK=BLOCK, OVER=True, num_warps=WARPS)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _softmax_tile(  # type: ignore[no-untyped-def]
-    logits, targets, sums, out, turned, factors, rows, columns, apart, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    logits, targets, sums, out, turned, factors, rows, columns, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     down = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     across = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -62,21 +62,22 @@ def _softmax_tile(  # type: ignore[no-untyped-def]
     here = down.to(tl.int64) * columns + across
     scores = tl.load(logits + here, mask=inside, other=0.0).to(tl.float32)
     target = tl.load(targets + down, mask=down < rows, other=0).to(tl.int32)
-    log_sum = tl.load(sums + down, mask=down < rows, other=0.0)  # less that of the factor; infinite where the target is ignored
+    log_sum = tl.load(sums + down, mask=down < rows, other=0.0)  # minus log(factor); infinite if the target is ignored
     shares = tl.exp(scores - log_sum)
     own = tl.where(across == target, tl.load(factors), 0.0)
     tl.store(out + here, (shares - own).to(out.dtype.element_ty), mask=inside)
-    # Converted twice, with a factor that was read twice: kernels/float8_triton.py says why.
+    # Converted twice, with a factor that is loaded twice: see kernels/float8_triton.py.
     own = tl.where(across == target, tl.load(factors, volatile=True), 0.0)
     narrow = (shares - own).to(turned.dtype.element_ty)
-    tl.store(turned + across.trans().to(tl.int64) * apart + down.trans(), narrow.trans(), mask=inside.trans())
+    tl.store(turned + across.trans().to(tl.int64) * stride + down.trans(), narrow.trans(), mask=inside.trans())
 
 
 def loss_and_scaled_gradient(
     logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor, factor: float, turned: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of the summed loss of logits [n, v], times a factor and in the format of `turned`, columns [v, n] of a
-    matrix that take it transposed; losses [n] are written.
+    """The gradient of the summed loss of logits [n, v], times `factor`, in the dtype of `turned`; writes losses [n].
+
+    `turned`: columns [v, n] of a matrix, to which the gradient is written transposed.
     """
     rows, columns = logits.shape
     sums = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -98,7 +99,7 @@ def _scale(source, target, factor, size, BLOCK: tl.constexpr):  # type: ignore[n
 
 
 def scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x · factor rounded to `dtype`, in one pass: torch's product of two formats takes 2.6 times as long."""
+    """x · factor rounded to `dtype`, in one pass: torch's multiplication of two dtypes takes 2.6 times as long."""
     target = torch.empty(x.shape, dtype=dtype, device=x.device)
     _scale[(triton.cdiv(x.numel(), 2048),)](x, target, factor, x.numel(), BLOCK=2048)
     return target

@@ -1,4 +1,4 @@
-"""Optional packages of kernels: whether one is installed, and how a run goes on with the plain kernel where one fails."""
+"""Optional kernel packages: whether one is installed, and the fallback to the plain kernel if one fails."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ T = TypeVar("T")
 
 
 class OptionalPackage:
-    """A package whose errors, of any kind and at any call, never end a run."""
+    """A package whose errors, of any class and in any call, never end a run."""
 
     def __init__(self, name: str, module: str, instead: str) -> None:
         self.name, self.module, self.instead = name, module, instead
-        """as pip knows it, what is imported, and the plain kernel in words"""
+        """name in pip, module to import, and a description of the plain kernel"""
         self.failure = ""
-        """its first error, after which it is not called again"""
+        """the first error, after which the package is not called again"""
         self._raises = False
 
     def why_not(self, dtype: torch.dtype) -> str | None:
-        """Why it is not tried; None: it is. Sizes and GPUs it refuses by itself."""
+        """Why it is not tried; None if it is. The package itself rejects unsupported sizes and GPUs."""
         import torch
 
         if not installed(self.module):
@@ -38,7 +38,7 @@ class OptionalPackage:
 
     @contextmanager
     def raising(self) -> Iterator[None]:
-        """Errors are raised here, for who tries the package before a run uses it."""
+        """A context in which errors are raised, to try the package before a run uses it."""
         before, self._raises = self._raises, True
         try:
             yield
@@ -46,7 +46,7 @@ class OptionalPackage:
             self._raises = before
 
     def call(self, kernel: Callable[[], T], plain: Callable[[], T]) -> T:
-        """What `kernel` computes with the package; from its first error on, which is told once, what `plain` does."""
+        """Returns `kernel()`; from its first error on, which is printed once, `plain()`."""
         import torch
 
         if self._raises:
@@ -54,9 +54,9 @@ class OptionalPackage:
         if not self.failure:
             try:
                 return kernel()
-            except torch.OutOfMemoryError:  # no fault of the package: the run says what would fit
+            except torch.OutOfMemoryError:  # not the package's fault: the run reports what would fit
                 raise
-            except Exception as error:  # compilers and drivers of its own, whose errors are of many kinds
+            except Exception as error:  # the package has its own compilers and drivers, with errors of many classes
                 self.failure = one_line(error)
                 if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
                     sys.stderr.write(f"\nnote: {self.name} failed ({self.failure}): the run goes on with {self.instead}\n")
@@ -70,7 +70,7 @@ PACKAGES = (FLASH_ATTENTION_4, QUACK)
 
 @cache
 def installed(module: str) -> bool:
-    """Is there such a module? No code of its packages runs: half-installed ones raise all kinds of errors at import."""
+    """Whether a module exists, without running its code: half-installed packages raise all kinds of errors at import."""
     parts = module.split(".")
     try:
         found = find_spec(parts[0])
@@ -78,11 +78,11 @@ def installed(module: str) -> bool:
             if found is None or found.submodule_search_locations is None:
                 return False
             found = PathFinder.find_spec(".".join(parts[:depth]), list(found.submodule_search_locations))
-    except Exception:  # a finder that another package put in, or a module that is loaded and does not say from where
+    except Exception:  # a finder installed by another package, or a loaded module without a spec
         return False
     return found is not None
 
 
 def one_line(error: BaseException) -> str:
-    """An error's kind and the first line of what it says."""
+    """An error's class and the first line of its message."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]

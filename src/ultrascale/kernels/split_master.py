@@ -1,7 +1,7 @@
-"""An fp32 master in two halves of its bits: the upper is the bf16 copy that computes, the lower 16 lie beside it.
+"""Split fp32 masters: the upper 16 bits are the bf16 compute copy, the lower 16 are stored separately.
 
-bf16 is fp32 without its last 16 bits, so a rounded copy beside a whole master repeats half of it. Rounded up from the middle,
-the copy plus a signed 16-bit rest is the master again, bit by bit: four bytes a weight instead of six.
+bf16 is fp32 without its last 16 bits, so a bf16 copy and a whole fp32 master store the upper half twice. With rounding up from
+the middle, the copy plus a signed 16-bit rest is exactly the master: four bytes per weight instead of six.
 """
 
 from __future__ import annotations
@@ -20,6 +20,6 @@ def split(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(upper: Tensor, rest: Tensor) -> Tensor:
-    """The fp32 values that `parted` was given."""
+    """The fp32 values that `split` was given."""
     bits = (upper.contiguous().view(torch.int16).to(torch.int32) << 16) + rest.to(torch.int32)
     return bits.view(torch.float32)

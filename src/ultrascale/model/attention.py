@@ -1,7 +1,7 @@
-"""Attention with its log-sum-exp, forward and backward as plain functions, and a causal form that keeps grouped heads.
+"""Attention with its log-sum-exp, forward and backward as plain functions, and causal attention with grouped heads.
 
-Layout [b, s, heads, d] throughout; k and v may have fewer heads than q. Pieces of one attention can be computed apart and
-joined by their log-sum-exp: `attend_backward` of a piece takes the joined output and log-sum-exp.
+Layout [b, s, heads, d] throughout; k and v may have fewer heads than q. Tiles of one attention can be computed separately and
+merged by their log-sum-exp: `attend_backward` of a tile takes the merged output and log-sum-exp.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """The output [b, s, heads, d] and its log-sum-exp [b, heads, s] in fp32 (float64 for float64).
 
-    `causal` needs q and k of one length; without it their lengths may differ.
+    `causal` requires q and k of equal length; without it their lengths may differ.
     """
     if _flash_on_gpu(q):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -38,7 +38,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
 def attend_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> Gradients:
-    """Gradients of q, k and v in their own layouts; a head of k and v sums over the heads of q that read it."""
+    """Gradients of q, k and v in their own layouts; a head of k and v sums over the heads of q that use it."""
     if _flash_on_gpu(q):
         return _flash_backward_on_gpu(grad_out, q, k, v, out, lse, causal, scale)
     groups = q.shape[2] // k.shape[2]
@@ -53,7 +53,7 @@ def attend_backward(
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Keeps q, k, v, the output and the log-sum-exp for backward, k and v with their own few heads."""
+    """Causal attention that saves q, k, v, the output and the log-sum-exp; k and v with their kv_heads, not expanded."""
     return _Causal.apply(q, k, v, scale)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -73,7 +73,7 @@ class _Causal(torch.autograd.Function):
 
 
 def _flash_on_gpu(q: Tensor) -> bool:
-    # The kernel takes half precision and heads of a multiple of 8 up to 256 wide; all else goes the plain way.
+    # The kernel supports half precision and head dimensions that are multiples of 8, up to 256.
     return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
@@ -81,7 +81,7 @@ def _flash_backward_on_gpu(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> Gradients:
     grad_out, q, k, v, out = (x.transpose(1, 2) for x in (grad_out, q, k, v, out))
-    # The last two carry the random state of a dropout that is off here.
+    # The last two are the random state of dropout, which is off here.
     unused = torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, dtype=torch.uint64, device=q.device)
     backward = aten._scaled_dot_product_flash_attention_backward
     lengths = q.shape[2], k.shape[2]
@@ -112,7 +112,7 @@ def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """[b, heads, s, d], with the scores in memory: for what no kernel takes, such as fp32 on a GPU."""
+    """[b, heads, s, d], with materialized scores: for inputs that no kernel supports, such as fp32 on a GPU."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = _scores(q.to(wide), k.to(wide), causal, scale)
     lse = scores.logsumexp(-1)
@@ -122,11 +122,11 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
 def _plain_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> Gradients:
-    kind, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
+    dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
     grad_out, q, k, v, out = (x.to(wide) for x in (grad_out, q, k, v, out))
     weights = (_scores(q, k, causal, scale) - lse.unsqueeze(-1)).exp()
-    # Flash attention 2 (Dao 2023), algorithm 2: the row sums of grad·out stand for the softmax's own correction.
+    # Flash attention 2 (Dao 2023), algorithm 2: the row sums of grad·out are the correction term of softmax's backward.
     grad_scores = weights * (grad_out @ v.transpose(-1, -2) - (grad_out * out).sum(-1, keepdim=True)) * scale
     grads = grad_scores @ k, grad_scores.transpose(-1, -2) @ q, weights.transpose(-1, -2) @ grad_out
-    dq, dk, dv = (grad.to(kind) for grad in grads)
+    dq, dk, dv = (grad.to(dtype) for grad in grads)
     return dq, dk, dv

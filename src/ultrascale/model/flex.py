@@ -1,8 +1,8 @@
-"""Attention to a part of the past on a GPU: a window, a document or both, by torch's FlexAttention.
+"""Sliding-window and document masks on a GPU with torch's FlexAttention.
 
-A dense mask has a number for each pair of tokens, s² of them in every sequence, and keeps attention from its fast kernels. A
-block mask says which 128 × 128 pairs are seen whole, in part or not at all: the last are never computed, and only for those
-seen in part is the rule asked, pair by pair, inside the kernel.
+A dense mask has s² entries per sequence and prevents attention from using its fast kernels. A block mask marks each
+128 × 128 block of pairs as full, partial or empty: empty blocks are never computed, and the mask function is evaluated pair by
+pair inside the kernel only for partial blocks.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-NARROWEST = 16  # heads that torch's kernel takes: what a matrix unit multiplies at once
+NARROWEST = 16  # smallest head dimension of torch's kernel: the tile of a matrix unit
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def why_not(head_dim: int, dtype: torch.dtype) -> str | None:
-    """Why masks are dense on a GPU too; None: they are block masks."""
+    """Why FlexAttention cannot be used, so that masks are dense; None if it can."""
     if head_dim < NARROWEST:
         return f"heads of {head_dim} are narrower than {NARROWEST}"
     if dtype == torch.float64:
@@ -30,46 +30,46 @@ def why_not(head_dim: int, dtype: torch.dtype) -> str | None:
 
 
 def mask(length: int, window: int | None, documents: Tensor | None, device: torch.device) -> BlockMask:
-    """Who sees whom, in sequences of so many tokens: nobody ahead, and of `documents` [b, s] only their own."""
-    return _windowed(length, window, device) if documents is None else _made(length, window, documents, device)
+    """The causal block mask of sequences of `length` tokens, within a window and within `documents` [b, s] if given."""
+    return _windowed(length, window, device) if documents is None else _block_mask(length, window, documents, device)
 
 
 @lru_cache(maxsize=8)
 def _windowed(length: int, window: int | None, device: torch.device) -> BlockMask:
-    """The same for every micro-batch."""
-    return _made(length, window, None, device)
+    """Cached: the mask is the same for every micro-batch."""
+    return _block_mask(length, window, None, device)
 
 
-def _made(length: int, window: int | None, documents: Tensor | None, device: torch.device) -> BlockMask:
-    # Uncompiled it would write out every pair first.
-    make = _compiled(create_block_mask) if device.type == "cuda" else create_block_mask
+def _block_mask(length: int, window: int | None, documents: Tensor | None, device: torch.device) -> BlockMask:
+    # Uncompiled, create_block_mask would materialize every pair first.
+    create = _compiled(create_block_mask) if device.type == "cuda" else create_block_mask
     batch = None if documents is None else len(documents)
-    made: BlockMask = make(rule(window, documents), batch, None, length, length, device=device)
-    return made
+    mask: BlockMask = create(rule(window, documents), batch, None, length, length, device=device)
+    return mask
 
 
 def rule(window: int | None, documents: Tensor | None) -> Rule:
-    """Whether the token at `q` sees the one at `k`."""
+    """A mask function: whether the token at `q` attends to the one at `k`."""
 
-    def sees(b: Tensor, _: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        seen = k <= q
+    def attends(b: Tensor, _: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        visible = k <= q
         if window is not None:
-            seen = seen & (q - k < window)  # itself and the window - 1 before it
+            visible = visible & (q - k < window)  # the token itself and the window - 1 before it
         if documents is not None:
-            seen = seen & (documents[b, q] == documents[b, k])
-        return seen
+            visible = visible & (documents[b, q] == documents[b, k])
+        return visible
 
-    return sees
+    return attends
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, seen: BlockMask) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: BlockMask) -> Tensor:
     """q [b, s, heads, d], k and v [b, s, kv_heads, d] -> [b, s, heads, d]."""
-    # Inside a compiled block it is compiled with it; on a CPU it cannot be, and tests run it as it is.
+    # Inside a compiled block it is compiled with the block; on a CPU it cannot be compiled, and tests run it eagerly.
     function: Any = flex_attention
     if q.is_cuda and not torch.compiler.is_compiling():
         function = _compiled(function)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out: Tensor = function(q, k, v, block_mask=seen, enable_gqa=True)
+    out: Tensor = function(q, k, v, block_mask=visible, enable_gqa=True)
     return out.transpose(1, 2)
 
 

@@ -1,4 +1,4 @@
-"""One product per expert over rows that are sorted by expert: a grouped kernel on a GPU, a loop of plain products elsewhere."""
+"""Grouped GEMM over rows sorted by expert: torch's grouped kernel on a GPU, a loop of matmuls elsewhere."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ import torch
 from torch import Tensor
 
 PushDeferred = Callable[[Callable[[], None]], bool]
-"""takes a weight gradient that shall be computed later; False: it must be computed now"""
+"""queues a function that computes a weight gradient; returns False if the caller must compute it now"""
 
 PendingGrads = list[tuple[Tensor, Tensor, Tensor]]
-"""gradients, rows and counts of products whose weight's gradient is still to be made"""
+"""output gradients, rows and counts of GEMMs whose weight gradient is not computed yet"""
 
-ALIGNED = 16  # bytes: what the grouped kernel asks of every row
+ALIGNED = 16  # bytes: the row alignment that the grouped kernel requires
 
 
-def grouped_product(
+def grouped_gemm(
     x: Tensor, weight: Tensor, counts: Tensor, push_deferred: PushDeferred | None = None, leaf: Tensor | None = None
 ) -> Tensor:
-    """x [n, in] by weight [experts, out, in]: the first counts[0] rows meet weight[0], the next counts[1] weight[1] …
+    """x [n, in] by weight [experts, out, in]: the first counts[0] rows by weight[0], the next counts[1] by weight[1] …
 
-    `leaf`: of which the weight is a view, and which is given what is pending.
+    `leaf`: the parameter of which `weight` is a view; a deferred gradient is accumulated in its `.grad`.
     """
     out: Tensor = _GroupedGemm.apply(x, weight, counts, push_deferred, leaf, None)  # type: ignore[no-untyped-call]
     return out
 
 
 class DeferredWeightGrad:
-    """A weight whose gradient is made when backward comes back to where this was made, not with those of the rows.
+    """A weight whose gradient is computed when backward reaches the creation of this object, not together with the rows'.
 
-    Autograd goes back in the order in which nodes were made: whatever was made in between is undone before.
+    Autograd runs nodes in reverse order of creation: the backward of everything created in between runs before.
     """
 
     def __init__(self, weight: Tensor, shape: tuple[int, int, int]) -> None:
-        """`shape`: [experts, out, in], as which it is seen."""
+        """`shape`: [experts, out, in], the view of the weight that the GEMMs use."""
         self.weight = weight
         self.pending: PendingGrads = []
-        self.seen: Tensor = _DeferredWeightGrad.apply(weight, shape, self.pending)  # type: ignore[no-untyped-call]
+        self.view: Tensor = _DeferredWeightGrad.apply(weight, shape, self.pending)  # type: ignore[no-untyped-call]
 
-    def product(self, x: Tensor, counts: Tensor, push_deferred: PushDeferred | None = None) -> Tensor:
-        """As `grouped_product`."""
-        out: Tensor = _GroupedGemm.apply(x, self.seen, counts, push_deferred, self.weight, self.pending)  # type: ignore[no-untyped-call]
+    def gemm(self, x: Tensor, counts: Tensor, push_deferred: PushDeferred | None = None) -> Tensor:
+        """Like `grouped_gemm`."""
+        out: Tensor = _GroupedGemm.apply(x, self.view, counts, push_deferred, self.weight, self.pending)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -50,7 +50,7 @@ class _DeferredWeightGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, shape: tuple[int, int, int], pending: PendingGrads) -> Tensor:
         ctx.stored, ctx.pending = weight.shape, pending
-        ctx.set_materialize_grads(False)  # products give none: they leave what it is made of
+        ctx.set_materialize_grads(False)  # the GEMMs return no gradient; they append its operands to `pending`
         return weight.view(shape)
 
     @staticmethod
@@ -63,7 +63,7 @@ class _DeferredWeightGrad(torch.autograd.Function):
 
 
 class _GroupedGemm(torch.autograd.Function):
-    """Autograd would make a gradient as large as all experts for each of them."""
+    """Hand-written: autograd would allocate a gradient as large as all experts for each expert."""
 
     @staticmethod
     def forward(
@@ -76,15 +76,15 @@ class _GroupedGemm(torch.autograd.Function):
         pending: PendingGrads | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, counts)
-        # The leaf itself: what checkpointing unpacks is a copy whose .grad is lost.
+        # The leaf itself: checkpointing unpacks a copy whose .grad is lost.
         ctx.parameter, ctx.push_deferred, ctx.pending = weight if parameter is None else parameter, push_deferred, pending
-        return _products(x, weight.transpose(1, 2), counts)
+        return _gemms(x, weight.transpose(1, 2), counts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, counts = ctx.saved_tensors
-        grad = grads[0].contiguous()  # the kernel refuses expanded ones
-        dx = _products(grad, weight, counts) if ctx.needs_input_grad[0] else None
+        grad = grads[0].contiguous()  # the kernel rejects expanded tensors
+        dx = _gemms(grad, weight, counts) if ctx.needs_input_grad[0] else None
         if ctx.push_deferred is not None and ctx.push_deferred(_deferred_grad(grad, x, counts, ctx.parameter)):
             return dx, None, None, None, None, None
         if ctx.pending is not None:
@@ -95,18 +95,18 @@ class _GroupedGemm(torch.autograd.Function):
 
 def _deferred_grad(grad: Tensor, x: Tensor, counts: Tensor, parameter: Tensor) -> Callable[[], None]:
     @torch.no_grad()
-    def pay() -> None:
+    def run() -> None:
         gradient = _weight_gradient(grad, x, counts).view(parameter.shape)
         if parameter.grad is None:
             parameter.grad = gradient
         else:
             parameter.grad += gradient
 
-    return pay
+    return run
 
 
-def _products(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
-    """Rows of x times the matrix [in, out] of their expert."""
+def _gemms(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+    """Multiplies the rows of x by the matrix [in, out] of their expert."""
     if has_kernel(x, x.shape[1], matrices.shape[2]):
         return torch._grouped_mm(x, matrices, offs=_ends(counts))
     parts = torch.split(x, counts.tolist())
@@ -125,12 +125,12 @@ def _ends(counts: Tensor) -> Tensor:
 
 
 def has_kernel(x: Tensor, *widths: int) -> bool:
-    """Can the grouped kernel multiply such rows by matrices of these widths?"""
+    """Whether the grouped kernel supports such rows and matrices of these widths."""
     return x.is_cuda and why_not(x.dtype, *widths) is None
 
 
 def why_not(dtype: torch.dtype, *widths: int) -> str | None:
-    """Why a GPU multiplies the rows of one expert after the other; None: it has a kernel for all of them."""
+    """Why the grouped kernel cannot be used, so that experts are multiplied one by one; None if it can."""
     if dtype != torch.bfloat16:
         return f"the grouped kernel multiplies bf16, not {str(dtype).removeprefix('torch.')}"
     odd = [width for width in widths if width * dtype.itemsize % ALIGNED]

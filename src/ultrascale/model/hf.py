@@ -1,7 +1,7 @@
-"""Our parameter names and those of Hugging Face checkpoints, both ways.
+"""Conversion between our parameter names and those of Hugging Face checkpoints, in both directions.
 
-Two families of names: Llama's (Mistral, Mixtral and Qwen too), tensor for tensor, but for experts: ours are stacked, theirs
-stored one by one; and GPT-2's, whose products are stored [in, out] and whose queries, keys and values are one matrix.
+Two families of names: Llama's (also Mistral, Mixtral and Qwen), tensor for tensor, except experts, which are stacked here and
+stored one by one there; and GPT-2's, whose weights are stored [in, out] and whose queries, keys and values are one matrix.
 """
 
 from __future__ import annotations
@@ -72,73 +72,73 @@ _STORED_IN_OUT = ("attention.qkv", "attention.out", "mlp.inputs.up", "mlp.down")
 
 @dataclass(frozen=True)
 class HFTensor:
-    """One tensor of a Hugging Face file, and which of our parameters it holds."""
+    """One tensor of a Hugging Face file, and the parameters of ours that it contains."""
 
     name: str
     ours: tuple[str, ...]
-    """one, or GPT-2's queries, keys and values side by side"""
-    turned: bool
+    """one name, or GPT-2's queries, keys and values, concatenated"""
+    transposed: bool
     """stored [in, out]; ours are [out, in]"""
     expert: int | None = None
-    """which of ours it is, where ours are stacked"""
+    """its index in our stacked parameter"""
 
     def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """Of the stored tensor, from the shapes of ours."""
+        """The shape of the stored tensor, from the shapes of our parameters."""
         outputs, *rest = shapes[self.ours[0]][0 if self.expert is None else 1 :]
         joined = (outputs * len(self.ours), *rest)
-        return joined[::-1] if self.turned else joined
+        return joined[::-1] if self.transposed else joined
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """The stored tensor, from ours in their order."""
+        """The stored tensor, from our parameters in the order of `ours`."""
         if self.expert is not None:
             return parts[0][self.expert]
         whole = parts[0] if len(parts) == 1 else torch.cat(list(parts))
-        return whole.t().contiguous() if self.turned else whole
+        return whole.t().contiguous() if self.transposed else whole
 
     def where(self, ours: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
-        """The piece of the stored tensor, which has that shape, that holds one of ours."""
-        outputs = shape[-1 if self.turned else 0] // len(self.ours)
+        """The slices of the stored tensor of shape `shape` that contain one of our parameters."""
+        outputs = shape[-1 if self.transposed else 0] // len(self.ours)
         first = self.ours.index(ours) * outputs
         piece = slice(first, first + outputs)
-        return (slice(None), piece) if self.turned else (piece,)
+        return (slice(None), piece) if self.transposed else (piece,)
 
     def as_ours(self, piece: Tensor) -> Tensor:
-        return piece.t() if self.turned else piece
+        return piece.t() if self.transposed else piece
 
 
 def stored(model: Model) -> Iterator[HFTensor]:
-    """Every tensor of the model's files; a tied head is not among them."""
+    """Every tensor of the model's files; a tied head is not stored."""
     gpt2 = _is_gpt2(model)
     for ours, theirs in _names(model):
         if ours == "head.linear.weight" and model.tied_embeddings:
             continue
         stem, kind = ours.rsplit(".", 1)
         fused = gpt2 and stem.endswith("attention.qkv")
-        held = tuple(f"{stem}.{name}.{kind}" for name in "qkv") if fused else (ours,)
-        yield HFTensor(theirs, held, gpt2 and kind == "weight" and stem.endswith(_STORED_IN_OUT))
+        contained = tuple(f"{stem}.{name}.{kind}" for name in "qkv") if fused else (ours,)
+        yield HFTensor(theirs, contained, gpt2 and kind == "weight" and stem.endswith(_STORED_IN_OUT))
     if model.moe is not None:
         yield from _stored_experts(model, model.moe)
 
 
 def _stored_experts(model: Model, moe: MoE) -> Iterator[HFTensor]:
-    """Router and experts of every layer that has them; all experts of one of ours in a row, as a writer wants them."""
+    """Router and experts of every MoE layer; all experts of one stacked parameter follow one another, for the writer."""
     names = _MLP_MIXTRAL if family_of(model) == "mixtral" else {**_MLP_QWEN, **(_SHARED_QWEN if moe.shared_experts else {})}
     for layer in range(moe.dense_layers, model.layers):
         for ours, theirs in names.items():
-            name, held = f"model.layers.{layer}.{theirs}", (f"blocks.{layer}.{ours}",)
+            name, contained = f"model.layers.{layer}.{theirs}", (f"blocks.{layer}.{ours}",)
             if "{}" in theirs:
-                yield from (HFTensor(name.format(expert), held, False, expert) for expert in range(moe.experts))
+                yield from (HFTensor(name.format(expert), contained, False, expert) for expert in range(moe.experts))
             else:
-                yield HFTensor(name, held, False)
+                yield HFTensor(name, contained, False)
 
 
 def whole(parts: Sequence[Tensor]) -> Tensor:
-    """One of our parameters, from what each tensor that holds some of it holds."""
+    """One of our parameters, from its parts in the stored tensors."""
     return parts[0] if len(parts) == 1 else torch.stack(list(parts))
 
 
 def from_hf(state: Mapping[str, Tensor], model: Model) -> dict[str, Tensor]:
-    """Our state dict; tensors are views of the given ones, but for experts."""
+    """Our state dict; tensors are views of the given ones, except experts."""
     found: dict[str, list[Tensor]] = {}
     for one in stored(model):
         if one.name not in state:
@@ -152,22 +152,22 @@ def from_hf(state: Mapping[str, Tensor], model: Model) -> dict[str, Tensor]:
 
 
 def to_hf(state: Mapping[str, Tensor], model: Model) -> dict[str, Tensor]:
-    """The Hugging Face state dict of the whole model; a tied head is left out, as their files do."""
+    """The Hugging Face state dict of the whole model, without a tied head, as in their files."""
     return {one.name: one.joined([state[ours] for ours in one.ours]) for one in stored(model)}
 
 
 def whole_shapes(model: Model) -> dict[str, tuple[int, ...]]:
-    """Everything that is kept, by our name, a tied head once, without memory for any."""
+    """The shapes of all parameters and buffers by our name, a tied head once; allocates nothing."""
     with torch.device("meta"):
         module = Transformer(model)
     return {name: tuple(tensor.shape) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
 
 
 def _names(model: Model) -> Iterator[tuple[str, str]]:
-    """Every parameter of the whole model but experts, ours and theirs; GPT-2's fused matrix as `attention.qkv`."""
+    """Pairs of our name and theirs for every parameter except experts; GPT-2's fused matrix is `attention.qkv`."""
     ends, block = (_ENDS_GPT2, _BLOCK_GPT2) if _is_gpt2(model) else (_ENDS_LLAMA, _BLOCK_LLAMA)
-    places = [("", ends), *((f"blocks.{layer}.", block) for layer in range(model.layers))]
-    for prefix, parts in places:
+    prefixes = [("", ends), *((f"blocks.{layer}.", block) for layer in range(model.layers))]
+    for prefix, parts in prefixes:
         sparse = model.moe is not None and prefix != "" and model.is_moe_layer(int(prefix.split(".")[1]))
         for part in parts:
             if sparse and part.startswith("mlp."):
@@ -177,7 +177,7 @@ def _names(model: Model) -> Iterator[tuple[str, str]]:
 
 
 def _kinds(part: str, model: Model) -> list[str]:
-    """Which of weight and bias a part of this model has; none where the part itself is missing."""
+    """Which of weight and bias a module of this model has; empty if the model does not have the module."""
     if part in ("attention.q_norm", "attention.k_norm"):
         return ["weight"] if model.qk_norm else []
     biased = (

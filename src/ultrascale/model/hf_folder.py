@@ -1,7 +1,7 @@
-"""Reading a Hugging Face folder: config.json and safetensors, checked whole at opening, then one tensor at a time.
+"""Reader of Hugging Face folders: config.json and safetensors, validated when opened, then read tensor by tensor.
 
-Opening reads headers alone. A folder that opens has every tensor of its model in the right shape; one that would compute
-something else than `transformers` does with it is refused.
+Opening reads only headers. A folder that opens has every tensor of its model in the right shape; a folder with which the
+engine would compute something else than `transformers` is refused.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from ultrascale.specs.validate import shown
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
-# Kept by older releases beside the parameters: masks and wavelengths, which every release computes anew.
+# Buffers that older releases stored beside the parameters: masks and wavelengths, which every release computes itself.
 _BUFFERS = re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias|model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-# What a class of transformers takes where its config.json leaves the key out and Model.from_hf does not.
+# Defaults of classes of transformers for keys missing in config.json, where Model.from_hf has another default.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 4096, "num_key_value_heads": 8},
     "mixtral": {"num_key_value_heads": 8},
     "qwen2_moe": {"num_key_value_heads": 16},
     "qwen3_moe": {"num_key_value_heads": 4},
 }
-# Settings under which the same weights compute something else than our layers do.
+# Allowed values of settings under which the same weights would compute something else than our layers.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "partial_rotary_factor": (None, 1, 1.0),
@@ -43,7 +43,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (None, False),
     "router_jitter_noise": (None, 0, 0.0),
 }
-_ROWS = 4096  # compared at once
+_ROWS = 4096  # rows compared at a time
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,13 @@ class HFFolder:
     model: Model
     shapes: Mapping[str, tuple[int, ...]]
     places: Mapping[str, Sequence[tuple[HFTensor, _Entry]]]
-    """where each of our parameters is stored; experts in many tensors"""
+    """the tensors in which each of our parameters is stored: one, or one per expert"""
 
     @classmethod
     def open(cls, path: str | Path) -> HFFolder:
-        """Everything that can be wrong with the folder is said here, as a SpecError."""
+        """Validates and opens a folder; raises SpecError for anything wrong with it."""
         path = Path(path)
-        if not os.path.isdir(path):  # where pathlib would raise, such as for a name too long, os.path answers False
+        if not os.path.isdir(path):  # os.path returns False where pathlib raises, such as for a name that is too long
             state = "is a file" if os.path.exists(path) else "does not exist"
             raise SpecError(f"Hugging Face folder {path} {state}: give a folder with {CONFIG} and {SINGLE}")
         model = _model(path)
@@ -85,11 +85,11 @@ class HFFolder:
         return cls(path, model, shapes, places)
 
     def names(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter by our name, with its whole shape; a tied head is not among them."""
+        """Every parameter by our name, with its whole shape, without a tied head."""
         return dict(self.shapes)
 
     def tensor(self, ours: str) -> Tensor:
-        """One whole parameter in the file's dtype; the file is mapped, and let go with the tensor."""
+        """One whole parameter in the file's dtype; the file is memory-mapped until the tensor is freed."""
         return whole([one.as_ours(_read(entry, one.where(ours, entry.shape))) for one, entry in self.places[ours]])
 
 
@@ -130,7 +130,7 @@ def _refuse_other_computing(config: Mapping[str, Any], model: Model, file: Path)
 
 
 def _entries(path: Path) -> dict[str, _Entry]:
-    """Every tensor of the folder by its name there; one file, or those that the index names."""
+    """Every tensor of the folder by its name there, from one file or from those in the index."""
     if (path / SINGLE).is_file():
         return _header(path / SINGLE)
     if not (path / INDEX).is_file():
@@ -160,7 +160,7 @@ def _weight_map(file: Path) -> dict[str, str]:
 
 
 def _beside(path: Path, name: str) -> Path:
-    """A file of the folder itself: an index comes from outside, and must not name anything else."""
+    """The path of a file in the folder itself: the index is untrusted and must not name any other."""
     if name != Path(name).name or "\\" in name or not name.endswith(".safetensors"):
         raise SpecError(f"{INDEX} of {path} names {shown(name)} but may only name .safetensors files of its own folder")
     if not (path / name).is_file():
@@ -188,8 +188,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _wanted(path: Path, model: Model, found: Mapping[str, _Entry]) -> dict[str, HFTensor]:
-    """The tensors of the model by their names in the folder; none is missing."""
-    # GPT-2 lies on the hub as saved from its bare body: without the first word of the names.
+    """The tensors of the model by their names in the folder; raises if one is missing."""
+    # GPT-2 on the hub was saved from the model without its head: names lack the first word.
     first = "transformer."
     bare = not any(name.startswith(first) for name in found)
     wanted: dict[str, HFTensor] = {}

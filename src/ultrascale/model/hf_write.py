@@ -1,7 +1,7 @@
-"""Writing a Hugging Face folder: config.json, safetensors in shards with their index, and the tokenizer where one is given.
+"""Writer of Hugging Face folders: config.json, sharded safetensors with their index, and optionally the tokenizer.
 
 A safetensors file is the length of a JSON header, that header, and raw bytes. All sizes are known beforehand, so tensors are
-streamed: one of them is in memory, however large a shard is.
+streamed: only one is in memory, however large a shard is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ultrascale.specs.model import Model
 from ultrascale.specs.units import GIB
 
 Progress = Callable[[int, int], None]
-"""bytes done, bytes in all"""
+"""called with bytes written and total bytes"""
 
 SHARD_BYTES = 5 * GIB
 TOKENIZER = "tokenizer.json"
@@ -45,7 +45,7 @@ _KINDS = {"bf16": (torch.bfloat16, "BF16"), "fp32": (torch.float32, "F32")}
 
 @dataclass(frozen=True)
 class _HFTensorWrite:
-    """One tensor to write."""
+    """One tensor to write and its size."""
 
     stored: HFTensor
     shape: tuple[int, ...]
@@ -61,25 +61,25 @@ def write(
     tokenizer: Path | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Writes the whole folder or nothing; `tensor` gives one whole parameter by our name."""
+    """Writes the whole folder or nothing; `tensor` returns one whole parameter by our name."""
     config = config_of(model, dtype)
     copies = _tokenizer_files(tokenizer)
-    kind, word = _KINDS[dtype]
+    out_dtype, dtype_name = _KINDS[dtype]
     shapes = whole_shapes(model)
-    pieces = [_piece(one, shapes, kind) for one in stored(model)]
+    pieces = [_piece(one, shapes, out_dtype) for one in stored(model)]
     total = sum(piece.bytes for piece in pieces)
     if (free := free_bytes(out)) < total:
         raise SpecError(f"{out} needs {total / GIB:,.2f} GiB but its disk has {free / GIB:,.2f} GiB free: name another disk")
     with new_folder(out) as folder:
         done = 0
-        tensor = _one_at_a_time(tensor)
+        tensor = _cache_last(tensor)
         shards = _shards(pieces, shard_bytes)
         names = _names(len(shards))
         for name, shard in zip(names, shards, strict=True):
             with open(folder / name, "wb") as file:
-                file.write(_header(shard, word))
+                file.write(_header(shard, dtype_name))
                 for piece in shard:
-                    _write_tensor(file, piece, tensor, kind, shapes)
+                    _write_tensor(file, piece, tensor, out_dtype, shapes)
                     done += piece.bytes
                     if progress is not None:
                         progress(done, total)
@@ -90,32 +90,32 @@ def write(
             shutil.copyfile(source, folder / name)
 
 
-def _one_at_a_time(tensor: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
-    """Keeps the last one: experts are written one by one but held together."""
-    held: dict[str, Tensor] = {}
+def _cache_last(tensor: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
+    """Caches the last parameter: experts are written one by one but stacked in one parameter."""
+    cached: dict[str, Tensor] = {}
 
     def last(name: str) -> Tensor:
-        if name not in held:
-            held.clear()
-            held[name] = tensor(name)
-        return held[name]
+        if name not in cached:
+            cached.clear()
+            cached[name] = tensor(name)
+        return cached[name]
 
     return last
 
 
-def _piece(one: HFTensor, shapes: dict[str, tuple[int, ...]], kind: torch.dtype) -> _HFTensorWrite:
+def _piece(one: HFTensor, shapes: dict[str, tuple[int, ...]], out_dtype: torch.dtype) -> _HFTensorWrite:
     shape = one.shape(shapes)
-    return _HFTensorWrite(one, shape, torch.Size(shape).numel() * kind.itemsize)
+    return _HFTensorWrite(one, shape, torch.Size(shape).numel() * out_dtype.itemsize)
 
 
-def _shards(pieces: Sequence[_HFTensorWrite], most: int) -> list[list[_HFTensorWrite]]:
-    """In the model's order; a tensor larger than a shard has one of its own."""
+def _shards(pieces: Sequence[_HFTensorWrite], limit: int) -> list[list[_HFTensorWrite]]:
+    """Groups tensors in the model's order; a tensor larger than `limit` bytes has its own shard."""
     shards: list[list[_HFTensorWrite]] = []
     room = -1
     for piece in pieces:
         if piece.bytes > room:
             shards.append([])
-            room = most
+            room = limit
         shards[-1].append(piece)
         room -= piece.bytes
     return shards
@@ -128,14 +128,14 @@ def _names(count: int) -> list[str]:
     return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def _header(shard: Sequence[_HFTensorWrite], word: str) -> bytes:
+def _header(shard: Sequence[_HFTensorWrite], dtype_name: str) -> bytes:
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for piece in shard:
-        fields[piece.stored.name] = {"dtype": word, "shape": piece.shape, "data_offsets": [begin, begin + piece.bytes]}
+        fields[piece.stored.name] = {"dtype": dtype_name, "shape": piece.shape, "data_offsets": [begin, begin + piece.bytes]}
         begin += piece.bytes
     text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin where 8 divides
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
     return len(text).to_bytes(8, "little") + text
 
 
@@ -143,12 +143,12 @@ def _write_tensor(
     file: BinaryIO,
     piece: _HFTensorWrite,
     tensor: Callable[[str], Tensor],
-    kind: torch.dtype,
+    out_dtype: torch.dtype,
     shapes: dict[str, tuple[int, ...]],
 ) -> None:
     parts = []
     for ours in piece.stored.ours:
-        part = tensor(ours).detach().to(device="cpu", dtype=kind)
+        part = tensor(ours).detach().to(device="cpu", dtype=out_dtype)
         if tuple(part.shape) != shapes[ours]:
             raise SpecError(f"weights of '{ours}' are {list(part.shape)} but the model asks for {list(shapes[ours])}")
         parts.append(part)
@@ -163,7 +163,7 @@ def _write_index(folder: Path, names: Sequence[str], shards: Sequence[Sequence[_
 
 
 def _tokenizer_files(tokenizer: Path | None) -> dict[str, Path]:
-    """Names in the new folder -> files; a tokenizer.json alone, or all that a folder has of one."""
+    """Names in the new folder -> source files: a tokenizer.json, or all tokenizer files of a folder."""
     if tokenizer is None:
         return {}
     if tokenizer.is_dir():

@@ -1,4 +1,4 @@
-"""Initial weights: each a function of the seed and the parameter's name alone, so that no layout can change them."""
+"""Weight initialization as a function of the seed and the parameter's name only, so that it is the same in any layout."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch import Tensor
 from ultrascale.model.transformer import Transformer
 from ultrascale.specs.model import Model
 
-STD = 0.02  # GPT-2's; products that end in the residual stream divide it by sqrt(2 · layers), their number
+STD = 0.02  # GPT-2's; weights that write to the residual stream divide it by sqrt(2 · layers), their number
 
 
 def initialize(module: Transformer, seed: int, model: Model) -> None:
-    """Fill every parameter of a plain model, or of a slice of one, in place."""
+    """Fills every parameter of a plain model, or of a slice of one, in place."""
     with torch.no_grad():
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             tensor.copy_(full_weight(name, tensor.shape, seed, model, tensor.device))
 
 
 def full_weight(name: str, shape: torch.Size, seed: int, model: Model, device: torch.device | str) -> Tensor:
-    """The whole initial tensor in fp32; a rank that holds a shard cuts its part out of it."""
+    """The whole initial tensor in fp32; a rank that holds a shard takes its part of it."""
     if name.endswith("norm.weight"):
         return torch.ones(shape, device=device)
     if name.endswith(".bias"):
         return torch.zeros(shape, device=device)
     if name == "head.linear.weight" and model.tied_embeddings:
-        name = "embed.tokens.weight"  # a stage with the head alone must draw what the first stage draws
+        name = "embed.tokens.weight"  # a stage with only the head must draw the same values as the first stage
     residual = name.endswith(("attention.out.weight", "down.weight", "experts.down"))
     std = STD / math.sqrt(2 * model.layers) if residual else STD
     return torch.empty(shape, device=device).normal_(0.0, std, generator=_generator(name, seed, device))

@@ -1,7 +1,7 @@
-"""Norms and activations that keep for backward only what the memory law counts: their inputs, and one scale per row.
+"""Norms and activations that save for backward only what the memory model counts: their inputs, and one scale per row.
 
-Eager autograd would keep every intermediate of the plain formulas, so they have hand-written backward passes here. Under
-torch.compile the plain formulas are fused and lean already; and on a GPU torch's own norm is one kernel.
+Eager autograd would save every intermediate of the plain formulas, so backward is hand-written here. torch.compile already
+fuses the plain formulas without saving intermediates; and on a GPU torch's norm is one kernel.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def geglu_exact(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def gelu(x: Tensor) -> Tensor:
-    """The tanh approximation, as GPT-2 trains with; torch's own operator keeps its input only."""
+    """The tanh approximation, as in GPT-2; torch's operator saves only its input."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -70,7 +70,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Torch's operator: fp32 inside, and it keeps its input, one mean and one scale per row."""
+    """Torch's operator: computes in fp32 and saves its input, one mean and one scale per row."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class LayerNorm(nn.Module):
 
 
 def _wide(x: Tensor) -> Tensor:
-    """fp32 for half precision, else as it is: float64 must stay exact for gradient checks."""
+    """Casts half precision to fp32; float64 must stay exact for gradient checks."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 

@@ -1,4 +1,4 @@
-"""Rotary positions: the angles of each position, and the rotation of queries and keys by them."""
+"""Rotary position embeddings: cos and sin tables, frequency scaling, and the rotation of queries and keys."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Rope = tuple[Tensor, Tensor]
 
 
 def tables(model: Model, positions: Tensor, length: int | None = None) -> Rope:
-    """Computed anew in each forward pass, never a buffer: a model built on the meta device has nothing to fill in.
+    """The cos and sin tables, computed in each forward pass instead of stored in buffers, which a meta-device model would lack.
 
-    `length`: of the whole sequence, where `positions` are one context-parallel rank's part of it.
+    `length`: of the whole sequence, if `positions` are one context-parallel rank's part of it.
     """
     frequencies = _frequencies(model, len(positions) if length is None else length, positions.device)
     angles = torch.outer(positions.float(), frequencies)
@@ -33,7 +33,7 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
 
 
 def attention_factor(scaling: RopeScaling) -> float:
-    """What cos and sin are multiplied by, so that scores are by its square (YaRN, section 3.4); 1 for other types."""
+    """The factor of cos and sin; scores are multiplied by its square (YaRN, section 3.4). 1 for other types."""
     if scaling.rope_type != "yarn":
         return 1.0
     if scaling.attention_factor is not None:
@@ -58,33 +58,34 @@ def _frequencies(model: Model, length: int, device: torch.device) -> Tensor:
         return frequencies
     if scaling.rope_type == "linear":
         return frequencies / scaling.factor
-    kept = _kept_by_yarn(model, scaling, device) if scaling.rope_type == "yarn" else _kept_by_llama3(frequencies, scaling)
-    return frequencies * (kept + (1 - kept) / scaling.factor)
+    yarn = scaling.rope_type == "yarn"
+    share = _unscaled_by_yarn(model, scaling, device) if yarn else _unscaled_by_llama3(frequencies, scaling)
+    return frequencies * (share + (1 - share) / scaling.factor)
 
 
 def _ntk_base(model: Model, factor: float, length: int) -> float:
-    """The base for a sequence of `length` tokens: larger where it is longer than max_positions, as in `transformers`."""
+    """The base for a sequence of `length` tokens: larger if that exceeds max_positions, as in `transformers`."""
     assert model.max_positions is not None
-    beyond = max(length, model.max_positions) / model.max_positions - 1
-    return model.rope_theta * math.pow(1 + factor * beyond, model.head_dim / (model.head_dim - 2))
+    excess = max(length, model.max_positions) / model.max_positions - 1
+    return model.rope_theta * math.pow(1 + factor * excess, model.head_dim / (model.head_dim - 2))
 
 
-def _kept_by_llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Share of each frequency that is not slowed: 0 for waves longer than the original context, 1 for short ones, a ramp."""
+def _unscaled_by_llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Unscaled share of each frequency: 0 for wavelengths beyond the original context, 1 for short ones, a ramp between."""
     assert scaling.original_max_positions is not None
     turns = scaling.original_max_positions * frequencies / (2 * math.pi)  # in the original context
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    return kept.clamp(0, 1)
+    share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    return share.clamp(0, 1)
 
 
-def _kept_by_yarn(model: Model, scaling: RopeScaling, device: torch.device) -> Tensor:
-    """The same for YaRN (section 3.2): the ramp is over dimensions, between those that turn beta_fast and beta_slow times."""
+def _unscaled_by_yarn(model: Model, scaling: RopeScaling, device: torch.device) -> Tensor:
+    """The same for YaRN (section 3.2): a ramp over dimensions, between those that rotate beta_fast and beta_slow times."""
     original = scaling.original_max_positions
     assert original is not None
     dim = model.head_dim
 
     def dimension(turns: float) -> float:
-        """The one whose wave turns so often in the original context."""
+        """The dimension that rotates `turns` times in the original context."""
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(model.rope_theta))
 
     low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)

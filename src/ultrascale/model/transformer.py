@@ -1,7 +1,7 @@
 """The decoder-only transformer of the presets, dense or with experts, in plain PyTorch.
 
-Nothing here knows a layout: parallelism replaces submodules from outside, so head counts and lengths are read from the
-tensors that arrive. A pipeline stage is a slice of the model, and its parameters keep the whole model's names.
+Nothing here depends on a layout: parallelism replaces submodules from outside, so head counts and lengths are read from the
+input tensors. A pipeline stage is a slice of the model, and its parameters have the names of the whole model.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ultrascale.model.rotary import Rope, rotate, tables
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.model import Model
 
-IGNORED = -100  # the target of a token that carries no loss
+IGNORED = -100  # the target of a token without loss
 
 Mask = Any
-"""what a token sees: a Tensor that is added to scores, or a BlockMask on a GPU"""
+"""an attention mask: a Tensor that is added to scores, or a BlockMask on a GPU"""
 
 
 class MultiLinear(nn.Module):
-    """Several products of one input, so that whoever gathers or casts the input does so once."""
+    """Several linear layers with one input, so that the input is gathered or cast once."""
 
     def __init__(self, width: int, outputs: Mapping[str, int], bias: bool) -> None:
         super().__init__()
@@ -39,23 +39,23 @@ class MultiLinear(nn.Module):
             self.add_module(name, nn.Linear(width, output, bias=bias))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return tuple(product(x) for product in self.children())
+        return tuple(linear(x) for linear in self.children())
 
 
 class CausalAttention(nn.Module):
     """Causal attention: q [b, s, heads, d], k and v [b, s, kv_heads, d] -> [b, s, heads, d].
 
-    `bias` [b, 1, s, s], where given, is added to the scores: 0 for what a token sees, minus infinity for all else. A block mask
-    in its place says all of what a token sees, the window included.
+    `bias` [b, 1, s, s] is added to the scores: 0 for pairs that attend, minus infinity for all others. A block mask in its
+    place is the complete mask, including the window.
     """
 
     def __init__(self, sliding_window: int | None = None) -> None:
         super().__init__()
         self.sliding_window = sliding_window
         self.backends: list[SDPBackend] = []
-        """of torch's attention on a GPU, the fastest first (train/attention.py); none: torch has an order of its own"""
+        """backends of torch's attention on a GPU, the fastest first (train/attention.py); empty: torch's own order"""
         self.kernel: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-        """in their place, where a GPU has a faster one"""
+        """a faster kernel to use instead of torch's backends"""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Mask | None = None) -> Tensor:
         if isinstance(bias, BlockMask):
@@ -64,7 +64,7 @@ class CausalAttention(nn.Module):
         mask = bias
         if self.sliding_window is not None and self.sliding_window < length:
             near = torch.ones(length, length, dtype=torch.bool, device=q.device)
-            near = near.tril().triu(1 - self.sliding_window)  # a token sees itself and the window - 1 before it
+            near = near.tril().triu(1 - self.sliding_window)  # a token attends to itself and the window - 1 before it
             mask = near if bias is None else bias.masked_fill(~near, -math.inf)
         elif bias is None and self.kernel is not None:
             return self.kernel(q, k, v)
@@ -89,13 +89,13 @@ class Attention(nn.Module):
         self.out = nn.Linear(model.q_dim, model.hidden, bias=model.attention_output_bias)
 
     def forward(self, x: Tensor, rope: Rope | None, bias: Mask | None = None) -> Tensor:
-        q, k, v = (product.unflatten(-1, (-1, self.head_dim)) for product in self.qkv(x))
+        q, k, v = (projected.unflatten(-1, (-1, self.head_dim)) for projected in self.qkv(x))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
-        seen = self.core(q, k, v) if bias is None else self.core(q, k, v, bias)
-        out: Tensor = self.out(seen.flatten(-2))
+        heads = self.core(q, k, v) if bias is None else self.core(q, k, v, bias)
+        out: Tensor = self.out(heads.flatten(-2))
         return out
 
 
@@ -172,43 +172,43 @@ class Transformer(nn.Module):
         self.model = model
         self.embed = Embedding(model) if embed else None
         layers = range(model.layers) if layers is None else layers
-        # Keyed by the layer's index in the whole model: a parameter has one name, whatever the stage that holds it.
+        # Keyed by the layer's index in the whole model: a parameter has the same name in every pipeline stage.
         self.blocks = nn.ModuleDict({str(index): Block(model, index) for index in layers})
         self.head = Head(model) if head else None
         self.context_ranks = 1
-        """ranks that share a sequence by context parallelism: it is so many times as long as the positions given"""
+        """context-parallel ranks that share a sequence: its length is this times the number of positions given"""
         self.tie()
 
     def each_block(self) -> list[Block]:
         return cast(list[Block], list(self.blocks.values()))
 
     def routers(self) -> dict[int, Router]:
-        """By the layer's index in the whole model."""
+        """The routers by layer index in the whole model."""
         mlps = {int(index): block.mlp for index, block in zip(self.blocks, self.each_block(), strict=True)}
         return {index: mlp.router for index, mlp in mlps.items() if isinstance(mlp, MixtureOfExperts)}
 
     def tie(self) -> None:
-        """One Parameter at both ends where the model says so and this slice holds both."""
+        """Ties embedding and head to one Parameter, if the model is tied and this slice has both."""
         if self.model.tied_embeddings and self.embed is not None and self.head is not None:
             self.head.linear.weight = self.embed.tokens.weight
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Transformer:
-        # Moving off the meta device makes a new Parameter for each name, which would part the two ends.
+        # Moving off the meta device creates a new Parameter for each name, which would untie embedding and head.
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.tie()
         return self
 
     def forward(self, x: Tensor, positions: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        """x: tokens [b, s], or hidden states [b, s, hidden] without an embedding; positions [s]: the tokens' own.
+        """x: tokens [b, s], or hidden states [b, s, hidden] in a stage without embedding; positions [s]: of these tokens.
 
-        Hidden states without a head; with one, logits, or the summed loss of `targets` [b, s]. With `documents` [b, s], which
-        number the tokens' documents, attention stays within a document.
+        Returns hidden states in a stage without head; otherwise logits, or the summed loss of `targets` [b, s]. `documents`
+        [b, s]: the document index of each token; attention stays within a document.
         """
         length = len(positions) * self.context_ranks
         rope = tables(self.model, positions, length) if self.model.positions == "rotary" else None
         if self.embed is not None:
             x = self.embed(x, positions)
-        if rope is not None and not x.is_cuda:  # once: each block would keep copies of its own, which a GPU's kernels do not
+        if rope is not None and not x.is_cuda:  # once: each block would save its own copies, which the GPU kernels do not
             rope = (rope[0].to(x.dtype), rope[1].to(x.dtype))
         bias = self._bias(x, len(positions), documents)
         for block in self.each_block():
@@ -218,14 +218,14 @@ class Transformer(nn.Module):
         return x
 
     def _bias(self, x: Tensor, length: int, documents: Tensor | None) -> tuple[Mask, ...]:
-        """What all blocks need to be told of who sees whom, made once."""
+        """The attention mask of all blocks, computed once; empty if plain causal attention is enough."""
         window = self.model.sliding_window
         window = window if window is not None and window < length else None
-        # Only a plain core takes a mask: one that context parallelism put in its place sees to its window by itself.
+        # Only CausalAttention takes a mask: the core that context parallelism replaces it with handles the window itself.
         masked = documents is not None or (window is not None and self._has_plain_cores())
         if x.is_cuda and masked and flex.why_not(self.model.head_dim, x.dtype) is None:
             return (flex.mask(length, window, documents, x.device),)
-        # In the type that attention wants: made of truth values, each block would keep a copy of its own.
+        # In the dtype that attention needs: each block would convert a boolean mask and save its own copy.
         return () if documents is None else (within(documents, x.dtype),)
 
     def _has_plain_cores(self) -> bool:
@@ -233,7 +233,7 @@ class Transformer(nn.Module):
 
 
 def within(documents: Tensor, dtype: torch.dtype) -> Tensor:
-    """[b, 1, s, s]: 0 where the second token is of the first's document and no later, else minus infinity."""
+    """[b, 1, s, s]: 0 where the second token is in the first's document and not later, else minus infinity."""
     seen = (documents.unsqueeze(2) == documents.unsqueeze(1)).tril()
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -math.inf).unsqueeze(1)
 

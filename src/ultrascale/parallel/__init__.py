@@ -1,1 +1,1 @@
-"""One file per technique of the playbook; each changes a plain model from outside."""
+"""Parallelism techniques: one file per technique of the playbook, each applied to a plain model from outside."""

@@ -1,4 +1,4 @@
-"""Collectives that gradients pass through: each is a forward exchange and the exchange that is its transpose.
+"""Differentiable collectives: each runs one collective in forward and its transpose in backward.
 
 | function      | forward        | backward       |
 |---------------|----------------|----------------|
@@ -22,43 +22,43 @@ from torch import Tensor
 from ultrascale.parallel import comm
 from ultrascale.parallel.comm import Axis
 
-Exchange = Callable[[Tensor], Tensor]
+Collective = Callable[[Tensor], Tensor]
 
 
 class _DifferentiableCollective(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
-        ctx.exchange = backward
+    def forward(ctx: Any, x: Tensor, forward: Collective, backward: Collective) -> Tensor:
+        ctx.collective = backward
         return forward(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.exchange(grads[0]), None, None
+        return ctx.collective(grads[0]), None, None
 
 
 def copy_to(x: Tensor, axis: Axis) -> Tensor:
-    """For an input that every rank holds and each uses with its own slice of the weights."""
-    return _exchanged(x, axis, _same, lambda grad: _summed(grad, axis))
+    """Passes on an input that is the same on all ranks and that each rank multiplies by its own weight shard."""
+    return _apply(x, axis, _identity, lambda grad: _all_reduce_copy(grad, axis))
 
 
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
-    """For partial sums: every rank gets the total."""
-    return _exchanged(x, axis, lambda y: _summed(y, axis), _same)
+    """Sums partial results; every rank gets the total."""
+    return _apply(x, axis, lambda y: _all_reduce_copy(y, axis), _identity)
 
 
 def gather_from(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """For slices along `dim` that every rank needs whole, and uses with its own slice of the weights."""
-    return _exchanged(x, axis, lambda y: comm.all_gather(y, axis, dim), lambda grad: comm.reduce_scatter(grad, axis, dim))
+    """Gathers slices along `dim`; each rank multiplies the whole by its own weight shard."""
+    return _apply(x, axis, lambda y: comm.all_gather(y, axis, dim), lambda grad: comm.reduce_scatter(grad, axis, dim))
 
 
 def scatter_to(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """For partial sums of which each rank goes on with its slice along `dim`."""
-    return _exchanged(x, axis, lambda y: comm.reduce_scatter(y, axis, dim), lambda grad: comm.all_gather(grad, axis, dim))
+    """Sums partial results; each rank gets its slice of the total along `dim`."""
+    return _apply(x, axis, lambda y: comm.reduce_scatter(y, axis, dim), lambda grad: comm.all_gather(grad, axis, dim))
 
 
 def switch(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
-    """From whole along `split_dim` and cut along `concat_dim` to the other way round."""
-    return _exchanged(
+    """Reshards a tensor: sharded along `concat_dim` before, along `split_dim` after."""
+    return _apply(
         x,
         axis,
         lambda y: comm.all_to_all(y, axis, split_dim, concat_dim),
@@ -66,16 +66,16 @@ def switch(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
     )
 
 
-def _exchanged(x: Tensor, axis: Axis, forward: Exchange, backward: Exchange) -> Tensor:
+def _apply(x: Tensor, axis: Axis, forward: Collective, backward: Collective) -> Tensor:
     if axis.size == 1:
         return x
     return cast(Tensor, _DifferentiableCollective.apply(x, forward, backward))  # type: ignore[no-untyped-call]
 
 
-def _same(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x.view_as(x)
 
 
-def _summed(x: Tensor, axis: Axis) -> Tensor:
-    # A copy: autograd may hand the same gradient to others, and the forward's input may be saved for backward.
+def _all_reduce_copy(x: Tensor, axis: Axis) -> Tensor:
+    # A copy: autograd may pass the same gradient to other nodes, and the forward's input may be saved for backward.
     return comm.all_reduce(x.clone(memory_format=torch.contiguous_format), axis)

@@ -1,7 +1,7 @@
-"""The collectives that every technique uses: over one axis of the mesh, along any dimension, with the wait on record.
+"""Collectives over one axis of the mesh, along any tensor dimension, synchronous or asynchronous, with timed waits.
 
 An axis of size 1 has no group and every function here is the identity on it. Each collective has a `_start` form that returns
-a Handle, so that computing can go on until `.wait()`; the plain form is start and wait.
+an AsyncCollective, so that computation can continue until `.wait()`; the plain form starts and waits.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ultrascale.parallel.ranges import exchange
+from ultrascale.parallel.ranges import comm_range
 
 Op = Literal["sum", "mean", "max"]
 Result = TypeVar("Result", Tensor, list[Tensor])
 
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
 
-# torch 2.13 warns at the names that are the only ones 2.11 has.
+# torch 2.13 deprecates the old names, which are the only ones in 2.11.
 _gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class WaitClock:
-    """Seconds spent waiting for other ranks, by the name of the axis; a profiler sees the same waits."""
+    """Seconds spent waiting for other ranks, by axis name. The same waits are profiler ranges."""
 
     def __init__(self) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -39,13 +39,13 @@ class WaitClock:
     def waiting(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            with exchange(name, "wait"):
+            with comm_range(name, "wait"):
                 yield
         finally:
             self._seconds[name] += time.perf_counter() - start
 
     def take(self) -> dict[str, float]:
-        """What was recorded since the last call."""
+        """Returns and clears the seconds recorded since the last call."""
         seconds = dict(self._seconds)
         self._seconds.clear()
         return seconds
@@ -53,13 +53,13 @@ class WaitClock:
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the mesh as this rank sees it."""
+    """One axis of the mesh and this rank's position on it."""
 
     name: str
     group: dist.ProcessGroup | None
     """None when size is 1"""
     rank: int
-    """this rank's place on the axis"""
+    """this rank's index on the axis"""
     size: int
     ranks: tuple[int, ...]
     """the global ranks on the axis, in order"""
@@ -67,15 +67,15 @@ class Axis:
 
 
 class AsyncCollective(Generic[Result]):
-    """A collective under way. `wait` returns its result; calling it again returns the same."""
+    """A pending collective. `wait` returns its result; further calls return the same result."""
 
     def __init__(
-        self, name: str, works: Sequence[dist.Work], axis: Axis, kept: Sequence[Tensor], finish: Callable[[], Result]
+        self, name: str, works: Sequence[dist.Work], axis: Axis, inputs: Sequence[Tensor], finish: Callable[[], Result]
     ) -> None:
-        self.name = name  # read by who looks into a stuck process: gloo's own work does not tell
+        self.name = name  # for debugging a hung process: gloo's Work object does not name its collective
         self._works = list(works)
         self._axis = axis
-        self._kept = list(kept)  # what is being sent must outlive the sending
+        self._inputs = list(inputs)  # buffers must stay alive until they are sent
         self._finish: Callable[[], Result] = finish
         self._result: Result | None = None
 
@@ -83,18 +83,18 @@ class AsyncCollective(Generic[Result]):
         if self._result is None:
             self._wait_for_works()
             self._result = result = self._finish()
-            self._kept, self._finish = [], lambda: result  # what arrived in pieces goes with them
+            self._inputs, self._finish = [], lambda: result  # frees the input and receive buffers
         return self._result
 
-    def then(self, change: Callable[[Result], Result]) -> AsyncCollective[Result]:
-        """The same exchange; its result passes through `change` when it is waited for."""
+    def then(self, function: Callable[[Result], Result]) -> AsyncCollective[Result]:
+        """Applies `function` to the result when it is waited for; returns this collective."""
         finish = self._finish
-        self._finish = lambda: change(finish())
+        self._finish = lambda: function(finish())
         return self
 
     def _wait_for_works(self) -> None:
-        # On a GPU wait() only orders streams and returns at once: its seconds would say nothing.
-        if self._works and self._kept[0].device.type == "cpu":
+        # On a GPU, wait() only orders streams and returns at once, so timing it would measure nothing.
+        if self._works and self._inputs[0].device.type == "cpu":
             with self._axis.clock.waiting(self._axis.name):
                 for work in self._works:
                     work.wait()
@@ -105,10 +105,10 @@ class AsyncCollective(Generic[Result]):
 
 
 def all_reduce_start(x: Tensor, axis: Axis, op: Op = "sum") -> AsyncCollective[Tensor]:
-    """In place; `x` must be contiguous and left alone until `wait`."""
+    """In place; `x` must be contiguous and must not be used until `wait`."""
     if axis.size == 1:
         return done(x, axis)
-    with exchange(axis.name, "all_reduce"):
+    with comm_range(axis.name, "all_reduce"):
         work = dist.all_reduce(x, _OPS[op], group=axis.group, async_op=True)
     return AsyncCollective("all_reduce", _works(work), axis, [x], lambda: x)
 
@@ -118,7 +118,7 @@ def all_gather_start(x: Tensor, axis: Axis, dim: int = 0) -> AsyncCollective[Ten
         return done(x, axis)
     x = x.contiguous()
     whole = x.new_empty(axis.size * x.numel())
-    with exchange(axis.name, "all_gather"):
+    with comm_range(axis.name, "all_gather"):
         work = _gather_into(whole, x.view(-1), group=axis.group, async_op=True)
     return AsyncCollective("all_gather", _works(work), axis, [x], lambda: _join(whole.view(axis.size, *x.shape), dim % x.dim()))
 
@@ -126,9 +126,9 @@ def all_gather_start(x: Tensor, axis: Axis, dim: int = 0) -> AsyncCollective[Ten
 def reduce_scatter_start(x: Tensor, axis: Axis, dim: int = 0, op: Op = "sum") -> AsyncCollective[Tensor]:
     if axis.size == 1:
         return done(x, axis)
-    parts = _cut(x, axis, dim % x.dim())
+    parts = _split(x, axis, dim % x.dim())
     own = torch.empty_like(parts[0])
-    with exchange(axis.name, "reduce_scatter"):
+    with comm_range(axis.name, "reduce_scatter"):
         work = _scatter_into(own.view(-1), parts.view(-1), op=_OPS[op], group=axis.group, async_op=True)
     return AsyncCollective("reduce_scatter", _works(work), axis, [parts], lambda: own)
 
@@ -136,37 +136,37 @@ def reduce_scatter_start(x: Tensor, axis: Axis, dim: int = 0, op: Op = "sum") ->
 def all_to_all_start(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> AsyncCollective[Tensor]:
     if axis.size == 1:
         return done(x, axis)
-    parts = _cut(x, axis, split_dim % x.dim())
+    parts = _split(x, axis, split_dim % x.dim())
     received = torch.empty_like(parts)
-    with exchange(axis.name, "all_to_all"):
+    with comm_range(axis.name, "all_to_all"):
         work = dist.all_to_all_single(received.view(-1), parts.view(-1), group=axis.group, async_op=True)
     return AsyncCollective("all_to_all", _works(work), axis, [parts], lambda: _join(received, concat_dim % x.dim()))
 
 
 def all_to_all_rows_start(x: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> AsyncCollective[Tensor]:
-    """The first sent[0] rows go to rank 0, the next sent[1] to rank 1 …; received[i] come from rank i, in that order."""
+    """Sends the first sent[0] rows to rank 0, the next sent[1] to rank 1 …; receives received[i] rows from each rank i."""
     if axis.size == 1:
         return done(x, axis)
     x = x.contiguous()
     rows = x.new_empty(sum(received), *x.shape[1:])
-    with exchange(axis.name, "all_to_all"):
+    with comm_range(axis.name, "all_to_all"):
         work = dist.all_to_all_single(rows, x, list(received), list(sent), group=axis.group, async_op=True)
     return AsyncCollective("all_to_all", _works(work), axis, [x], lambda: rows)
 
 
 def shift_start(tensors: Sequence[Tensor], axis: Axis) -> AsyncCollective[list[Tensor]]:
-    """Each tensor to the next rank of the ring, and the previous rank's in return; every rank must bring the same shapes.
+    """Sends each tensor to the next rank of the ring and receives the previous rank's; shapes must be equal on all ranks.
 
-    All of it is one batch: on NCCL a lone send and a lone receive would wait for one another.
+    All sends and receives are one batch: on NCCL, a send and a receive issued separately would deadlock.
     """
     sent = [x.contiguous() for x in tensors]
     if axis.size == 1 or not sent:
         return done(sent, axis)
     received = [torch.empty_like(x) for x in sent]
-    after, before = axis.ranks[(axis.rank + 1) % axis.size], axis.ranks[axis.rank - 1]
-    operations = [dist.P2POp(dist.isend, x, after, axis.group, tag) for tag, x in enumerate(sent)]
-    operations += [dist.P2POp(dist.irecv, x, before, axis.group, tag) for tag, x in enumerate(received)]
-    with exchange(axis.name, "send_recv"):
+    next_rank, previous_rank = axis.ranks[(axis.rank + 1) % axis.size], axis.ranks[axis.rank - 1]
+    operations = [dist.P2POp(dist.isend, x, next_rank, axis.group, tag) for tag, x in enumerate(sent)]
+    operations += [dist.P2POp(dist.irecv, x, previous_rank, axis.group, tag) for tag, x in enumerate(received)]
+    with comm_range(axis.name, "send_recv"):
         works = dist.batch_isend_irecv(operations)
     return AsyncCollective("send and recv", works, axis, sent, lambda: received)
 
@@ -177,7 +177,7 @@ def all_reduce(x: Tensor, axis: Axis, op: Op = "sum") -> Tensor:
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """Every rank's `x`, joined along `dim` in the order of ranks."""
+    """Every rank's `x`, concatenated along `dim` in rank order."""
     return all_gather_start(x, axis, dim).wait()
 
 
@@ -187,7 +187,7 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, op: Op = "sum") -> Tenso
 
 
 def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
-    """Slice i along `split_dim` goes to rank i; what comes is joined along `concat_dim`."""
+    """Sends slice i along `split_dim` to rank i; concatenates the received slices along `concat_dim`."""
     return all_to_all_start(x, axis, split_dim, concat_dim).wait()
 
 
@@ -196,15 +196,15 @@ def _works(work: dist.Work | None) -> list[dist.Work]:
 
 
 def done(x: Result, axis: Axis) -> AsyncCollective[Result]:
-    """A handle of something that needs no waiting."""
+    """A completed collective with result `x`."""
     return AsyncCollective("nothing", [], axis, [], lambda: x)
 
 
-def _cut(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """[size, ...]: the slices of `x` along `dim`, each in one piece."""
+def _split(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """[size, ...]: the slices of `x` along `dim`, each contiguous."""
     return torch.unflatten(x, dim, (axis.size, -1)).movedim(dim, 0).contiguous()
 
 
 def _join(parts: Tensor, dim: int) -> Tensor:
-    """The inverse of `_cut`: a view where `dim` is the first, a copy elsewhere."""
+    """The inverse of `_split`: a view if `dim` is 0, else a copy."""
     return parts.movedim(0, dim).flatten(dim, dim + 1)

@@ -1,15 +1,15 @@
-"""Context parallelism: each rank holds a slice of the sequence, and attention fetches the keys and values it lacks.
+"""Context parallelism: each rank holds a slice of the sequence; attention gets keys and values from the other ranks.
 
-Four ways, for causal attention:
+Four variants, for causal attention:
 
-- `allgather`: everybody's keys and values at once; each rank reads those before its own.
-- `ring`: keys and values travel round, one neighbour's slice at a time (Liu et al. 2023), behind the attention of the slice
-  that is there. The causal mask leaves rank 0 one slice to read and the last rank all of them.
-- `zigzag`: the same ring, but rank r holds slices r and 2·cp − 1 − r, so that every rank reads as much as any other.
-- `ulysses`: an all-to-all trades the cut of the sequence for a cut of the heads and back (Jacobs et al. 2023).
+- `allgather`: gathers all keys and values at once; each rank attends to those before its own.
+- `ring`: sends keys and values around a ring, one slice per step (Liu et al. 2023), overlapped with attention over the slice
+  received before. The causal mask leaves one slice to rank 0 and all of them to the last rank.
+- `zigzag`: the same ring, but rank r holds slices r and 2·cp − 1 − r, so that all ranks have equal work.
+- `ulysses`: an all-to-all reshards from sequence to heads, and another one back (Jacobs et al. 2023).
 
-The first three compute attention in blocks of queries and keys, joined by their log-sum-exp in fp32, and keep for backward
-only this rank's q, k, v, output and log-sum-exp: backward fetches the others' keys and values again.
+The first three compute attention in tiles of queries and keys, merged by their log-sum-exp in fp32, and save for backward
+only this rank's q, k, v, output and log-sum-exp: backward fetches the other ranks' keys and values again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ALL = slice(None)
 
 
 def positions(seq: int, axis: Axis, variant: ContextParallel) -> Tensor:
-    """[seq / cp]: where in the whole sequence the tokens of this rank stand."""
+    """[seq / cp]: the positions of this rank's tokens in the whole sequence."""
     if variant == "zigzag" and axis.size > 1:
         slices = torch.unflatten(torch.arange(seq), 0, (2 * axis.size, -1))
         return torch.cat([slices[axis.rank], slices[2 * axis.size - 1 - axis.rank]])
@@ -41,19 +41,19 @@ def positions(seq: int, axis: Axis, variant: ContextParallel) -> Tensor:
 
 
 def apply(model: nn.Module, axis: Axis, variant: ContextParallel, seq: int | None = None) -> None:
-    """Replaces the core of every attention. A sliding window that spans the whole of `seq` is no window."""
+    """Replaces the core of every attention layer. A sliding window at least as long as `seq` is ignored."""
     if axis.size == 1:
         return
     model.context_ranks = axis.size  # type: ignore[assignment]  # rotary scaling may depend on the whole length
     for block in cast(nn.ModuleDict, model.blocks).values():
         attention = cast(Attention, block.attention)
         window = attention.core.sliding_window
-        reaches_all = window is not None and seq is not None and window >= seq
-        attention.core = cast(CausalAttention, ContextCore(axis, variant, None if reaches_all else window))
+        covers_sequence = window is not None and seq is not None and window >= seq
+        attention.core = cast(CausalAttention, ContextCore(axis, variant, None if covers_sequence else window))
 
 
 class ContextCore(nn.Module):
-    """Causal attention over the whole sequence from slices: q [b, s/cp, heads, d], k and v [b, s/cp, kv_heads, d] -> like q."""
+    """Causal attention over a sequence sharded over cp: q [b, s/cp, heads, d], k and v [b, s/cp, kv_heads, d] -> like q."""
 
     def __init__(self, axis: Axis, variant: ContextParallel, sliding_window: int | None = None) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def _ulysses(q: Tensor, k: Tensor, v: Tensor, axis: Axis, core: CausalAttention)
 
 @dataclass(frozen=True)
 class AttentionTile:
-    """What of a rank's queries (`rows`) sees what of an owner's keys."""
+    """The range of a rank's queries (`rows`) that attends to a range of another rank's keys."""
 
     rows: slice
     keys: slice
@@ -90,11 +90,11 @@ class AttentionTile:
 
 
 OWN = AttentionTile(ALL, ALL, causal=True)
-"""A rank's queries and its own keys; in zigzag too, because its second slice comes after its first."""
+"""A rank's queries and its own keys; for zigzag too, because the rank's second slice is later than its first."""
 
 
 def visible(variant: ContextParallel, rank: int, owner: int, length: int) -> AttentionTile | None:
-    """The part of `owner`'s keys that the causal mask leaves to the queries of `rank`, in `length` tokens each."""
+    """The tile of `owner`'s keys that the causal mask leaves to the queries of `rank`; each rank holds `length` tokens."""
     if owner == rank:
         return OWN
     if variant == "zigzag":
@@ -104,23 +104,23 @@ def visible(variant: ContextParallel, rank: int, owner: int, length: int) -> Att
 
 
 class _OnlineSoftmax:
-    """The output over the keys seen so far, with its log-sum-exp, in fp32 or wider."""
+    """The attention output over the keys processed so far and its log-sum-exp, in fp32 or wider."""
 
     def __init__(self, out: Tensor, lse: Tensor) -> None:
-        # Copies: selective recomputation keeps what attention returned, and `add` writes into these.
+        # Copies: selective recomputation saves what attention returned, and `add` writes into these.
         self.out = out.to(torch.promote_types(out.dtype, torch.float32), copy=True)
         self.lse = lse.clone()
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         before = self.lse[:, :, rows]
         share = torch.sigmoid(lse - before).transpose(1, 2).unsqueeze(-1)  # of the new keys, [b, s, heads, 1]
-        self.out[:, rows].lerp_(_wide(out), share)
+        self.out[:, rows].lerp_(_at_least_fp32(out), share)
         before.copy_(torch.logaddexp(before, lse))
 
 
 @dataclass(frozen=True)
 class _Saved:
-    """What backward has of this rank: the blocks' gradients need the joined output and log-sum-exp."""
+    """Saved tensors of this rank: the gradient of each tile needs the merged output and log-sum-exp."""
 
     q: Tensor
     k: Tensor
@@ -129,16 +129,16 @@ class _Saved:
     lse: Tensor
     grad_out: Tensor
 
-    def backward(self, block: AttentionTile, k: Tensor, v: Tensor) -> Gradients:
-        rows = block.rows
+    def backward(self, tile: AttentionTile, k: Tensor, v: Tensor) -> Gradients:
+        rows = tile.rows
         return attend_backward(
             self.grad_out[:, rows],
             self.q[:, rows],
-            k[:, block.keys],
-            v[:, block.keys],
+            k[:, tile.keys],
+            v[:, tile.keys],
             self.out[:, rows],
             self.lse[:, :, rows].contiguous(),
-            block.causal,
+            tile.causal,
             _scale(self.q),
         )
 
@@ -146,9 +146,9 @@ class _Saved:
 class _TiledAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, variant: ContextParallel) -> Tensor:
-        joined = _gathered_forward(q, k, v, axis) if variant == "allgather" else _ring_forward(q, k, v, axis, variant)
-        out = joined.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, joined.lse)
+        merged = _gathered_forward(q, k, v, axis) if variant == "allgather" else _ring_forward(q, k, v, axis, variant)
+        out = merged.out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, merged.lse)
         ctx.axis, ctx.variant = axis, variant
         return out
 
@@ -163,20 +163,20 @@ class _TiledAttention(torch.autograd.Function):
 
 
 def _gathered_forward(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> _OnlineSoftmax:
-    coming = [comm.all_gather_start(x, axis, dim=1) for x in (k, v)]
-    joined = _OnlineSoftmax(*attend(q, k, v, True, _scale(q)))
-    keys, values = (x.wait() for x in coming)
+    pending = [comm.all_gather_start(x, axis, dim=1) for x in (k, v)]
+    merged = _OnlineSoftmax(*attend(q, k, v, True, _scale(q)))
+    keys, values = (x.wait() for x in pending)
     if axis.rank > 0:
         earlier = slice(0, axis.rank * q.shape[1])
-        joined.add(ALL, *attend(q, keys[:, earlier], values[:, earlier], False, _scale(q)))
-    return joined
+        merged.add(ALL, *attend(q, keys[:, earlier], values[:, earlier], False, _scale(q)))
+    return merged
 
 
 def _gathered_backward(saved: _Saved, axis: Axis) -> Gradients:
     length = saved.k.shape[1]
-    coming = [comm.all_gather_start(x, axis, dim=1) for x in (saved.k, saved.v)]
+    pending = [comm.all_gather_start(x, axis, dim=1) for x in (saved.k, saved.v)]
     dq, *own = saved.backward(OWN, saved.k, saved.v)
-    keys, values = (x.wait() for x in coming)
+    keys, values = (x.wait() for x in pending)
     grads = [torch.zeros_like(x) for x in (keys, values)]
     start = axis.rank * length
     for whole, part in zip(grads, own, strict=True):
@@ -184,58 +184,58 @@ def _gathered_backward(saved: _Saved, axis: Axis) -> Gradients:
     if start > 0:
         earlier = slice(0, start)
         more, *before = saved.backward(AttentionTile(ALL, earlier, causal=False), keys, values)
-        dq = (_wide(dq) + more).to(dq.dtype)
+        dq = (_at_least_fp32(dq) + more).to(dq.dtype)
         for whole, part in zip(grads, before, strict=True):
             whole[:, earlier] = part
-    del coming, keys, values  # as large as all that is scattered now
+    del pending, keys, values  # together as large as the gradients that are reduce-scattered next
     dk, dv = (x.wait() for x in [comm.reduce_scatter_start(x, axis, dim=1) for x in grads])
     return dq, dk, dv
 
 
 def _ring_forward(q: Tensor, k: Tensor, v: Tensor, axis: Axis, variant: ContextParallel) -> _OnlineSoftmax:
-    coming = comm.shift_start([k, v], axis)
-    joined = _OnlineSoftmax(*attend(q, k, v, True, _scale(q)))
+    pending = comm.shift_start([k, v], axis)
+    merged = _OnlineSoftmax(*attend(q, k, v, True, _scale(q)))
     for step in range(1, axis.size):
-        held = coming.wait()
+        received = pending.wait()
         if step + 1 < axis.size:
-            coming = comm.shift_start(held, axis)
-        block = visible(variant, axis.rank, (axis.rank - step) % axis.size, q.shape[1])
-        if block is not None:
-            keys, values = (x[:, block.keys] for x in held)
-            joined.add(block.rows, *attend(q[:, block.rows], keys, values, block.causal, _scale(q)))
-    return joined
+            pending = comm.shift_start(received, axis)
+        tile = visible(variant, axis.rank, (axis.rank - step) % axis.size, q.shape[1])
+        if tile is not None:
+            keys, values = (x[:, tile.keys] for x in received)
+            merged.add(tile.rows, *attend(q[:, tile.rows], keys, values, tile.causal, _scale(q)))
+    return merged
 
 
 def _ring_backward(saved: _Saved, axis: Axis, variant: ContextParallel) -> Gradients:
-    """The sums of dk and dv follow their block one step behind, and after the last step are one hop from its owner.
+    """The sums of dk and dv follow their keys one step behind; after the last step they are one hop from the owner.
 
-    The owner's own share stays at home, which saves a hop: sums travel cp − 1 times, as keys and values do. They travel in
-    the type of the keys, as a reduce-scatter of them would.
+    The owner adds its own contribution locally, which saves a hop: sums are sent cp − 1 times, like keys and values. They are
+    sent in the dtype of the keys, as a reduce-scatter would send them.
     """
-    coming = comm.shift_start([saved.k, saved.v], axis)
+    pending = comm.shift_start([saved.k, saved.v], axis)
     dq, dk, dv = saved.backward(OWN, saved.k, saved.v)
-    dq = _wide(dq)
-    held, sums = coming.wait(), list[Tensor]()
+    dq = _at_least_fp32(dq)
+    received, sums = pending.wait(), list[Tensor]()
     for step in range(1, axis.size):
-        onward = held if step + 1 < axis.size else []
-        coming = comm.shift_start([*onward, *sums], axis)
-        block = visible(variant, axis.rank, (axis.rank - step) % axis.size, saved.q.shape[1])
-        grads = saved.backward(block, *held) if block is not None else None
-        arrived = coming.wait()
-        sums = arrived[len(onward) :] or [torch.zeros_like(x) for x in held]
-        held = arrived[: len(onward)]
-        if block is not None and grads is not None:
-            dq[:, block.rows] += grads[0]
-            sums[0][:, block.keys] += grads[1]
-            sums[1][:, block.keys] += grads[2]
-        del grads  # before the next block's are made
+        forwarded = received if step + 1 < axis.size else []
+        pending = comm.shift_start([*forwarded, *sums], axis)
+        tile = visible(variant, axis.rank, (axis.rank - step) % axis.size, saved.q.shape[1])
+        grads = saved.backward(tile, *received) if tile is not None else None
+        shifted = pending.wait()
+        sums = shifted[len(forwarded) :] or [torch.zeros_like(x) for x in received]
+        received = shifted[: len(forwarded)]
+        if tile is not None and grads is not None:
+            dq[:, tile.rows] += grads[0]
+            sums[0][:, tile.keys] += grads[1]
+            sums[1][:, tile.keys] += grads[2]
+        del grads  # before the next tile's are allocated
     if axis.size > 1:
-        home = comm.shift_start(sums, axis).wait()
-        dk, dv = dk + home[0], dv + home[1]
+        total = comm.shift_start(sums, axis).wait()
+        dk, dv = dk + total[0], dv + total[1]
     return dq.to(saved.q.dtype), dk, dv
 
 
-def _wide(x: Tensor) -> Tensor:
+def _at_least_fp32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

@@ -1,8 +1,8 @@
-"""Data parallelism without ZeRO: where a rank's gradients accumulate, and when they meet those of the other data ranks.
+"""Data parallelism without ZeRO: gradient accumulation and the all-reduce over data ranks.
 
-Playbook: naive (after the whole backward), a hook per parameter, buckets in backward order; reduced in every micro-batch or
-only in the last. Every variant takes means, so that reducing twice what is already equal changes nothing. The law is
-cost/data.py.
+Variants of the playbook: naive (after the whole backward), a hook per parameter, buckets in backward order; reduced in every
+micro-batch or only in the last. Every variant takes means, so that reducing gradients that are already equal changes nothing.
+The cost model is cost/data.py.
 """
 
 from __future__ import annotations
@@ -21,54 +21,54 @@ from ultrascale.parallel.comm import AsyncCollective, Axis
 Variant = Literal["naive", "hooks", "bucketed"]
 Compress = Literal["none", "bf16", "int8"]
 MEGABYTE = 1e6
-BLOCK = 256  # numbers with one int8 scale: a scale for a whole bucket would round its small gradients to zero
+BLOCK = 256  # elements per int8 scale: one scale for a whole bucket would round its small gradients to zero
 
 
 class GradientReducer(ABC):
-    """The gradients of one pipeline chunk: the pipeline announces every backward, the optimizer asks for the result.
+    """Accumulates and reduces the gradients of one pipeline chunk. The pipeline calls it around every backward.
 
-    `last` says that no other backward of the chunk follows in this step; `split` that weight gradients come apart from input
-    gradients, so that hooks do not see them.
+    `last`: no other backward of the chunk follows in this step. `split`: weight gradients are computed apart from input
+    gradients, outside autograd, so that gradient hooks do not fire.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        """what computes: the chunk, or what wraps it"""
+        """the chunk, or the wrapper to call in its place"""
 
     @abstractmethod
     def begin(self) -> None:
-        """Before the first micro-batch: of gradients there are none."""
+        """Clears gradients; called before the first micro-batch of a step."""
 
     @abstractmethod
     def before_backward(self, last: bool, split: bool) -> None: ...
 
-    def after_backward(self, last: bool, split: bool) -> None:  # noqa: B027  # where nothing is left to do
-        """The chunk's weight gradients of this micro-batch are made."""
+    def after_backward(self, last: bool, split: bool) -> None:  # noqa: B027  # some reducers have nothing to do
+        """Called when the chunk's weight gradients of this micro-batch are computed."""
 
     def finish(self) -> None:  # noqa: B027
-        """After everything: gradients are equal on all data ranks, or each has its shard of them."""
+        """Waits for reductions. After it, gradients are equal on all data ranks, or each rank has its shard of them."""
 
     @abstractmethod
-    def of(self, parameter: nn.Parameter) -> torch.Tensor:
-        """The gradient that the optimizer steps with."""
+    def grad_for(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The gradient for the optimizer step."""
 
     def held(self) -> list[torch.Tensor]:
-        """Memory of gradients now, for the account of a run."""
+        """Gradient tensors in memory now, for the memory report."""
         return [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
 
 
 @dataclass
 class Bucket:
-    """One contiguous piece of gradients: what one all-reduce carries."""
+    """A contiguous buffer of gradients, reduced by one all-reduce."""
 
     flat: torch.Tensor
     parameters: list[nn.Parameter]
     missing: int = 0
-    """parameters whose gradient this backward has not made yet"""
+    """parameters whose gradient this backward has not computed yet"""
 
 
 class SingleMicrobatchGrads(GradientReducer):
-    """One micro-batch on one rank: nothing is added to a gradient, so it stays in the tensor and the format it comes in."""
+    """One micro-batch on one rank: nothing is accumulated or reduced, so gradients stay in autograd's tensors and dtype."""
 
     def begin(self) -> None:
         for parameter in self.module.parameters():
@@ -77,17 +77,17 @@ class SingleMicrobatchGrads(GradientReducer):
     def before_backward(self, last: bool, split: bool) -> None:
         pass
 
-    def of(self, parameter: nn.Parameter) -> torch.Tensor:
-        if parameter.grad is None:  # nothing of this batch came by
+    def grad_for(self, parameter: nn.Parameter) -> torch.Tensor:
+        if parameter.grad is None:  # the parameter was not used in this batch
             parameter.grad = torch.zeros_like(parameter)
         return parameter.grad
 
     def held(self) -> list[torch.Tensor]:
-        return []  # at the peak of a step: they come after it, where activations were
+        return []  # none at peak memory: gradients are allocated after it, in memory that activations have freed
 
 
 class BucketedGrads(GradientReducer):
-    """Gradients as views of contiguous buckets, reduced by hand."""
+    """Gradients as views of contiguous buckets, all-reduced by hooks or after backward."""
 
     def __init__(
         self,
@@ -101,18 +101,18 @@ class BucketedGrads(GradientReducer):
     ) -> None:
         super().__init__(module)
         self.axis, self.variant, self.compress, self.every_microbatch = axis, variant, compress, every_microbatch
-        self.armed = False
-        self.under_way: list[AsyncCollective[torch.Tensor]] = []
+        self.reduce_in_hooks = False
+        self.pending: list[AsyncCollective[torch.Tensor]] = []
         self.unwritten: set[nn.Parameter] = set()
-        """parameters whose view still holds the last step's gradient"""
-        # Backward visits the last parameter first: buckets in that order fill one after the other.
+        """parameters whose view still has the last step's gradient"""
+        # Backward reaches the last parameter first: buckets in that order are completed one after the other.
         backward_order = list(module.parameters())[::-1]
         limit = bucket_mb * MEGABYTE / dtype.itemsize if variant == "bucketed" else 1
         self.buckets = [_bucket(group, dtype) for group in _groups(backward_order, limit)]
         self.bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
         self.views = {parameter: view for bucket in self.buckets for parameter, view in _views(bucket)}
         for parameter in backward_order:
-            parameter.register_post_accumulate_grad_hook(self._made)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(self._on_grad)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         self.unwritten = set(self.views)
@@ -120,65 +120,65 @@ class BucketedGrads(GradientReducer):
             parameter.grad = None
 
     def before_backward(self, last: bool, split: bool) -> None:
-        self.armed = self.variant != "naive" and not split and self._meets(last)
+        self.reduce_in_hooks = self.variant != "naive" and not split and self._reduces(last)
         for bucket in self.buckets:
             bucket.missing = len(bucket.parameters)
 
-    def _made(self, parameter: nn.Parameter) -> None:
-        self._keep(parameter)
-        if self.armed:
+    def _on_grad(self, parameter: nn.Parameter) -> None:
+        self._accumulate(parameter)
+        if self.reduce_in_hooks:
             bucket = self.bucket_of[parameter]
             bucket.missing -= 1
             if not bucket.missing:
                 self._start(bucket)
 
     @torch.no_grad()
-    def _keep(self, parameter: nn.Parameter) -> None:
+    def _accumulate(self, parameter: nn.Parameter) -> None:
         view = self.views[parameter]
         if parameter.grad is None or parameter.grad is view:
             return
-        if parameter in self.unwritten:  # written: zeros that are added to cost two passes more
+        if parameter in self.unwritten:  # copied: zeroing and adding would cost two more passes over memory
             view.copy_(parameter.grad)
             self.unwritten.remove(parameter)
         else:
             view += parameter.grad
-        # Autograd adds into an existing gradient of the same kind by itself.
+        # Autograd itself accumulates into an existing gradient of the same dtype.
         parameter.grad = view if view.dtype == parameter.dtype else None
 
     def after_backward(self, last: bool, split: bool) -> None:
         if split:
             for parameter in self.views:
-                self._keep(parameter)
+                self._accumulate(parameter)
         for parameter in self.unwritten:
             self.views[parameter].zero_()
         self.unwritten.clear()
-        if self._meets(last) and not self.armed:
+        if self._reduces(last) and not self.reduce_in_hooks:
             for bucket in self.buckets:
                 self._start(bucket)
-        self.armed = False
+        self.reduce_in_hooks = False
         if not last:
-            self.finish()  # the next micro-batch adds to these
+            self.finish()  # the next micro-batch accumulates into the same buckets
 
     def finish(self) -> None:
-        for handle in self.under_way:
+        for handle in self.pending:
             handle.wait()
-        self.under_way = []
+        self.pending = []
 
-    def of(self, parameter: nn.Parameter) -> torch.Tensor:
+    def grad_for(self, parameter: nn.Parameter) -> torch.Tensor:
         return self.views[parameter]
 
     def held(self) -> list[torch.Tensor]:
         return [bucket.flat for bucket in self.buckets]
 
-    def _meets(self, last: bool) -> bool:
+    def _reduces(self, last: bool) -> bool:
         return self.axis.size > 1 and (last or self.every_microbatch)
 
     def _start(self, bucket: Bucket) -> None:
-        self.under_way.append(mean_start(bucket.flat, self.axis, self.compress))
+        self.pending.append(mean_start(bucket.flat, self.axis, self.compress))
 
 
 def _groups(parameters: Iterable[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
-    """Consecutive parameters of at most `limit` elements together, at least one each."""
+    """Groups of consecutive parameters with at most `limit` elements each, or one parameter."""
     groups: list[list[nn.Parameter]] = []
     size = 0.0
     for parameter in parameters:
@@ -201,35 +201,35 @@ def _views(bucket: Bucket) -> Iterable[tuple[nn.Parameter, torch.Tensor]]:
 
 
 def mean_start(flat: torch.Tensor, axis: Axis, compress: Compress = "none") -> AsyncCollective[torch.Tensor]:
-    """The mean over the axis, in place, the numbers travelling in full, in two bytes or in one."""
+    """Starts an in-place mean over the axis, sent in full precision, in bf16 or in int8."""
     if compress == "none":
         return comm.all_reduce_start(flat, axis, "mean")
     if compress == "bf16":
         return comm.all_reduce_start(flat.bfloat16(), axis, "mean").then(flat.copy_)
-    return _eight_bits_start(flat, axis)
+    return _int8_mean_start(flat, axis)
 
 
-def _eight_bits_start(flat: torch.Tensor, axis: Axis) -> AsyncCollective[torch.Tensor]:
-    """A reduce-scatter and an all-gather of bytes: slices meet in fp32 and are rounded once on either way."""
+def _int8_mean_start(flat: torch.Tensor, axis: Axis) -> AsyncCollective[torch.Tensor]:
+    """A reduce-scatter and an all-gather in int8: slices are averaged in fp32 and rounded once before each collective."""
     blocks = -(-flat.numel() // (axis.size * BLOCK))
     padded = flat.new_zeros(axis.size * blocks * BLOCK)
     padded[: flat.numel()] = flat
-    codes, scales = _quantised(padded.view(-1, BLOCK))
-    met = comm.all_to_all(codes, axis, 0, 0).float() * comm.all_to_all(scales, axis, 0, 0)
-    code, scale = _quantised(met.view(axis.size, blocks, BLOCK).mean(dim=0))
+    codes, scales = _quantize(padded.view(-1, BLOCK))
+    received = comm.all_to_all(codes, axis, 0, 0).float() * comm.all_to_all(scales, axis, 0, 0)
+    code, scale = _quantize(received.view(axis.size, blocks, BLOCK).mean(dim=0))
     whole = comm.all_gather(code, axis).float() * comm.all_gather(scale, axis)
     flat.copy_(whole.view(-1)[: flat.numel()])
     return comm.done(flat, axis)
 
 
-def _quantised(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Each row as int8 and its scale."""
     scales = rows.abs().amax(dim=1, keepdim=True).float().clamp_min(torch.finfo(torch.float32).tiny) / 127
     return (rows / scales).round().to(torch.int8), scales
 
 
 class DDPGrads(GradientReducer):
-    """torch's own DistributedDataParallel, for comparison. It wants a word before the backward that reduces."""
+    """torch's DistributedDataParallel, for comparison. Its reducer must be prepared before the backward that reduces."""
 
     def __init__(self, module: nn.Module, axis: Axis, bucket_mb: float, every_microbatch: bool) -> None:
         self.ddp = nn.parallel.DistributedDataParallel(
@@ -237,7 +237,7 @@ class DDPGrads(GradientReducer):
         )
         super().__init__(self.ddp)
         self.every_microbatch = every_microbatch
-        # A pipeline's forwards run ahead of its backwards: which of them reduces is said at the backward.
+        # A pipeline runs forwards ahead of backwards, so the sync is enabled before the backward, not in the forward.
         self.ddp.require_backward_grad_sync = False
 
     def begin(self) -> None:
@@ -247,10 +247,10 @@ class DDPGrads(GradientReducer):
 
     def before_backward(self, last: bool, split: bool) -> None:
         if last or self.every_microbatch:
-            # DDP rebuilds its buckets in the forward after the first reduction; here another reduction may come first.
+            # DDP rebuilds its buckets in the forward after the first reduction; here another reduction may run before that.
             self.ddp.reducer._rebuild_buckets()
             self.ddp.reducer.prepare_for_backward([])
 
-    def of(self, parameter: nn.Parameter) -> torch.Tensor:
+    def grad_for(self, parameter: nn.Parameter) -> torch.Tensor:
         assert parameter.grad is not None
         return parameter.grad

@@ -2,8 +2,8 @@
 
 `OverlapWeightGrads`: backward computes the row gradients first, and the weight gradients of the experts while the row gradients
 are sent back. Nothing is computed twice or in smaller pieces. `LocalTokensFirst`: rows whose experts are on this rank are
-computed while the others are received. Two grouped GEMMs take longer than one, so whether that pays depends on sizes. The law
-is cost/expert.py.
+computed while the others are received. Two grouped GEMMs take longer than one, so whether that is faster depends on sizes. The
+cost model is cost/expert.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ultrascale.parallel.token_dispatch import AllToAllExchange, BeginAllToAll, 
 
 
 class OverlapWeightGrads(TokenDispatcher):
-    """The experts wait for their rows themselves, so that they can order their gradients around the exchange."""
+    """The experts wait for their rows themselves, so that they can order their gradient GEMMs around the all-to-all."""
 
     def run_experts(self, experts: nn.Module) -> None:
         self.begin_combine(experts(self.rows, receive=self.receive)[self.order.argsort()])
@@ -27,7 +27,7 @@ class OverlapWeightGrads(TokenDispatcher):
 
 @dataclass(frozen=True)
 class _LocalRemoteSplit:
-    """Of the received rows: the range of this rank's own, and the indices of the others in the order of experts."""
+    """Received rows: the range of this rank's own rows, and the indices of the others in expert order."""
 
     start: int
     end: int
@@ -36,35 +36,35 @@ class _LocalRemoteSplit:
 
 
 class LocalTokensFirst(OverlapWeightGrads):
-    """The same, and rows of local experts are computed before the others are waited for.
+    """Like OverlapWeightGrads, and computes the rows of local experts before it waits for the others.
 
     Local rows are part of the all-to-all, so that its sizes stay the same, but their received copies are not read. In backward
-    the gradients of remote rows are sent first, and local ones are computed meanwhile: `_DispatchRemote` needs them before it
-    waits.
+    the gradients of remote rows are sent first and the local ones are computed during the transfer: `_DispatchRemote` needs
+    them before it waits.
     """
 
-    def dispatch(self, rows: Tensor, outgoing: Tensor, coming: Tensor) -> None:
+    def dispatch(self, rows: Tensor, outgoing: Tensor, incoming: Tensor) -> None:
         splits = self.exchange.splits
-        here, own = splits.axis.rank, splits.sent[splits.axis.rank]
-        start, rows_coming = sum(splits.received[:here]), sum(splits.received)
-        others = coming.index_fill(0, torch.tensor([here], device=coming.device), 0)
-        order = by_expert(others, rows_coming - own)
-        self.parts = _LocalRemoteSplit(start, start + own, order + own * (order >= start), rows_coming)
-        first = sum(splits.sent[:here])
+        own_rank, own = splits.axis.rank, splits.sent[splits.axis.rank]
+        start, rows_received = sum(splits.received[:own_rank]), sum(splits.received)
+        others = incoming.index_fill(0, torch.tensor([own_rank], device=incoming.device), 0)
+        order = by_expert(others, rows_received - own)
+        self.parts = _LocalRemoteSplit(start, start + own, order + own * (order >= start), rows_received)
+        first = sum(splits.sent[:own_rank])
         self.rows, local_rows = _DispatchRemote.apply(rows, self.exchange, first, first + own)  # type: ignore[no-untyped-call]
-        self.counts, self.local_rows = others.sum(0), (local_rows, outgoing[here])
+        self.counts, self.local_rows = others.sum(0), (local_rows, outgoing[own_rank])
 
-    def receive(self, coming: Tensor) -> Sorted:
-        rows: Tensor = _TakeRemote.apply(self.exchange.end(coming), self.parts)  # type: ignore[no-untyped-call]
+    def receive(self, incoming: Tensor) -> Sorted:
+        rows: Tensor = _TakeRemote.apply(self.exchange.end(incoming), self.parts)  # type: ignore[no-untyped-call]
         return rows, self.counts
 
     def run_experts(self, experts: nn.Module) -> None:
-        local_out, made = experts(self.rows, receive=self.receive, local_rows=self.local_rows)
-        self.begin_combine(_JoinLocalRemote.apply(local_out, made, self.parts))  # type: ignore[no-untyped-call]
+        local_out, remote_out = experts(self.rows, receive=self.receive, local_rows=self.local_rows)
+        self.begin_combine(_JoinLocalRemote.apply(local_out, remote_out, self.parts))  # type: ignore[no-untyped-call]
 
 
 class _DispatchRemote(BeginAllToAll):
-    """Starts the exchange, and returns a copy of the local rows: a view would keep all rows until backward."""
+    """Starts the all-to-all and returns a copy of the local rows: a view would keep all rows alive until backward."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: AllToAllExchange, start: int, end: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]

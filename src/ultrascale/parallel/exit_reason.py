@@ -1,4 +1,4 @@
-"""How a process ended, in words: its exit code, the signal, and whether the system ran out of memory meanwhile."""
+"""Describes how a process ended: its exit code, its signal, and whether the system ran out of memory during the run."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import signal
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
-NEARLY_FULL = 0.05  # of the memory left
+NEARLY_FULL = 0.05  # share of memory available below which the out-of-memory killer is suspected
 
-# What gloo, NCCL and the store say when a peer is gone or does not come.
+# Error messages of gloo, NCCL and the store when a peer is lost or does not connect.
 LOST = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -29,7 +29,7 @@ LOST = (
 
 
 def ending(code: int | None, kills_before: int | None) -> str:
-    """Of `Process.exitcode`; `kills_before`: what `oom_kills` said when the process was started."""
+    """Describes a `Process.exitcode`; `kills_before`: the value of `oom_kills` when the process was started."""
     if code is None:
         return "still running"
     if code >= 0:
@@ -51,23 +51,23 @@ def _killer(kills_before: int | None) -> str:
 
 
 def oom_kills() -> int | None:
-    """How often the kernel has killed for memory, in this control group or on this machine; None where it does not say."""
+    """Number of out-of-memory kills in this control group or on this machine; None if the kernel does not report it."""
     files = (CGROUP / "memory.events", CGROUP / "memory" / "memory.oom_control", Path("/proc/vmstat"))
     return next((count for file in files if (count := _number(file, "oom_kill")) is not None), None)
 
 
 def memory_left() -> float | None:
-    """Share of this machine's, or its control group's, memory that a process could still get; None where nothing says."""
+    """Share of the memory of this machine, or of its control group, that is available; None if it is not reported."""
     machine = Path("/proc/meminfo")
     total, left = _number(machine, "MemTotal:"), _number(machine, "MemAvailable:")
-    limit, used = _alone(CGROUP / "memory.max"), _alone(CGROUP / "memory.current")
+    limit, used = _single_number(CGROUP / "memory.max"), _single_number(CGROUP / "memory.current")
     shares = [left / total] if total and left is not None else []
     shares += [1 - used / limit] if limit and used is not None else []
     return min(shares, default=None)
 
 
 def state(pid: int) -> str:
-    """The kernel's letter for a process: R runs, S sleeps, T is stopped, Z has ended; empty where it cannot be read."""
+    """The kernel's state letter of a process: R running, S sleeping, T stopped, Z ended; empty if it cannot be read."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -82,8 +82,8 @@ def _number(file: Path, name: str) -> int | None:
     return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), None)
 
 
-def _alone(file: Path) -> int | None:
-    """A file that holds one number, or the word `max`."""
+def _single_number(file: Path) -> int | None:
+    """The number in a file that contains only that number; None if it contains `max`."""
     try:
         text = file.read_text().strip()
     except OSError:

@@ -1,8 +1,9 @@
 """Expert parallelism: each rank of the ep axis holds some of the experts; an all-to-all dispatches tokens to them.
 
-Shared experts overlap with the exchange: their first GEMMs with the dispatch, their last with the combine, and in backward
-alike. So can the routed experts (dispatch_overlap.py). The ep axis runs over data ranks, which have different tokens: the
-gradient of an expert is complete on its rank, except for the ranks that hold the same experts. The law is cost/expert.py.
+Shared experts overlap with the all-to-all: their first GEMMs with the dispatch, their last with the combine, in forward and in
+backward. Routed experts can overlap too (dispatch_overlap.py). The ep axis runs over data ranks, which have different tokens:
+the gradient of an expert is complete on its rank, except for the ranks that hold the same experts. The cost model is
+cost/expert.py.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ DISPATCHERS: dict[ExpertOverlap, type[TokenDispatcher]] = {
 
 
 def apply(model: Transformer, mesh: Mesh, shards: dict[str, Shard], overlap: ExpertOverlap) -> None:
-    """Leaves each rank its experts, in place, and records them in `shards`. `overlap`: what runs during the exchange."""
+    """Keeps only this rank's experts, in place, and records them in `shards`. `overlap`: what runs during the all-to-all."""
     axis = mesh.ep
     if axis.size == 1:
         return
@@ -55,27 +56,27 @@ class ExpertDenseGrads(GradientReducer):
 
     def __init__(self, module: nn.Module, experts: GradientReducer, rest: GradientReducer) -> None:
         super().__init__(module)
-        self.both = (experts, rest)
-        self.owner = {parameter: part for part in self.both for parameter in part.module.parameters()}
+        self.parts = (experts, rest)
+        self.owner = {parameter: part for part in self.parts for parameter in part.module.parameters()}
 
     def begin(self) -> None:
-        for part in self.both:
+        for part in self.parts:
             part.begin()
 
     def before_backward(self, last: bool, split: bool) -> None:
-        for part in self.both:
+        for part in self.parts:
             part.before_backward(last, split)
 
     def after_backward(self, last: bool, split: bool) -> None:
-        for part in self.both:
+        for part in self.parts:
             part.after_backward(last, split)
 
     def finish(self) -> None:
-        for part in self.both:
+        for part in self.parts:
             part.finish()
 
-    def of(self, parameter: nn.Parameter) -> Tensor:
-        return self.owner[parameter].of(parameter)
+    def grad_for(self, parameter: nn.Parameter) -> Tensor:
+        return self.owner[parameter].grad_for(parameter)
 
     def held(self) -> list[Tensor]:
-        return [tensor for part in self.both for tensor in part.held()]
+        return [tensor for part in self.parts for tensor in part.held()]

@@ -1,7 +1,7 @@
-"""Several processes on this machine: forked, joined by a file, ended together.
+"""Runs several ranks as forked processes on this machine, with a file store as rendezvous, and ends them together.
 
-A fork starts in a tenth of a second where a fresh interpreter with torch takes two. The parent only waits: it never touches a
-GPU or starts threads of its own, which is what makes forking safe.
+A fork starts in 0.1 s; a fresh interpreter with torch takes 2 s. The parent only waits: it never touches a GPU or starts
+threads, which makes forking safe.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from typing import Any, Protocol
 from ultrascale.parallel.exit_reason import LOST, ending, oom_kills, state
 from ultrascale.specs.errors import RunError, SpecError
 
-GRACE_S = 4.0  # between asking the surviving ranks to end and ending them
-SAME_S = 2.0  # a terminal signals the whole group and a launcher forwards it: what comes this soon is the same wish
-STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # of a launcher or Slurm, of Ctrl-C, of Slurm before the limit
+GRACE_S = 4.0  # between SIGTERM and SIGKILL to the surviving ranks
+SAME_S = 2.0  # a terminal signals the whole group and a launcher forwards it: a signal within this time is the same request
+STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # from a launcher or Slurm, Ctrl-C, Slurm before the time limit
 
-CONSEQUENCE = (*LOST, "lost a peer")  # what a rank says, or we for it, when another one is what failed
+CONSEQUENCE = (*LOST, "lost a peer")  # texts of a rank's error when another rank is the one that failed
 
 
 class RankError(RunError):
-    """A rank failed; `rank` says which, the text holds its traceback."""
+    """A rank failed. `rank` is its number, `text` its traceback."""
 
     def __init__(self, rank: int, text: str, place: str = "") -> None:
         super().__init__(f"rank {rank}{f' ({place})' if place else ''} failed:\n{text.rstrip()}")
@@ -43,7 +43,7 @@ class RankError(RunError):
 
 
 class HeartbeatReader(Protocol):
-    """What each rank did last; train/heartbeat.py implements it."""
+    """Returns the last status of each rank; train/heartbeat.py implements it."""
 
     def last(self, rank: int) -> str: ...
 
@@ -53,7 +53,7 @@ class _Failure:
     rank: int
     text: str
     kind: type[Exception] | None = None
-    """an error that is a sentence for the user: it is raised again as it was"""
+    """the class of an error with a message for the user: it is raised again as it was"""
 
 
 def run(
@@ -66,12 +66,12 @@ def run(
     stoppable: bool = False,
     last_s: float | None = None,
 ) -> list[Any]:
-    """`function(rank, nproc, store, *arguments)` in `nproc` processes; what each returned, in the order of ranks.
+    """Runs `function(rank, nproc, store, *arguments)` in `nproc` processes; returns the results in rank order.
 
-    `store` is an address that torch.distributed takes as `init_method`. The first rank that fails ends the others and is
-    raised as RankError, with its last status of the `heartbeat` and its place as `describe` gives it. `stoppable`: ranks
-    save and return on SIGTERM, SIGINT and SIGUSR1, so such signals are handed on to them and waited for. `last_s`: how long
-    after the first rank has returned the last one may take.
+    `store` is an address that torch.distributed accepts as `init_method`. The first rank that fails ends the others and is
+    raised as RankError, with its last status from `heartbeat` and its coordinates from `describe`. `stoppable`: ranks save
+    and return on SIGTERM, SIGINT and SIGUSR1, so these signals are forwarded to them and the parent waits. `last_s`: how long
+    the last rank may take after the first one has returned.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="ultrascale-") as folder:
@@ -85,7 +85,7 @@ def run(
                 sending.close()
                 ranks.pipes.append(receiving)
                 ranks.processes.append(process)
-            with _handed_on(ranks.processes) if stoppable else nullcontext():
+            with _forward_signals(ranks.processes) if stoppable else nullcontext():
                 results = _collect(ranks, timeout_s, last_s)
             for process in ranks.processes:
                 process.join(GRACE_S)
@@ -97,7 +97,7 @@ def run(
 
 
 def fork(function: Callable[[], None]) -> Any:
-    """A started process that runs `function`; it may lead a session of its own, so that it and its ranks end together."""
+    """Starts a process that runs `function`; it may lead its own session, so that it and its ranks end together."""
     process = multiprocessing.get_context("fork").Process(target=function)
     process.start()
     return process
@@ -105,7 +105,7 @@ def fork(function: Callable[[], None]) -> Any:
 
 @dataclass(frozen=True)
 class _Ranks:
-    """What the parent knows of its children."""
+    """The parent's state of its child processes."""
 
     pipes: list[Connection]
     processes: list[Any]
@@ -117,17 +117,17 @@ class _Ranks:
         process = self.processes[rank]
         process.join(GRACE_S)
         text = f"the process ended without a word ({ending(process.exitcode, self.kills_before)})"
-        said = self.heartbeat.last(rank) if self.heartbeat is not None else ""
-        return _Failure(rank, f"{text}; it was at {said}" if said else text)
+        status = self.heartbeat.last(rank) if self.heartbeat is not None else ""
+        return _Failure(rank, f"{text}; it was at {status}" if status else text)
 
     def unanswered(self, ranks: list[int], timeout_s: float) -> str:
-        """A sentence about ranks that have not returned in time, with what they last said."""
-        said = {rank: self.heartbeat.last(rank) if self.heartbeat is not None else "" for rank in ranks}
-        waiting = ", ".join(f"{rank} (at {word})" if word else str(rank) for rank, word in said.items())
+        """The error message for ranks that have not returned in time, with their last status."""
+        status = {rank: self.heartbeat.last(rank) if self.heartbeat is not None else "" for rank in ranks}
+        waiting = ", ".join(f"{rank} (at {last})" if last else str(rank) for rank, last in status.items())
         return f"no answer within {timeout_s:g} s; still running: rank {waiting}{self.stopped()}"
 
     def stopped(self) -> str:
-        """A line about processes that are alive but do not run."""
+        """A line of the error message about processes in state T (stopped)."""
         found = [str(rank) for rank, process in enumerate(self.processes) if process.pid and state(process.pid) == "T"]
         return f"\nThe process of rank {', '.join(found)} is stopped (SIGSTOP): SIGCONT would let it run." if found else ""
 
@@ -142,54 +142,54 @@ def _rank(
     parent: int,
 ) -> None:
     end_with(parent)
-    _mine.append(_ResultPipe(rank, pipe))
+    _result_pipes.append(_ResultPipe(rank, pipe))
     try:
-        _mine[-1].say(True, function(rank, nproc, store, *arguments))
+        _result_pipes[-1].send(True, function(rank, nproc, store, *arguments))
     except BaseException as error:
         kind = next((known for known in (SpecError, RunError) if isinstance(error, known)), None)
-        _mine[-1].say(False, _Failure(rank, str(error) if kind else traceback.format_exc(), kind))
+        _result_pipes[-1].send(False, _Failure(rank, str(error) if kind else traceback.format_exc(), kind))
         pipe.close()
-        os._exit(1)  # peers may be stuck in a collective with us: no clean-up that waits for them
+        os._exit(1)  # peers may hang in a collective with this rank: no clean-up that waits for them
 
 
 class _ResultPipe:
-    """A rank's way to its parent; the first message counts, whichever thread sends it."""
+    """A rank's pipe to its parent; only the first message counts, whichever thread sends it."""
 
     def __init__(self, rank: int, pipe: Connection) -> None:
         self.rank = rank
         self._pipe = pipe
         self._lock = threading.Lock()
 
-    def say(self, fine: bool, value: Any) -> None:
-        # Not pipe.send: there torch hands over tensors as files of the sender, which is gone when the parent opens them.
-        message = pickle.dumps((fine, value))
+    def send(self, ok: bool, value: Any) -> None:
+        # Not pipe.send: with it torch shares tensors as files of the sender, which has exited when the parent opens them.
+        message = pickle.dumps((ok, value))
         with self._lock:
             self._pipe.send_bytes(message)
 
 
-_mine: list[_ResultPipe] = []  # of the rank that this process is; the parent has none
+_result_pipes: list[_ResultPipe] = []  # the pipe of the rank that runs in this process; empty in the parent
 
 
 def report(text: str) -> None:
-    """From any thread of a rank: the run ends with this text, told as it is. The caller ends the process."""
-    _mine[-1].say(False, _Failure(_mine[-1].rank, text, RunError))
+    """Ends the run with `text` as its error message; may be called in any thread of a rank. The caller ends the process."""
+    _result_pipes[-1].send(False, _Failure(_result_pipes[-1].rank, text, RunError))
 
 
 def end_with(parent: int) -> None:
-    """A parent that is killed takes its ranks along: nobody would be left to end them."""
+    """Makes the kernel kill this process when its parent dies: no other process would end it."""
     if sys.platform == "linux":
         set_death_signal = 1
         ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before we asked
+        if os.getppid() != parent:  # it died before prctl was called
             os._exit(1)
 
 
 @contextmanager
-def _handed_on(processes: list[Any]) -> Iterator[None]:
-    """Signals that ask to stop go to the ranks; a second wish, after a while, ends everything at once."""
+def _forward_signals(processes: list[Any]) -> Iterator[None]:
+    """Forwards stop signals to the ranks; a second signal after `SAME_S` kills them at once."""
     first: list[float] = []
 
-    def hand_on(number: int, _: object) -> None:
+    def forward(number: int, _: object) -> None:
         now = time.monotonic()
         if first and now - first[0] > SAME_S and number != signal.SIGUSR1:
             for process in processes:
@@ -201,7 +201,7 @@ def _handed_on(processes: list[Any]) -> Iterator[None]:
                 if process.is_alive():
                     os.kill(process.pid, number)
 
-    before = {number: signal.signal(number, hand_on) for number in STOP}
+    before = {number: signal.signal(number, forward) for number in STOP}
     try:
         yield
     finally:
@@ -219,22 +219,22 @@ def _collect(ranks: _Ranks, timeout_s: float | None, last_s: float | None) -> li
         ready = wait(list(open_pipes), timeout=left)
         if not ready:
             raise RankError(min(open_pipes.values()), ranks.unanswered(sorted(open_pipes.values()), timeout_s or 0.0))
-        time.sleep(0.01)  # the rank that failed and those that failed because of it answer together
+        time.sleep(0.01)  # so that the rank that failed and those that failed because of it are read together
         for pipe in wait(list(open_pipes), timeout=0):
             assert isinstance(pipe, Connection)
             rank = open_pipes.pop(pipe)
             try:
-                fine, value = pickle.loads(pipe.recv_bytes())
-            except (EOFError, OSError):  # nothing, or a message cut short
-                fine, value = False, ranks.died(rank)
-            if fine:
+                ok, value = pickle.loads(pipe.recv_bytes())
+            except (EOFError, OSError):  # no message, or a truncated one
+                ok, value = False, ranks.died(rank)
+            if ok:
                 if not results and last_s is not None:
                     timeout_s, limit = last_s, time.monotonic() + last_s
                 results[rank] = value
             else:
                 failures.append(value)
     if failures:
-        # A rank that lost its peer says so; the one that was lost says why. Prefer the latter.
+        # A rank that lost its peer reports the loss; the lost rank reports the cause. Prefer the latter.
         first = min(failures, key=lambda one: (any(word in one.text for word in CONSEQUENCE), one.rank))
         text = first.text + ranks.stopped()
         raise first.kind(text) if first.kind else RankError(first.rank, text, ranks.describe(first.rank))
@@ -244,7 +244,7 @@ def _collect(ranks: _Ranks, timeout_s: float | None, last_s: float | None) -> li
 def _end(processes: list[Any]) -> None:
     for process in processes:
         if process.is_alive() and state(process.pid) == "T":
-            process.kill()  # a stopped process hears nothing else
+            process.kill()  # a stopped process handles no other signal
         elif process.is_alive():
             process.terminate()
     limit = time.monotonic() + GRACE_S

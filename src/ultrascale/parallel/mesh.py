@@ -1,6 +1,6 @@
-"""The processes of a layout as axes: tp innermost, then cp, then dp, and pp outermost, as cost/mesh.py counts them.
+"""The device mesh of a layout: tp innermost, then cp, then dp, and pp outermost, in the order of cost/mesh.py.
 
-A mesh is made once and handed on; nothing in the package keeps one to itself.
+A mesh is built once and passed as an argument; there is no global mesh.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ultrascale.specs.layout import Layout
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """Coordinates of one rank."""
+    """The mesh coordinates of one rank."""
 
     pp: int
     dp: int
@@ -34,7 +34,7 @@ class RankCoordinates:
         return cls(pp, dp, cp, tp)
 
     def words(self, layout: Layout) -> str:
-        """`dp 1, tp 0`: the axes that the layout has; empty where there is one rank."""
+        """`dp 1, tp 0`: the coordinates on axes larger than 1; empty for one rank."""
         return ", ".join(f"{axis} {getattr(self, axis)}" for axis in ("pp", "dp", "cp", "tp") if getattr(layout, axis) > 1)
 
     def rank(self, layout: Layout) -> int:
@@ -43,7 +43,7 @@ class RankCoordinates:
 
 @dataclass(frozen=True)
 class Mesh:
-    """What one rank knows of the others. Axes of size 1 have no group: every exchange over them is the identity."""
+    """The axes of one rank. Axes of size 1 have no group: every collective over them is the identity."""
 
     layout: Layout
     rank: int
@@ -53,23 +53,23 @@ class Mesh:
     cp: Axis
     pp: Axis
     data: Axis
-    """every rank with the same weights: dp × cp"""
+    """ranks with the same weights: dp × cp"""
     shard: Axis
     """the data ranks that ZeRO shards over"""
     replica: Axis
     """HSDP: the ranks that hold the same shard"""
     ep: Axis
-    """data ranks that have the experts between them"""
+    """data ranks over which the experts are distributed"""
     expert_data: Axis
-    """data ranks that have the same experts"""
+    """data ranks that hold the same experts"""
     expert_shard: Axis
-    """those of them that ZeRO shards their experts over"""
+    """the ranks of `expert_data` that ZeRO shards experts over"""
     kv: Axis
-    """tp ranks that hold the same kv heads, where there are fewer heads than ranks"""
+    """tp ranks that hold the same kv heads, if there are fewer heads than ranks"""
     ends: Axis
     """first and last pipeline rank: both hold a tied embedding"""
     parts: Axis
-    """every rank with another part of the weights, gradients and states: the norm adds up over them"""
+    """ranks that together hold all weights, gradients and optimizer states once: the gradient norm is summed over them"""
     world: Axis
     clock: WaitClock = field(default_factory=WaitClock)
 
@@ -82,9 +82,9 @@ class Mesh:
         device: torch.device | str = "cpu",
         timeout_s: float | None = None,
     ) -> Mesh:
-        """Joins this rank's groups. A process group for the whole world must exist unless the layout is one process.
+        """Creates this rank's process groups. The default group must exist unless the layout is one process.
 
-        `timeout_s`: of each group's collectives; None: torch's own.
+        `timeout_s`: timeout of each group's collectives; None: torch's default.
         """
         place, clock = RankCoordinates.of(layout, rank), WaitClock()
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -101,9 +101,9 @@ class Mesh:
         def along(
             *, pp: Iterable[int] = (), dp: Iterable[int] = (), cp: Iterable[int] = (), tp: Iterable[int] = ()
         ) -> list[int]:
-            """Ranks that share this one's coordinates but for those given."""
-            ways = product(list(pp) or [place.pp], list(dp) or [place.dp], list(cp) or [place.cp], list(tp) or [place.tp])
-            return [RankCoordinates(*coordinates).rank(layout) for coordinates in ways]
+            """Ranks with the given coordinates, and this rank's on all other axes."""
+            found = product(list(pp) or [place.pp], list(dp) or [place.dp], list(cp) or [place.cp], list(tp) or [place.tp])
+            return [RankCoordinates(*coordinates).rank(layout) for coordinates in found]
 
         every = {name: range(getattr(layout, name)) for name in ("pp", "dp", "cp", "tp")}
         data = along(dp=every["dp"], cp=every["cp"])
@@ -114,7 +114,7 @@ class Mesh:
         first_expert, experts = place_in_data - place_in_data % layout.ep, place_in_data % layout.ep
         copies = max(1, layout.tp // kv_heads)
         first = place.tp - place.tp % copies
-        # What ZeRO does not cut is the same on all data ranks, but for experts.
+        # Without ZeRO all data ranks hold the same parameters, except experts.
         begin, width = (mine * shards, shards) if layout.zero else (first_expert, layout.ep)
         stage_parts = [
             other
@@ -143,29 +143,29 @@ class Mesh:
         )
 
     def links(self) -> dict[tuple[int, int], dist.ProcessGroup]:
-        """One group per pipeline neighbour and direction: messages of one link then never wait for those of another."""
+        """One group per pipeline neighbour and direction, so that messages of one link never wait for those of another."""
         ring, found = self.pp.ranks, {}
         edges = [(i, (i + 1) % len(ring)) for i in range(len(ring) if len(ring) > 2 else 1)]
         for turn in range(3):
-            # Neighbouring edges take turns, so that a rank joins at most one of them at a time.
+            # Neighbouring edges are in different turns, so that a rank joins at most one of them at a time.
             mine = [
                 (ring[a], ring[b])
                 for a, b in edges
                 if (2 if len(ring) % 2 and b == 0 else a % 2) == turn and self.rank in (ring[a], ring[b])
             ]
-            for way in (0, 1):
+            for direction in (0, 1):
                 a, b = mine[0] if mine else (self.rank, self.rank)
                 group = join(tuple(sorted({a, b})))
                 if mine:
-                    found[(a, b) if way == 0 else (b, a)] = group
+                    found[(a, b) if direction == 0 else (b, a)] = group
         return found
 
 
 def join(members: tuple[int, ...], timeout_s: float | None = None) -> dist.ProcessGroup:
-    """A group that only its members make: thousands of ranks need not wait for groups they are not in.
+    """Creates a process group among its members only: thousands of ranks need not wait for groups they are not in.
 
-    torch names such a group by its members and by how many groups a rank has made before. So all ranks make the same
-    number in the same order, and one that has no part in a turn makes a group of its own.
+    torch names such a group by its members and by the number of groups a rank has created before. So all ranks must create
+    the same number of groups in the same order; a rank that is in no group of a turn creates a group of one.
     """
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     group = dist.new_group(list(members), timeout=timeout, use_local_synchronization=True)

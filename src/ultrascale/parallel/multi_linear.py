@@ -17,10 +17,10 @@ from ultrascale.parallel import comm
 from ultrascale.parallel.comm import Axis
 from ultrascale.parallel.recompute_cache import cache_across_recompute
 
-SEQUENCE = 1  # the dimension of [batch, sequence, hidden] that sequence parallelism cuts
+SEQUENCE = 1  # the dimension of [batch, sequence, hidden] that sequence parallelism shards
 
 ALONE = Axis("alone", None, 0, 1, (0,))
-Result = Literal["kept", "again", "unasked"]
+Result = Literal["saved", "recomputed", "unused"]
 
 
 @dataclass
@@ -33,7 +33,7 @@ class DeferredWeightGrads:
     pending: list[Callable[[], None]] = field(default_factory=list)
 
     def push(self, run: Callable[[], None]) -> bool:
-        """Queues a weight gradient while open. False: the caller must compute it now."""
+        """Queues a weight gradient if open. Returns False if the caller must compute it now."""
         if self.open:
             self.pending.append(run)
         return self.open
@@ -45,78 +45,78 @@ class DeferredWeightGrads:
 
 class _MultiLinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, axis, sequence, deferred, numbers, count, *tensors):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, axis, sequence, deferred, gemms, count, *tensors):  # type: ignore[no-untyped-def]
         weights, biases = tensors[:count], tensors[count:]
 
-        def make() -> tuple[torch.Tensor, ...]:
+        def compute() -> tuple[torch.Tensor, ...]:
             whole = comm.all_gather(x, axis, SEQUENCE) if sequence else x
-            return tuple(numbers.forward(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+            return tuple(gemms.forward(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
-        ctx.axis, ctx.sequence, ctx.deferred, ctx.numbers = axis, sequence, deferred, numbers
+        ctx.axis, ctx.sequence, ctx.deferred, ctx.gemms = axis, sequence, deferred, gemms
         ctx.has_bias = [bias is not None for bias in biases]
-        ctx.parameters = weights  # the leaves themselves: what checkpointing unpacks is a copy whose .grad is lost
+        ctx.parameters = weights  # the leaves themselves: checkpointing unpacks a copy whose .grad is lost
         ctx.save_for_backward(x, *weights)
-        return cache_across_recompute(make)
+        return cache_across_recompute(compute)
 
     @staticmethod
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
         x, *weights = ctx.saved_tensors
-        axis, deferred, numbers = ctx.axis, ctx.deferred, ctx.numbers
-        # A deferred gradient gathers when it runs: until then only the slice stays in memory.
+        axis, deferred, gemms = ctx.axis, ctx.deferred, ctx.gemms
+        # A deferred gradient gathers its input when it runs: until then only the slice stays in memory.
         gathering = comm.all_gather_start(x, axis, SEQUENCE) if ctx.sequence and not deferred.open else None
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = numbers.to_input(grads[0], weights[0])
+            dx = gemms.to_input(grads[0], weights[0])
             for grad, weight in zip(grads[1:], weights[1:], strict=True):
-                dx += numbers.to_input(grad, weight)
+                dx += gemms.to_input(grad, weight)
         whole = gathering.wait() if gathering is not None else x
-        meeting = None
+        reduction = None
         if dx is not None:
-            meeting = comm.reduce_scatter_start(dx, axis, SEQUENCE) if ctx.sequence else comm.all_reduce_start(dx, axis)
+            reduction = comm.reduce_scatter_start(dx, axis, SEQUENCE) if ctx.sequence else comm.all_reduce_start(dx, axis)
         if deferred.open:
-            deferred.pending.append(_deferred_grads(x, axis if ctx.sequence else ALONE, grads, ctx.parameters, numbers))
+            deferred.pending.append(_deferred_grads(x, axis if ctx.sequence else ALONE, grads, ctx.parameters, gemms))
             dw: list[torch.Tensor | None] = [None] * len(weights)
         else:
-            dw = [numbers.to_weight(grad, whole) for grad in grads]
+            dw = [gemms.to_weight(grad, whole) for grad in grads]
         db = [grad.flatten(0, -2).sum(0) if has else None for grad, has in zip(grads, ctx.has_bias, strict=True)]
-        if meeting is not None:
-            dx = meeting.wait()
+        if reduction is not None:
+            dx = reduction.wait()
         return dx, None, None, None, None, None, *dw, *db
 
 
 class _RowParallelFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, axis, sequence, deferred, numbers, result):  # type: ignore[no-untyped-def]
-        def make() -> tuple[torch.Tensor, ...]:
-            part = numbers.forward(x, weight)
+    def forward(ctx, x, weight, axis, sequence, deferred, gemms, result):  # type: ignore[no-untyped-def]
+        def compute() -> tuple[torch.Tensor, ...]:
+            part = gemms.forward(x, weight)
             return (comm.reduce_scatter(part, axis, SEQUENCE) if sequence else comm.all_reduce(part, axis),)
 
-        ctx.axis, ctx.sequence, ctx.deferred, ctx.numbers = axis, sequence, deferred, numbers
+        ctx.axis, ctx.sequence, ctx.deferred, ctx.gemms = axis, sequence, deferred, gemms
         ctx.parameter = weight
         ctx.save_for_backward(x, weight)
-        (out,) = make() if result == "again" else cache_across_recompute(make, needed_in_backward=result == "kept")
+        (out,) = compute() if result == "recomputed" else cache_across_recompute(compute, needed_in_backward=result == "saved")
         return out
 
     @staticmethod
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
         x, weight = ctx.saved_tensors
-        numbers, deferred = ctx.numbers, ctx.deferred
+        gemms, deferred = ctx.gemms, ctx.deferred
         grad = comm.all_gather(grads[0], ctx.axis, SEQUENCE) if ctx.sequence else grads[0]
-        dx = numbers.to_input(grad, weight) if ctx.needs_input_grad[0] else None
+        dx = gemms.to_input(grad, weight) if ctx.needs_input_grad[0] else None
         if deferred.open:
-            deferred.pending.append(_deferred_grads(x, ALONE, [grad], [ctx.parameter], numbers))
-        dw = None if deferred.open else numbers.to_weight(grad, x)
+            deferred.pending.append(_deferred_grads(x, ALONE, [grad], [ctx.parameter], gemms))
+        dw = None if deferred.open else gemms.to_weight(grad, x)
         return dx, dw, None, None, None, None, None
 
 
 def _deferred_grads(
-    x: torch.Tensor, axis: Axis, grads: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], numbers: PlainGemms
+    x: torch.Tensor, axis: Axis, grads: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], gemms: PlainGemms
 ) -> Callable[[], None]:
     @torch.no_grad()
     def run() -> None:
         whole = comm.all_gather(x, axis, SEQUENCE)
         for grad, parameter in zip(grads, parameters, strict=True):
-            gradient = numbers.to_weight(grad, whole)
+            gradient = gemms.to_weight(grad, whole)
             if parameter.grad is None:
                 parameter.grad = gradient
             else:
@@ -131,14 +131,14 @@ def row_parallel_linear(
     axis: Axis,
     sequence: bool,
     deferred: DeferredWeightGrads,
-    numbers: PlainGemms,
+    gemms: PlainGemms,
     result: Result,
 ) -> torch.Tensor:
-    """x·wᵀ of an input that is cut over the axis, summed over it: whole, or in slices of the sequence.
+    """x·wᵀ for an input sharded over the axis, all-reduced over it, or reduce-scattered along the sequence.
 
-    `result`: what becomes of it where the layer is recomputed: kept, made again, or not asked for.
+    `result`: under activation recomputation the output is saved, recomputed, or unused in backward.
     """
-    out: torch.Tensor = _RowParallelFunction.apply(x, weight, axis, sequence, deferred, numbers, result)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _RowParallelFunction.apply(x, weight, axis, sequence, deferred, gemms, result)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -149,9 +149,9 @@ def multi_linear(
     deferred: DeferredWeightGrads,
     axis: Axis,
     sequence: bool,
-    numbers: PlainGemms,
+    gemms: PlainGemms,
 ) -> tuple[torch.Tensor, ...]:
-    """x·wᵀ + b for each weight. On an axis the input is the same (or in slices) and its gradients are summed over it."""
-    settings = axis, sequence, deferred, numbers, len(weights)
+    """x·wᵀ + b for each weight. The input is replicated over the axis, or sharded along the sequence; dx is reduced over it."""
+    settings = axis, sequence, deferred, gemms, len(weights)
     out: tuple[torch.Tensor, ...] = _MultiLinearFunction.apply(x, *settings, *weights, *biases)  # type: ignore[no-untyped-call]
     return out

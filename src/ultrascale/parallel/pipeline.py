@@ -1,7 +1,7 @@
-"""Pipeline parallelism: runs exactly the action lists that schedules/ gives the planner. One rank is a pipeline too.
+"""Pipeline parallelism: executes the action lists of schedules/, the same that the planner uses, on one or more ranks.
 
-A rank computes its actions in order. Messages between two ranks travel in the order in which the sender computes them, on a
-group of their own per direction, and are received in that order: no link can wait for another. The law is cost/pipeline.py.
+A rank computes its actions in order. Messages between two ranks are sent in the order in which the sender computes them, on a
+process group per direction, and received in that order: no link can wait for another. The cost model is cost/pipeline.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ultrascale.parallel.data import GradientReducer
 from ultrascale.parallel.float8_gather import Float8GatherScales
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.parallel.multi_linear import DeferredWeightGrads
-from ultrascale.parallel.ranges import exchange, named
+from ultrascale.parallel.ranges import comm_range, profile_range
 from ultrascale.schedules import Action, ActionKind, Schedule
 
 Actions = Sequence[Sequence[Action]]
@@ -29,7 +29,7 @@ PASSES = {ActionKind.F: "forward", ActionKind.B: "backward", ActionKind.I: "inpu
 
 
 class StageMessage(NamedTuple):
-    """What stage `stage` made of a micro-batch: its output on the way down, its input's gradient on the way up."""
+    """The result of stage `stage` for a micro-batch: its output in forward, the gradient of its input in backward."""
 
     kind: ActionKind
     stage: int
@@ -38,13 +38,13 @@ class StageMessage(NamedTuple):
 
 @dataclass(frozen=True)
 class StageRoutes:
-    """Where stages live, and which messages each link carries, in order."""
+    """The rank of each stage, and the messages of each link in order."""
 
     schedule: Schedule
     actions: Actions
 
     def target(self, action: Action) -> int | None:
-        """The rank that waits for what an action makes; None: nobody, or only its weights."""
+        """The rank that needs the result of an action; None for the last stage, the first stage's gradients and W actions."""
         schedule = self.schedule
         if action.kind is ActionKind.F:
             return schedule.rank_of(action.stage + 1) if action.stage + 1 < schedule.stages else None
@@ -56,17 +56,17 @@ class StageRoutes:
         return [_message(action) for action in self.actions[source] if self.target(action) == target != source]
 
     @cached_property
-    def made_at(self) -> list[dict[StageMessage, int]]:
-        """Per rank, the place in its list at which it makes each message."""
+    def produced_at(self) -> list[dict[StageMessage, int]]:
+        """Per rank, the index in its action list at which it computes each message."""
         return [
             {_message(action): place for place, action in enumerate(actions) if action.kind is not ActionKind.W}
             for actions in self.actions
         ]
 
-    def used_at(self, message: StageMessage, target: int) -> int:
-        """The place in the target's list that takes a message: the same pass of the stage next on its way."""
+    def consumed_at(self, message: StageMessage, target: int) -> int:
+        """The index in the target's action list that consumes a message: the same pass of the next (or previous) stage."""
         following = message.stage + (1 if message.kind is ActionKind.F else -1)
-        return self.made_at[target][message._replace(stage=following)]
+        return self.produced_at[target][message._replace(stage=following)]
 
 
 def _message(action: Action) -> StageMessage:
@@ -74,7 +74,7 @@ def _message(action: Action) -> StageMessage:
 
 
 def forwards_only(schedule: Schedule) -> StageRoutes:
-    """The route of an evaluation: every stage of a rank in turn, all micro-batches through each."""
+    """The routes of an evaluation: each rank runs its stages in turn, all micro-batches through each."""
     actions = [
         [Action(ActionKind.F, stage, k) for stage in schedule.stages_of(rank) for k in range(schedule.microbatches)]
         for rank in range(schedule.ranks)
@@ -84,7 +84,7 @@ def forwards_only(schedule: Schedule) -> StageRoutes:
 
 @dataclass
 class StageChunk:
-    """One stage on this rank."""
+    """One pipeline stage on this rank."""
 
     stage: int
     gradients: GradientReducer
@@ -93,18 +93,18 @@ class StageChunk:
 
 @dataclass
 class Batch:
-    """One rank's tokens of a step, by micro-batch, and the positions of its part of the sequence."""
+    """One rank's tokens of a step, by micro-batch, and the positions of its slice of the sequence."""
 
     inputs: Callable[[int], torch.Tensor]
     targets: Callable[[int], torch.Tensor]
     positions: torch.Tensor
     documents: Callable[[int], torch.Tensor] | None = None
-    """which document each token is part of, where attention stays within one"""
+    """the document index of each token, if attention is masked by document"""
 
 
 @dataclass
 class _MicrobatchState:
-    """A micro-batch between its forward and its backward on one stage."""
+    """Input and output of a stage, saved from forward to backward of one micro-batch."""
 
     x: torch.Tensor
     y: torch.Tensor
@@ -112,7 +112,7 @@ class _MicrobatchState:
 
 @dataclass
 class PipelineLinks:
-    """This rank's ends of the links to its pipeline neighbours."""
+    """Point-to-point communication of this rank with its pipeline neighbours."""
 
     mesh: Mesh
     shape: tuple[int, ...]
@@ -124,66 +124,69 @@ class PipelineLinks:
             self.groups = self.mesh.links()
 
     def send(self, x: torch.Tensor, target: int, tag: int) -> dist.Work | None:
-        there = self.mesh.pp.ranks[target]
-        with exchange("pp", "send"):
-            return dist.isend(x, there, group=self.groups[self.mesh.rank, there], tag=tag)
+        peer = self.mesh.pp.ranks[target]
+        with comm_range("pp", "send"):
+            return dist.isend(x, peer, group=self.groups[self.mesh.rank, peer], tag=tag)
 
     def receive(self, source: int, tag: int) -> tuple[torch.Tensor, dist.Work | None]:
-        there = self.mesh.pp.ranks[source]
+        peer = self.mesh.pp.ranks[source]
         x = torch.empty(self.shape, dtype=self.dtype, device=self.mesh.device)
-        with exchange("pp", "recv"):
-            return x, dist.irecv(x, there, group=self.groups[there, self.mesh.rank], tag=tag)
+        with comm_range("pp", "recv"):
+            return x, dist.irecv(x, peer, group=self.groups[peer, self.mesh.rank], tag=tag)
 
 
 class _StageMailbox:
-    """The messages of one step: posts receives in the sender's order, hands over what stays on the rank."""
+    """The messages of one step: posts receives in the sender's order; passes messages within the rank without copying."""
 
     def __init__(self, route: StageRoutes, rank: int, links: PipelineLinks, clock: WaitClock) -> None:
         self.route, self.rank, self.links, self.clock = route, rank, links, clock
         others = [other for other in range(route.schedule.ranks) if other != rank]
         self.expected = {other: deque(enumerate(route.messages(other, rank))) for other in others}
         self.sent = dict.fromkeys(others, 0)
-        self.arriving: dict[StageMessage, tuple[torch.Tensor, dist.Work | None]] = {}
-        self.leaving: dict[int, list[tuple[int, torch.Tensor, dist.Work | None]]] = {other: [] for other in others}
-        """per target: when it uses what was sent, and what must live until then"""
+        self.received: dict[StageMessage, tuple[torch.Tensor, dist.Work | None]] = {}
+        self.in_flight: dict[int, list[tuple[int, torch.Tensor, dist.Work | None]]] = {other: [] for other in others}
+        """per target: the index of the action that consumes a message, and the tensor, which must stay allocated until then"""
 
-    def give(self, message: StageMessage, x: torch.Tensor, target: int) -> None:
+    def send(self, message: StageMessage, x: torch.Tensor, target: int) -> None:
         if target == self.rank:
-            self.arriving[message] = (x, None)
+            self.received[message] = (x, None)
             return
         x = x.contiguous()
         work = self.links.send(x, target, self.sent[target])
-        self.leaving[target].append((self.route.used_at(message, target), x, work))
+        self.in_flight[target].append((self.route.consumed_at(message, target), x, work))
         self.sent[target] += 1
 
-    def take(self, message: StageMessage, source: int) -> torch.Tensor:
+    def receive(self, message: StageMessage, source: int) -> torch.Tensor:
         queue = self.expected.get(source)
-        while message not in self.arriving:
+        while message not in self.received:
             assert queue, f"{message} never leaves rank {source}"
             tag, following = queue.popleft()
-            self.arriving[following] = self.links.receive(source, tag)
-        x, work = self.arriving.pop(message)
+            self.received[following] = self.links.receive(source, tag)
+        x, work = self.received.pop(message)
         if work is not None:
             with self.clock.waiting("pp"):
                 work.wait()
-            self._let_go(source, self.route.made_at[source][message])
+            self._free_sent(source, self.route.produced_at[source][message])
         return x
 
     def close(self) -> None:
-        for other in self.leaving:
-            self._let_go(other)
+        for other in self.in_flight:
+            self._free_sent(other)
 
-    def _let_go(self, target: int, place: float = math.inf) -> None:
-        """Frees what the target has used before `place`: a message that it made there says so, long before gloo would."""
-        for used, _, work in self.leaving[target]:
+    def _free_sent(self, target: int, place: float = math.inf) -> None:
+        """Frees messages that the target has consumed before `place`.
+
+        A message that the target computed there proves it, long before gloo completes the send.
+        """
+        for used, _, work in self.in_flight[target]:
             if used <= place and work is not None:
-                with exchange("pp", "wait"):
+                with comm_range("pp", "wait"):
                     work.wait()
-        self.leaving[target] = [one for one in self.leaving[target] if one[0] > place]
+        self.in_flight[target] = [one for one in self.in_flight[target] if one[0] > place]
 
 
 class Pipeline:
-    """The chunks of one rank and the order in which they work."""
+    """Runs the chunks of one rank in the order of the schedule."""
 
     def __init__(
         self,
@@ -200,76 +203,76 @@ class Pipeline:
         self.route = StageRoutes(schedule, schedule.actions)
         self.links = PipelineLinks(mesh, shape, dtype)
         self.last_stage = schedule.stages - 1
-        mine = schedule.actions[self.rank]
-        self.split = {action.stage for action in mine if action.kind is ActionKind.W}
-        finals = {action.stage: place for place, action in enumerate(mine) if action.kind in (ActionKind.B, ActionKind.W)}
+        actions = schedule.actions[self.rank]
+        self.split = {action.stage for action in actions if action.kind is ActionKind.W}
+        finals = {action.stage: place for place, action in enumerate(actions) if action.kind in (ActionKind.B, ActionKind.W)}
         self.finals = set(finals.values())
         self.ran: list[Action] = []
-        """what the last step computed, in order"""
+        """the actions of the last step, in order"""
         self.microbatch: int | None = None
-        """the micro-batch whose forward is running; None outside of a forward, in recomputation too"""
+        """the micro-batch whose forward is running; None outside of a forward, including during recomputation"""
 
     def step(self, batch: Batch, scale: float) -> torch.Tensor:
-        """All forwards and backwards of one step; the sum of this rank's losses. `scale` weighs each token's loss."""
-        mail = _StageMailbox(self.route, self.rank, self.links, self.mesh.clock)
-        kept: dict[tuple[int, int], _MicrobatchState] = {}
+        """Runs one step, forward and backward; returns the sum of this rank's losses. `scale` weighs each token's loss."""
+        mailbox = _StageMailbox(self.route, self.rank, self.links, self.mesh.clock)
+        saved: dict[tuple[int, int], _MicrobatchState] = {}
         pending: dict[tuple[int, int], list[Callable[[], None]]] = {}
         total = torch.zeros((), device=self.mesh.device)
         self.ran = []
-        self._agree()
+        self._update_scales()
         for chunk in self.chunks.values():
             chunk.gradients.begin()
         for place, action in enumerate(self.schedule.actions[self.rank]):
             chunk, key = self.chunks[action.stage], (action.stage, action.microbatch)
             last, split = place in self.finals, action.stage in self.split
-            with named(PASSES[action.kind], "stage", action.stage, "micro-batch", action.microbatch):
+            with profile_range(PASSES[action.kind], "stage", action.stage, "micro-batch", action.microbatch):
                 if action.kind is ActionKind.F:
-                    kept[key] = self._forward(chunk, action, batch, mail)
+                    saved[key] = self._forward(chunk, action, batch, mailbox)
                     if action.stage == self.last_stage:
-                        total += kept[key].y.detach()
+                        total += saved[key].y.detach()
                 elif action.kind is ActionKind.W:
                     _run_deferred(pending.pop(key))
                     chunk.gradients.after_backward(last, split)
                 else:
                     chunk.deferred.open = action.kind is ActionKind.I
                     chunk.gradients.before_backward(last, split)
-                    self._backward(action, kept.pop(key), scale, mail)
+                    self._backward(action, saved.pop(key), scale, mailbox)
                     chunk.deferred.open = False
                     if action.kind is ActionKind.I:
                         pending[key] = chunk.deferred.pop()
                     else:
                         chunk.gradients.after_backward(last, split)
             self.ran.append(action)
-        mail.close()
+        mailbox.close()
         for chunk in self.chunks.values():
             chunk.gradients.finish()
         return total
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> torch.Tensor:
-        """All forwards; the sum of this rank's losses."""
+        """Runs all forwards; returns the sum of this rank's losses."""
         route = forwards_only(self.schedule)
-        mail = _StageMailbox(route, self.rank, self.links, self.mesh.clock)
+        mailbox = _StageMailbox(route, self.rank, self.links, self.mesh.clock)
         total = torch.zeros((), device=self.mesh.device)
-        self._agree()
+        self._update_scales()
         for action in route.actions[self.rank]:
-            y = self._forward(self.chunks[action.stage], action, batch, mail).y
+            y = self._forward(self.chunks[action.stage], action, batch, mailbox).y
             if action.stage == self.last_stage:
                 total += y
-        mail.close()
+        mailbox.close()
         return total
 
-    def _agree(self) -> None:
+    def _update_scales(self) -> None:
         """Weights may have changed since the last forwards."""
         if self.scales is not None:
-            self.scales.agree()
+            self.scales.update()
 
-    def _forward(self, chunk: StageChunk, action: Action, batch: Batch, mail: _StageMailbox) -> _MicrobatchState:
+    def _forward(self, chunk: StageChunk, action: Action, batch: Batch, mailbox: _StageMailbox) -> _MicrobatchState:
         stage, k = action.stage, action.microbatch
         if stage == 0:
             x = batch.inputs(k)
         else:
-            x = mail.take(StageMessage(ActionKind.F, stage - 1, k), self.schedule.rank_of(stage - 1)).requires_grad_(
+            x = mailbox.receive(StageMessage(ActionKind.F, stage - 1, k), self.schedule.rank_of(stage - 1)).requires_grad_(
                 torch.is_grad_enabled()
             )
         targets = batch.targets(k) if stage == self.last_stage else None
@@ -279,24 +282,24 @@ class Pipeline:
         self.microbatch = None
         target = self.route.target(Action(ActionKind.F, stage, k))
         if target is not None:
-            mail.give(StageMessage(ActionKind.F, stage, k), y.detach(), target)
+            mailbox.send(StageMessage(ActionKind.F, stage, k), y.detach(), target)
         return _MicrobatchState(x, y)
 
-    def _backward(self, action: Action, kept: _MicrobatchState, scale: float, mail: _StageMailbox) -> None:
+    def _backward(self, action: Action, saved: _MicrobatchState, scale: float, mailbox: _StageMailbox) -> None:
         stage, k = action.stage, action.microbatch
         if stage == self.last_stage:
-            grad = torch.full_like(kept.y, scale)
+            grad = torch.full_like(saved.y, scale)
         else:
-            grad = mail.take(StageMessage(ActionKind.B, stage + 1, k), self.schedule.rank_of(stage + 1))
-        torch.autograd.backward(kept.y, grad)
+            grad = mailbox.receive(StageMessage(ActionKind.B, stage + 1, k), self.schedule.rank_of(stage + 1))
+        torch.autograd.backward(saved.y, grad)
         target = self.route.target(action)
         if target is not None:
-            assert kept.x.grad is not None
-            mail.give(_message(action), kept.x.grad, target)
+            assert saved.x.grad is not None
+            mailbox.send(_message(action), saved.x.grad, target)
 
 
 def _run_deferred(pending: list[Callable[[], None]]) -> None:
-    """Pays in the order in which it was pending, and lets go of each as soon as it is paid."""
+    """Runs deferred weight gradients in order and frees each one's tensors as soon as it has run."""
     pending.reverse()
     while pending:
         pending.pop()()

@@ -1,7 +1,7 @@
-"""Names for stretches of a step, which a profiler shows: what runs, for which stage and micro-batch, whose exchange it is.
+"""Profiler ranges of a step: the pass, stage and micro-batch, and the technique that a collective belongs to.
 
-Nothing is named unless a profiler records, nor inside what torch.compile traces: there the name would break the graph.
-measure/trace/names.py reads the same names back.
+There are no ranges unless a profiler records, nor inside torch.compile, where they would break the graph.
+measure/trace/names.py parses the same names.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ TECHNIQUES = {
     "norm": "bookkeeping",
     "world": "bookkeeping",
 }
-"""by the name of an axis"""
+"""by axis name"""
 
-_NOTHING: AbstractContextManager[Any] = nullcontext()
+_NO_RANGE: AbstractContextManager[Any] = nullcontext()
 
 
-def named(*words: object) -> AbstractContextManager[Any]:
-    """`with named("forward stage", 0, "micro-batch", 3):`."""
-    # Asked in this order: torch.compile answers the first itself, and would compile anew whenever the second changes.
+def profile_range(*words: object) -> AbstractContextManager[Any]:
+    """`with profile_range("forward stage", 0, "micro-batch", 3):`."""
+    # In this order: torch.compile evaluates the first condition itself, and would recompile whenever the second changes.
     if torch.compiler.is_compiling() or not profiler._is_profiler_enabled:
-        return _NOTHING
+        return _NO_RANGE
     return profiler.record_function(" ".join(map(str, words)))
 
 
-def exchange(axis: str, what: str) -> AbstractContextManager[Any]:
+def comm_range(axis: str, operation: str) -> AbstractContextManager[Any]:
     """`tensor all_reduce`, `data wait`."""
-    return named(TECHNIQUES.get(axis, axis), what)
+    return profile_range(TECHNIQUES.get(axis, axis), operation)

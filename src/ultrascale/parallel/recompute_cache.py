@@ -1,4 +1,4 @@
-"""Results that activation recomputation does not compute again: outputs of a GEMM together with its collective.
+"""A cache of results that activation recomputation reuses: the outputs of a GEMM together with its collective.
 
 torch's checkpoint can save what one operator returns. For a GEMM whose partial results are reduced over ranks that is the
 partial result, as long as the whole sequence, and reducing it again costs as much as the first time. Here the reduced result
@@ -16,51 +16,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Made = tuple[Tensor, ...]
-_thread = threading.local()  # backward has threads of its own on a GPU
+Tensors = tuple[Tensor, ...]
+_thread = threading.local()  # on a GPU, backward runs in its own threads
 
 
 class RecomputeRegion:
     """The first pass and the recomputation of one checkpointed region."""
 
-    def __init__(self, keeps: bool) -> None:
-        """`keeps`: the recomputation reuses saved results; else it computes those again that backward needs."""
-        self.keeps = keeps
-        self.making = False
-        """True inside such a result: its operators are not saved as well"""
-        self._results: deque[Made] = deque()
-        self._again = False
+    def __init__(self, saves: bool) -> None:
+        """`saves`: the recomputation reuses saved results; otherwise it recomputes those that backward needs."""
+        self.saves = saves
+        self.computing = False
+        """True while a cached result is computed: the policy must not save its operators as well"""
+        self._results: deque[Tensors] = deque()
+        self._recomputing = False
 
     @contextmanager
-    def a_pass(self, again: bool) -> Iterator[None]:
+    def run_pass(self, recomputing: bool) -> Iterator[None]:
         before, _thread.region = getattr(_thread, "region", None), self
-        self._again = again
+        self._recomputing = recomputing
         try:
             yield
         finally:
             _thread.region = before
 
-    def result(self, make: Callable[[], Made], needed_in_backward: bool) -> Made:
-        if needed_in_backward and not self.keeps:
-            return make()
-        if self._again:
+    def result(self, compute: Callable[[], Tensors], needed_in_backward: bool) -> Tensors:
+        if needed_in_backward and not self.saves:
+            return compute()
+        if self._recomputing:
             return self._results.popleft()
-        self.making = True
+        self.computing = True
         try:
-            made = make()
+            outputs = compute()
         finally:
-            self.making = False
+            self.computing = False
         # Detached from the graph. A result that backward does not need is saved as its shape alone.
         self._results.append(
-            tuple(one.detach() if needed_in_backward else one.new_full((), torch.nan).expand(one.shape) for one in made)
+            tuple(
+                output.detach() if needed_in_backward else output.new_full((), torch.nan).expand(output.shape)
+                for output in outputs
+            )
         )
-        return made
+        return outputs
 
 
-def cache_across_recompute(make: Callable[[], Made], needed_in_backward: bool = True) -> Made:
-    """Runs `make`, or returns its result of the first pass where a region is recomputed.
+def cache_across_recompute(compute: Callable[[], Tensors], needed_in_backward: bool = True) -> Tensors:
+    """Runs `compute`, or returns its result of the first pass where a region is recomputed.
 
     `needed_in_backward` False: no backward reads the values.
     """
     region: Any = getattr(_thread, "region", None)
-    return make() if region is None else region.result(make, needed_in_backward)
+    return compute() if region is None else region.result(compute, needed_in_backward)

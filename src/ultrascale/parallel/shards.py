@@ -1,4 +1,4 @@
-"""Which part of each parameter a rank holds. Written by tensor parallelism; read by init, reduction, norm and checkpoint."""
+"""Parameter shards: which part of each parameter a rank holds, for initialization, reduction, norm and checkpoints."""
 
 from __future__ import annotations
 
@@ -16,37 +16,38 @@ class Shard:
     name: str
     """the parameter's name in the whole model"""
     shape: tuple[int, ...]
-    """of the whole parameter"""
+    """shape of the whole parameter"""
     dim: int | None = None
     start: int = 0
     length: int = 0
     partial: Axis | None = None
-    """ranks that each computed a share of this gradient: it is their sum"""
+    """ranks whose gradients of this part are partial sums: the gradient is their sum"""
     counted: bool = True
-    """among equal copies one counts in the norm"""
+    """whether this copy counts in the gradient norm: one of several equal copies does"""
     rows: tuple[int, int] | None = None
-    """experts over ep: the first that this rank holds and their number, along the first dimension"""
+    """experts under ep: the first one that this rank holds and their number, along the first dimension"""
     pieces: Axis | None = None
-    """ranks over which ZeRO cuts this part further, along its first dimension"""
+    """ranks over which ZeRO shards this part further, along its first dimension"""
     slices: int = 1
-    """experts over more such ranks than there are of them: as how many each matrix is stored, along the second dimension"""
+    """into how many slices each expert's matrix is split along the second dimension, if ZeRO has more ranks than experts"""
     copies: Axis | None = None
-    """ranks that hold the same numbers"""
+    """ranks that hold the same values"""
 
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
+    def model_parallel_part(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part under tp and ep, before ZeRO shards it."""
         part = whole if self.rows is None else whole.narrow(0, *self.rows)
         return part if self.dim is None else part.narrow(self.dim, self.start, self.length)
 
     def piece(self, whole: torch.Tensor) -> torch.Tensor:
-        """What this rank holds where ZeRO cuts its part, as torch chunks it: the last ranks may have less, or nothing."""
-        part = self.of(whole)
+        """This rank's ZeRO shard of its part, chunked like torch.chunk: the last ranks may hold fewer rows, or none."""
+        part = self.model_parallel_part(whole)
         if self.slices > 1:
             part = part.reshape(len(part) * self.slices, part.shape[1] // self.slices, *part.shape[2:])
         return part if self.pieces is None else part[self._rows(len(part))]
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where the piece begins in the whole parameter."""
+        """The offsets of the ZeRO shard in the whole parameter."""
         found = [self.start if dim == self.dim else 0 for dim in range(len(self.shape))]
         count = self.length if self.dim == 0 else self.shape[0]
         if self.rows is not None:
@@ -65,5 +66,5 @@ class Shard:
 
     @property
     def decays(self) -> bool:
-        """Weight decay is for matrices; norms and biases are left alone."""
+        """Whether weight decay applies: to matrices, not to norms and biases."""
         return len(self.shape) > 1

@@ -1,7 +1,8 @@
-"""Tensor and sequence parallelism: column, then row; heads, vocabulary and loss cut over tp; norms on slices of the sequence.
+"""Tensor and sequence parallelism: column- and row-parallel linears, vocab-parallel embedding, head and loss.
 
-Megatron's pairs (Shoeybi 2019, Korthikanti 2022) applied to a plain model from outside: parameters shrink to this rank's
-part and modules that end a cut gain an exchange. The law is cost/tensor.py.
+Megatron's pairs (Shoeybi 2019, Korthikanti 2022) applied to a plain model from outside: parameters are replaced by this rank's
+shard, and the modules around a sharded region by ones that communicate. With sequence parallelism, norms run on slices of the
+sequence. The cost model is cost/tensor.py.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from ultrascale.parallel.shards import Shard
 
 
 class _TensorParallelModule(nn.Module):
-    """A module that took over a plain one's parameters: what it prints is what this rank holds."""
+    """Base of modules that take over a plain module's parameters; `extra_repr` shows this rank's shard."""
 
-    sparse = False  # torch's DDP asks every embedding
+    sparse = False  # torch's DDP reads it on every embedding
     weight: torch.Tensor
     axis: Axis
 
@@ -35,10 +36,10 @@ class _TensorParallelModule(nn.Module):
 
 
 class ColumnParallelLinear(CustomGemmModule, MultiLinear):
-    """Products whose outputs are cut; with sequence parallelism the input arrives in slices and is gathered for all at once."""
+    """Linears with sharded outputs; with sequence parallelism their common input is sharded and gathered once for all."""
 
     def __init__(self, plain: MultiLinear, axis: Axis, sequence: bool, deferred: DeferredWeightGrads) -> None:
-        nn.Module.__init__(self)  # the plain module's parameters are taken over as they are
+        nn.Module.__init__(self)  # not MultiLinear's: the plain module's parameters are taken over
         for name, linear in plain.named_children():
             self.add_module(name, linear)
         self.axis, self.sequence, self.deferred = axis, sequence, deferred
@@ -46,25 +47,25 @@ class ColumnParallelLinear(CustomGemmModule, MultiLinear):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         linears = cast(list[nn.Linear], list(self.children()))
         weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-        return multi_linear(x, weights, biases, self.deferred, self.axis, self.sequence, self.numbers)
+        return multi_linear(x, weights, biases, self.deferred, self.axis, self.sequence, self.gemms)
 
 
 class RowParallelLinear(CustomGemmModule, _TensorParallelModule, nn.Linear):
-    """A product whose input is cut: the parts are summed over tp, and left in slices of the sequence where those are wanted."""
+    """A linear with a sharded input: partial outputs are all-reduced over tp, or reduce-scattered along the sequence."""
 
     def __init__(self, plain: nn.Linear, axis: Axis, sequence: bool, deferred: DeferredWeightGrads) -> None:
         nn.Module.__init__(self)
         self.weight, self.bias = plain.weight, plain.bias
         self.axis, self.sequence, self.deferred = axis, sequence, deferred
-        self.result: Result = "kept"
+        self.result: Result = "saved"
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        y = row_parallel_linear(input, self.weight, self.axis, self.sequence, self.deferred, self.numbers, self.result)
+        y = row_parallel_linear(input, self.weight, self.axis, self.sequence, self.deferred, self.gemms, self.result)
         return y if self.bias is None else y + self.bias
 
 
 class VocabParallelEmbedding(_TensorParallelModule, nn.Embedding):
-    """Rows of the table cut over tp: each rank looks up the tokens it has, the rest are zero, the sum is the embedding."""
+    """An embedding with rows sharded over tp: each rank looks up the tokens of its rows, others are zero; ranks are summed."""
 
     def __init__(self, plain: nn.Embedding, axis: Axis, sequence: bool) -> None:
         nn.Module.__init__(self)
@@ -80,7 +81,7 @@ class VocabParallelEmbedding(_TensorParallelModule, nn.Embedding):
 
 
 class SequenceParallelPositions(_TensorParallelModule, nn.Embedding):
-    """Learned positions, looked up for this rank's slice of the sequence only."""
+    """Learned position embeddings, looked up only for this rank's slice of the sequence."""
 
     def __init__(self, plain: nn.Embedding, axis: Axis) -> None:
         nn.Module.__init__(self)
@@ -91,7 +92,7 @@ class SequenceParallelPositions(_TensorParallelModule, nn.Embedding):
 
 
 class VocabParallelLinear(CustomGemmModule, _TensorParallelModule, nn.Linear):
-    """The head: every rank has the logits of its rows of the vocabulary."""
+    """The head: each rank computes the logits of its rows of the vocabulary."""
 
     def __init__(self, plain: nn.Linear, axis: Axis, sequence: bool, deferred: DeferredWeightGrads) -> None:
         nn.Module.__init__(self)
@@ -99,12 +100,12 @@ class VocabParallelLinear(CustomGemmModule, _TensorParallelModule, nn.Linear):
         self.axis, self.sequence, self.deferred = axis, sequence, deferred
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        (logits,) = multi_linear(input, [self.weight], [None], self.deferred, self.axis, self.sequence, self.numbers)
+        (logits,) = multi_linear(input, [self.weight], [None], self.deferred, self.axis, self.sequence, self.gemms)
         return logits
 
 
 class VocabParallelCrossEntropy(CrossEntropy):
-    """Cross-entropy of logits cut by vocabulary: a maximum and two sums travel, never the logits."""
+    """Cross-entropy of logits sharded by vocabulary: all-reduces a maximum and two sums per token, never the logits."""
 
     def __init__(self, axis: Axis) -> None:
         super().__init__()
@@ -137,15 +138,15 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[no-untyped-def]
         shares, local, here, counts = ctx.saved_tensors
-        # The softmax is not needed again: its memory becomes the gradient's.
+        # The softmax is not needed again: the gradient is written into its memory.
         shares.scatter_add_(-1, local.unsqueeze(-1), -here.to(shares.dtype).unsqueeze(-1))
         return shares.mul_((counts * grad).unsqueeze(-1)).to(ctx.dtype), None, None
 
 
 class TensorParallelExperts(MixtureOfExperts):
-    """Experts cut along their width: tokens arrive whole, routed alike on every rank, and the parts are summed at the end.
+    """Experts sharded along their width: every rank routes all tokens alike, and partial outputs are summed at the end.
 
-    In between everything is linear in what is cut, so router and gates have shares of their gradients on each rank.
+    The output is linear in the sharded outputs, so each rank has partial sums of the gradients of router and gates.
     """
 
     def __init__(self, plain: MixtureOfExperts, axis: Axis, sequence: bool) -> None:
@@ -164,7 +165,7 @@ class TensorParallelExperts(MixtureOfExperts):
 
 
 def apply(model: Transformer, mesh: Mesh, deferred: DeferredWeightGrads) -> dict[str, Shard]:
-    """Cuts the model (built on the meta device) to this rank's part; says which part that is, per parameter."""
+    """Shards the model (built on the meta device) in place; returns this rank's shard of each parameter."""
     axis, sequence = mesh.tp, mesh.layout.sequence_parallel and mesh.tp.size > 1
     shards = {name: _shard(name, tuple(weight.shape), mesh, sequence) for name, weight in model.named_parameters()}
     for name, shard in shards.items():
@@ -172,12 +173,12 @@ def apply(model: Transformer, mesh: Mesh, deferred: DeferredWeightGrads) -> dict
             _shrink(model, name, shard)
     model.tie()
     if axis.size > 1 or deferred.used:
-        _exchange(model, axis, sequence, deferred)
+        _replace_modules(model, axis, sequence, deferred)
     return shards
 
 
 def _shard(name: str, shape: tuple[int, ...], mesh: Mesh, sequence: bool) -> Shard:
-    """Rows of column-parallel weights and biases, columns of row-parallel weights, all of the rest."""
+    """Rows of column-parallel weights and biases, columns of row-parallel weights, the whole of all other parameters."""
     axis, kv, path = mesh.tp, mesh.kv, name.split(".")
     if axis.size == 1:
         return Shard(name, shape)
@@ -197,35 +198,35 @@ def _shard(name: str, shape: tuple[int, ...], mesh: Mesh, sequence: bool) -> Sha
     if path[-2:] in (["out", "weight"], ["down", "weight"]):
         length = shape[1] // axis.size
         return Shard(name, shape, 1, axis.rank * length, length)
-    # Norms of queries and keys see this rank's heads, all others its slice of the sequence, if it has one.
-    sees_a_part = sequence or path[-2] in ("q_norm", "k_norm")
-    return Shard(name, shape, partial=axis if sees_a_part else None, counted=axis.rank == 0)
+    # Norms of queries and keys process only this rank's heads; all others its slice of the sequence under sequence parallelism.
+    partial_input = sequence or path[-2] in ("q_norm", "k_norm")
+    return Shard(name, shape, partial=axis if partial_input else None, counted=axis.rank == 0)
 
 
 def _shrink(model: Transformer, name: str, shard: Shard) -> None:
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
-    setattr(module, leaf, nn.Parameter(shard.of(module.get_parameter(leaf).data).contiguous()))
+    setattr(module, leaf, nn.Parameter(shard.model_parallel_part(module.get_parameter(leaf).data).contiguous()))
 
 
-def _exchange(model: Transformer, axis: Axis, sequence: bool, deferred: DeferredWeightGrads) -> None:
+def _replace_modules(model: Transformer, axis: Axis, sequence: bool, deferred: DeferredWeightGrads) -> None:
     for block in model.each_block():
         attention = block.attention
         attention.qkv = ColumnParallelLinear(attention.qkv, axis, sequence, deferred)
         attention.out = RowParallelLinear(attention.out, axis, sequence, deferred)
-        block.mlp = _exchanging(block.mlp, axis, sequence, deferred)
+        block.mlp = _parallel_mlp(block.mlp, axis, sequence, deferred)
     if model.embed is not None and axis.size > 1:
         embed: Embedding = model.embed
         embed.tokens = VocabParallelEmbedding(embed.tokens, axis, sequence)
         if embed.positions is not None and sequence:
             embed.positions = SequenceParallelPositions(embed.positions, axis)
     if model.head is not None and axis.size > 1:
-        # The head's weight gradient is never put off: until it is made, the gradient of all logits must live.
+        # The head's weight gradient is never deferred: the gradient of all logits would stay allocated until it runs.
         model.head.linear = VocabParallelLinear(model.head.linear, axis, sequence, DeferredWeightGrads(used=False))
         model.head.criterion = VocabParallelCrossEntropy(axis)
 
 
-def _exchanging(
+def _parallel_mlp(
     mlp: MLP | MixtureOfExperts, axis: Axis, sequence: bool, deferred: DeferredWeightGrads
 ) -> MLP | MixtureOfExperts:
     if isinstance(mlp, MLP):
@@ -235,5 +236,5 @@ def _exchanging(
     if deferred.used:
         mlp.experts.push_deferred = deferred.push
         if isinstance(mlp.shared, MLP):
-            mlp.shared = cast(MLP, _exchanging(mlp.shared, ALONE, False, deferred))
+            mlp.shared = cast(MLP, _parallel_mlp(mlp.shared, ALONE, False, deferred))
     return TensorParallelExperts(mlp, axis, sequence) if axis.size > 1 else mlp

@@ -38,7 +38,7 @@ class AllToAllExchange:
     """An all-to-all of rows, and in backward of their gradients with reversed split sizes.
 
     `begin` and `end` are two autograd nodes. Autograd runs nodes in reverse order of creation: what is computed between the two
-    in forward overlaps with the exchange of rows, and its backward with the exchange of their gradients.
+    in forward overlaps with the all-to-all of rows, and its backward with the all-to-all of their gradients.
     """
 
     def __init__(self, splits: SplitSizes) -> None:
@@ -46,12 +46,12 @@ class AllToAllExchange:
         self.pending: AsyncCollective[Tensor] | None = None
 
     def begin(self, rows: Tensor) -> Tensor:
-        """Starts the exchange. Returns a placeholder of the received shape, which `end` fills."""
-        coming: Tensor = BeginAllToAll.apply(rows, self)  # type: ignore[no-untyped-call]
-        return coming
+        """Starts the all-to-all. Returns a placeholder of the received shape; `end` returns the rows."""
+        incoming: Tensor = BeginAllToAll.apply(rows, self)  # type: ignore[no-untyped-call]
+        return incoming
 
-    def end(self, coming: Tensor) -> Tensor:
-        rows: Tensor = _EndAllToAll.apply(coming, self)  # type: ignore[no-untyped-call]
+    def end(self, incoming: Tensor) -> Tensor:
+        rows: Tensor = _EndAllToAll.apply(incoming, self)  # type: ignore[no-untyped-call]
         return rows
 
     def start(self, splits: SplitSizes, rows: Tensor) -> None:
@@ -77,14 +77,14 @@ class BeginAllToAll(torch.autograd.Function):
 
 class _EndAllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, coming: Tensor, exchange: AllToAllExchange) -> Tensor:
+    def forward(ctx: Any, incoming: Tensor, exchange: AllToAllExchange) -> Tensor:
         ctx.exchange = exchange
         return exchange.wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         ctx.exchange.start(ctx.exchange.splits.reversed, grads[0])
-        return grads[0], None  # the placeholder has no values: any gradient of its shape will do
+        return grads[0], None  # the placeholder has no values: any gradient of its shape is valid
 
 
 class TokenDispatcher(LocalDispatcher):
@@ -92,18 +92,18 @@ class TokenDispatcher(LocalDispatcher):
 
     def __init__(self, axis: Axis, rows: Tensor, counts: Tensor) -> None:
         outgoing = counts.view(axis.size, -1)
-        coming = comm.all_to_all(counts, axis, 0, 0).view(axis.size, -1)
-        sent, received = torch.stack([outgoing.sum(1), coming.sum(1)]).tolist()
+        incoming = comm.all_to_all(counts, axis, 0, 0).view(axis.size, -1)
+        sent, received = torch.stack([outgoing.sum(1), incoming.sum(1)]).tolist()
         self.exchange = AllToAllExchange(SplitSizes(axis, sent, received))
-        self.dispatch(rows, outgoing, coming)
+        self.dispatch(rows, outgoing, incoming)
 
-    def dispatch(self, rows: Tensor, outgoing: Tensor, coming: Tensor) -> None:
-        """Starts sending rows. outgoing, coming: rows by rank and expert, [ranks, experts of a rank]."""
-        self.counts, self.order = coming.sum(0), by_expert(coming, sum(self.exchange.splits.received))
+    def dispatch(self, rows: Tensor, outgoing: Tensor, incoming: Tensor) -> None:
+        """Starts sending rows. outgoing, incoming: row counts by rank and expert, [ranks, experts of a rank]."""
+        self.counts, self.order = incoming.sum(0), by_expert(incoming, sum(self.exchange.splits.received))
         self.rows = self.exchange.begin(rows)
 
-    def receive(self, coming: Tensor) -> Sorted:
-        return self.exchange.end(coming)[self.order], self.counts
+    def receive(self, incoming: Tensor) -> Sorted:
+        return self.exchange.end(incoming)[self.order], self.counts
 
     def run_experts(self, experts: nn.Module) -> None:
         self.begin_combine(experts(*self.receive(self.rows))[self.order.argsort()])
@@ -118,7 +118,7 @@ class TokenDispatcher(LocalDispatcher):
 
 
 def by_expert(counts: Tensor, rows: int) -> Tensor:
-    """Indices that sort received rows, which lie by rank, by expert; counts: [ranks, local experts]."""
+    """Indices that sort received rows, which are ordered by rank, by expert; counts: [ranks, local experts]."""
     ranks, experts = counts.shape
-    here = torch.arange(experts, device=counts.device).repeat(ranks)
-    return here.repeat_interleave(counts.flatten(), output_size=rows).argsort(stable=True)
+    expert = torch.arange(experts, device=counts.device).repeat(ranks)
+    return expert.repeat_interleave(counts.flatten(), output_size=rows).argsort(stable=True)

@@ -1,4 +1,4 @@
-"""ZeRO 1, 2 and 3, HSDP and offload: torch's FSDP2, with three settings for the three stages.
+"""ZeRO stages 1, 2 and 3, HSDP and CPU offload, implemented with torch's FSDP2.
 
 | stage | parameters gathered         | gradients scattered      |
 |-------|-----------------------------|--------------------------|
@@ -6,8 +6,8 @@
 | 2     | once a step                 | in every micro-batch     |
 | 3     | before each layer's passes  | in every micro-batch     |
 
-The law is cost/zero.py. Shards are the fp32 weights; what is gathered has the format that computes, or that of the products
-that take it (float8_gather.py).
+Shards are the fp32 weights; gathered weights have the compute dtype, or fp8 for fp8 GEMMs (float8_gather.py). The cost model is
+cost/zero.py.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from ultrascale.parallel.shards import Shard
 
 
 def apply(model: Transformer, mesh: Mesh, shards: dict[str, Shard], compute: torch.dtype, reduce: torch.dtype) -> None:
-    """Shards every block and then the rest, in place, and tells of sliced experts in `shards`; the model may be on the meta
-    device.
+    """Shards every block and then the rest, in place, and records sliced experts in `shards`.
+
+    The model may be on the meta device.
     """
     _slice_experts(model, mesh.expert_shard.size if mesh.ep.size > 1 else mesh.shard.size, shards)
     layout = mesh.layout
@@ -41,21 +42,25 @@ def apply(model: Transformer, mesh: Mesh, shards: dict[str, Shard], compute: tor
         MixedPrecisionPolicy() if compute == torch.float32 else MixedPrecisionPolicy(compute, reduce, cast_forward_inputs=False)
     )
     options: dict[str, Any] = {"mesh": _device_mesh(mesh, mesh.shard), "mp_policy": formats, "offload_policy": _offload(mesh)}
-    between = layout.zero == 3 and not layout.keep_gathered
-    if mesh.ep.size > 1:  # experts are cut over fewer ranks: those that hold the same ones
-        apart = {**options, "mesh": _device_mesh(mesh, mesh.expert_shard)}
+    reshard = layout.zero == 3 and not layout.keep_gathered
+    if mesh.ep.size > 1:  # experts are sharded over fewer ranks: those that hold the same experts
+        expert_options = {**options, "mesh": _device_mesh(mesh, mesh.expert_shard)}
         for mlp in (plain.mlp for plain in model.each_block()):
             if isinstance(mlp, MixtureOfExperts):
-                fully_shard(mlp.experts, reshard_after_forward=between, **apart)
-    blocks = [fully_shard(block, reshard_after_forward=between, **options) for block in model.each_block()]
-    # Embedding and head stay gathered: backward needs the head at once, and forward the embedding.
+                fully_shard(mlp.experts, reshard_after_forward=reshard, **expert_options)
+    blocks = [fully_shard(block, reshard_after_forward=reshard, **options) for block in model.each_block()]
+    # Embedding and head stay gathered: backward needs the head immediately, and forward the embedding.
     fully_shard(model, reshard_after_forward=False, **options)
     for block, following in pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])
 
 
 def _slice_experts(model: Transformer, ranks: int, shards: dict[str, Shard]) -> None:
-    """FSDP2 cuts along the first dimension, which of experts is their number: a rank that has none would hold one's padding."""
+    """Slices each expert's matrices if there are more ranks than experts.
+
+    FSDP2 shards the first dimension, which for experts is their number: a rank without an expert would hold padding as large
+    as one.
+    """
     for index, block in zip(model.blocks, model.each_block(), strict=True):
         if not isinstance(block.mlp, MixtureOfExperts):
             continue
@@ -71,11 +76,11 @@ def _slice_experts(model: Transformer, ranks: int, shards: dict[str, Shard]) -> 
 
 def _device_mesh(mesh: Mesh, shard: Axis) -> DeviceMesh:
     kind = mesh.device.type
-    group = shard.group or join((mesh.rank,))  # FSDP2 wants a group even of one rank
+    group = shard.group or join((mesh.rank,))  # FSDP2 needs a group even for one rank
     if mesh.replica.group is None:
         return DeviceMesh.from_group(group, kind)
     ranks = torch.tensor(shard.ranks)
-    first = mesh.replica.rank * mesh.shard.size * mesh.tp.size  # shards of one replica follow those of another
+    first = mesh.replica.rank * mesh.shard.size * mesh.tp.size  # the ranks of one replica follow those of another
     data = torch.stack([ranks - first + place * mesh.shard.size * mesh.tp.size for place in range(mesh.replica.size)])
     return DeviceMesh.from_group([mesh.replica.group, group], kind, mesh=data, mesh_dim_names=("replica", "shard"))
 
@@ -87,7 +92,7 @@ def _offload(mesh: Mesh) -> OffloadPolicy:
 
 
 class FSDPGrads(GradientReducer):
-    """Gradients that FSDP2 scatters."""
+    """Gradients that FSDP2 reduce-scatters."""
 
     def __init__(self, module: Transformer, mesh: Mesh, every_microbatch: bool = False) -> None:
         super().__init__(module)
@@ -95,21 +100,21 @@ class FSDPGrads(GradientReducer):
         self.fsdp: FSDPModule = module
         self.gather_again = mesh.layout.zero == 3
         self.every_microbatch = every_microbatch or mesh.layout.zero >= 2
-        self.replicas_wait = not every_microbatch
-        """replicas of HSDP meet once a step, whenever shards do"""
+        self.replicas_once_a_step = not every_microbatch
+        """HSDP replicas are all-reduced once a step, however often shards are reduce-scattered"""
 
     def begin(self) -> None:
-        # Not `module.parameters()`: after an evaluation those are the gathered ones, while sums stay on the shards.
+        # Not `module.parameters()`: after an evaluation those are the gathered parameters; the gradients are on the shards.
         for parameter in (*self.shards(), *self.unsharded()):
             parameter.grad = None
-        # FSDP2 gathers ahead of backward by the forwards it remembers: those of an evaluation, too.
+        # FSDP2 prefetches in backward in the order of the forwards it recorded, including those of an evaluation.
         self._forwards.clear()
         for group in self._groups():
             group._post_forward_indices.clear()
 
     def before_backward(self, last: bool, split: bool) -> None:
         in_one = not split
-        # Nor does anything come before a forward's first layer: of several forwards FSDP2 would gather the last one's for it.
+        # Nothing precedes the first layer of a forward: after several forwards FSDP2 would prefetch the last layer of another.
         for first in self._forwards[:1]:
             first._post_forward_indices = [0] * len(first._post_forward_indices)
         self._set(
@@ -121,50 +126,51 @@ class FSDPGrads(GradientReducer):
     def after_backward(self, last: bool, split: bool) -> None:
         if not split:
             return
-        for parameter in self._parameters():  # as FSDP2 does after a backward: added up in the format that meets
+        for parameter in self._parameters():  # as FSDP2 does after a backward: accumulated in the reduce dtype
             parameter.accumulate_unsharded_grad_if_needed()
             parameter.to_accumulated_grad_if_needed()
         if last or self.every_microbatch:
             self._set(sync=True, last=last, reshard=self.gather_again or last)
-            # A scatter takes the weights whose gradients are there, not always all: sums of other weights cannot wait together.
+            # A reduce-scatter covers only weights that have gradients, not always all: partial sums of different weights cannot
+            # be all-reduced together later.
             self.fsdp.set_requires_all_reduce(True)
-            self._scatter()
+            self._reduce_scatter()
 
-    def of(self, parameter: nn.Parameter) -> torch.Tensor:
+    def grad_for(self, parameter: nn.Parameter) -> torch.Tensor:
         assert isinstance(parameter.grad, DTensor)
         return parameter.grad.to_local()
 
     def held(self) -> list[torch.Tensor]:
-        # Not through the module: while parameters are gathered, its own have no gradients.
+        # Not through the module: while parameters are gathered, its parameters have no gradients.
         shards = [parameter.sharded_param.grad for parameter in self._parameters()]
-        waiting = [group._partial_reduce_output for group in self._groups()]  # scattered, but not yet met by other replicas'
+        waiting = [group._partial_reduce_output for group in self._groups()]  # not yet all-reduced over replicas
         return [shard for shard in (*shards, *waiting) if shard is not None]
 
     def gathered(self) -> list[torch.Tensor]:
-        """Where gathered parameters live, empty between uses, for the account of a run."""
+        """Buffers of gathered parameters, empty between uses, for the memory report."""
         return [output for parameter in self._parameters() for output in parameter.all_gather_outputs]
 
     @property
     def converts(self) -> bool:
-        """Do gradients meet in another format than backward makes them in?"""
+        """Whether gradients are reduced in another dtype than backward computes them in."""
         return any(parameter.reduce_dtype not in (None, parameter.param_dtype) for parameter in self._parameters())
 
     def accumulated(self) -> list[torch.Tensor]:
-        """Whole gradients of earlier micro-batches, where FSDP2 keeps them in another format than backward makes them in."""
-        kept = [parameter.unsharded_accumulated_grad for parameter in self._parameters()]
-        return [gradient for gradient in kept if gradient is not None]
+        """Unsharded gradients of earlier micro-batches that FSDP2 accumulates in another dtype than backward's."""
+        found = [parameter.unsharded_accumulated_grad for parameter in self._parameters()]
+        return [gradient for gradient in found if gradient is not None]
 
     def shards(self) -> list[nn.Parameter]:
-        """This rank's parts of the parameters, whose gradients are what the scatter leaves."""
+        """This rank's shards of the parameters, whose gradients are the output of the reduce-scatter."""
         return [parameter.sharded_param for parameter in self._parameters()]
 
     def unsharded(self) -> list[nn.Parameter]:
-        """The gathered parameters, whose gradients backward makes before they are scattered."""
+        """The gathered parameters, whose gradients backward computes before the reduce-scatter."""
         return [parameter.unsharded_param for parameter in self._parameters() if hasattr(parameter, "_unsharded_param")]
 
     @property
     def _forwards(self) -> list[Any]:
-        """FSDP2's groups as forwards came by, by which it gathers ahead in backward; before the first there are none."""
+        """FSDP2's parameter groups in forward order, by which it prefetches in backward; empty before the first forward."""
         return getattr(fully_shard.state(self.module)._comm_ctx, "post_forward_order", [])  # type: ignore[attr-defined]
 
     def _parameters(self) -> Iterator[Any]:
@@ -177,12 +183,12 @@ class FSDPGrads(GradientReducer):
 
     def _set(self, sync: bool, last: bool, reshard: bool) -> None:
         self.fsdp.set_requires_gradient_sync(sync)
-        self.fsdp.set_requires_all_reduce(last or not self.replicas_wait)
+        self.fsdp.set_requires_all_reduce(last or not self.replicas_once_a_step)
         self.fsdp.set_is_last_backward(last)
         self.fsdp.set_reshard_after_backward(reshard)
 
-    def _scatter(self) -> None:
-        """What FSDP2 does after a backward, for gradients that came outside one; torch's own pipelines call the same."""
+    def _reduce_scatter(self) -> None:
+        """Runs FSDP2's post-backward for gradients computed outside a backward; torch's pipelines call the same functions."""
         for group in self._groups():
             group.post_backward()
         fully_shard.state(self.module)._root_post_backward_final_callback()  # type: ignore[attr-defined]

@@ -1,1 +1,1 @@
-"""Runs a plan: build, step, optimizer, precision, data, metrics."""
+"""Training: builds and runs a plan, with data, metrics, checkpoints and fault handling."""

@@ -1,8 +1,8 @@
-"""Keeping a run while it runs: copy the state aside while the next forward passes, write the copy beside the training.
+"""Async checkpoints: copies the state to host memory during the next forward and backward, writes it in the background.
 
-Weights and moments change only in the optimizer's step. So the copy is made in a thread of its own (on a GPU, in a stream of
-its own) during the following forward and backward, and the loop waits for it before the next update: all that training stands
-still for. Writing, checksums and the rename happen after that, over a process group that nothing else uses.
+Weights and moments change only in the optimizer step. So a separate thread (on a GPU, with its own stream) copies them during
+the following forward and backward, and the loop waits for it before the next update: the only time that training is blocked.
+Writing, checksums and the rename happen after that, over a process group used for nothing else.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ultrascale.train.optimizer import Weight
 from ultrascale.train.rendezvous import group_timeout_s
 
 TOLD_AFTER_S = 2.0
-LONGEST_SAVE_S = 1800.0  # torch's own limit for gloo
+LONGEST_SAVE_S = 1800.0  # torch's default timeout of gloo
 HEAD, EMBEDDING = "head.linear.weight", "embed.tokens.weight"
 
 
@@ -48,54 +48,56 @@ class CheckpointManager:
     def __init__(self, engine: Engine, run: Path, settings: Checkpointing) -> None:
         self.engine, self.run, self.settings = engine, run, settings
         self.moving: Callable[[], None] = lambda: None
-        """called every second while the loop waits for the disk"""
+        """callback, called every second while the loop waits for the disk"""
         self.group = own_group(engine)
-        # Rank 0 alone writes the manifest. The digest is needed for the first one, not for the first step.
+        # Only rank 0 writes the manifest. The digest is needed for the first checkpoint, not for the first step.
         self._data = DataDigest(engine.training, engine.job.model.vocab, run) if engine.mesh.rank == 0 else None
         self.saved: int | None = None
         """the step of the last complete checkpoint that this run wrote"""
         self._thread: threading.Thread | None = None
-        self._staged = threading.Event()
+        self._copied = threading.Event()
         self._copying = False
         self._error: BaseException | None = None
         self._stream: torch.cuda.Stream | None = None
         if engine.mesh.device.type == "cuda":
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        # Now and not at the first checkpoint: finding the pages, and pinning them for a GPU, takes seconds.
-        beside = settings.every > 0 and settings.background
-        self._copy = _room(_states(engine, True, engine.optimizer.moments), self._stream is not None) if beside else None
+        # Allocated now and not at the first checkpoint: faulting in the pages, and pinning them for a GPU, takes seconds.
+        background = settings.every > 0 and settings.background
+        self._buffer = (
+            _allocate(_states(engine, True, engine.optimizer.moments), self._stream is not None) if background else None
+        )
         if engine.mesh.rank == 0:
             checkpoint.begin(run)
 
     def save(self, step: int, wait: bool = False) -> float:
-        """Keeps the state after `step` steps. Returns the seconds that training stood still for it so far."""
+        """Saves the state after `step` steps. Returns the seconds for which it has blocked training so far."""
         start = time.perf_counter()
         self.finish()
-        beside = self.settings.background and not wait
-        self._staged.clear()
-        self._copying = beside
+        background = self.settings.background and not wait
+        self._copied.clear()
+        self._copying = background
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
-        what = (self._state(step), _randomness(self.engine), beside)
-        self._thread = threading.Thread(target=self._aside, args=what, daemon=True)
+        arguments = (self._state(step), _rng_states(self.engine), background)
+        self._thread = threading.Thread(target=self._copy_and_write, args=arguments, daemon=True)
         self._thread.start()
-        if not beside:
+        if not background:
             self.finish()
         return time.perf_counter() - start
 
     def wait_for_copy(self) -> float:
-        """To be called before the weights change: waits for the copy. Returns the seconds that took."""
+        """Waits for the copy; must be called before the weights change. Returns the seconds it took."""
         if not self._copying:
             return 0.0
         self._copying = False
         start = time.perf_counter()
-        self._staged.wait()
+        self._copied.wait()
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
         return time.perf_counter() - start
 
     def finish(self) -> None:
-        """Waits until what was begun is on the disk, or has failed and been told."""
+        """Waits until a pending save is on the disk, or has failed and been reported."""
         while self._thread is not None:
             self._thread.join(1.0)
             self.moving()
@@ -103,36 +105,36 @@ class CheckpointManager:
                 self._thread = None
 
     def save_final(self, step: int) -> None:
-        """The last word of a run: RunError if the state of this step could not be kept."""
+        """Saves the final state of a run, synchronously; raises RunError if that fails."""
         self.finish()
         if self.saved != step:
             self.save(step, wait=True)
         if self.saved != step:
-            raise RunError(f"the run could not be kept at step {step}: {self._reason(self._error)}. {self._what_is_there()}")
+            raise RunError(f"the run could not be kept at step {step}: {self._reason(self._error)}. {self._last_complete()}")
 
-    def _aside(self, state: CheckpointState, randomness: Pieces, copied: bool) -> None:
+    def _copy_and_write(self, state: CheckpointState, rng_states: Pieces, copied: bool) -> None:
         try:
-            pieces = (self._stage() if copied else _states(self.engine, True, self._moments())) | randomness
-        except RuntimeError as error:  # no memory for the copy. The others wait for this rank: it takes part, and fails there
+            pieces = (self._copy_to_host() if copied else _states(self.engine, True, self._moments())) | rng_states
+        except RuntimeError as error:  # no memory for the copy. Other ranks wait for this one: it takes part, and fails there
             pieces = {}
             sys.stderr.write(f"\nwarning: rank {self.engine.mesh.rank} could not copy its state aside: {error}\n")
         finally:
-            self._staged.set()
+            self._copied.set()
         self._write(pieces, state)
 
-    def _stage(self) -> Pieces:
-        """Copies in host memory, kept from one checkpoint to the next."""
+    def _copy_to_host(self) -> Pieces:
+        """Copies the state to a host buffer, which is reused by all checkpoints."""
         states = _states(self.engine, True, self._moments())
-        if self._copy is None:
-            self._copy = _room(states, self._stream is not None)
-        copied, place = Pieces(), 0
+        if self._buffer is None:
+            self._buffer = _allocate(states, self._stream is not None)
+        copied, offset = Pieces(), 0
         with torch.no_grad(), torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
             for section, name, piece in _each(states):
                 count = math.prod(piece.sizes)
-                copy = self._copy[place : place + count].view(piece.sizes)
+                copy = self._buffer[offset : offset + count].view(piece.sizes)
                 copy.copy_(piece.tensor(), non_blocking=self._stream is not None)
                 copied.setdefault(section, {})[name] = replace(piece, tensor=partial(_itself, copy))
-                place += count
+                offset += count
         if self._stream is not None:
             self._stream.synchronize()
         return copied
@@ -148,12 +150,12 @@ class CheckpointManager:
             if self.engine.mesh.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
                 sys.stderr.write(
-                    f"\nwarning: the checkpoint of step {state.step} failed: {self._reason(error)}. {self._what_is_there()} "
+                    f"\nwarning: the checkpoint of step {state.step} failed: {self._reason(error)}. {self._last_complete()} "
                     "Training goes on\n"
                 )
 
     def _commit(self, state: CheckpointState, sums: checkpoint.Sums) -> None:
-        assert self._data is not None  # of rank 0, the only one that commits
+        assert self._data is not None  # only rank 0 commits
         checkpoint.commit(self.run, replace(state, data=self._data.result()), sums, self.settings.keep)
 
     def _state(self, step: int) -> CheckpointState:
@@ -178,18 +180,18 @@ class CheckpointManager:
             return f"no space left on the disk ({free_bytes(self.run) / GIB:,.1f} GiB free in {self.run})"
         return str(error).splitlines()[0] if error and str(error) else type(error).__name__
 
-    def _what_is_there(self) -> str:
+    def _last_complete(self) -> str:
         found = checkpoint.newest(self.run)
         return f"The last complete one is {found.name}." if found else "There is no earlier one."
 
 
 class DataDigest:
-    """The digest of the training data, computed in a thread beside the first steps."""
+    """The digest of the training data, computed in a background thread during the first steps."""
 
     def __init__(self, training: Training, vocab: int, run: Path) -> None:
         self._read = self._total = 0
         self._found: Future[str] = Future()
-        # A daemon, unlike an executor's threads: a run that fails does not wait for it.
+        # A daemon thread, unlike an executor's: a run that fails does not wait for it.
         threading.Thread(target=self._compute, args=(training, vocab, run), daemon=True).start()
 
     def _compute(self, training: Training, vocab: int, run: Path) -> None:
@@ -202,7 +204,7 @@ class DataDigest:
         self._read, self._total = read, total
 
     def result(self) -> str:
-        """Waits for it, and says so where that takes a while."""
+        """Waits for the digest; prints a note if that takes longer than `TOLD_AFTER_S`."""
         with suppress(TimeoutError):
             return self._found.result(TOLD_AFTER_S)
         sys.stderr.write(
@@ -213,56 +215,56 @@ class DataDigest:
 
 
 def restore(engine: Engine, source: Checkpoint, weights_alone: bool = False, moving: Callable[[], None] | None = None) -> None:
-    """Fills an engine from a checkpoint of any layout; `moving` is called with every part that was read."""
+    """Loads a checkpoint of any layout into an engine; `moving` is called after every part that was read."""
     group = own_group(engine)
     engine.optimizer.continued(0 if weights_alone else source.state.updates)
-    rooms = {id(weight): torch.empty(weight.master.shape) for weight in engine.weights if weight.is_split}
-    pieces = _states(engine, False, engine.optimizer.moments if engine.optimizer.updates else (), rooms)
-    randomness = {} if weights_alone else _kept_randomness(engine, source)
+    buffers = {id(weight): torch.empty(weight.master.shape) for weight in engine.weights if weight.is_split}
+    pieces = _states(engine, False, engine.optimizer.moments if engine.optimizer.updates else (), buffers)
+    rng_states = {} if weights_alone else _saved_rng_states(engine, source)
     try:
-        load(pieces | randomness, source.folder, source.sums, group, moving)
+        load(pieces | rng_states, source.folder, source.sums, group, moving)
     except SpecError as error:
         raise SpecError(f"{error}{checkpoint.others(source.folder)}") from None
-    for name in _randomness(engine).get("random", {}):
-        if kept := randomness.get("random", {}).get(name):
-            torch.cuda.set_rng_state(kept.tensor()) if name.endswith("cuda") else torch.set_rng_state(kept.tensor())
+    for name in _rng_states(engine).get("random", {}):
+        if saved := rng_states.get("random", {}).get(name):
+            torch.cuda.set_rng_state(saved.tensor()) if name.endswith("cuda") else torch.set_rng_state(saved.tensor())
     for weight in engine.weights:
         if weight.is_split:
-            weight.set(rooms[id(weight)])
-    for twin, original in _twins(engine):
-        twin.set(original.exact())
+            weight.set(buffers[id(weight)])
+    for head, embedding in _tied_weights(engine):
+        head.set(embedding.exact())
         for name in engine.optimizer.moments if engine.optimizer.updates else ():
-            engine.optimizer.moment(twin, name).copy_(engine.optimizer.moment(original, name))
+            engine.optimizer.moment(head, name).copy_(engine.optimizer.moment(embedding, name))
     engine.optimizer.fill()
     if not weights_alone and source.state.loss_scale is not None and engine.scale.used:
         engine.scale.value, engine.scale.good = source.state.loss_scale, source.state.good_steps
 
 
 def own_group(engine: Engine) -> dist.ProcessGroup | None:
-    """A group for checkpoints alone, on the host, so that saving never mixes with what training exchanges."""
+    """A gloo group used only for checkpoints, so that saving never interleaves with training's collectives."""
     if engine.mesh.world.size == 1:
         return None
-    # Others wait for the slowest disk, however long that takes; the watchdog notices ranks that are gone.
+    # All ranks wait for the slowest disk, however long that takes; the watchdog detects lost ranks.
     limit_s = max(LONGEST_SAVE_S, group_timeout_s(engine.training.timeout_s))
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit_s))
     assert isinstance(group, dist.ProcessGroup)
     return group
 
 
-def _room(states: Pieces, pinned: bool) -> torch.Tensor:
-    """Host memory for a copy of these, its pages found; pinned where a GPU writes into it."""
-    room = torch.zeros(sum(math.prod(piece.sizes) for _, _, piece in _each(states)))
-    if pinned and room.numel():
-        # torch's own pinned memory is rounded up to powers of two: up to twice as much.
+def _allocate(states: Pieces, pinned: bool) -> torch.Tensor:
+    """A host buffer for a copy of these states, with its pages faulted in; pinned if a GPU writes to it."""
+    buffer = torch.zeros(sum(math.prod(piece.sizes) for _, _, piece in _each(states)))
+    if pinned and buffer.numel():
+        # torch rounds pinned allocations up to powers of two: up to twice as much.
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        torch.cuda.check_error(int(runtime.cudaHostRegister(room.data_ptr(), room.nbytes, 0)))
-    return room
+        torch.cuda.check_error(int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)))
+    return buffer
 
 
-def _states(engine: Engine, own: bool, moments: tuple[str, ...], rooms: Mapping[int, torch.Tensor] | None = None) -> Pieces:
-    """Weights and moments of this rank; `own`: of what several ranks hold alike, those that this one writes.
+def _states(engine: Engine, own: bool, moments: tuple[str, ...], buffers: Mapping[int, torch.Tensor] | None = None) -> Pieces:
+    """Weights and moments of this rank; `own`: of those replicated on several ranks, only the ones that this rank writes.
 
-    Masters in halves are made whole when they are asked for, or read into `rooms`, by the weights' ids.
+    Split masters are joined when they are read; with `buffers`, by id of the weight, they are loaded into these.
     """
     optimizer, pieces = engine.optimizer, Pieces()
     for number, weight in enumerate(engine.weights):
@@ -270,8 +272,8 @@ def _states(engine: Engine, own: bool, moments: tuple[str, ...], rooms: Mapping[
             continue
         name = _stored_name(weight, engine)
         shape, sizes = weight.shard.shape, tuple(weight.master.shape)
-        room = None if rooms is None else rooms.get(id(weight))
-        tensors = {"model": weight.exact if room is None else partial(_itself, room)}
+        buffer = None if buffers is None else buffers.get(id(weight))
+        tensors = {"model": weight.exact if buffer is None else partial(_itself, buffer)}
         tensors |= {f"optimizer.{moment}": partial(optimizer.moment, weight, moment) for moment in moments}
         for section, tensor in tensors.items():
             pieces.setdefault(section, {}).setdefault(name, TensorSlice(shape, weight.offsets, sizes, tensor))
@@ -279,7 +281,7 @@ def _states(engine: Engine, own: bool, moments: tuple[str, ...], rooms: Mapping[
 
 
 def _writes(weight: Weight, number: int) -> bool:
-    """Ranks with the same numbers take turns, parameter by parameter."""
+    """Ranks with the same values take turns, parameter by parameter."""
     axis = weight.shard.copies
     assert axis is not None
     return weight.counted and number % axis.size == axis.rank
@@ -289,15 +291,15 @@ def _stored_name(weight: Weight, engine: Engine) -> str:
     return EMBEDDING if weight.shard.name == HEAD and engine.job.model.tied_embeddings else weight.shard.name
 
 
-def _twins(engine: Engine) -> Iterator[tuple[Weight, Weight]]:
-    """A tied head beside its embedding on one rank: a V has both ends on its first."""
+def _tied_weights(engine: Engine) -> Iterator[tuple[Weight, Weight]]:
+    """Tied head and embedding on the same rank: a V schedule has the first and last stage on its first rank."""
     named = {weight.shard.name: weight for weight in engine.weights}
     if engine.job.model.tied_embeddings and HEAD in named and EMBEDDING in named:
         yield named[HEAD], named[EMBEDDING]
 
 
-def _randomness(engine: Engine) -> Pieces:
-    """This rank's random states. Nothing here draws a number after the first weights; what is built on it may."""
+def _rng_states(engine: Engine) -> Pieces:
+    """This rank's RNG states. The engine draws no random numbers after initialization; extensions may."""
     states = {f"rank-{engine.mesh.rank}": torch.get_rng_state()}
     if engine.mesh.device.type == "cuda":
         states[f"rank-{engine.mesh.rank}-cuda"] = torch.cuda.get_rng_state()
@@ -306,14 +308,14 @@ def _randomness(engine: Engine) -> Pieces:
     }
 
 
-def _kept_randomness(engine: Engine, source: Checkpoint) -> Pieces:
-    """Room for the checkpoint's random states: this rank's own, and its share of those that nobody needs, to check them."""
+def _saved_rng_states(engine: Engine, source: Checkpoint) -> Pieces:
+    """Buffers for the checkpoint's RNG states: this rank's, and its share of unused ones, to verify their checksums."""
     found: dict[str, TensorSlice] = {}
     for name, entry in source.names.items():
         section, _, key = name.partition(".")
         if section == "random" and int(key.split("-")[1]) % engine.mesh.world.size == engine.mesh.rank:
-            room = torch.empty(entry.size, dtype=torch.uint8)
-            found[key] = TensorSlice.whole(tuple(entry.size), partial(_itself, room), torch.uint8)
+            buffer = torch.empty(entry.size, dtype=torch.uint8)
+            found[key] = TensorSlice.whole(tuple(entry.size), partial(_itself, buffer), torch.uint8)
     return {"random": found}
 
 

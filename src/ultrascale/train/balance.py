@@ -1,7 +1,7 @@
-"""How evenly tokens fall on experts: the pull of the balance loss, loads over all ranks, and biases that follow them.
+"""Expert load balancing: the balance loss, loads over all ranks, and router biases updated by them.
 
-Two ways to keep experts in use, each off unless asked for: the balance loss changes the router's gradient; a bias, where the
-model has one, changes only its choices (Wang 2024, DeepSeek-V3 section 2.1.2: no loss interferes with the language's).
+Two methods, each off by default: the balance loss changes the router's gradient; a router bias, if the model has one, changes
+only its choices (Wang 2024, DeepSeek-V3 section 2.1.2: no auxiliary loss interferes with the language-model loss).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ultrascale.specs.job import Job
 from ultrascale.specs.training import Training
 from ultrascale.train.optimizer import Weight
 
-WHOLE_TABLE = 4096  # layers · experts up to which a step's record holds every expert
+WHOLE_TABLE = 4096  # layers · experts up to which a step's record has every expert
 
 
 class ZeroGradient(GradientReducer):
-    """Of what no gradient moves: the router's bias. Always zero."""
+    """The gradient of a parameter that is not trained by gradients, the router's bias: always zero."""
 
     def __init__(self, module: nn.Module, like: Tensor) -> None:
         super().__init__(module)
@@ -36,53 +36,53 @@ class ZeroGradient(GradientReducer):
     def before_backward(self, last: bool, split: bool) -> None:
         pass
 
-    def of(self, parameter: nn.Parameter) -> Tensor:
+    def grad_for(self, parameter: nn.Parameter) -> Tensor:
         return self.zero
 
 
 @dataclass(frozen=True)
 class RouterLoads:
-    """What the routers of the whole model did in a step. On a GPU, to be read once the step's loss has been read."""
+    """Statistics of all routers of the model in a step. On a GPU, read them only after the step's loss has been read."""
 
     table: Tensor
-    """[layers with experts, experts + 2], in the host's memory or on its way there: as routers tell it, of all ranks"""
+    """[MoE layers, experts + 2], in host memory or being copied there: the sum of Router.stats over all ranks"""
     sequences: int
     dense_layers: int
-    """layers before the first with experts"""
+    """layers before the first MoE layer"""
 
     @property
     def tokens(self) -> Tensor:
-        """[layers with experts, experts]: how often each expert was chosen."""
+        """[MoE layers, experts]: tokens of each expert."""
         return self.table[:, :-2]
 
     @property
     def balance_loss(self) -> float:
-        """Mean over sequences and layers; 1 is even."""
+        """Mean over sequences and layers; 1 is perfectly balanced."""
         return float(self.table[:, -2].mean()) / self.sequences
 
     @property
     def dropped(self) -> int:
-        """Choices that met a full expert."""
+        """Choices dropped because the expert was at capacity."""
         return int(self.table[:, -1].sum())
 
     @property
     def broken(self) -> tuple[int, ...]:
-        """Layers whose router's scores were no numbers."""
+        """Layers whose router's scores were NaN or infinite."""
         return tuple(self.dense_layers + int(row) for row in torch.nonzero(~self.table[:, -2].isfinite()).flatten())
 
     @property
     def busiest(self) -> tuple[float, ...]:
-        """Per layer, the tokens of the busiest expert over the mean."""
+        """Per layer, the tokens of the busiest expert divided by the mean."""
         return tuple((self.tokens.amax(1) / self.tokens.mean(1)).tolist())
 
     @property
     def per_expert(self) -> tuple[tuple[int, ...], ...] | None:
-        """Per layer, the tokens of each expert; None where that were too much to write in every step."""
+        """Per layer, the tokens of each expert; None if that would be too much to write in every step."""
         return _rows(self.tokens) if self.tokens.numel() <= WHOLE_TABLE else None
 
     @property
     def quantiles(self) -> tuple[tuple[int, ...], ...] | None:
-        """Per layer, the tokens of the idlest expert, at the quartiles and of the busiest, where there is no whole table."""
+        """Per layer, minimum, quartiles and maximum of the tokens per expert, if `per_expert` is None."""
         if self.tokens.numel() <= WHOLE_TABLE:
             return None
         places = torch.linspace(0, self.tokens.shape[1] - 1, 5).round().long()
@@ -94,7 +94,7 @@ def _rows(tokens: Tensor) -> tuple[tuple[int, ...], ...]:
 
 
 class RouterBalance:
-    """The routers on this rank, by layer, and what all ranks' routers saw."""
+    """Sets the balance loss of this rank's routers, collects the loads of all ranks, and updates router biases."""
 
     def __init__(
         self, routers: Mapping[int, Router], weights: Sequence[Weight], job: Job, mesh: Mesh, training: Training
@@ -103,35 +103,35 @@ class RouterBalance:
         assert moe is not None
         self.routers, self.moe, self.job, self.mesh, self.training = routers, moe, job, mesh, training
         self.biases = {weight.shard.name: weight for weight in weights if isinstance(weight.owner, ZeroGradient)}
-        self.pull = torch.zeros((), device=mesh.device)
+        self.balance_grad = torch.zeros((), device=mesh.device)
         for router in routers.values():
-            router.count(mesh.device)
+            router.enable_stats(mesh.device)
             router.capacity_factor = training.capacity_factor
-            router.pull = self.pull if training.balance_loss else None
-            router.over_sequence = (lambda counts: comm.all_reduce(counts, mesh.cp)) if mesh.cp.size > 1 else None
+            router.balance_grad = self.balance_grad if training.balance_loss else None
+            router.sum_over_sequence = (lambda counts: comm.all_reduce(counts, mesh.cp)) if mesh.cp.size > 1 else None
 
-    def aim(self, weight: float) -> None:
-        """Before a step's first forward. `weight`: what the gradients of one token's loss are multiplied by."""
-        # The loss is a mean over sequences and layers. Each tp rank computes it whole, and their gradients are added up.
+    def set_loss_weight(self, weight: float) -> None:
+        """Called before a step's first forward. `weight`: the factor of the gradients of one token's loss."""
+        # The loss is a mean over sequences and layers. Each tp rank computes all of it, and their gradients are summed.
         share = self.training.balance_loss / (self.job.model.moe_layers * self.mesh.tp.size)
-        self.pull.fill_(share * weight * self.job.seq)
+        self.balance_grad.fill_(share * weight * self.job.seq)
 
     def take(self) -> RouterLoads:
-        """After a step's last backward; the same on every rank."""
+        """The loads of a step, the same on every rank; called after its last backward."""
         moe, layers = self.moe, self.job.model.moe_layers
         table = torch.zeros(layers, moe.experts + 2, device=self.mesh.device)
         for layer, router in self.routers.items():
-            seen = router.take()
+            stats = router.pop_stats()
             if self.mesh.tp.rank == 0:
-                table[layer - moe.dense_layers] = seen
+                table[layer - moe.dense_layers] = stats
         sequences = self.mesh.layout.dp * self.mesh.layout.mbs * self.mesh.layout.gas
-        # Nobody waits here: who reads the step's loss has waited long enough.
+        # Asynchronous: reading the step's loss later synchronizes with the device.
         table = comm.all_reduce(table, self.mesh.world).to("cpu", non_blocking=True)
         return RouterLoads(table, sequences, moe.dense_layers)
 
     @torch.no_grad()
-    def steer(self, loads: RouterLoads) -> None:
-        """After an update: experts that had more than the mean become a little less likely to be chosen, others more."""
+    def update_biases(self, loads: RouterLoads) -> None:
+        """Called after an update: lowers the bias of experts with more tokens than the mean, raises that of the others."""
         for layer in self.routers:
             weight = self.biases.get(bias_name(layer))
             if weight is not None:

@@ -1,4 +1,4 @@
-"""From a job and a layout to an engine on this rank. The order in which techniques are applied stands in `_chunk`."""
+"""Builds the parallelized model of one rank from a job and a layout; `_chunk` has the order in which techniques are applied."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class BuiltModel:
     pipeline: Pipeline
     weights: list[Weight]
     routers: dict[int, Router]
-    """of layers with experts, by the layer's index in the whole model"""
+    """routers of MoE layers, by layer index in the whole model"""
     kernels: Kernels
 
 
 def schedule_of(layout: Layout) -> Schedule:
-    """What the pipeline runs; one rank alone takes its micro-batches one after the other."""
+    """The pipeline schedule; with pp=1, 1F1B on one rank: micro-batches one after the other."""
     name, virtual = (layout.schedule, layout.virtual_stages) if layout.pp > 1 else ("1f1b", 1)
     return build_schedule(name, layout.pp, layout.gas, virtual)
 
@@ -61,10 +61,10 @@ def build(job: Job, mesh: Mesh, training: Training) -> BuiltModel:
     own = kernels.choose(job, layout, training, mesh.device.type)
     for stage in schedule.stages_of(mesh.pp.rank):
         layers = range(ends[stage], ends[stage + 1])
-        chunk, held, choosing = _chunk(job, mesh, training, schedule, stage, layers, own)
+        chunk, chunk_weights, chunk_routers = _chunk(job, mesh, training, schedule, stage, layers, own)
         chunks.append(chunk)
-        weights += held
-        routers |= choosing
+        weights += chunk_weights
+        routers |= chunk_routers
     dtype = compute_format(job, mesh)
     scales = None
     if why_not_gathered_in_fp8(job, layout, training) is None:
@@ -74,16 +74,16 @@ def build(job: Job, mesh: Mesh, training: Training) -> BuiltModel:
 
 
 def compute_format(job: Job, mesh: Mesh) -> torch.dtype:
-    """Of weights and activations; fp8 is a format of operands, around which a CPU, which emulates it, stays in fp32."""
+    """The dtype of weights and activations. fp8 applies only to GEMM operands: the rest is bf16 on a GPU, fp32 on a CPU."""
     if job.precision == "fp8":
         return torch.bfloat16 if mesh.device.type == "cuda" else torch.float32
     return COMPUTE[job.precision]
 
 
 def boundary_shape(job: Job, layout: Layout) -> tuple[int, int, int]:
-    """Of what travels between pipeline stages."""
-    cut = layout.tp if layout.sequence_parallel else 1
-    return layout.mbs, job.seq // layout.cp // cut, job.model.hidden
+    """The shape of activations sent between pipeline stages."""
+    sequence_ranks = layout.tp if layout.sequence_parallel else 1
+    return layout.mbs, job.seq // layout.cp // sequence_ranks, job.model.hidden
 
 
 def _chunk(
@@ -93,17 +93,17 @@ def _chunk(
     reduce = torch.float32 if job.gradients == "fp32" or job.precision == "fp32" else compute
     sharded = layout.zero > 0 and mesh.shard.size > 1
     deferred = DeferredWeightGrads(used=any(action.kind is ActionKind.W for action in schedule.actions[mesh.pp.rank]))
-    # A rehearsal pretends that tensors have memory (measure/rehearse/): those on the meta device need no such thing.
+    # A rehearsal (measure/rehearse/) uses fake tensors that pretend to have memory: tensors on the meta device need none.
     with unset_fake_temporarily():
         with torch.device("meta"):
             module = Transformer(job.model, layers, embed=stage == 0, head=stage == schedule.stages - 1)
-        shards = tensor.apply(module, mesh, deferred)  # first: the others see this rank's sizes
+        shards = tensor.apply(module, mesh, deferred)  # first: the other techniques read this rank's sizes
         expert.apply(module, mesh, shards, kernels.expert_overlap(job, layout, training, mesh.device.type))
         context.apply(module, mesh.cp, layout.context_parallel, job.seq)
         if own.fused:
             fused.apply(module)
         else:
-            # Inside what ZeRO gathers, so that recomputing finds it gathered.
+            # Inside the modules that ZeRO gathers, so that parameters are gathered during recomputation.
             recompute.apply(module, layout.recompute, own.compiled)
         if own.loss:
             loss.apply(module)
@@ -131,11 +131,11 @@ def _chunk(
         rest = nn.ParameterList([parameter for parameter in module.parameters() if id(parameter) not in others])
         gradients = expert.ExpertDenseGrads(
             module,
-            _reduced(experts, mesh.expert_data, layout, reduce, training),
-            _reduced(rest, mesh.data, layout, reduce, training),
+            _bucketed(experts, mesh.expert_data, layout, reduce, training),
+            _bucketed(rest, mesh.data, layout, reduce, training),
         )
     else:
-        gradients = _reduced(module, mesh.data, layout, reduce, training)
+        gradients = _bucketed(module, mesh.data, layout, reduce, training)
     weights = [
         _weight(name, parameter, shards[name], gradients, job, mesh, training, own)
         for name, parameter in module.named_parameters()
@@ -146,7 +146,7 @@ def _chunk(
     return StageChunk(stage, gradients, deferred), weights, module.routers()
 
 
-def _reduced(module: nn.Module, axis: Axis, layout: Layout, dtype: torch.dtype, training: Training) -> BucketedGrads:
+def _bucketed(module: nn.Module, axis: Axis, layout: Layout, dtype: torch.dtype, training: Training) -> BucketedGrads:
     return BucketedGrads(
         module,
         axis,
@@ -169,8 +169,8 @@ def _weight(
     training: Training,
     own: Kernels,
 ) -> Weight:
-    """Fills a parameter with its initial values and makes its master."""
-    shard = _placed(shard, isinstance(parameter, DTensor), mesh)
+    """Initializes a parameter and creates its fp32 master."""
+    shard = _with_zero_axes(shard, isinstance(parameter, DTensor), mesh)
     part = shard.piece(full_weight(name, torch.Size(shard.shape), training.seed, job.model, mesh.device))
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
     local.copy_(part)
@@ -182,25 +182,25 @@ def _weight(
         master = local
     else:
         master = part.to("cpu" if host else local.device, torch.float32, copy=True)
-    # A tied head on a stage of its own is a second copy of the embedding.
+    # A tied head on its own stage is a second copy of the embedding.
     copy_of_embedding = name == "head.linear.weight" and job.model.tied_embeddings
     counted = shard.counted and not copy_of_embedding
     return Weight(shard, parameter, local, master, gradients, shard.offsets, counted)
 
 
-def _placed(shard: Shard, sharded: bool, mesh: Mesh) -> Shard:
-    """With the ranks over which ZeRO cuts this part further, and those that hold the same of it."""
+def _with_zero_axes(shard: Shard, sharded: bool, mesh: Mesh) -> Shard:
+    """The shard with the ranks over which ZeRO shards it further, and those that hold a copy of it."""
     is_expert = shard.rows is not None
     if sharded:
         return replace(shard, pieces=mesh.expert_shard if is_expert else mesh.shard, copies=mesh.replica)
     if mesh.layout.zero:
         return replace(shard, copies=mesh.data)
-    # One rank of the ep axis counts what all of them hold, so that the norm adds up over it for experts and the rest alike.
+    # Only one rank of the ep axis counts replicated parameters, so that the norm can be summed over ep for all parameters.
     return replace(shard, copies=mesh.expert_data, counted=shard.counted and (is_expert or mesh.ep.rank == 0))
 
 
 def _bias(layer: int, router: Router, job: Job, mesh: Mesh, training: Training, own: Kernels) -> Weight:
-    """A router's bias, whole and in fp32 on every rank: kept with the weights, but moved by loads instead of gradients."""
+    """A router's bias, replicated in fp32 on every rank: saved with the weights, but updated by loads instead of gradients."""
     name, shape = bias_name(layer), (router.moe.experts,)
     router.bias = full_weight(name, torch.Size(shape), training.seed, job.model, mesh.device)
     parameter = nn.Parameter(router.bias, requires_grad=False)

@@ -1,13 +1,14 @@
-"""A run's checkpoints on disk: what one says of itself, which is the newest, how one appears whole or not at all.
+"""A run's checkpoints on disk: manifest, selection of the newest, and atomic commit.
 
     runs/first/checkpoints/latest                         the name of the newest complete one
-    runs/first/checkpoints/rollback.json                  a roll-back that is under way (train/rollback.py)
-    runs/first/checkpoints/abandoned-001/step-000400      a checkpoint that a roll-back left behind
+    runs/first/checkpoints/rollback.json                  a roll-back in progress (train/rollback.py)
+    runs/first/checkpoints/abandoned-001/step-000400      a checkpoint that a roll-back abandoned
     runs/first/checkpoints/step-000200/checkpoint.json    step, job, layout, training, checksums of all that follows
                                        .metadata          torch's index of the parts
                                        __0_0.distcp …     the parts that each rank wrote
 
-A checkpoint is written under a hidden name and renamed when everything in it is on the disk. No torch until tensors are read.
+A checkpoint is written under a hidden name and renamed when everything in it is on the disk. torch is imported only to read
+tensors.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ Sums = Mapping[str, Iterable[tuple[int, int, int]]]
 
 @dataclass(frozen=True)
 class CheckpointState:
-    """What a run is at a step, but for its tensors."""
+    """The state of a run at a step, without its tensors."""
 
     step: int
     """steps done"""
@@ -56,12 +57,12 @@ class CheckpointState:
     layout: Layout
     training: Training
     updates: int = 0
-    """of the weights: fewer than steps where fp16 skipped some"""
+    """optimizer updates: fewer than steps if fp16 skipped some"""
     moments: tuple[str, ...] = ()
-    """of the optimizer, beside the weights; none in a checkpoint of weights alone"""
+    """names of the optimizer's moments; empty in a checkpoint that has only weights"""
     loss_scale: float | None = None
     good_steps: int = 0
-    """since the loss scale last changed"""
+    """steps since the loss scale last changed"""
     checkpointing: Checkpointing = field(default_factory=Checkpointing)
     data: str | int | None = None
     """digest of the data that was trained on (data/digest.py); a number in checkpoints of earlier versions"""
@@ -69,7 +70,7 @@ class CheckpointState:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete one on the disk."""
+    """A complete checkpoint on disk."""
 
     folder: Path
     state: CheckpointState
@@ -92,13 +93,13 @@ class Checkpoint:
         return self.state.training
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Whole parameters by our names; a tied head is the embedding."""
+        """The shapes of whole parameters by our names; a tied head is stored as the embedding."""
         named = {name.removeprefix("model."): entry for name, entry in self.names.items() if name.startswith("model.")}
         return {name: tuple(entry.size) for name, entry in named.items()}
 
     @cached_property
     def names(self) -> Mapping[str, Any]:
-        """Every tensor in it, as torch's index describes it."""
+        """The metadata of every tensor in torch's index."""
         from ultrascale.train.dcp_io import ShardReader
 
         return ShardReader(self.folder, self.sums).read_metadata().state_dict_metadata
@@ -126,11 +127,11 @@ class Rollback:
     history: str
     """the metrics file with the steps up to the source, in the run's folder"""
     abandoned_metrics: str | None
-    """the name under which the current metrics file is kept, in the run's folder"""
+    """the name under which the current metrics file is saved, in the run's folder"""
 
     @property
     def target(self) -> str:
-        """The source's name once everything is done."""
+        """The name of the source after the roll-back."""
         return Path(self.source).name
 
     @property
@@ -158,14 +159,14 @@ def pending_rollback(run: Path) -> Rollback | None:
 
 
 def _inside(name: Any) -> str:
-    """A name that a roll-back's record may hold; ValueError for a path that leads elsewhere."""
+    """Validates a name in a roll-back's record; ValueError for a path outside the run's folder."""
     if not _RECORDED.fullmatch(str(name)):
         raise ValueError(name)
     return str(name)
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint in this folder; SpecError if it is not one, not whole, or not ours."""
+    """Opens the checkpoint in this folder; SpecError if it is not one, incomplete, or of another program."""
     if not folder.is_dir():
         raise SpecError(f"checkpoint {folder} is no folder: name one such as runs/first/{FOLDER}/step-000100")
     path = folder / MANIFEST
@@ -186,10 +187,10 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise SpecError(f"{path} says format {given!r:.60} but this version reads '{FORMAT}'")
     if data.pop("checksum", None) != _checksum(data):
         raise SpecError(f"checkpoint {folder} is damaged: {MANIFEST} is not what was written{others(folder)}")
-    numbers = build(
+    manifest = build(
         _CheckpointManifest, {name: data[name] for name in _CheckpointManifest.model_fields if name in data}, "checkpoint"
     )
-    return Checkpoint(folder, _state(data, numbers), numbers.files)
+    return Checkpoint(folder, _state(data, manifest), manifest.files)
 
 
 def latest(run: Path) -> Checkpoint:
@@ -215,20 +216,20 @@ def newest(run: Path) -> Path | None:
 
 
 def resolve(path: Path) -> Checkpoint:
-    """Of a run's folder the newest, or the checkpoint that is named itself."""
+    """Opens the newest checkpoint of a run's folder, or the checkpoint at `path`."""
     if not path.exists():
         raise SpecError(f"--resume is {path} but nothing is there: name a run's folder, such as runs/first")
     return open_checkpoint(path) if (path / MANIFEST).exists() or _NAME.fullmatch(path.name) else latest(path)
 
 
 def run_of(checkpoint: Path) -> Path:
-    """The run's folder that a checkpoint lies in."""
+    """The folder of the run that a checkpoint belongs to."""
     whole = checkpoint if len(checkpoint.parts) > 3 else checkpoint.resolve()
     return whole.parents[2] if ABANDONED.fullmatch(whole.parent.name) else whole.parents[1]
 
 
 def run_named(path: Path) -> Path:
-    """The run's folder that `--resume` names, itself or by one of its checkpoints, which need not exist any more."""
+    """The run's folder for a `--resume` path: the path itself, or the run of that checkpoint, which may no longer exist."""
     return run_of(path) if _NAME.fullmatch(path.name) else path
 
 
@@ -255,12 +256,12 @@ def step_of(folder: Path) -> int:
 
 
 def partial_folder(run: Path, step: int) -> Path:
-    """Where a checkpoint is written until it is whole."""
+    """The folder in which a checkpoint is written until it is complete."""
     return run / FOLDER / f".step-{step:06d}.partial"
 
 
 def begin(run: Path) -> None:
-    """Takes away what a killed run left half-written."""
+    """Deletes partial checkpoints of a killed run."""
     for left in (run / FOLDER).glob(".*"):
         if left.is_dir():
             shutil.rmtree(left, ignore_errors=True)
@@ -269,7 +270,7 @@ def begin(run: Path) -> None:
 
 
 def commit(run: Path, state: CheckpointState, sums: Sums, keep: int = 0) -> None:
-    """Makes a partial checkpoint a complete one, and deletes the lowest steps of the branch beyond `keep` (0: none)."""
+    """Completes a partial checkpoint, and deletes the lowest steps of the branch beyond `keep` (0: none)."""
     partial, final = partial_folder(run, state.step), run / FOLDER / f"step-{state.step:06d}"
     data = _manifest(state, sums)
     write_text(partial / MANIFEST, json.dumps({**data, "checksum": _checksum(data)}) + "\n")
@@ -294,7 +295,7 @@ def write_weights(
     shapes: Mapping[str, tuple[int, ...]],
     tensor: Callable[[str], torch.Tensor],
 ) -> Path:
-    """A checkpoint of step 0 without optimizer states, one tensor in memory at a time."""
+    """Writes a checkpoint of step 0 without optimizer states, one tensor in memory at a time."""
     from functools import partial
 
     from ultrascale.train.dcp_io import TensorSlice, save
@@ -331,7 +332,7 @@ def _manifest(state: CheckpointState, sums: Sums) -> dict[str, Any]:
 
 
 class _CheckpointManifest(BaseModel):
-    """What checkpoint.json holds beside the job, the layout and the settings of the training."""
+    """The fields of checkpoint.json other than job, layout and training settings."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -344,19 +345,19 @@ class _CheckpointManifest(BaseModel):
     files: dict[str, list[tuple[int, int, int]]]
 
 
-def _state(data: Mapping[str, Any], numbers: _CheckpointManifest) -> CheckpointState:
+def _state(data: Mapping[str, Any], manifest: _CheckpointManifest) -> CheckpointState:
     try:
         return CheckpointState(
-            step=numbers.step,
+            step=manifest.step,
             job=job_from_mapping(data["job"], "checkpoint.job"),
             layout=build(Layout, data["layout"], "checkpoint.layout"),
             training=build(Training, data["training"], "checkpoint.training"),
-            updates=numbers.updates,
-            moments=numbers.moments,
-            loss_scale=numbers.loss_scale,
-            good_steps=numbers.good_steps,
+            updates=manifest.updates,
+            moments=manifest.moments,
+            loss_scale=manifest.loss_scale,
+            good_steps=manifest.good_steps,
             checkpointing=build(Checkpointing, data["checkpointing"], "checkpoint.checkpointing"),
-            data=numbers.data,
+            data=manifest.data,
         )
     except KeyError as missing:
         raise SpecError(f"checkpoint's {MANIFEST} has no field {missing}: it was written by another version") from None
@@ -367,15 +368,15 @@ def _checksum(data: Mapping[str, Any]) -> int:
 
 
 def others(folder: Path) -> str:
-    """Advice after bad news: the newest complete checkpoint beside this one, or else an abandoned one."""
+    """Advice for an error message: another complete checkpoint of the run, the newest, or else an abandoned one."""
     run = run_of(folder)
-    beside = [one for one in complete(run) if one.name != folder.name]
-    beside = beside or [one for branch in abandoned_in(run) for one in complete_in(branch) if one != folder]
-    return f"; beside it lies {beside[-1]}: try --resume {beside[-1]}" if beside else ""
+    found = [one for one in complete(run) if one.name != folder.name]
+    found = found or [one for branch in abandoned_in(run) for one in complete_in(branch) if one != folder]
+    return f"; beside it lies {found[-1]}: try --resume {found[-1]}" if found else ""
 
 
 def _delete(folder: Path) -> None:
-    """Renames the folder first, so that no incomplete one has a checkpoint's name at any moment."""
+    """Renames the folder before deleting it, so that an incomplete folder never has a checkpoint's name."""
     if folder.exists():
         hidden = folder.with_name(f".{folder.name}.old.partial")
         shutil.rmtree(hidden, ignore_errors=True)

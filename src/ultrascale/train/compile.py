@@ -1,4 +1,4 @@
-"""torch.compile where it pays on a GPU: every block, and the head with its loss."""
+"""torch.compile on a GPU: every block, and the head with its loss."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ultrascale.train.recompute import from_outside
 
 
 def apply(model: Transformer, policy: Recompute = "none") -> None:
-    """One graph for all blocks alike, recomputation included; one for the head, whose fp32 logits then never reach memory."""
+    """Compiles one graph for all equal blocks, including recomputation, and one for the head, without fp32 logits in memory."""
     for block in model.each_block():
         if not isinstance(block, FusedBlock) and not from_outside(block, policy):
             block.compile()
     if isinstance(model.head, ChunkedHead):
-        model.head.norm.compile()  # its loss is a kernel of its own already
+        model.head.norm.compile()  # its loss is already one kernel
     elif model.head is not None:
         model.head.compile()

@@ -1,6 +1,6 @@
-"""`convert`: a Hugging Face folder becomes a run that training goes on from, and a run's weights become such a folder.
+"""`convert`: converts a Hugging Face folder to a run that can be trained further, and a run's weights to such a folder.
 
-Either way one tensor is in memory at a time, and what is written appears whole or not at all.
+In both directions one tensor is in memory at a time, and the output is written completely or not at all.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 Progress = Callable[[int, int], None]
-"""bytes done, bytes in all"""
+"""called with bytes done and total bytes"""
 
 HF = "hf"
 FORMS = "`ultrascale convert hf ./llama-dir runs/x` or `ultrascale convert runs/x hf ./out`"
@@ -35,7 +35,7 @@ FORMS = "`ultrascale convert hf ./llama-dir runs/x` or `ultrascale convert runs/
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written, and where."""
+    """The model that was converted and the folder that was written."""
 
     model: Model
     folder: Path
@@ -48,9 +48,9 @@ def convert(
     """`hf FOLDER RUN` reads Hugging Face weights, `RUN hf FOLDER` writes them, as `dtype` and with the tokenizer given."""
     given = list(words)
     if len(given) != 3 or given.count(HF) != 1 or given[2] == HF or not all(word.strip() for word in given):
-        said = shown(" ".join(given)) if given else "nothing"
+        text = shown(" ".join(given)) if given else "nothing"
         also = " (a folder named hf is ./hf)" if given.count(HF) > 1 else ""
-        raise SpecError(f"convert was given {said}{also}: try {FORMS}")
+        raise SpecError(f"convert was given {text}{also}: try {FORMS}")
     if given[0] == HF:
         if tokenizer is not None:
             raise SpecError(f"--tokenizer goes with weights that are written out, not into {given[2]}: leave it out")
@@ -59,7 +59,7 @@ def convert(
 
 
 def from_hf(source: Path, run: Path, progress: Progress | None = None) -> Converted:
-    """A run of no steps yet, with these weights and a short job for one process: `train --resume` goes on from there."""
+    """Writes a run at step 0 with these weights and a short job for one process, for `train --resume`."""
     refuse_used(run)
     _need_safetensors()
     from ultrascale.model.hf_folder import HFFolder
@@ -71,20 +71,20 @@ def from_hf(source: Path, run: Path, progress: Progress | None = None) -> Conver
         raise SpecError(f"{run} needs {total / GIB:,.2f} GiB but its disk has {free / GIB:,.2f} GiB free: name another disk")
     seq = min(TRY_SEQ, model.max_positions or TRY_SEQ)
     precision = "bf16" if launch.has_gpu() else "fp32"
-    data = STDLIB if model.vocab >= BYTES else SYNTHETIC  # until a run names its own
+    data = STDLIB if model.vocab >= BYTES else SYNTHETIC  # a default until a run sets train.data
     changes = Overrides(job={"seq": seq}, train={"data": data})
     request = from_model(model, changes, world=1, precision=precision)
     counted = _CountedWeights(folder.tensor, total, progress)
-    with new_folder(run) as made:
-        Plan(job=request.job, layout=request.layout, estimate=estimate(request.job, request.layout)).save(made / launch.PLAN)
-        checkpoint.write_weights(made, request.job, request.layout, request.training, shapes, counted)
+    with new_folder(run) as new_run:
+        Plan(job=request.job, layout=request.layout, estimate=estimate(request.job, request.layout)).save(new_run / launch.PLAN)
+        checkpoint.write_weights(new_run, request.job, request.layout, request.training, shapes, counted)
     return Converted(model, run, is_run=True)
 
 
 def to_hf(
     run: Path, out: Path, dtype: str = "bf16", tokenizer: Path | None = None, progress: Progress | None = None
 ) -> Converted:
-    """The newest checkpoint of a run, or the one that is named itself, as a folder that `transformers` loads."""
+    """Writes the newest checkpoint of a run, or the checkpoint given, as a folder that `transformers` loads."""
     refuse_used(out)
     if not os.path.isdir(run):
         raise SpecError(f"run {run} is no folder: name one with checkpoints in it, such as runs/first")
@@ -92,16 +92,16 @@ def to_hf(
     from ultrascale.model.hf import whole_shapes
     from ultrascale.model.hf_write import write
 
-    kept = checkpoint.resolve(run)
-    model, shapes = kept.job.model, kept.shapes()
+    source = checkpoint.resolve(run)
+    model, shapes = source.job.model, source.shapes()
     if shapes != whole_shapes(model):
-        raise SpecError(f"checkpoint {kept.folder} does not hold the weights that its own model has: try another")
-    write(out, model, kept.tensor, dtype, tokenizer=tokenizer, progress=progress)
+        raise SpecError(f"checkpoint {source.folder} does not hold the weights that its own model has: try another")
+    write(out, model, source.tensor, dtype, tokenizer=tokenizer, progress=progress)
     return Converted(model, out, is_run=False)
 
 
 class _CountedWeights:
-    """Weights in fp32, each a tensor of its own, told of as they go by."""
+    """Returns weights in fp32, each as a separate tensor, and reports progress."""
 
     def __init__(self, tensor: Callable[[str], torch.Tensor], total: int, progress: Progress | None) -> None:
         self.tensor, self.total, self.progress, self.done = tensor, total, progress, 0
@@ -109,7 +109,7 @@ class _CountedWeights:
     def __call__(self, name: str) -> torch.Tensor:
         import torch
 
-        # A copy in order: what was read lies in the file's mapping, turned or amid other tensors.
+        # A contiguous copy: the tensor that was read is a view of the mapped file, transposed or part of another tensor.
         tensor = self.tensor(name).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         self.done += tensor.nbytes
         if self.progress is not None:

@@ -17,13 +17,13 @@ from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import Graphs, Training
 
-AS_IT_IS = 3  # calls before it is decided whether to record; the second is the one whose memory a run accounts for
+EAGER_CALLS = 3  # calls before it is decided whether to capture; the second is the one whose memory a run measures
 T = TypeVar("T")
 Rows = list[tuple[torch.Tensor, ...]]
 
 
 def why_not(job: Job, layout: Layout, training: Training) -> str | None:
-    """Why a GPU is launched kernel by kernel; None: its steps can be recorded."""
+    """Why steps cannot be captured as CUDA graphs; None if they can."""
     if training.graphs == "never":
         return "train.graphs is never"
     if layout.gpus > 1:
@@ -42,91 +42,91 @@ def why_not(job: Job, layout: Layout, training: Training) -> str | None:
 
 
 class CUDAGraphPool:
-    """The stream and the memory that recorded work shares, and the rows that every step finds at the same place."""
+    """The stream and memory pool of all graphs, and the input rows, which have the same addresses in every step."""
 
     def __init__(self, device: torch.device, wish: Graphs) -> None:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.pool = torch.cuda.graph_pool_handle()
         self.wish = wish
         self.worth = wish == "always"
-        """whether to record: what memory a graph needs is set aside for it"""
+        """whether to capture: a graph reserves the memory that it needs"""
         self.used = False
         self.rows: Rows = []
         self._launched_s = 0.0
 
-    def hold(self, rows: Rows) -> Rows:
-        """A step's rows of the host on the device, where the last step's were."""
+    def copy_rows(self, rows: Rows) -> Rows:
+        """Copies a step's rows from the host to the device buffers of the last step's."""
         if not self.rows:
             self.rows = [tuple(torch.empty_like(part, device=self.stream.device) for part in parts) for parts in rows]
-        for held, parts in zip(self.rows, rows, strict=True):
-            for there, part in zip(held, parts, strict=True):
-                there.copy_(part, non_blocking=True)
+        for buffers, parts in zip(self.rows, rows, strict=True):
+            for buffer, part in zip(buffers, parts, strict=True):
+                buffer.copy_(part, non_blocking=True)
         return self.rows
 
     def launched(self, seconds: float) -> None:
-        """How long the host took to launch a step's forward and backward."""
+        """Records how long the host took to launch a step's forward and backward."""
         self._launched_s = seconds
 
     def waited(self, seconds: float) -> None:
-        """How long it then waited for the GPU: where it launches for longer than it waits, the GPU mostly waits for it."""
+        """Records how long the host then waited for the GPU: if launching takes longer than waiting, the step is host-bound."""
         self.worth = self.wish == "always" or (self.wish == "auto" and seconds < self._launched_s)
 
     def leave(self) -> None:
-        """Nothing more is recorded."""
+        """Disables further capture."""
         self.wish, self.worth = "never", False
 
 
 class CUDAGraphRunner(Generic[T]):
-    """Work that is recorded the fifth time it is called. What it returns stays where it is and is filled again."""
+    """Captures `work` in its fifth call and replays it from then on. Its result keeps its address and is overwritten."""
 
-    def __init__(self, work: Callable[[], T], tape: CUDAGraphPool, before: Callable[[], None] | None = None) -> None:
-        self.work, self.tape, self.before = work, tape, before
+    def __init__(self, work: Callable[[], T], graphs: CUDAGraphPool, before: Callable[[], None] | None = None) -> None:
+        self.work, self.graphs, self.before = work, graphs, before
         self.calls, self.wanted = 0, False
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.made: T | None = None
+        self.output: T | None = None
 
     def __call__(self) -> T:
-        if self.calls == AS_IT_IS:
-            self.wanted = self.tape.worth
+        if self.calls == EAGER_CALLS:
+            self.wanted = self.graphs.worth
         self.calls += 1
         if not self.wanted:
             return self.work()
-        if self.calls == AS_IT_IS + 1:
-            return self._once_there()
-        if self.calls == AS_IT_IS + 2:
-            self._record()
+        if self.calls == EAGER_CALLS + 1:
+            return self._run_on_capture_stream()
+        if self.calls == EAGER_CALLS + 2:
+            self._capture()
         if self.graph is None:
             return self.work()
         self.graph.replay()
-        return cast(T, self.made)
+        return cast(T, self.output)
 
-    def _once_there(self) -> T:
-        """On the stream that is recorded next, so that what libraries keep by stream is there."""
-        torch.cuda.empty_cache()  # of the memory that other steps used: a stream's blocks are its own
-        here, stream = torch.cuda.current_stream(), self.tape.stream
-        stream.wait_stream(here)
+    def _run_on_capture_stream(self) -> T:
+        """Runs the work on the capture stream once, so that per-stream state of libraries exists before capture."""
+        torch.cuda.empty_cache()  # memory of earlier steps: cached blocks belong to one stream
+        current, stream = torch.cuda.current_stream(), self.graphs.stream
+        stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            made = self.work()
-        here.wait_stream(stream)
-        return made
+            output = self.work()
+        current.wait_stream(stream)
+        return output
 
-    def _record(self) -> None:
+    def _capture(self) -> None:
         if self.before is not None:
             self.before()
         graph = torch.cuda.CUDAGraph()
         try:
-            # Errors of this thread's alone: the one that reads ahead pins memory meanwhile.
-            with torch.cuda.graph(graph, self.tape.pool, self.tape.stream, capture_error_mode="thread_local"):
-                self.made = self.work()
-        except RuntimeError as error:  # a kernel that cannot be recorded, or no memory for what a graph sets aside
+            # thread_local: the prefetch thread pins memory during the capture.
+            with torch.cuda.graph(graph, self.graphs.pool, self.graphs.stream, capture_error_mode="thread_local"):
+                self.output = self.work()
+        except RuntimeError as error:  # a kernel that cannot be captured, or no memory for the graph
             warnings.warn(f"steps are launched kernel by kernel: {str(error).splitlines()[0]}", stacklevel=2)
-            self.tape.leave()
-            self.made, self.wanted = None, False
+            self.graphs.leave()
+            self.output, self.wanted = None, False
             return
         self.graph = graph
-        self.tape.used = True
+        self.graphs.used = True
 
 
-def recorded(work: Callable[[], T], tape: CUDAGraphPool | None, before: Callable[[], None] | None = None) -> Callable[[], T]:
-    """The work itself where nothing is recorded; `before`: lets go of what recording makes anew."""
-    return work if tape is None else CUDAGraphRunner(work, tape, before)
+def graphed(work: Callable[[], T], graphs: CUDAGraphPool | None, before: Callable[[], None] | None = None) -> Callable[[], T]:
+    """A CUDAGraphRunner of the work, or the work itself without graphs; `before`: frees what the capture allocates again."""
+    return work if graphs is None else CUDAGraphRunner(work, graphs, before)

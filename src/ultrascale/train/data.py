@@ -1,6 +1,6 @@
-"""Global batches as tensors. Which tokens a row of a global batch holds is a function of the seed and the step alone.
+"""Global batches as tensors; the tokens of each row are a function of the seed and the step only.
 
-No layout, number of processes or earlier step changes it: a resumed or re-cut run reads on where the first would have.
+They do not depend on layout, number of processes or earlier steps: a resumed or resharded run continues with the same data.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Window = tuple[Corpus, int]
 
 
 class Batches:
-    """Global batches of `batch` sequences, any rows of them, by step."""
+    """Global batches of `batch` sequences by step; any rows of them can be read."""
 
     def __init__(self, corpus: Corpus | MixtureCorpus, seq: int, batch: int, seed: int) -> None:
         self.seq, self.batch = seq, batch
@@ -54,11 +54,11 @@ class Batches:
         return self._tokens(self._trained.train, step, rows)
 
     def evaluation(self, number: int, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same for one batch of the evaluation: held-out windows in order, from the first again after the last."""
+        """The same for one batch of the evaluation: held-out windows in order, repeated from the first after the last."""
         return self._tokens(self._held_out.evaluation, number, rows)
 
     def documents(self, number: int, rows: Rows, held_out: bool = False) -> torch.Tensor:
-        """[rows, seq]: of which document each input token is part, counted from each row's first."""
+        """[rows, seq]: the document index of each input token, counted from 0 in each row."""
         window = self._held_out.evaluation if held_out else self._trained.train
         found = [text.documents(index, self.seq) for text, index in self._windows(window, number, rows)]
         return torch.from_numpy(np.stack(found))
@@ -69,12 +69,12 @@ class Batches:
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def _windows(self, window: Callable[[int], Window], number: int, rows: Rows) -> list[Window]:
-        numbers = range(*rows.indices(self.batch)) if isinstance(rows, slice) else rows
-        return [window(number * self.batch + row) for row in numbers]
+        indices = range(*rows.indices(self.batch)) if isinstance(rows, slice) else rows
+        return [window(number * self.batch + row) for row in indices]
 
 
 class _MixedSamples:
-    """Samples by number: which text each comes from, and its window there."""
+    """Maps a sample's number to its text and its window there."""
 
     def __init__(self, mixture: MixtureCorpus, seq: int, seed: int, held_out: float | None = None) -> None:
         self.texts = [text for text, _ in mixture.parts]

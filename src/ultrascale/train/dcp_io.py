@@ -1,7 +1,7 @@
-"""Parts of whole tensors, as torch.distributed.checkpoint writes and reads them: on disk, with a checksum each.
+"""Saves and loads tensor slices with torch.distributed.checkpoint, with a checksum for each.
 
-Files are torch's own format, which `torch.distributed.checkpoint` of any torch can read. Its index is a pickle: ours is read
-with the few classes that an index needs, and nothing else it may name.
+Files are in torch's format, which `torch.distributed.checkpoint` of any torch version can read. Its index is a pickle: it is
+unpickled with an allow-list of the few classes that an index needs.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import open_regular, read_bytes
 
 INDEX = ".metadata"
-LARGEST = 2**30  # bytes of the index, which is kept in memory
+LARGEST = 2**30  # bytes of the index, which is read into memory
 Sums = dict[str, list[tuple[int, int, int]]]
 """per file: offset, bytes and CRC-32 of each part in it"""
 
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """A rectangle of a whole tensor. The tensor itself is asked for when it is its turn."""
+    """A rectangular slice of a whole tensor. `tensor` is called when the slice is written or read."""
 
     shape: tuple[int, ...]
-    """of the whole"""
+    """shape of the whole tensor"""
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     tensor: Callable[[], torch.Tensor]
@@ -71,7 +71,7 @@ class TensorSlice:
     ) -> TensorSlice:
         return cls(shape, (0,) * len(shape), shape, tensor, dtype)
 
-    # The names by which torch.distributed.checkpoint knows objects that describe themselves.
+    # The protocol of torch.distributed.checkpoint for objects that describe their own chunks.
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
         chunk = ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.sizes))
         data = TensorWriteData(chunk, TensorProperties(dtype=self.dtype), torch.Size(self.shape))
@@ -97,7 +97,7 @@ class _LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        # The default looks into its objects for tensors to move; pieces are none.
+        # The default planner searches objects for tensors to move; a TensorSlice is not one.
         pieces = {f"{section}.{name}": piece for section, named in state_dict.items() for name, piece in named.items()}
         entries = metadata.state_dict_metadata if metadata is not None else {}
         for name, piece in pieces.items():
@@ -126,9 +126,9 @@ Pieces = dict[str, dict[str, TensorSlice]]
 
 
 def save(pieces: Pieces, folder: Path, commit: Callable[[Sums], None], group: ProcessGroup | None) -> None:
-    """Every rank writes its pieces; `commit(sums)` runs on the first rank once all are on the disk."""
+    """Every rank writes its pieces; `commit(sums)` runs on the first rank after all are on the disk."""
     writer = ShardWriter(folder, commit)
-    with _told():
+    with _unwrap_failures():
         dcp_save(pieces, storage_writer=writer, planner=_SavePlanner(), process_group=group, no_dist=group is None)
 
 
@@ -139,18 +139,18 @@ def load(
     group: ProcessGroup | None,
     moving: Callable[[], None] | None = None,
 ) -> None:
-    """Every rank reads its pieces into their tensors, whatever the pieces were when they were written.
+    """Every rank reads its pieces into their tensors, however the tensors were sliced when they were written.
 
-    `moving` is called with every part that was read.
+    `moving` is called after every part that was read.
     """
     reader = ShardReader(folder, sums, moving)
-    with _told():
+    with _unwrap_failures():
         dcp_load(pieces, storage_reader=reader, planner=_LoadPlanner(folder), process_group=group, no_dist=group is None)
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """A failure of any rank, on all of them, as what it was: a sentence, or the system's own word."""
+def _unwrap_failures() -> Iterator[None]:
+    """Raises the failure of any rank on all ranks as the original SpecError or OSError."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -164,13 +164,13 @@ def _told() -> Iterator[None]:
 
 @dataclass
 class _Stored(_StorageInfo):
-    """Where a part lies, with its checksum on the way to the rank that writes the index."""
+    """The location of a part and its checksum, sent to the rank that writes the index."""
 
     checksum: int = 0
 
 
 class ShardWriter(FileSystemWriter):
-    """One file a rank; `commit(sums)` is called once all are on the disk, on the rank that writes the index."""
+    """Writes one file per rank; `commit(sums)` is called on the rank that writes the index after all are on the disk."""
 
     def __init__(self, folder: Path, commit: Callable[[Sums], None]) -> None:
         super().__init__(folder, single_file_per_rank=True, overwrite=True)
@@ -206,27 +206,27 @@ class ShardWriter(FileSystemWriter):
 def _write(file: BinaryIO, name: str, item: WriteItem, planner: SavePlanner) -> WriteResult:
     tensor = planner.resolve_data(item)
     assert isinstance(tensor, torch.Tensor)
-    # A tensor that is part of a larger one would take all of that along.
-    apart = tensor.untyped_storage().nbytes() == tensor.nbytes
-    summed = _Summed(file)
+    # A view of a larger tensor would be saved with all of that tensor's storage.
+    owns_storage = tensor.untyped_storage().nbytes() == tensor.nbytes
+    summed = _ChecksumFile(file)
     try:
-        torch.save(tensor.detach().contiguous() if apart else tensor.detach().clone(), cast(IO[bytes], summed))
+        torch.save(tensor.detach().contiguous() if owns_storage else tensor.detach().clone(), cast(IO[bytes], summed))
     except RuntimeError:
-        # torch ends its archive even after a write that failed, and then raises its own error about the archive's length.
+        # After a failed write torch still closes its archive, and then raises its own error about the archive's length.
         if summed.error is not None:
             raise summed.error from None
         raise
     return WriteResult(item.index, summed.length, _Stored(name, summed.offset, summed.length, checksum=summed.checksum))
 
 
-class _Summed(io.RawIOBase):
-    """What is written goes on to a file, and into a checksum."""
+class _ChecksumFile(io.RawIOBase):
+    """A file that computes a checksum of what is written."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self.offset, self.length, self.checksum = file.tell(), 0, 0
         self.error: OSError | None = None
-        """the first one of the file"""
+        """the first error of the file"""
 
     def writable(self) -> bool:
         return True
@@ -242,7 +242,7 @@ class _Summed(io.RawIOBase):
 
 
 class ShardReader(FileSystemReader):
-    """Reads parts whose bytes are what was written; SpecError for any other."""
+    """Reads parts and verifies their checksums; raises SpecError for a mismatch."""
 
     def __init__(self, folder: Path, sums: Mapping[str, Any], moving: Callable[[], None] | None = None) -> None:
         super().__init__(folder)
@@ -260,14 +260,14 @@ class ShardReader(FileSystemReader):
         try:
             metadata = _IndexUnpickler(io.BytesIO(data)).load()
             problem = _problem(metadata) if isinstance(metadata, Metadata) else "it is of another kind"
-        except Exception as error:  # a pickle can hold any object in any field
+        except Exception as error:  # a pickle can contain any object in any field
             problem = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         if problem:
             raise SpecError(f"checkpoint {self.folder} has an index that cannot be used ({problem}): try another")
         return cast(Metadata, metadata)
 
     def _refuse_special(self, names: Iterable[str]) -> None:
-        """torch opens the files itself, and would wait for a FIFO."""
+        """Refuses files that are not regular: torch opens them itself, and would block on a FIFO."""
         for name in names:
             try:
                 open_regular(self.folder / name).close()
@@ -298,7 +298,7 @@ class ShardReader(FileSystemReader):
 
 
 def _problem(metadata: Metadata) -> str:
-    """What in an index is not as `save` writes it, in words; empty: nothing."""
+    """Describes what in an index is not as `save` writes it; empty if it is valid."""
     places: Mapping[Any, Any] = metadata.storage_data
     for name, entry in metadata.state_dict_metadata.items():
         if not _NAME.fullmatch(name) or not isinstance(entry, TensorStorageMetadata):

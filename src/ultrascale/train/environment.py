@@ -1,4 +1,4 @@
-"""env.json: the versions, command and settings of each launch of a run, and which settings a relaunch takes over."""
+"""env.json: the versions, command and settings of each launch of a run, and the settings that a relaunch inherits."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from ultrascale.train.request import Request
 
 FILE = "env.json"
-JOB_FIELDS = ("precision", "gradients")  # of the job, those that a resumed run may change
+JOB_FIELDS = ("precision", "gradients")  # fields of the job that a resumed run may change
 
 
 @dataclass(frozen=True)
 class LastLaunch:
-    """What the last launch of a run was asked for."""
+    """The settings of the last launch of a run."""
 
     resumed_from: str | None
     """the name of its checkpoint"""
@@ -33,7 +33,7 @@ class LastLaunch:
     checkpoint: Checkpointing
     job: dict[str, Any]
     changed: tuple[str, ...]
-    """what it was allowed to change, and did"""
+    """what it was allowed to change and changed"""
 
 
 def write(request: Request, run: Path, launch: str, resumed: bool) -> None:
@@ -66,7 +66,7 @@ def launch_of(run: Path) -> str:
 
 
 def last_launch(run: Path) -> LastLaunch | None:
-    """None where nothing can be read, or another version wrote it."""
+    """The last launch; None if the file cannot be read or was written by another version."""
     data = _read(run)
     try:
         training = build(Training, data["training"], "env.training")
@@ -78,7 +78,7 @@ def last_launch(run: Path) -> LastLaunch | None:
 
 
 def _earlier(run: Path) -> list[Any]:
-    """The launches until now, oldest first."""
+    """The earlier launches, oldest first."""
     before = _read(run)
     earlier = before.pop("earlier", [])
     return [*(earlier if isinstance(earlier, list) else []), before] if before else []

@@ -1,6 +1,6 @@
-"""Where a fused block's gates are computed: between products, or by them (kernels/gated_gemm.py).
+"""Autotunes where a fused block computes its gates: between the GEMMs, or in their epilogues (kernels/gated_gemm.py).
 
-Both are timed, once, for the job's own shape, and the faster is used.
+Both are timed once for the job's shape, and the faster is used.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from ultrascale.train.build import COMPUTE
 from ultrascale.train.kernels import why_not_fused
 from ultrascale.train.timing import TimedGraph, in_turns_ms
 
-ROUNDS, TURN_MS = 5, 100.0  # for as long as it takes until a card's power limit sets the clock, as it does in training
+ROUNDS, TURN_MS = 5, 100.0  # long enough for the power limit to set the clock, as it does in training
 SLACK = 1.02
-"""how much longer they may take within products: what is not moved through memory costs no power, which a step turns into a
-higher clock (3b on an H200: 8.55 ms either way, and a step 1 % faster)"""
+"""how much slower gates within GEMMs may be: avoided memory traffic saves power, which gives the rest of a step a higher clock
+(3b on an H200: 8.55 ms either way, and a step 1 % faster)"""
 
 
 @dataclass(frozen=True)
 class GateTimes:
-    """One layer's products around its gates, forward and backward."""
+    """Times of one layer's GEMMs with its gates, forward and backward."""
 
     between_ms: float | None
     within_ms: float | None
     failed: str = ""
-    """what quack said, where it is installed and does not run here"""
+    """the error of quack if it is installed but does not run here"""
 
     def __str__(self) -> str:
         if self.within_ms is None or self.between_ms is None:
@@ -50,7 +50,7 @@ class GateTimes:
 
 
 def fastest(job: Job, layout: Layout, training: Training, device: torch.device) -> GateTimes | None:
-    """None where there is nothing to choose: no GPU, no fused block with products in bf16 or fp16, no quack."""
+    """Times both; None if there is no choice: no GPU, no fused block with GEMMs in bf16 or fp16, no quack."""
     dtype = COMPUTE.get(job.precision)
     if device.type != "cuda" or dtype is None or gated_gemm.why_not(dtype) or why_not_fused(job, layout, training):
         return None
@@ -58,7 +58,7 @@ def fastest(job: Job, layout: Layout, training: Training, device: torch.device) 
 
 
 def timed(tokens: int, hidden: int, ffn: int, dtype: torch.dtype, device: torch.device) -> GateTimes | None:
-    """None: there is no memory for such products."""
+    """Times both for a shape; None if there is not enough memory."""
     try:
         with QUACK.raising():
             times = _times_ms(
@@ -66,7 +66,7 @@ def timed(tokens: int, hidden: int, ffn: int, dtype: torch.dtype, device: torch.
             )
     except torch.OutOfMemoryError:
         return None
-    except Exception as error:  # a compiler of its own, whose errors are of many kinds: a run does without it
+    except Exception as error:  # it has its own compiler, with errors of many classes: the run continues without it
         return GateTimes(None, None, one_line(error))
     finally:
         torch.cuda.empty_cache()
@@ -74,13 +74,13 @@ def timed(tokens: int, hidden: int, ffn: int, dtype: torch.dtype, device: torch.
 
 
 def _times_ms(
-    ways: dict[str, GatedMLPKernel], tokens: int, hidden: int, ffn: int, dtype: torch.dtype, device: torch.device
+    kernels: dict[str, GatedMLPKernel], tokens: int, hidden: int, ffn: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, float]:
-    def numbers(*shape: int) -> Tensor:
+    def randn(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=dtype, device=device)
 
-    x, grad, down = numbers(tokens, hidden), numbers(tokens, hidden), numbers(hidden, ffn)
-    gate_, up = numbers(2 * ffn, hidden).chunk(2)
+    x, grad, down = randn(tokens, hidden), randn(tokens, hidden), randn(hidden, ffn)
+    gate_, up = randn(2 * ffn, hidden).chunk(2)
 
     def forward_and_backward(gates: GatedMLPKernel) -> None:
         both, _ = gates.forward(x, gate_, up)
@@ -88,5 +88,5 @@ def _times_ms(
         gates.to_input(to_both, gate_, up)
         gates.to_weights(to_both, x)
 
-    recorded = {name: TimedGraph(partial(forward_and_backward, gates), device) for name, gates in ways.items()}
-    return in_turns_ms(recorded, ROUNDS, TURN_MS)
+    graphs = {name: TimedGraph(partial(forward_and_backward, gates), device) for name, gates in kernels.items()}
+    return in_turns_ms(graphs, ROUNDS, TURN_MS)

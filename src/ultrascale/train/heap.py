@@ -1,7 +1,7 @@
-"""Memory of the host that was freed goes back to the system; glibc's heap would keep it, in more pieces every step.
+"""Returns freed host memory to the system with malloc_trim; glibc's heap would keep it and fragment more in every step.
 
-Tensors of a few MiB live in that heap beside small things that outlive them, so its top never sinks: `mini` in two processes
-grew from 0.65 to 1.95 GiB in 150 steps. Mapping each tensor apart holds 0.57 GiB, but with nine times the time in the kernel.
+Tensors of a few MiB are in that heap between small objects that outlive them, so its top never sinks: `mini` in two processes
+grew from 0.65 to 1.95 GiB in 150 steps. Mapping each tensor separately takes 0.57 GiB, but nine times the time in the kernel.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import ctypes
 from collections.abc import Callable
 from functools import cache
 
-EVERY = 20  # steps: 1.08 GiB at the most in the same run, for 276 s of CPU time instead of 291, which is noise
+EVERY = 20  # steps: at most 1.08 GiB in the same run, with 276 s of CPU time instead of 291, which is noise
 
 
 @cache
 def _trim() -> Callable[[int], int] | None:
-    """glibc's own; other systems give memory back by themselves or have no such call."""
+    """glibc's malloc_trim; None on systems that return memory themselves or have no such call."""
     try:
         found: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError):
@@ -24,7 +24,7 @@ def _trim() -> Callable[[int], int] | None:
 
 
 def give_back() -> None:
-    """On a CPU, after every EVERY-th step."""
+    """Trims the heap; called on a CPU after every EVERY-th step."""
     trim = _trim()
     if trim is not None:
         trim(0)

@@ -1,7 +1,7 @@
-"""Where every rank says what it is doing, so that one that waits can tell for whom.
+"""Heartbeats: every rank publishes its status, so that a waiting rank can find the rank that blocks it.
 
-Local processes share memory that was mapped before they were forked; ranks of torchrun or Slurm share torch's store. A note
-carries a number of beats and no time of the reader's clock: a rank is silent when two looks find the same beat.
+Local processes share memory that was mapped before they were forked; ranks of torchrun or Slurm share torch's store. A status
+has a beat counter and no timestamp of the reader's clock: a rank is silent if two reads return the same beat.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 BEAT_S = 1.0
-BEATS_A_SECOND = 500.0  # of all ranks together: what a store is asked to take
-READERS = 8  # ranks that read everybody's notes when all are stuck in the same step
-STORE_TIMEOUT = timedelta(seconds=5)  # a store that does not answer is gone, and so is its host
+BEATS_A_SECOND = 500.0  # of all ranks together: the load limit of a store
+READERS = 8  # ranks that read the statuses of all ranks when all hang in the same step
+STORE_TIMEOUT = timedelta(seconds=5)  # a store that does not answer is lost, and so is its host
 KEYS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What one rank last said."""
+    """The last status of one rank."""
 
     step: int
     doing: str
     since: float
-    """seconds since the epoch at which it began with that"""
+    """when that began, in seconds since the epoch"""
     beat: int = 0
-    """grows as long as the rank's process lives and runs"""
+    """increases while the rank's process runs"""
 
     def __str__(self) -> str:
         at = time.strftime("%H:%M:%S", time.localtime(self.since))
@@ -42,21 +42,21 @@ class RankStatus:
 
 
 class Heartbeat(Protocol):
-    """What the watchdog writes and reads."""
+    """Storage of rank statuses that the watchdog writes and reads."""
 
     beat_s: float
-    """how often a rank should write that it lives"""
+    """interval at which a rank should write its beat"""
     immediate: bool
-    """writing costs no more than memory: every change may be written at once"""
+    """whether writing only costs a memory access, so that every change may be written at once"""
 
-    def write(self, rank: int, note: RankStatus) -> None: ...
+    def write(self, rank: int, status: RankStatus) -> None: ...
 
     def read(self, step: int) -> dict[int, RankStatus]:
-        """Every rank's note; nothing where enough other ranks read because of this step."""
+        """The status of every rank; empty if enough other ranks already read because of this step."""
 
 
 class SharedMemoryHeartbeat:
-    """One slot a rank in memory that forked processes share."""
+    """One slot per rank in memory that forked processes share."""
 
     beat_s, immediate = BEAT_S, True
     _slot = struct.Struct("<qqd104s")
@@ -65,10 +65,10 @@ class SharedMemoryHeartbeat:
         self._world = world
         self._memory = mmap.mmap(-1, world * self._slot.size)
 
-    def write(self, rank: int, note: RankStatus) -> None:
-        doing = note.doing.encode()[:104]
-        # A beat counts from 1 here: a slot of zeros is a rank that has said nothing.
-        self._slot.pack_into(self._memory, rank * self._slot.size, note.beat + 1, note.step, note.since, doing)
+    def write(self, rank: int, status: RankStatus) -> None:
+        doing = status.doing.encode()[:104]
+        # Beats count from 1 here: a slot of zeros is a rank that has not written yet.
+        self._slot.pack_into(self._memory, rank * self._slot.size, status.beat + 1, status.step, status.since, doing)
 
     def read(self, step: int = 0) -> dict[int, RankStatus]:
         found = {}
@@ -79,34 +79,34 @@ class SharedMemoryHeartbeat:
         return found
 
     def last(self, rank: int) -> str:
-        """What a rank said last, in words; nothing if it said nothing."""
-        note = self.read().get(rank)
-        return "" if note is None else str(note)
+        """The last status of a rank as text; empty if it has not written one."""
+        status = self.read().get(rank)
+        return "" if status is None else str(status)
 
 
 class StoreHeartbeat:
-    """One key a rank in the store that torch's processes met at."""
+    """One key per rank in the store of torch's rendezvous."""
 
     immediate = False
 
     def __init__(self, store: Store, world: int) -> None:
         from torch._C._distributed_c10d import PrefixStore
 
-        # A connection of its own: the main thread may wait in the other one.
+        # A separate connection: the main thread may be blocked in the other one.
         self._store = PrefixStore("ultrascale-heartbeat", store.clone())  # type: ignore[attr-defined]
         self._store.set_timeout(STORE_TIMEOUT)
         self._world = world
         self._tickets: dict[int, int] = {}
         self.beat_s = max(BEAT_S, world / BEATS_A_SECOND)
 
-    def write(self, rank: int, note: RankStatus) -> None:
-        self._store.set(str(rank), json.dumps([note.step, note.doing, note.since, note.beat]))
+    def write(self, rank: int, status: RankStatus) -> None:
+        self._store.set(str(rank), json.dumps([status.step, status.doing, status.since, status.beat]))
 
     def read(self, step: int) -> dict[int, RankStatus]:
         if self._ticket(step) > READERS:
             return {}
         found: dict[int, RankStatus] = {}
-        for ranks in _pieces(range(self._world), KEYS_AT_ONCE):
+        for ranks in _chunks(range(self._world), KEYS_AT_ONCE):
             keys = {rank: str(rank) for rank in ranks}
             if not self._store.check(list(keys.values())):
                 keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
@@ -121,10 +121,10 @@ class StoreHeartbeat:
         return self._tickets[step]
 
 
-def _pieces(ranks: range, size: int) -> Iterable[range]:
+def _chunks(ranks: range, size: int) -> Iterable[range]:
     return (ranks[start : start + size] for start in range(0, len(ranks), size))
 
 
 def silent(before: Mapping[int, RankStatus], now: Mapping[int, RankStatus]) -> list[int]:
-    """Ranks that have not beaten between two looks: stopped, dead or out of reach."""
-    return sorted(rank for rank, note in now.items() if rank in before and before[rank].beat == note.beat)
+    """Ranks whose beat did not change between two reads: stopped, dead or unreachable."""
+    return sorted(rank for rank, status in now.items() if rank in before and before[rank].beat == status.beat)

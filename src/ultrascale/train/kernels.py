@@ -1,4 +1,4 @@
-"""Which of our own kernels a rank runs, by job, layout and device. None of them changes what is computed."""
+"""Kernel selection: which of our kernels a rank runs, by job, layout and device. None of them changes what is computed."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from ultrascale.train.supported import left_in_bf16
 
 @dataclass(frozen=True)
 class Kernels:
-    """All of them off is the plain model, run operator by operator."""
+    """The selected kernels. With all off, the plain model runs eagerly."""
 
     fused: bool = False
-    """blocks with joined products and kernels between them (kernels/fused.py)"""
+    """blocks with joined GEMMs and fused kernels between them (kernels/fused.py)"""
     compiled: bool = False
-    """torch.compile for blocks and head, where they are not fused"""
+    """torch.compile for blocks and head that are not fused"""
     loss: bool = False
-    """the loss in chunks, with its gradients (kernels/loss.py)"""
+    """the loss in chunks, together with its gradients (kernels/loss.py)"""
     adamw: bool = False
-    """AdamW in one pass, masters in halves (kernels/adamw_triton.py, kernels/split_master.py)"""
+    """fused AdamW with split masters (kernels/adamw_triton.py, kernels/split_master.py)"""
     as_made: bool = False
-    """gradients stay as backward makes them (parallel/data.py)"""
+    """gradients stay in autograd's tensors, without buckets (SingleMicrobatchGrads in parallel/data.py)"""
     recorded: bool = False
-    """a step's launches as one (train/cuda_graphs.py)"""
+    """steps are CUDA graphs (train/cuda_graphs.py)"""
 
 
 def choose(job: Job, layout: Layout, training: Training, device: str) -> Kernels:
@@ -46,19 +46,19 @@ def choose(job: Job, layout: Layout, training: Training, device: str) -> Kernels
     return Kernels(
         fused=why_not_fused(job, layout, training) is None,
         compiled=compiled,
-        # fp16 must scale gradients before it makes them.
+        # fp16 must scale the loss before gradients are computed.
         loss=layout.tp == 1 and job.precision != "fp16" and not split,
         adamw=adamw,
-        # One micro-batch on one GPU: a gradient is added to nothing, and our AdamW reads it in any format.
+        # One micro-batch on one GPU: nothing is accumulated, and our AdamW reads gradients in any dtype.
         as_made=adamw and layout.gpus == layout.gas == 1,
         recorded=cuda_graphs.why_not(job, layout, training) is None,
     )
 
 
 def why_not_fused(job: Job, layout: Layout, training: Training) -> str | None:
-    """Why a GPU runs the plain blocks, compiled where it can be, and not the fused ones; None: it runs those.
+    """Why a GPU runs plain blocks, compiled if possible, instead of fused ones; None if it runs fused ones.
 
-    Fused ones drop by themselves all that selective recomputation would; full recomputation ends early only in plain ones.
+    Fused blocks already drop all that selective recomputation would; full recomputation stops early only in plain ones.
     """
     if training.kernels != "fused":
         return f"train.kernels is {training.kernels}"
@@ -78,7 +78,7 @@ def why_not_fused(job: Job, layout: Layout, training: Training) -> str | None:
 
 
 def expert_overlap(job: Job, layout: Layout, training: Training, device: str) -> ExpertOverlap:
-    """What experts compute while rows travel, chosen as the law does where it is not said."""
+    """What experts compute during the all-to-all; `auto` follows the cost model (cost/expert.py)."""
     if training.expert_overlap != "auto":
         return training.expert_overlap
     if device != "cuda" or layout.ep == 1 or job.model.moe is None:

@@ -1,4 +1,4 @@
-"""`train`: from a request to a finished run, in this process, in local ones, or as one rank of many."""
+"""`train`: runs a request in this process, in local processes, or as one rank of torchrun or Slurm."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 PLAN, MEASUREMENT, METRICS = "plan.yaml", "measurement.json", "metrics.jsonl"
 LOCK = ".lock"
-LONGEST_MEASURE_S = 60.0  # of a CPU, which takes some two seconds where nobody else uses it
+LONGEST_MEASURE_S = 60.0  # limit of a CPU's measurement, which takes about two seconds on an idle machine
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run that ended: what was asked, what was predicted, what was seen, and the folder that holds all of it."""
+    """A finished run: its request, prediction and outcome, and its folder."""
 
     request: Request
     predicted: Estimate | None
@@ -61,36 +61,36 @@ def train(
     quiet: bool = False,
     observe: Observe | None = None,
 ) -> Run | None:
-    """Trains and measures. `predict`: the machine, for an estimate to compare with; `observe`: makes who looks on.
+    """Trains and measures. `predict`: the machine, for an estimate to compare with; `observe`: creates the step hooks.
 
-    None on all ranks but the first.
+    Returns None on all ranks but the first.
     """
-    mine = rank_info_from_env() if nproc is None else None
-    here = mine or RankInfo()
+    env_rank = rank_info_from_env() if nproc is None else None
+    rank_info = env_rank or RankInfo()
     goes_on = False
-    if here.rank == 0 and out is not None:  # the others hear of it when they have met
-        again = is_restart(out, here)
-        if again and (found := checkpoint.newest(out)) is not None:
+    if rank_info.rank == 0 and out is not None:  # the others get it in a broadcast after the rendezvous
+        restart = is_restart(out, rank_info)
+        if restart and (found := checkpoint.newest(out)) is not None:
             request = replace(request, resume=found, weights=None)
             sys.stderr.write(f"started anew: going on from {found}\n")
-        goes_on = again or request.goes_on_in(out)
+        goes_on = restart or request.goes_on_in(out)
         if not goes_on:
             _refuse_used(out)
     peak = predicted = None
     if predict is not None:
         request = request.on(predict)
-        # A CPU's rate was measured, its peak is not known: utilisation would be of a guess.
+        # A CPU's rate was measured, but its peak is unknown, and so is the utilisation.
         peak = request.job.peak_flops if predict.gpu.name != "cpu" else None
-        predicted = estimate(request.job, request.layout) if here.rank == 0 else None
-    if here.rank == 0 and out is not None:
-        _room(request, out)
-    with _folder(out) if here.rank == 0 and out is not None else nullcontext():
-        if here.rank == 0 and out is not None:
-            # The settings first: a relaunch takes them over only if it resumes from the same checkpoint.
-            _write_folder(request, predicted, out, goes_on, here.launch)
+        predicted = estimate(request.job, request.layout) if rank_info.rank == 0 else None
+    if rank_info.rank == 0 and out is not None:
+        _check_disk_space(request, out)
+    with _folder(out) if rank_info.rank == 0 and out is not None else nullcontext():
+        if rank_info.rank == 0 and out is not None:
+            # The settings first: a relaunch inherits them only if it resumes from the same checkpoint.
+            _write_folder(request, predicted, out, goes_on, rank_info.launch)
             if request.goes_on_in(out):
-                request = _resuming(request, out)
-        outcome = _start(request, out, nproc, mine, peak, quiet, observe)
+                request = _record_rollback(request, out)
+        outcome = _start(request, out, nproc, env_rank, peak, quiet, observe)
     if outcome is None:
         return None
     if out is not None and outcome.measured is not None:
@@ -100,7 +100,7 @@ def train(
 
 @contextmanager
 def _folder(out: Path) -> Iterator[None]:
-    """The run's folder, for this launch alone; an error on the way says what the run can go on from."""
+    """Creates and locks the run's folder; adds the last checkpoint to the message of a RunError."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / LOCK).touch()
@@ -115,20 +115,20 @@ def _folder(out: Path) -> Iterator[None]:
             raise
 
 
-def _room(request: Request, out: Path) -> None:
-    """Refuses a disk that cannot hold one checkpoint, and warns of one that cannot hold all that are to be kept."""
+def _check_disk_space(request: Request, out: Path) -> None:
+    """Raises if one checkpoint does not fit on the disk; warns if all that will be kept do not."""
     if not request.checkpoint.save:
         return
     job, settings = request.job, request.checkpoint
     each = job.model.parameters * (4 + OPTIMIZER_STATE_BYTES[job.optimizer])
     last = math.inf if request.resume is None else checkpoint.step_of(request.resume)
-    free, here = free_bytes(out), sum(checkpoint.step_of(one) <= last for one in checkpoint.complete(out))
+    free, existing = free_bytes(out), sum(checkpoint.step_of(one) <= last for one in checkpoint.complete(out))
     if free < each:
         raise SpecError(
             f"a checkpoint of {job.model.name} takes {each / GIB:,.1f} GiB but {free / GIB:,.1f} GiB are free in {out}: "
             "make room, give another --out, or checkpoint.save=false"
         )
-    wanted = (settings.keep or 1) + 1 - here if settings.every else 1  # one more while it is written
+    wanted = (settings.keep or 1) + 1 - existing if settings.every else 1  # one more while it is written
     if free < wanted * each:
         sys.stderr.write(
             f"warning: {settings.keep or 'all'} checkpoints of {each / GIB:,.1f} GiB are to be kept in {out}, and one more "
@@ -136,8 +136,8 @@ def _room(request: Request, out: Path) -> None:
         )
 
 
-def _resuming(request: Request, out: Path) -> Request:
-    """Records a roll-back before anything else happens, and says what is set aside."""
+def _record_rollback(request: Request, out: Path) -> Request:
+    """Records a roll-back, if resuming needs one, before anything else happens, and prints what is set aside."""
     assert request.resume is not None
     source, rolled_back = rollback.record(out, request.resume)
     if rolled_back is not None:
@@ -145,18 +145,18 @@ def _resuming(request: Request, out: Path) -> Request:
     return replace(request, resume=source)
 
 
-def is_restart(out: Path, here: RankInfo) -> bool:
-    """Whether a launcher repeats the command that began the run in this folder: it goes on from what was kept."""
-    if here.restarted:
+def is_restart(out: Path, rank_info: RankInfo) -> bool:
+    """Whether a launcher repeats the command that started the run in this folder: then it resumes from the last checkpoint."""
+    if rank_info.restarted:
         return True
-    return bool(here.launch) and environment.launch_of(out) == here.launch
+    return bool(rank_info.launch) and environment.launch_of(out) == rank_info.launch
 
 
 def _start(
     request: Request,
     out: Path | None,
     nproc: int | None,
-    mine: RankInfo | None,
+    env_rank: RankInfo | None,
     peak: float | None,
     quiet: bool,
     observe: Observe | None,
@@ -167,13 +167,13 @@ def _start(
     from ultrascale.train.loop import Observer
     from ultrascale.train.run import described, run_rank
 
-    if mine is not None or request.layout.gpus == 1:
-        return run_rank(request, mine or RankInfo(), out, peak, quiet, observe=observe or Observer)
+    if env_rank is not None or request.layout.gpus == 1:
+        return run_rank(request, env_rank or RankInfo(), out, peak, quiet, observe=observe or Observer)
     world = request.layout.gpus
     heartbeat = SharedMemoryHeartbeat(world)
     arguments = (request, out, peak, quiet, heartbeat, observe or Observer)
     describe = partial(described, request.layout)
-    last_s = 2 * request.training.timeout_s  # a rank that is stopped after its last collective holds nobody else up
+    last_s = 2 * request.training.timeout_s  # a rank stopped after its last collective blocks no other, so no watchdog fires
     results: list[RunOutcome | None] = local.run(
         _local_rank, world, *arguments, heartbeat=heartbeat, describe=describe, stoppable=True, last_s=last_s
     )
@@ -198,7 +198,7 @@ def _local_rank(
 
 
 def import_torch() -> None:
-    """Before processes fork, so that none of them has to; a clear word where torch is missing."""
+    """Imports torch before processes fork, so that none of them has to; a clear error if torch is missing."""
     try:
         import torch._dynamo
         import torch.distributed.checkpoint  # noqa: F401
@@ -219,7 +219,7 @@ def _refuse_used(out: Path) -> None:
 
 
 def _write_folder(request: Request, predicted: Estimate | None, out: Path, goes_on: bool, launch: str) -> None:
-    # Where this machine's rates are not known, the plan keeps the estimate for the cluster it was made for.
+    # If this machine's rates are unknown, the plan has the estimate for the cluster that it was made for.
     plan = Plan(job=request.job, layout=request.layout, estimate=predicted or estimate(request.job, request.layout))
     plan.save(out / PLAN)
     import_torch()
@@ -227,17 +227,17 @@ def _write_folder(request: Request, predicted: Estimate | None, out: Path, goes_
 
 
 def has_gpu() -> bool:
-    """Without touching it: processes are forked later."""
+    """Whether there is a GPU, without initializing CUDA: processes are forked later."""
     from ultrascale.train.machine import gpu_names
 
     return bool(gpu_names())
 
 
 def machine(world: int, precision: str, timeout_s: float = 600.0) -> Cluster | None:
-    """This machine, for a prediction; None where its kind is unknown or has no number for that precision.
+    """This machine, for a prediction; None if its kind is unknown or has no peak for that precision.
 
-    Whatever goes wrong is a note: a run does not end for want of a prediction. `timeout_s`: of the run, whose other ranks may
-    be waiting.
+    Any error is only a note: a run does not fail for lack of a prediction. `timeout_s`: of the run, whose other ranks may be
+    waiting.
     """
     import_torch()
     from ultrascale.train.machine import detect

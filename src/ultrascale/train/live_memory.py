@@ -1,7 +1,7 @@
-"""What lives in memory, counted storage by storage: the peak of a step on a CPU, where no allocator keeps statistics.
+"""Live and peak memory of a step, counted by storage, for a CPU, whose allocator has no statistics.
 
-Storages are counted and not autograd's saved tensors: hooks on those do not see what selective checkpointing caches.
-Workspaces inside an operator's kernel and memory of Python, gloo or the thread pool are not seen.
+Storages are counted instead of autograd's saved tensors: hooks on those miss what selective checkpointing caches.
+Workspaces inside an operator's kernel and memory of Python, gloo or the thread pool are not counted.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ UNLABELLED = "activations"
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, follows every storage that an operator makes and those given to `track`, until they are freed.
+    """While active, tracks every storage that an operator allocates and those given to `track`, until they are freed.
 
-    `track` may be called again at any time to give a storage to another owner; gradients are caught as they are made with
-    `parameter.register_post_accumulate_grad_hook(lambda p: live.track([p.grad], "gradients"))`.
+    `track` may be called again at any time to assign a storage to another owner; gradients are assigned when they are computed
+    with `parameter.register_post_accumulate_grad_hook(lambda p: live.track([p.grad], "gradients"))`.
     """
 
     def __init__(self) -> None:
@@ -31,16 +31,16 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak = 0
         self.peak_by_owner: dict[str, int] = {}
         self._by_owner: dict[str, int] = {}
-        self._living: dict[int, _TrackedStorage] = {}
+        self._tracked: dict[int, _TrackedStorage] = {}
         self._end_resize: Callable[[], None] | None = None
 
     @property
     def by_owner(self) -> dict[str, int]:
-        """Owner → bytes now; owners of nothing are left out."""
+        """Current bytes by owner; owners without bytes are left out."""
         return {owner: size for owner, size in self._by_owner.items() if size}
 
     def track(self, tensors: Iterable[Tensor], owner: str) -> None:
-        """Count the storages of these tensors, those inside DTensors too, as the owner's."""
+        """Counts the storages of these tensors, including those inside DTensors, as the owner's."""
         for tensor in tensors:
             for plain in _plain(tensor):
                 self.follow(plain.untyped_storage(), owner)
@@ -59,7 +59,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._end_resize()
 
     def _begin(self) -> None:
-        """From here on operators are seen."""
+        """Starts to intercept operators."""
         super().__enter__()  # type: ignore[no-untyped-call]
 
     def _end(self, *failure: Any) -> None:
@@ -69,52 +69,52 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a DTensor first becomes operators on its local tensors: those come back here
+            return NotImplemented  # a DTensor is first decomposed into operators on its local tensors, which come back here
         result = func(*args, **(kwargs or {}))
         self.saw(func, args, kwargs or {}, result)
         return result
 
     def saw(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        """An operator has run."""
+        """Called after an operator has run."""
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
-            if (living := self._living.get(storage._cdata)) is not None:
-                self._resize(living, storage.nbytes())
+            if (tracked := self._tracked.get(storage._cdata)) is not None:
+                self._resize(tracked, storage.nbytes())
             elif func is torch.ops.aten.lift_fresh.default or not _among(storage, args, kwargs):
-                self.follow(storage)  # else a view of what was there before
+                self.follow(storage)  # otherwise it is a view of an argument
 
     def follow(self, storage: UntypedStorage, owner: str = UNLABELLED) -> None:
-        """Count it from now on, as this owner's."""
-        living = self._living.get(storage._cdata)
-        if living is None:
-            living = self._living[storage._cdata] = _TrackedStorage(storage, self._freed)
+        """Counts a storage from now on as this owner's."""
+        tracked = self._tracked.get(storage._cdata)
+        if tracked is None:
+            tracked = self._tracked[storage._cdata] = _TrackedStorage(storage, self._freed)
         else:
-            self._resize(living, 0)
-        living.owner = owner
-        self._resize(living, storage.nbytes())
+            self._resize(tracked, 0)
+        tracked.owner = owner
+        self._resize(tracked, storage.nbytes())
 
-    def _freed(self, living: weakref.ref[UntypedStorage]) -> None:
-        assert isinstance(living, _TrackedStorage)
-        self._resize(living, 0)
-        del self._living[living.key]
+    def _freed(self, tracked: weakref.ref[UntypedStorage]) -> None:
+        assert isinstance(tracked, _TrackedStorage)
+        self._resize(tracked, 0)
+        del self._tracked[tracked.key]
 
     def _resized(self, storage: UntypedStorage) -> None:
-        living = self._living.get(storage._cdata)
-        self.follow(storage, UNLABELLED if living is None else living.owner)
+        tracked = self._tracked.get(storage._cdata)
+        self.follow(storage, UNLABELLED if tracked is None else tracked.owner)
 
-    def _resize(self, living: _TrackedStorage, size: int) -> None:
-        more = size - living.size
+    def _resize(self, tracked: _TrackedStorage, size: int) -> None:
+        more = size - tracked.size
         if not more:
             return
-        living.size = size
+        tracked.size = size
         self.current += more
-        self._by_owner[living.owner] = self._by_owner.get(living.owner, 0) + more
+        self._by_owner[tracked.owner] = self._by_owner.get(tracked.owner, 0) + more
         if self.current > self.peak:
             self.reset_peak()
 
 
 class _TrackedStorage(weakref.ref[UntypedStorage]):
-    """A storage that is followed: torch keeps one Python object per storage, which ends when its memory does."""
+    """A weak reference to a storage: torch has one Python object per storage, which is deleted when its memory is freed."""
 
     __slots__ = ("key", "owner", "size")
 
@@ -128,14 +128,17 @@ class _TrackedStorage(weakref.ref[UntypedStorage]):
         return self
 
 
-def _on_resize(seen: Callable[[UntypedStorage], None]) -> Callable[[], None]:
-    """Call `seen` after each `storage.resize_`, by which FSDP2 frees and which is no operator; returns what ends it."""
+def _on_resize(callback: Callable[[UntypedStorage], None]) -> Callable[[], None]:
+    """Calls `callback` after each `storage.resize_`, with which FSDP2 frees memory and which is not an operator.
+
+    Returns a function that removes the callback.
+    """
     inherited = "resize_" not in vars(UntypedStorage)
     before = UntypedStorage.resize_
 
     def resize_(storage: UntypedStorage, size: int) -> Any:
         result = before(storage, size)
-        seen(storage)
+        callback(storage)
         return result
 
     UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
@@ -150,11 +153,11 @@ def _on_resize(seen: Callable[[UntypedStorage], None]) -> Callable[[], None]:
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors that hold a tensor's bytes: itself, or those inside a wrapper such as DTensor."""
+    """The tensors with a tensor's storage: itself, or those inside a wrapper such as DTensor."""
     if hasattr(tensor, "__tensor_flatten__"):
         parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         yield from _tensors([part for part in parts if isinstance(part, Tensor)])  # a DTensor's mesh is a part too
-    elif isinstance(tensor, FakeTensor) or tensor.device.type != "meta":  # where a fake one is costs as much as an operator
+    elif isinstance(tensor, FakeTensor) or tensor.device.type != "meta":  # a fake tensor's device costs as much as an operator
         yield tensor
 
 

@@ -1,4 +1,4 @@
-"""What a step reports, and where it goes: metrics.jsonl, TensorBoard, Weights & Biases, and a line on the screen."""
+"""Metrics of a step and their sinks: metrics.jsonl, TensorBoard, Weights & Biases, and a progress line."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from ultrascale.specs.folders import sync_folder
 from ultrascale.specs.layout import Layout
 
 FILE = "metrics.jsonl"
-FIRST_LINES = 5  # steps that a pipe shows one by one, so that a bad start is seen at once
+FIRST_LINES = 5  # steps that a pipe shows one by one, so that a bad start is visible at once
 REDRAW_S = 0.5
-RECENT = 20  # steps whose mean gives the time that is left
+RECENT = 20  # steps whose mean time gives the ETA
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step as seen by the user. The fields after `peak_gib` are written only where they are known."""
+    """The metrics of one optimizer step. The fields after `peak_gib` are written only if they are known."""
 
     step: int
     """steps completed, this one included"""
     tokens: int
-    """seen since the first step of the run"""
+    """trained on since the first step of the run"""
     loss: float
     grad_norm: float
     lr: float
     tokens_per_s_per_gpu: float
     mfu: float | None
-    """None where the peak of the hardware is unknown"""
+    """None if the peak of the hardware is unknown"""
     peak_gib: float | None
     data_wait_s: float | None = None
     step_time_s: float | None = None
@@ -46,20 +46,20 @@ class StepRecord:
     loss_scale: float | None = None
     eval_loss: float | None = None
     checkpoint_s: float | None = None
-    """how long training stood still for a checkpoint since the last row"""
+    """how long checkpoints have blocked training since the last row"""
     balance_loss: float | None = None
-    """of the experts, mean over sequences and layers; 1 is even"""
+    """mean over sequences and MoE layers; 1 is perfectly balanced"""
     expert_load: tuple[float, ...] | None = None
-    """per layer with experts, the tokens of the busiest expert over the mean"""
+    """per MoE layer, the tokens of the busiest expert divided by the mean"""
     expert_tokens: tuple[tuple[int, ...], ...] | None = None
-    """per layer with experts, how often each was chosen"""
+    """per MoE layer, the tokens of each expert"""
     expert_quantiles: tuple[tuple[int, ...], ...] | None = None
-    """in its place, where there are many: how often the idlest, those at the quartiles and the busiest were"""
+    """instead of `expert_tokens` if there are many experts: minimum, quartiles and maximum of the tokens per expert"""
     dropped_tokens: int | None = None
-    """choices of a token that met a full expert"""
+    """choices of a token dropped because the expert was at capacity"""
 
     def values(self) -> dict[str, Any]:
-        """Fields in order, as JSON holds them: what is not finite is null."""
+        """The fields in order, for JSON: values that are not finite are None."""
         known = {name: value for name, value in asdict(self).items() if value is not None or name in _ALWAYS}
         return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in known.items()}
 
@@ -69,7 +69,7 @@ _ALWAYS = ("step", "tokens", "loss", "grad_norm", "lr", "tokens_per_s_per_gpu", 
 
 
 class MetricsSink(Protocol):
-    """A place beside the file that takes records."""
+    """A destination of records other than the file."""
 
     def write(self, record: StepRecord) -> None: ...
 
@@ -77,13 +77,13 @@ class MetricsSink(Protocol):
 
 
 class MetricsLog:
-    """metrics.jsonl in a run's folder, one line per record and whole at any moment, and the sinks beside it."""
+    """Writes metrics.jsonl in a run's folder, one complete line per record, and the other sinks."""
 
     def __init__(self, folder: Path, resume_step: int | None = None, sinks: Iterable[MetricsSink] = ()) -> None:
-        """`resume_step`: of a resumed run, the step of its checkpoint: later rows are of steps that are repeated."""
+        """`resume_step`: the checkpoint's step of a resumed run; later rows are deleted, since their steps are repeated."""
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE
-        if self.path.exists() and not self.path.is_file():  # opening a FIFO would wait for a reader
+        if self.path.exists() and not self.path.is_file():  # opening a FIFO would block
             raise SpecError(f"{self.path} is not a regular file: move it away, or give another --out")
         if resume_step is not None and self.path.exists():
             write_rows(self.path, rows_through(self.path, resume_step))
@@ -97,7 +97,7 @@ class MetricsLog:
             sink.write(record)
 
     def sync(self) -> None:
-        """Flushes the rows to the disk: a checkpoint must not be there without the rows of its steps."""
+        """Flushes the rows to the disk: a checkpoint must not exist without the rows of its steps."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class MetricsLog:
 
 
 def rows_through(path: Path, step: int) -> list[str]:
-    """The lines of a metrics file up to this step; a line cut short by the end of its process is left out."""
+    """The lines of a metrics file up to this step, without a truncated last line."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
@@ -116,7 +116,7 @@ def rows_through(path: Path, step: int) -> list[str]:
 
 
 def write_rows(path: Path, rows: Iterable[str]) -> None:
-    """Replaces the file in one rename, with its bytes on the disk."""
+    """Replaces the file atomically, with its bytes synced to the disk."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.writelines(row + "\n" for row in rows)
@@ -127,7 +127,7 @@ def write_rows(path: Path, rows: Iterable[str]) -> None:
 
 
 def step_of_row(line: str) -> float:
-    """Infinity where the line is no record."""
+    """The step of a line; infinity if the line is not a record."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
@@ -163,7 +163,7 @@ class WandBSink:
 
 
 def open_sinks(names: Iterable[str], folder: Path, config: Mapping[str, Any]) -> list[MetricsSink]:
-    """The sinks of `train.log`, in its order; SpecError where one's package is not installed."""
+    """The sinks of `train.log`, in its order; SpecError if a package is not installed."""
     makers: dict[str, Callable[[], MetricsSink]] = {
         "tensorboard": lambda: TensorBoardSink(folder),
         "wandb": lambda: WandBSink(folder, config),
@@ -186,7 +186,7 @@ def _module(module: str, package: str) -> Any:
 
 
 class ProgressLine:
-    """Shows steps on a stream: on a terminal one line that is rewritten, in a pipe a line now and then."""
+    """Shows steps on a stream: one rewritten line on a terminal, a line now and then in a pipe."""
 
     def __init__(
         self, stream: TextIO, total: int, every: int | None = None, clock: Callable[[], float] = time.monotonic
@@ -230,7 +230,7 @@ class ProgressLine:
 
 
 def progress_line(record: StepRecord, total_steps: int, eta_s: float | None) -> str:
-    """`step 12/200 · loss 2.341 · norm 1.02 · …`; what is unknown is left out."""
+    """`step 12/200 · loss 2.341 · norm 1.02 · …`; unknown values are left out."""
     words = [f"step {record.step}/{total_steps}", f"loss {record.loss:.3f}"]
     if record.eval_loss is not None:
         words.append(f"eval {record.eval_loss:.3f}")
@@ -255,11 +255,11 @@ def progress_line(record: StepRecord, total_steps: int, eta_s: float | None) -> 
 
 
 def batch_line(layout: Layout, seq: int) -> str:
-    """The global batch in sequences and in tokens, and what it is made of."""
+    """The global batch in sequences and tokens, and its factors."""
     sequences = layout.mbs * layout.dp * layout.gas
     noun = "sequence" if sequences == 1 else "sequences"
-    made = f"mbs {layout.mbs} × dp {layout.dp} × gas {layout.gas}"
-    return f"batch: {sequences:,} {noun} × {seq} = {layout.batch_tokens(seq):,} tokens ({made})"
+    factors = f"mbs {layout.mbs} × dp {layout.dp} × gas {layout.gas}"
+    return f"batch: {sequences:,} {noun} × {seq} = {layout.batch_tokens(seq):,} tokens ({factors})"
 
 
 def duration(value_s: float) -> str:

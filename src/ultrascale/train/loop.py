@@ -1,6 +1,6 @@
-"""The steps of one rank, top to bottom: read, forward and backward, update, keep, evaluate, record.
+"""The training loop of one rank: read, forward and backward, update, evaluate, record, save.
 
-Rank 0 writes; all ranks compute the same numbers.
+Only rank 0 writes metrics; all ranks compute the same values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ultrascale.cost import flops
-from ultrascale.parallel.ranges import named
+from ultrascale.parallel.ranges import profile_range
 from ultrascale.specs.measurement import MeasuredMemory
 from ultrascale.specs.units import GIB
 from ultrascale.train import checkpoint, heap
@@ -32,7 +32,7 @@ from ultrascale.train.watchdog import Watchdog
 
 @dataclass
 class StepStats:
-    """What this rank saw of its steps."""
+    """Times and memory of this rank's steps."""
 
     step_s: list[float] = field(default_factory=list)
     optimizer_s: list[float] = field(default_factory=list)
@@ -48,53 +48,54 @@ class Observer:
         self.engine = engine
 
     def account(self, step: Callable[[], StepResult]) -> tuple[MeasuredMemory, StepResult]:
-        """Runs the one step whose memory is counted."""
+        """Runs the one step whose memory is measured."""
         return account(self.engine, step)
 
     def phase(self, step: int, doing: str) -> None:
-        """A phase of a step begins: reading, forward and backward, update, saving or evaluating."""
+        """Called when a phase of a step begins: reading, forward and backward, update, saving or evaluating."""
 
     def stepped(self) -> None:
-        """A step is over."""
+        """Called after each step."""
 
     def report(self) -> Any:
-        """What was seen, when all steps are done; every rank is asked, and rank 0's answer travels to who started the run."""
+        """Called on every rank after the last step; rank 0's result is returned to the process that started the run."""
 
 
 class Loop:
-    """Steps until all are done or somebody asks to stop; what is kept is kept on the way and at the end."""
+    """Runs steps until the last or until a stop signal; saves checkpoints on the way and at the end."""
 
     def __init__(
         self,
         engine: Engine,
         recorder: MetricsRecorder | None,
-        keeper: CheckpointManager | None,
+        checkpoints: CheckpointManager | None,
         signals: StopSignals,
         watchdog: Watchdog,
         observer: Observer | None = None,
     ) -> None:
         self.observer = observer or Observer(engine)
-        self.engine, self.recorder, self.checkpoints, self.signals, self.watchdog = engine, recorder, keeper, signals, watchdog
+        self.engine, self.recorder, self.checkpoints = engine, recorder, checkpoints
+        self.signals, self.watchdog = signals, watchdog
         self.watch = StepStats()
         self.done = 0
-        if keeper is not None:
-            keeper.moving = lambda: watchdog.waits_for_disk(self.done, "saving")
+        if checkpoints is not None:
+            checkpoints.moving = lambda: watchdog.waits_for_disk(self.done, "saving")
         self.stopped: str | None = None
         self._stalled = 0.0
 
     def at(self, step: int, doing: str) -> None:
-        """This rank begins a phase of a step."""
+        """Reports that this rank begins a phase of a step."""
         self.watchdog.at(step, doing)
         self.observer.phase(step, doing)
 
     def run(self, start: int) -> None:
         training = self.engine.training
         self.done = start
-        # The second step is the first with everything in place: states exist, buffers have been made.
+        # The second step is the first with all memory allocated: optimizer states and buffers exist.
         accounted = min(start + 1, training.steps - 1)
-        slowed = StepStats()  # by being followed: its times are no measurement
+        slowed = StepStats()  # of the step slowed by memory tracking: its times are discarded
         for number in range(start, training.steps):
-            self.engine.asked_to_stop = self.signals.asked is not None
+            self.engine.asked_to_stop = self.signals.received is not None
             if number == accounted:
                 self.watch.memory, result = self.observer.account(partial(self._step, number, slowed))
             else:
@@ -103,9 +104,9 @@ class Loop:
             self._after(result, slowed if number == accounted else self.watch)
             self.observer.stepped()
             if result.stop:
-                self.stopped = self.signals.asked or "another rank's signal"
+                self.stopped = self.signals.received or "another rank's signal"
                 break
-        if not self.watch.step_s:  # one step alone is all there is
+        if not self.watch.step_s:  # the run has only one step
             self.watch = replace(slowed, memory=self.watch.memory)
         if self.checkpoints is not None and self.done > start:
             self.at(self.done, "saving")
@@ -113,7 +114,7 @@ class Loop:
                 self.recorder.sync()
             self.checkpoints.save_final(self.done)
 
-    def _after(self, result: StepResult, seen: StepStats) -> None:
+    def _after(self, result: StepResult, stats: StepStats) -> None:
         training = self.engine.training
         held_out = None
         if training.eval_every and self.done % training.eval_every == 0:
@@ -121,9 +122,9 @@ class Loop:
             held_out = self.engine.evaluate(training.eval_batches)
         if self.recorder is not None:
             scale = self.engine.scale.value if self.engine.scale.used else None
-            self.recorder.record(self.done, result, seen, held_out, scale, self._stalled or None)
+            self.recorder.record(self.done, result, stats, held_out, scale, self._stalled or None)
         self._stalled = 0.0
-        # After the row of this step: a run that is killed once the checkpoint is there resumes after it and repeats no step.
+        # After this step's row is written: a run that is killed after the checkpoint resumes behind it and repeats no step.
         if (
             self.checkpoints is not None
             and self.checkpoints.settings.due(self.done)
@@ -142,7 +143,7 @@ class Loop:
         engine.mesh.clock.take()
         start = time.perf_counter()
         self.at(number + 1, "reading")
-        with named("reading"):
+        with profile_range("reading"):
             batch = engine.read(number)
         read = time.perf_counter()
         self.at(number + 1, "forward and backward")
@@ -151,7 +152,7 @@ class Loop:
         waits = engine.mesh.clock.take()
         stalled = self.checkpoints.wait_for_copy() if self.checkpoints is not None else 0.0
         self.at(number + 1, "update")
-        with named("optimizer"):
+        with profile_range("optimizer"):
             result = self._update(number, loss)
         end = time.perf_counter()
         self._stalled += stalled
@@ -167,12 +168,12 @@ class Loop:
         except NotFiniteError as error:
             if self.checkpoints is None or number == 0:
                 raise
-            self.checkpoints.save_final(number)  # the weights are still good
+            self.checkpoints.save_final(number)  # the weights are still finite
             raise NotFiniteError(f"{error}. They are kept in {checkpoint.newest(self.checkpoints.run)}") from None
 
 
 class MetricsRecorder:
-    """Rank 0's book: metrics.jsonl, other sinks, the line on the screen."""
+    """Writes rank 0's metrics: metrics.jsonl, other sinks, the progress line."""
 
     def __init__(self, request: Request, out: Path | None, peak_flops: float | None, quiet: bool, start: int = 0) -> None:
         """`start`: steps done before this launch."""
@@ -189,12 +190,12 @@ class MetricsRecorder:
         self,
         done: int,
         result: StepResult,
-        seen: StepStats,
+        stats: StepStats,
         eval_loss: float | None,
         loss_scale: float | None,
         checkpoint_s: float | None,
     ) -> None:
-        step_s, data_s, loads = seen.step_s[-1], seen.data_s[-1], result.loads
+        step_s, data_s, loads = stats.step_s[-1], stats.data_s[-1], result.loads
         rate = self.tokens / step_s / self.request.layout.gpus
         record = StepRecord(
             step=done,
@@ -232,7 +233,7 @@ class MetricsRecorder:
 
 
 def peak_bytes() -> int:
-    """The most this process has held: of the GPU's memory, or resident in the host's."""
+    """Peak memory of this process: allocated on the GPU, or resident on the host."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024

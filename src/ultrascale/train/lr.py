@@ -1,4 +1,4 @@
-"""The learning rate of a step: a pure function of the Training and the step's number."""
+"""Learning-rate schedules: a pure function of the Training and the step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ultrascale.specs.training import Training
 
 
 def learning_rate(training: Training, step: int) -> float:
-    """Of the update that step `step` makes, counted from 0: linear warm-up, then the schedule down to lr × min_lr_ratio.
+    """The learning rate of step `step`, counted from 0: linear warm-up, then the schedule down to lr × min_lr_ratio.
 
     Warm-up begins at lr / warmup, not at 0, so that no step is wasted. The last step has the lowest rate.
     """

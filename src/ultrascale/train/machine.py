@@ -1,6 +1,6 @@
-"""What this machine is, as a Cluster: its GPUs by name, or its CPU by a measurement of some two seconds (train/rates.py).
+"""Detects this machine as a Cluster: its GPUs by name, or its CPU by a measurement of about two seconds (train/rates.py).
 
-GPUs are asked for through nvidia-smi, so that CUDA is not initialised here: the caller forks its ranks afterwards.
+GPUs are queried with nvidia-smi, so that CUDA is not initialized here: the caller forks its ranks afterwards.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ultrascale.specs.units import GIB
 from ultrascale.specs.validate import build
 from ultrascale.train.rates import CPURates, LinkRate, cores, in_new_thread, link_rate, rates_of
 
-# What nvidia-smi calls the parts whose numbers we have. PCIe cards, and others of a family, have their own peaks: not here.
+# nvidia-smi's names of the GPUs in our presets. PCIe cards and other variants have different peaks and are not listed.
 KINDS = {
     r"V100-SXM\d-32GB": "v100",
     r"T4": "t4",
@@ -48,14 +48,14 @@ KINDS = {
     r"GeForce RTX 4090": "rtx4090",
     r"GeForce RTX 5090": "rtx5090",
 }
-_ASK = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+_QUERY = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def detect(nproc: int, timeout_s: float = 240.0) -> Cluster:
     """This machine with one process per GPU, or with `nproc` processes on its CPU; SpecError for a GPU of unknown kind.
 
-    `timeout_s`: of a CPU's measurement.
+    `timeout_s`: limit of a CPU's measurement.
     """
     names = gpu_names()
     if not names:
@@ -71,9 +71,9 @@ def detect(nproc: int, timeout_s: float = 240.0) -> Cluster:
 
 
 def gpu_names() -> list[str]:
-    """NVIDIA's GPUs that a process started now would see, by their product names."""
+    """Product names of the NVIDIA GPUs visible to a process started now."""
     try:
-        answer = subprocess.run(_ASK, capture_output=True, text=True, timeout=30, check=True)
+        answer = subprocess.run(_QUERY, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
     names = [line.strip() for line in answer.stdout.splitlines() if line.strip()]
@@ -83,7 +83,7 @@ def gpu_names() -> list[str]:
     chosen = [word.strip() for word in visible.split(",") if word.strip()]
     if all(word.isdigit() for word in chosen):
         return [names[int(word)] for word in chosen if int(word) < len(names)]
-    return names[: len(chosen)]  # named by UUID: the kinds of one machine are alike as a rule
+    return names[: len(chosen)]  # given by UUID: the GPUs of one machine are usually of one kind
 
 
 def kind_of_gpu(name: str) -> str:
@@ -101,8 +101,8 @@ _measured: dict[int, Cluster] = {}  # by the number of processes
 
 
 def cpu_rates(nproc: int, timeout_s: float) -> tuple[CPURates, LinkRate]:
-    """What each of `nproc` processes gets of this CPU while all work, in the mean, and what two of them exchange."""
-    import ultrascale.model.transformer  # before the processes fork, so that none of them has to
+    """The mean rates of `nproc` processes that use this CPU at once, and the rate of the link between two of them."""
+    import ultrascale.model.transformer  # imported before the processes fork, so that none of them has to
     import ultrascale.parallel.comm  # noqa: F401
     from ultrascale.parallel.local import run
 
@@ -112,7 +112,7 @@ def cpu_rates(nproc: int, timeout_s: float) -> tuple[CPURates, LinkRate]:
 
 
 def cpu_cluster(nproc: int, rates: CPURates, link: LinkRate, memory: float) -> Cluster:
-    """The measured numbers as a GPU kind called `cpu`, of which a step gets all: they are no data sheet."""
+    """The measured rates as a GPU kind called `cpu`, with efficiencies of 1: they are measurements, not a data sheet."""
     together = f"measured here with {nproc} processes at work on {cores()} cores"
     bandwidth, between = rates.stream_bytes_s / 1e9, link.bytes_s / 1e9
     sources = {
@@ -159,7 +159,7 @@ def _efficiency(nproc: int, rates: CPURates, link: LinkRate) -> Efficiency:
         link_bandwidth=1.0,
         network_bandwidth=1.0,
         network_latency_s=min(1.0, link.latency_s),
-        overlap=0.9 if nproc < cores() else 0.0,  # a transfer needs a core of its own to hide on
+        overlap=0.9 if nproc < cores() else 0.0,  # a transfer needs its own core to overlap
         host_link=1.0,
         step_overhead_s=0.0,
         context_gib=0.0,
@@ -173,7 +173,7 @@ def _share(part: float, whole: float) -> float:
 
 
 def memory_bytes() -> float:
-    """Main memory, or less where a control group allows less."""
+    """Main memory, or the limit of the control group if that is less."""
     least = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     for file in map(Path, _LIMITS):
         text = file.read_text().strip() if file.is_file() else ""

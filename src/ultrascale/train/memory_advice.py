@@ -1,4 +1,4 @@
-"""When memory runs out: whose it was by the plan, what was held, and the nearest layouts that fit, as words to append."""
+"""The report of an out-of-memory error: memory by owner as planned, memory in use, and the nearest layouts that fit."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ if TYPE_CHECKING:
 
     from ultrascale.parallel.mesh import RankCoordinates
 
-SHOWN = 3  # layouts that are offered
-TRIED_LAST = 200  # of all other ways to cut, when no few changes are enough
-SURE = 0.9  # of the peak that was predicted and ran out: what is offered must stay below that too
-_ASKED = re.compile(r"(?:[Tt]ried to allocate|you tried to allocate) ([\d.]+) ?(bytes|KiB|MiB|GiB)")
+SHOWN = 3  # layouts that are suggested
+TRIED_LAST = 200  # other layouts that are tried if up to three changes are not enough
+SURE = 0.9  # suggested layouts must stay below this share of the predicted peak that ran out of memory
+_REQUESTED = re.compile(r"(?:[Tt]ried to allocate|you tried to allocate) ([\d.]+) ?(bytes|KiB|MiB|GiB)")
 _UNITS = {"bytes": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Of a GPU's allocator, of the host's, or of Python itself."""
+    """Whether an error is out-of-memory: of a GPU's allocator, of the host's, or of Python."""
     return type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
 
 @dataclass(frozen=True)
 class MemoryAtFailure:
-    """What there was when memory ran out, in bytes; None is unknown."""
+    """Memory in bytes at the failure; None is unknown."""
 
     total: float
     """of the device, or of the host that all its processes share"""
     free: float | None = None
     allocated: float | None = None
-    """on a GPU: tensors at their most"""
+    """on a GPU: peak of allocated tensors"""
     reserved: float | None = None
-    """on a GPU: what the allocator had taken for them"""
+    """on a GPU: peak of memory reserved by the allocator"""
     resident: float | None = None
-    """on a CPU: this process's"""
+    """on a CPU: peak resident memory of this process"""
 
     def __str__(self) -> str:
         parts = [
@@ -61,8 +61,8 @@ class MemoryAtFailure:
         return ", ".join([*parts, f"{left}of {_size(self.total)}"])
 
 
-def held(device: torch.device) -> MemoryAtFailure:
-    """Ask before anything is freed."""
+def current_memory(device: torch.device) -> MemoryAtFailure:
+    """Memory in use; call it before anything is freed."""
     import torch
 
     if device.type == "cuda":
@@ -75,19 +75,19 @@ def held(device: torch.device) -> MemoryAtFailure:
     return MemoryAtFailure(memory_bytes(), resident=peak)
 
 
-def out_of_memory(request: Request, step: int, error: str, seen: MemoryAtFailure, place: RankCoordinates) -> str:
-    """The whole report. `request` should be on the machine that ran out (`Request.on`)."""
+def out_of_memory(request: Request, step: int, error: str, memory: MemoryAtFailure, place: RankCoordinates) -> str:
+    """The whole report. `request` should be on the machine that ran out of memory (`Request.on`)."""
     predicted = estimate(request.job, request.layout)
     stage = predicted.memory[place.pp]
     owners = ", ".join(f"{owner} {_size(size)}" for owner in OWNERS if (size := getattr(stage.memory, owner)))
-    asked = _asked(error)
+    requested = _requested_bytes(error)
     words = place.words(request.layout)
     where = f"rank {place.rank(request.layout)}" + (f" ({words})" if words else "")
-    more = f": {_size(asked)} more were asked for" if asked is not None else ""
-    limit_gib = _limit(request, predicted, seen)
+    more = f": {_size(requested)} more were asked for" if requested is not None else ""
+    limit_gib = _limit(request, predicted, memory)
     lines = [
         f"{where} ran out of memory at step {step}{more}.",
-        f"Held: {seen}.",
+        f"Held: {memory}.",
         f"By the plan stage {place.pp} with {stage.layers} layers peaks at {_size(stage.memory.total)}, at the {stage.moment}: "
         f"{owners}.",
     ]
@@ -96,10 +96,10 @@ def out_of_memory(request: Request, step: int, error: str, seen: MemoryAtFailure
     return "\n".join([*lines, *_advice(request, predicted, limit_gib)])
 
 
-def _limit(request: Request, predicted: Estimate, seen: MemoryAtFailure) -> float:
-    """GiB that a layout may need: what there is, and clearly less than what has just run out."""
+def _limit(request: Request, predicted: Estimate, memory: MemoryAtFailure) -> float:
+    """GiB that a suggested layout may need: at most what there is, and clearly less than the layout that ran out."""
     sharing = request.layout.gpus if request.job.cluster.gpu.name == "cpu" else 1  # processes share the host
-    return min(request.job.cluster.gpu.memory_gib, seen.total / sharing / GIB, SURE * predicted.peak_gib)
+    return min(request.job.cluster.gpu.memory_gib, memory.total / sharing / GIB, SURE * predicted.peak_gib)
 
 
 def _advice(request: Request, predicted: Estimate, limit_gib: float) -> Iterator[str]:
@@ -124,7 +124,7 @@ def _advice(request: Request, predicted: Estimate, limit_gib: float) -> Iterator
 
 
 def _rounds(request: Request) -> Iterator[list[Layout]]:
-    """Layouts one change away, then two, then three; then all other ways to cut, with everything that saves memory."""
+    """Layouts one change away, then two, then three; then all other layouts, with everything that saves memory."""
     changes = list(_changes(request))
     for together in (1, 2, 3):
         named = [fields for fields in combinations(changes, together) if _disjoint(fields)]
@@ -136,7 +136,7 @@ def _rounds(request: Request) -> Iterator[list[Layout]]:
 
 
 def _changes(request: Request) -> Iterator[dict[str, Any]]:
-    """What saves memory, one field at a time; dp and gas follow."""
+    """Changes of one field that save memory; dp and gas are adjusted."""
     layout = request.layout
     mbs = layout.mbs
     while mbs % 2 == 0:
@@ -163,22 +163,22 @@ def _disjoint(changes: tuple[dict[str, Any], ...]) -> bool:
 
 
 def _legal(request: Request, changes: list[dict[str, Any]]) -> list[Layout]:
-    found = dict.fromkeys(layout for fields in changes if (layout := _followed(request, fields)) is not None)
+    found = dict.fromkeys(layout for fields in changes if (layout := _adjusted(request, fields)) is not None)
     return [layout for layout in found if supported.layout_problem(request.job, layout, request.training) is None]
 
 
-def _followed(request: Request, fields: dict[str, Any]) -> Layout | None:
-    """The layout with these fields, as many processes and the same batch; None where that does not divide."""
+def _adjusted(request: Request, fields: dict[str, Any]) -> Layout | None:
+    """The layout with these fields, the same number of processes and the same batch; None if that does not divide."""
     layout = request.layout.model_copy(update=fields)
     dp, rest = divmod(request.layout.gpus, layout.tp * layout.pp * layout.cp)
     if rest or not dp or request.job.sequences % (dp * layout.mbs):
         return None
-    follows: dict[str, Any] = {"dp": dp, "gas": request.job.sequences // (dp * layout.mbs)}
+    adjusted: dict[str, Any] = {"dp": dp, "gas": request.job.sequences // (dp * layout.mbs)}
     if dp != request.layout.dp:
-        follows["zero_shards"] = None
+        adjusted["zero_shards"] = None
     if dp * layout.cp == 1:
-        follows |= {"zero": 0, "keep_gathered": False}
-    return layout.model_copy(update=follows)
+        adjusted |= {"zero": 0, "keep_gathered": False}
+    return layout.model_copy(update=adjusted)
 
 
 def _changed(before: Layout, after: Layout) -> dict[str, Any]:
@@ -186,12 +186,12 @@ def _changed(before: Layout, after: Layout) -> dict[str, Any]:
 
 
 def _words(before: Layout, after: Layout) -> str:
-    """Every field that differs: later words on a command line win over earlier ones."""
+    """Overrides for every field that differs: later words on a command line take precedence."""
     return " ".join(f"layout.{name}={str(value).lower()}" for name, value in _changed(before, after).items())
 
 
-def _asked(error: str) -> float | None:
-    found = _ASKED.search(error)
+def _requested_bytes(error: str) -> float | None:
+    found = _REQUESTED.search(error)
     return None if found is None else float(found[1]) * _UNITS[found[2]]
 
 

@@ -1,7 +1,7 @@
-"""Whose memory is whose on this rank: the bytes of a step by owner, as the Estimate counts them.
+"""Measures the memory of a step on this rank by owner (parameters, gradients, …), with the Estimate's definitions.
 
-On a CPU every storage is followed through one step; on a GPU the allocator tells the peak, states are counted, and what is
-left is activations.
+On a CPU every storage is tracked through one step; on a GPU the allocator reports the peak, states are counted, and the rest
+is activations.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ T = TypeVar("T")
 
 
 def account(engine: Engine, step: Callable[[], T], live: LiveBytes | None = None) -> tuple[MeasuredMemory, T]:
-    """Runs `step`, one whole training step, and says what was alive at its peak, beside what the step returned.
+    """Runs `step`, one whole training step, and returns the memory by owner at its peak, and the result of the step.
 
-    `live`: who follows it on a CPU, where somebody wants to see more of it.
+    `live`: the tracker to use on a CPU, for a caller that needs more of its results.
     """
-    return _followed(engine, step, live or LiveBytes()) if engine.mesh.device.type == "cpu" else _allocated(engine, step)
+    return _by_storages(engine, step, live or LiveBytes()) if engine.mesh.device.type == "cpu" else _by_allocator(engine, step)
 
 
 def states(engine: Engine) -> dict[str, list[torch.Tensor]]:
-    """Tensors that outlive a step, by owner; what an offload put on the host is not the device's."""
+    """Tensors that outlive a step, by owner, without those offloaded to the host."""
     layout, device = engine.mesh.layout, engine.mesh.device
-    # ZeRO-3's shards are the parameters, unless a gathered copy or another format computes.
+    # ZeRO-3's shards are the parameters, unless a gathered copy or another dtype is used in forward.
     shards_compute = layout.zero == 3 and not layout.keep_gathered and engine.job.precision == "fp32"
     found: dict[str, list[torch.Tensor]] = {owner: [] for owner in OWNERS}
     for weight in engine.weights:
@@ -49,8 +49,8 @@ def states(engine: Engine) -> dict[str, list[torch.Tensor]]:
     for chunk in engine.pipeline.chunks.values():
         found["gradients"] += chunk.gradients.held()
         if isinstance(chunk.gradients, FSDPGrads):
-            kept = layout.zero < 3 or layout.keep_gathered
-            found["parameters" if kept else "buffers"] += chunk.gradients.gathered()
+            stays_gathered = layout.zero < 3 or layout.keep_gathered
+            found["parameters" if stays_gathered else "buffers"] += chunk.gradients.gathered()
     if layout.offload != "none":
         found["optimizer"], found["master"] = [], []
         if device.type == "cpu" and layout.offload == "parameters":
@@ -58,21 +58,21 @@ def states(engine: Engine) -> dict[str, list[torch.Tensor]]:
     return found
 
 
-def _followed(engine: Engine, step: Callable[[], T], live: LiveBytes) -> tuple[MeasuredMemory, T]:
+def _by_storages(engine: Engine, step: Callable[[], T], live: LiveBytes) -> tuple[MeasuredMemory, T]:
     hooks = []
     with live:
         for owner, tensors in states(engine).items():
             live.track(tensors, owner)
         for chunk in engine.pipeline.chunks.values():
             if isinstance(chunk.gradients, FSDPGrads):
-                # Whole gradients on their way into the scatter; ZeRO-1 keeps them from one micro-batch to the next, in the
-                # format that meets.
-                kept = "gradients" if engine.mesh.layout.zero == 1 and engine.mesh.layout.gas > 1 else "buffers"
-                fresh = kept if not chunk.gradients.converts else "buffers"
-                hooks += [_watch(parameter, partial(_made, live, fresh)) for parameter in chunk.gradients.unsharded()]
-                if engine.mesh.layout.gas == 1:  # nothing was added up before: what a layer's scatter leaves is its gradients
-                    hooks += [_watch(parameter, partial(_made, live, "gradients")) for parameter in chunk.gradients.shards()]
-                _label_kept(chunk.gradients, live, kept)
+                # Unsharded gradients before the reduce-scatter; ZeRO-1 accumulates them over micro-batches, in the reduce
+                # dtype.
+                unsharded = "gradients" if engine.mesh.layout.zero == 1 and engine.mesh.layout.gas > 1 else "buffers"
+                new = unsharded if not chunk.gradients.converts else "buffers"
+                hooks += [_hook(parameter, partial(_track, live, new)) for parameter in chunk.gradients.unsharded()]
+                if engine.mesh.layout.gas == 1:  # nothing was accumulated before: the reduce-scatter's output is the gradient
+                    hooks += [_hook(parameter, partial(_track, live, "gradients")) for parameter in chunk.gradients.shards()]
+                _label_accumulated(chunk.gradients, live, unsharded)
         live.reset_peak()
         result = step()
     for hook in hooks:
@@ -86,49 +86,49 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _label_kept(gradients: FSDPGrads, live: LiveBytes, owner: str) -> None:
-    """What one micro-batch left, shards or whole, are gradients to the next one; FSDP2 makes them out of sight of any hook."""
+def _label_accumulated(gradients: FSDPGrads, live: LiveBytes, owner: str) -> None:
+    """Labels accumulated gradients, sharded or not, after each micro-batch: FSDP2 computes them without calling hooks."""
     after_backward = gradients.after_backward
 
     def after(last: bool, split: bool) -> None:
         after_backward(last, split)
         live.track(gradients.held(), "gradients")
-        # No hook sees weight gradients that were put off, where they stay in the format in which they were made.
-        put_off = [parameter.grad for parameter in gradients.unsharded() if split and parameter.grad is not None]
-        live.track([*gradients.accumulated(), *put_off], owner)
+        # Hooks do not fire for deferred weight gradients, which stay in the dtype of backward.
+        deferred = [parameter.grad for parameter in gradients.unsharded() if split and parameter.grad is not None]
+        live.track([*gradients.accumulated(), *deferred], owner)
 
     gradients.after_backward = after  # type: ignore[method-assign]
 
 
-def _watch(parameter: torch.Tensor, seen: Callable[[torch.Tensor], None]) -> RemovableHandle:
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(seen)  # type: ignore[no-untyped-call]
+def _hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     return handle
 
 
-def _made(live: LiveBytes, owner: str, parameter: torch.Tensor) -> None:
+def _track(live: LiveBytes, owner: str, parameter: torch.Tensor) -> None:
     if parameter.grad is not None:
         live.track([parameter.grad], owner)
 
 
-def _allocated(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T]:
+def _by_allocator(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T]:
     device, sizes = engine.mesh.device, dict.fromkeys(OWNERS, 0)
     torch.cuda.reset_peak_memory_stats(device)
 
-    def look() -> None:
-        sizes.update({owner: max(sizes[owner], size) for owner, size in _held(engine).items()})
+    def sample() -> None:
+        sizes.update({owner: max(sizes[owner], size) for owner, size in _current(engine).items()})
 
-    with _looking(engine, look):
+    with _sampling(engine, sample):
         result = step()
     torch.cuda.synchronize(device)
-    look()
+    sample()
     peak = torch.cuda.max_memory_allocated(device)
     reserved = torch.cuda.max_memory_reserved(device)
     rest = peak - sum(sizes.values())
     return MeasuredMemory(**{**sizes, "activations": max(0, rest), "runtime": reserved - peak}), result
 
 
-def _held(engine: Engine) -> dict[str, int]:
-    """Bytes now, by owner."""
+def _current(engine: Engine) -> dict[str, int]:
+    """Current bytes by owner."""
     found = states(engine)
     if engine.mesh.layout.zero == 1:
         for chunk in engine.pipeline.chunks.values():
@@ -137,19 +137,19 @@ def _held(engine: Engine) -> dict[str, int]:
 
 
 @contextmanager
-def _looking(engine: Engine, look: Callable[[], None]) -> Iterator[None]:
-    """Looks before and after every backward: what ZeRO gathers and adds up is there then, and gone at the end of the step."""
+def _sampling(engine: Engine, sample: Callable[[], None]) -> Iterator[None]:
+    """Samples before and after every backward: ZeRO's gathered and accumulated tensors exist then, not after the step."""
     sharded = [chunk.gradients for chunk in engine.pipeline.chunks.values() if isinstance(chunk.gradients, FSDPGrads)]
 
-    def beside(inner: Callable[..., None]) -> Callable[..., None]:
+    def then_sample(inner: Callable[..., None]) -> Callable[..., None]:
         def outer(*args: Any, **kwargs: Any) -> None:
             inner(*args, **kwargs)
-            look()
+            sample()
 
         return outer
 
     for gradients in sharded:
-        vars(gradients).update({name: beside(getattr(gradients, name)) for name in ("before_backward", "after_backward")})
+        vars(gradients).update({name: then_sample(getattr(gradients, name)) for name in ("before_backward", "after_backward")})
     try:
         yield
     finally:
@@ -159,6 +159,6 @@ def _looking(engine: Engine, look: Callable[[], None]) -> Iterator[None]:
 
 
 def _bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
-    """Each storage once."""
+    """Total bytes, each storage counted once."""
     storages = {tensor.untyped_storage()._cdata: tensor for tensor in map(_local, tensors) if tensor.device == device}
     return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())

@@ -1,6 +1,6 @@
-"""The optimizer on this rank's part of the weights: fp32 masters, global norm, clipping, learning rate, loss scale.
+"""The optimizer on this rank's shards: fp32 masters, global norm, clipping, learning rate, loss scale.
 
-Every layout ends here with the same thing: a list of local tensors, their gradients, and the axis over which norms add up.
+Its input is the same in every layout: a list of local tensors, their gradients, and the axis over which norms are summed.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ from ultrascale.parallel.shards import Shard
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
 from ultrascale.specs.training import Training
-from ultrascale.train.cuda_graphs import CUDAGraphPool, recorded
+from ultrascale.train.cuda_graphs import CUDAGraphPool, graphed
 
 
 @dataclass
 class Weight:
-    """One parameter as this rank steps it."""
+    """One parameter's shard on this rank, with master and gradient."""
 
     shard: Shard
     parameter: nn.Parameter
     local: torch.Tensor
-    """what computes, or its shard"""
+    """the tensor used in forward, or its ZeRO shard"""
     master: torch.Tensor
-    """what the optimizer steps: `local` itself in fp32, a copy of its own, or the lower halves of numbers whose upper is it"""
+    """what the optimizer steps: `local` itself in fp32, an fp32 copy, or the lower halves of fp32 values, `local` the upper"""
     owner: GradientReducer
     offsets: tuple[int, ...]
-    """where `local` begins in the whole parameter"""
+    """offsets of `local` in the whole parameter"""
     counted: bool
-    """in the norm: one of equal copies is"""
+    """whether it counts in the gradient norm: one of several equal copies does"""
 
     @property
     def gradient(self) -> torch.Tensor:
-        return self.owner.of(self.parameter)
+        return self.owner.grad_for(self.parameter)
 
     @property
     def is_split(self) -> bool:
         return self.master.dtype == torch.int16
 
     def exact(self) -> torch.Tensor:
-        """The fp32 values: the master itself where it is whole."""
+        """The fp32 values: the master itself unless it is split."""
         return split_master.join(self.local, self.master) if self.is_split else self.master
 
     @torch.no_grad()
     def set(self, values: torch.Tensor) -> None:
-        """Master and copy become these fp32 values."""
+        """Sets master and `local` to these fp32 values."""
         if self.is_split:
             upper, rest = split_master.split(values.to(self.local.device))
             self.local.copy_(upper)
@@ -65,7 +65,7 @@ class Weight:
             self.local.copy_(self.master)
 
 
-# What each optimizer keeps beside the weights, by the names that torch gives it.
+# The states of each optimizer, by torch's names.
 MOMENTS: dict[str, tuple[str, ...]] = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "sgd-momentum": ("momentum_buffer",),
@@ -81,22 +81,22 @@ class Optimizer:
         job: Job,
         training: Training,
         mesh: Mesh,
-        in_one_pass: bool = False,
-        tape: CUDAGraphPool | None = None,
+        fused: bool = False,
+        graphs: CUDAGraphPool | None = None,
     ) -> None:
         self.weights, self.training, self.mesh = list(weights), training, mesh
-        self.inner = None if in_one_pass else _inner(self.weights, job, training)
-        """torch's optimizer; None: our own kernel steps"""
+        self.inner = None if fused else _inner(self.weights, job, training)
+        """torch's optimizer; None: the fused AdamW kernel steps"""
         self.moments = MOMENTS[job.optimizer]
         self.state: MutableMapping[torch.Tensor, dict[str, Any]] = defaultdict(dict) if self.inner is None else self.inner.state
         self.updates = 0
-        self.norm = recorded(self._norm, tape)
-        self._now = torch.zeros(4, device=mesh.device)
-        """what our own kernel reads anew in each step"""
-        self._pass = recorded(self._one_pass, tape)
+        self.norm = graphed(self._norm, graphs)
+        self._step_inputs = torch.zeros(4, device=mesh.device)
+        """inputs of the fused kernel that change in each step"""
+        self._fused_step = graphed(self._launch_fused_step, graphs)
 
     def _norm(self) -> torch.Tensor:
-        """The norm of the whole gradient, the same number on every rank of every layout."""
+        """The norm of the whole gradient, the same value on every rank of every layout."""
         counted = [weight.gradient for weight in self.weights if weight.counted and weight.gradient.numel()]
         squares = torch.zeros((), device=self.mesh.device)
         if counted and self.inner is None:
@@ -113,70 +113,71 @@ class Optimizer:
     def step(self, learning_rate: float, factor: float = 1.0) -> None:
         """One update with the gradients times `factor`."""
         if self.inner is None:
-            self._step_in_one_pass(learning_rate, factor)
+            self._step_fused(learning_rate, factor)
             return
         if factor != 1.0:
             self.scale_gradients(factor)
         for group in self.inner.param_groups:
             group["lr"] = learning_rate
-        for portion in self._portions():
-            for weight in portion:
+        for weights in self._groups():
+            for weight in weights:
                 weight.master.grad = weight.gradient.to(weight.master)
-            self.inner.step()  # of those that have a gradient
-            for weight in portion:
+            self.inner.step()  # skips weights without a gradient
+            for weight in weights:
                 weight.master.grad = None
         self.updates += 1
-        apart = [weight for weight in self.weights if weight.master is not weight.local]
-        if apart:
+        copied = [weight for weight in self.weights if weight.master is not weight.local]
+        if copied:
             with torch.no_grad():
-                torch._foreach_copy_([weight.local for weight in apart], [weight.master for weight in apart])
+                torch._foreach_copy_([weight.local for weight in copied], [weight.master for weight in copied])
 
-    def _portions(self) -> list[list[Weight]]:
-        """All weights, or where gradients are not in their masters' format as many at a time as the largest has elements:
-        copies of all would be as large as the masters.
+    def _groups(self) -> list[list[Weight]]:
+        """Groups of weights to step together: all, or, if gradients need a cast to fp32, as many as the largest has elements.
+
+        Casts of all gradients at once would take as much memory as the masters.
         """
         if all(weight.gradient.dtype == weight.master.dtype for weight in self.weights):
             return [self.weights]
-        most = max(weight.master.numel() for weight in self.weights)
-        portions, size = [list[Weight]()], 0
+        largest = max(weight.master.numel() for weight in self.weights)
+        groups, size = [list[Weight]()], 0
         for weight in self.weights:
             size += weight.master.numel()
-            if portions[-1] and size > most:
-                portions.append([])
+            if groups[-1] and size > largest:
+                groups.append([])
                 size = weight.master.numel()
-            portions[-1].append(weight)
-        return portions
+            groups[-1].append(weight)
+        return groups
 
-    def _step_in_one_pass(self, learning_rate: float, factor: float) -> None:
+    def _step_fused(self, learning_rate: float, factor: float) -> None:
         from ultrascale.kernels import adamw_triton
 
         self.updates += 1
-        now = adamw_triton.changing(factor, learning_rate, (self.training.beta1, self.training.beta2), self.updates)
-        self._now.copy_(now.pin_memory() if self._now.is_cuda else now, non_blocking=True)
-        self._pass()
+        inputs = adamw_triton.changing(factor, learning_rate, (self.training.beta1, self.training.beta2), self.updates)
+        self._step_inputs.copy_(inputs.pin_memory() if self._step_inputs.is_cuda else inputs, non_blocking=True)
+        self._fused_step()
 
-    def _one_pass(self) -> None:
+    def _launch_fused_step(self) -> None:
         from ultrascale.kernels import adamw_triton
 
         training = self.training
         for weight in self.weights:
             moments = self.state[weight.master]
             if not moments:
-                moments.update(self._nothing(weight))
+                moments.update(self._zero_moments(weight))
             adamw_triton.step(
                 weight.master,
                 weight.gradient.contiguous(),
                 moments["exp_avg"],
                 moments["exp_avg_sq"],
                 weight.local if weight.master is not weight.local else None,
-                self._now,
+                self._step_inputs,
                 decay=training.weight_decay if weight.shard.decays else 0.0,
                 betas=(training.beta1, training.beta2),
                 eps=training.eps,
             )
 
-    def _nothing(self, weight: Weight) -> dict[str, torch.Tensor]:
-        """Moments before the first update, in fp32 beside masters of either kind."""
+    def _zero_moments(self, weight: Weight) -> dict[str, torch.Tensor]:
+        """Moments before the first update, in fp32 also for split masters."""
         return {name: torch.zeros_like(weight.master, dtype=torch.float32) for name in self.moments}
 
     def moment(self, weight: Weight, name: str) -> torch.Tensor:
@@ -185,29 +186,29 @@ class Optimizer:
         return moment
 
     def continued(self, updates: int) -> None:
-        """As after so many updates, with moments of zero for whoever fills them."""
+        """Sets the state to that after `updates` updates, with zero moments for the caller to fill."""
         self.updates = updates
         if not updates:
             return
         for weight in self.weights:
             state = self.state[weight.master]
-            state.update(self._nothing(weight))
+            state.update(self._zero_moments(weight))
             if "exp_avg" in self.moments:
                 state["step"] = torch.tensor(float(updates), device=weight.master.device)
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Brings what computes up to its masters."""
+        """Copies the masters to the tensors used in forward."""
         for weight in self.weights:
             if weight.master is not weight.local and not weight.is_split:
                 weight.local.copy_(weight.master)
 
     def state_tensors(self) -> list[torch.Tensor]:
-        """Moments, for the account of memory."""
+        """The moments, for the memory report."""
         states = self.state.values()
         return [value for state in states for value in state.values() if isinstance(value, torch.Tensor) and value.dim()]
 
-    def unfinished(self) -> str | None:
+    def first_not_finite(self) -> str | None:
         """The first parameter whose gradient is not finite."""
         return next((w.shard.name for w in self.weights if not bool(torch.isfinite(w.gradient).all())), None)
 
@@ -220,7 +221,7 @@ def _inner(weights: list[Weight], job: Job, training: Training) -> torch.optim.O
     groups = [group for group in groups if group["params"]]
     if job.optimizer == "adamw":
         betas = (training.beta1, training.beta2)
-        # Fused on either device: twice as fast, and without copies of every weight on the way.
+        # Fused on either device: twice as fast, and without temporary copies of every weight.
         return torch.optim.AdamW(groups, lr=training.lr, betas=betas, eps=training.eps, fused=True)
     if job.optimizer in ("sgd", "sgd-momentum"):
         momentum = training.beta1 if job.optimizer == "sgd-momentum" else 0.0
@@ -229,7 +230,7 @@ def _inner(weights: list[Weight], job: Job, training: Training) -> torch.optim.O
 
 
 class LossScale:
-    """fp16's range ends at 6·10⁻⁸: the loss is scaled up so that small gradients survive, down when large ones overflow."""
+    """Dynamic loss scale: fp16's smallest value is 6·10⁻⁸, so the loss is scaled up for small gradients, down on overflow."""
 
     def __init__(self, training: Training, used: bool) -> None:
         self.value = training.loss_scale if used else 1.0

@@ -1,4 +1,4 @@
-"""How a run ended, as its first rank tells the process that started it."""
+"""The result of a run, sent from rank 0 to the process that started it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ultrascale.specs.measurement import Measurement
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """Where it ended, what was seen, what is kept."""
+    """The last step, the measurement and the last checkpoint of a run."""
 
     step: int
     """steps done"""
     measured: Measurement | None
-    """None where the run was stopped"""
+    """None if the run was stopped"""
     stopped: str | None = None
     """the signal that asked it to end"""
     kept: Path | None = None
     """the checkpoint of that step"""
     observed: Any = None
-    """what somebody saw who looked on"""
+    """the result of `Observer.report`"""

@@ -1,4 +1,4 @@
-"""A rank's part of each step's batch, read while the step before it computes: a slow disk then costs nothing."""
+"""Prefetches a rank's part of the next batch in a thread while the current step computes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Read = TypeVar("Read")
 
 
 class BatchPrefetcher(Generic[Read]):
-    """`take(n)` is `read(n)`, begun in a thread when `take(n - 1)` was called. Nothing is read from `end` on."""
+    """`take(n)` returns `read(n)`, started in a thread by `take(n - 1)`. Nothing is prefetched from `end` on."""
 
     def __init__(self, read: Callable[[int], Read], end: int) -> None:
         self._read, self._end = read, end
@@ -20,11 +20,11 @@ class BatchPrefetcher(Generic[Read]):
         self._error: BaseException | None = None
 
     def take(self, number: int) -> Read:
-        found = self._read(number) if self._number != number else self._waited()
+        found = self._read(number) if self._number != number else self._join()
         self._begin(number + 1)
         return found
 
-    def _waited(self) -> Read:
+    def _join(self) -> Read:
         assert self._thread is not None
         self._thread.join()
         if self._error is not None:
@@ -43,5 +43,5 @@ class BatchPrefetcher(Generic[Read]):
     def _work(self, number: int) -> None:
         try:
             self._found = self._read(number)
-        except BaseException as error:  # raised where it is asked for
+        except BaseException as error:  # raised by `take`
             self._error = error

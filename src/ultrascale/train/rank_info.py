@@ -1,7 +1,4 @@
-"""How many processes there are and which one this is: torchrun's variables, Slurm's, or local processes of our own.
-
-Environment variables are read here and nowhere else.
-"""
+"""Rank, world size and rendezvous address of this process, from the variables of torchrun or Slurm."""
 
 from __future__ import annotations
 
@@ -12,63 +9,64 @@ from dataclasses import dataclass, replace
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.validate import shown
 
-MOST_RANKS = 2**24  # far more than any cluster has, and small enough for torch's 32 bits
+MOST_RANKS = 2**24  # more than any cluster has, and within torch's 32 bits
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """One process's place among all."""
+    """Rank and world size of one process, global and on its node."""
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0
     local_world: int = 1
     address: str = "env://"
-    """what torch.distributed takes as init_method, or `agent://host:port`: the store of torchrun's first agent"""
+    """an init_method of torch.distributed, or `agent://host:port`: the store of torchrun's first agent"""
     launch: str = ""
-    """the same for every attempt of one launch; empty where there is one attempt"""
+    """identifies the launch, the same for all its attempts; empty if there is only one attempt"""
     restarted: bool = False
-    """the launcher says that this is not the first attempt"""
+    """whether the launcher has restarted this process"""
 
 
 def rank_info_from_env(environment: Mapping[str, str] | None = None) -> RankInfo | None:
-    """The rank that torchrun or srun gave this process; None: it was started by hand."""
-    given = os.environ if environment is None else environment
-    if "RANK" in given and "WORLD_SIZE" in given:
-        found = _from(given, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "env://")
-        return _of_torchrun(found, given)
-    if "SLURM_PROCID" in given and given.get("SLURM_NTASKS", "1") != "1":
-        address = _slurm_address(given)
-        found = _from(given, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", address)
-        again = given.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
-        launch = f"slurm {given.get('SLURM_JOB_ID', '')}.{given.get('SLURM_STEP_ID', '0')}"  # a requeued job keeps its number
-        return replace(found, launch=launch, restarted=again)
+    """The rank that torchrun or srun gave this process; None if neither started it."""
+    env = os.environ if environment is None else environment
+    if "RANK" in env and "WORLD_SIZE" in env:
+        found = _read(env, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "env://")
+        return _from_torchrun(found, env)
+    if "SLURM_PROCID" in env and env.get("SLURM_NTASKS", "1") != "1":
+        address = _slurm_address(env)
+        found = _read(env, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", address)
+        is_restart = env.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
+        # A requeued job has the same number.
+        launch = f"slurm {env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '0')}"
+        return replace(found, launch=launch, restarted=is_restart)
     return None
 
 
-def _of_torchrun(found: RankInfo, given: Mapping[str, str]) -> RankInfo:
-    again = given.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
-    if "MASTER_PORT" in given:  # torch reads it too, and names no variable when it cannot
-        _port(given)
-    if given.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return replace(found, restarted=again)
-    place = f"{given.get('MASTER_ADDR', '127.0.0.1')}:{given.get('MASTER_PORT', '0')}"
-    launch = f"torchrun {given.get('TORCHELASTIC_RUN_ID', '')} {place}"
-    return replace(found, address=f"agent://{place}", launch=launch, restarted=again)
+def _from_torchrun(found: RankInfo, env: Mapping[str, str]) -> RankInfo:
+    is_restart = env.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
+    if "MASTER_PORT" in env:  # torch reads it too, but its error names no variable
+        _port(env)
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return replace(found, restarted=is_restart)
+    endpoint = f"{env.get('MASTER_ADDR', '127.0.0.1')}:{env.get('MASTER_PORT', '0')}"
+    launch = f"torchrun {env.get('TORCHELASTIC_RUN_ID', '')} {endpoint}"
+    return replace(found, address=f"agent://{endpoint}", launch=launch, restarted=is_restart)
 
 
-def _from(given: Mapping[str, str], rank: str, world: str, local_rank: str, local_world: str, address: str) -> RankInfo:
-    total = _number(given, world, 1, MOST_RANKS, least=1)
-    mine = _number(given, rank, 0, MOST_RANKS)
-    if not mine < total:
-        raise SpecError(f"the environment's {rank} is {mine} but must be less than {world} = {total}: start with torchrun")
-    here = _number(given, local_world, total, MOST_RANKS, least=1)
-    return RankInfo(mine, total, _number(given, local_rank, mine, MOST_RANKS), here, address)
+def _read(env: Mapping[str, str], rank: str, world: str, local_rank: str, local_world: str, address: str) -> RankInfo:
+    total = _number(env, world, 1, MOST_RANKS, least=1)
+    own_rank = _number(env, rank, 0, MOST_RANKS)
+    if not own_rank < total:
+        raise SpecError(f"the environment's {rank} is {own_rank} but must be less than {world} = {total}: start with torchrun")
+    local = _number(env, local_world, total, MOST_RANKS, least=1)
+    return RankInfo(own_rank, total, _number(env, local_rank, own_rank, MOST_RANKS), local, address)
 
 
-def _number(given: Mapping[str, str], name: str, default: int, most: int, least: int = 0) -> int:
-    """A whole number in ASCII digits: `str.isdigit` alone takes '²', which `int` does not."""
-    text = given.get(name, str(default))
+def _number(env: Mapping[str, str], name: str, default: int, most: int, least: int = 0) -> int:
+    """A whole number in ASCII digits: `str.isdigit` alone accepts '²', which `int` rejects."""
+    text = env.get(name, str(default))
     if not (text.isascii() and text.isdigit() and len(text) <= 20 and least <= int(text) <= most):
         raise SpecError(
             f"the environment's {name} is {shown(text)} but must be a whole number from {least} to {most}, such as "
@@ -77,14 +75,14 @@ def _number(given: Mapping[str, str], name: str, default: int, most: int, least:
     return int(text)
 
 
-def _port(given: Mapping[str, str]) -> int:
-    return _number(given, "MASTER_PORT", 29500, 65_535, least=1)
+def _port(env: Mapping[str, str]) -> int:
+    return _number(env, "MASTER_PORT", 29500, 65_535, least=1)
 
 
-def _slurm_address(given: Mapping[str, str]) -> str:
-    """The first node of the job step, and a port that two jobs on one node do not share."""
-    host = given.get("MASTER_ADDR") or given.get("SLURM_LAUNCH_NODE_IPADDR") or _first_host(given.get("SLURM_NODELIST", ""))
-    port = _port(given) if given.get("MASTER_PORT") else 20000 + _number(given, "SLURM_JOB_ID", 0, 2**63) % 20000
+def _slurm_address(env: Mapping[str, str]) -> str:
+    """The first node of the job step, and a port that differs between jobs on one node."""
+    host = env.get("MASTER_ADDR") or env.get("SLURM_LAUNCH_NODE_IPADDR") or _first_host(env.get("SLURM_NODELIST", ""))
+    port = _port(env) if env.get("MASTER_PORT") else 20000 + _number(env, "SLURM_JOB_ID", 0, 2**63) % 20000
     return f"tcp://{host}:{port}"
 
 

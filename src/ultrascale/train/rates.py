@@ -1,6 +1,6 @@
-"""What a CPU gives a training step, measured in some two seconds: products, passes, operators, attention, and gloo's link.
+"""Measures a CPU's rates in about two seconds: GEMMs, memory passes, operator overhead, attention, and gloo's link.
 
-All processes measure at once, as ranks work at once, and everything in turns, of which the middle one counts: a neighbour who
+All processes measure at once, as ranks run at once. Everything is measured in turns and the median counts: another process that
 takes a core for a while disturbs all rates alike.
 """
 
@@ -17,25 +17,25 @@ from ultrascale.cost import host
 from ultrascale.cost.attention import BACKWARD_FLOPS, SCORES_BACKWARD
 from ultrascale.specs.model import Model
 
-_SIDE = 512  # of the products
+_SIDE = 512  # of the GEMMs
 # The attention that is timed, with wide heads and with narrow ones.
 _ROW, _HEADS, _WIDE, _NARROW = 512, 4, 128, 8
-# Tokens with which a layer takes what its operators take, and with which passes take what their bytes take; how wide these are.
+# Tokens at which a layer's time is operator overhead, tokens at which memory passes are bandwidth-bound, and their width.
 _FEW, _MANY, _WIDTH = 8, 1024, 256
-_LAYERS = 4  # so many that what begins a backward pass is little beside them
-# Bytes of a token that these pass over, its gradient's two sums among them.
+_LAYERS = 4  # enough that the start of a backward pass is negligible
+# Bytes per token that these passes read and write, including the two sums of its gradient.
 _PASSED = (
     4
     * _WIDTH
     * (host.NORM_FORWARD + host.NORM_BACKWARD + 2 * host.ROTATED + host.GATED_FORWARD + host.GATED_BACKWARD + 2 * host.SUM)
 )
-_LARGE = 2**18  # numbers that processes exchange: the activations of a small model
+_LARGE = 2**18  # elements of the all-reduce: the activations of a small model
 _TURNS, _EACH_S = 5, 0.02
 
 
 @dataclass(frozen=True)
 class CPURates:
-    """What one process gets while all of them work, or the mean of that over the processes."""
+    """Rates of one process while all of them run, or their mean over the processes."""
 
     products_flops: float
     stream_bytes_s: float
@@ -57,10 +57,10 @@ def cores() -> int:
 
 
 def in_new_thread(rank: int, nproc: int, store: str, measure: Callable[[int, int, str], object]) -> object:
-    """What `measure` finds, in a forked process whose parent may have computed with several threads.
+    """Runs `measure` in a new thread of a forked process whose parent may have computed with several threads.
 
-    libgomp keeps a thread's workers by that thread. The one that forked still has the parent's in the child, where they do not
-    run: its next operator on several threads would wait for them for ever. A new thread has none and starts its own.
+    libgomp has a worker pool per thread. The thread that forked still has the parent's pool in the child, where its workers do
+    not run: its next multi-threaded operator would wait for them for ever. A new thread starts its own pool.
     """
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(measure, rank, nproc, store).result()
@@ -72,15 +72,15 @@ def rates_of(rank: int, nproc: int, store: str) -> CPURates:
 
     torch.set_num_threads(max(1, cores() // nproc))
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
-    todo = actions()
-    turns = [one_turn(todo) for _ in range(_TURNS + 1)][1:]  # the first warms up
+    timed = actions()
+    turns = [one_turn(timed) for _ in range(_TURNS + 1)][1:]  # the first warms up
     dist.barrier()
     dist.destroy_process_group()
-    return from_times({name: median(turn[name] for turn in turns) for name in todo})
+    return from_times({name: median(turn[name] for turn in turns) for name in timed})
 
 
 def actions() -> dict[str, Callable[[], object]]:
-    """What is timed, by name."""
+    """The actions that are timed, by name."""
     import torch
 
     matrix = torch.randn(_SIDE, _SIDE)
@@ -93,30 +93,30 @@ def actions() -> dict[str, Callable[[], object]]:
     }
 
 
-def one_turn(todo: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Seconds of each action; all processes work at once, as ranks do."""
+def one_turn(timed: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Seconds of each action; all processes run it at once, as ranks do."""
     import torch.distributed as dist
 
-    took = {}
-    for name, action in todo.items():
+    times_s = {}
+    for name, action in timed.items():
         dist.barrier()
-        took[name] = seconds_each(action, _EACH_S)
-    return took
+        times_s[name] = seconds_each(action, _EACH_S)
+    return times_s
 
 
-def from_times(took: dict[str, float]) -> CPURates:
-    """Of a score's time what grows with the width of a head is products, the rest softmax."""
-    scores = _HEADS * _ROW**2  # one block of keys: the kernel skips nothing of what the mask hides
-    wide, narrow = ((took[f"forward {width}"], took[f"both {width}"]) for width in (_WIDE, _NARROW))
+def from_times(times_s: dict[str, float]) -> CPURates:
+    """The part of attention's time that grows with the head width is GEMMs, the rest is softmax."""
+    scores = _HEADS * _ROW**2  # one block of keys: the kernel skips no masked scores
+    wide, narrow = ((times_s[f"forward {width}"], times_s[f"both {width}"]) for width in (_WIDE, _NARROW))
     forward_s, both_s = (
         max(one - other, 0.1 * one) * _WIDE / (_WIDE - _NARROW) for one, other in zip(wide, narrow, strict=True)
     )
     softmax_s = max(narrow[1] - both_s * _NARROW / _WIDE, 0.1 * narrow[1]) / (1 + SCORES_BACKWARD)
     flops = 4 * scores * _WIDE
     return CPURates(
-        products_flops=2 * _SIDE**3 / took["product"],
-        stream_bytes_s=(_MANY - _FEW) * _PASSED / max(took["passes"] - took["few"], 0.1 * took["passes"]),
-        operator_s=took["layers"] / _LAYERS / (host.FORWARD + host.BACKWARD),
+        products_flops=2 * _SIDE**3 / times_s["product"],
+        stream_bytes_s=(_MANY - _FEW) * _PASSED / max(times_s["passes"] - times_s["few"], 0.1 * times_s["passes"]),
+        operator_s=times_s["layers"] / _LAYERS / (host.FORWARD + host.BACKWARD),
         attention_forward_flops=flops / forward_s,
         attention_backward_flops=BACKWARD_FLOPS * flops / max(both_s - forward_s, 0.1 * both_s),
         softmax_scores_s=scores / softmax_s,
@@ -124,7 +124,7 @@ def from_times(took: dict[str, float]) -> CPURates:
 
 
 def _small_layers() -> Callable[[], object]:
-    """Forward and backward of some layers with hardly a token."""
+    """Forward and backward of some layers with `_FEW` tokens."""
     import torch
 
     from ultrascale.model.rotary import tables
@@ -144,7 +144,7 @@ def _small_layers() -> Callable[[], object]:
 
 
 def _passes(tokens: int) -> Callable[[], object]:
-    """What lies between a layer's products, forward and backward: a norm, a rotation and a gate of so many tokens."""
+    """The operators between a layer's GEMMs, forward and backward: a norm, a rotary embedding and a gate of `tokens` tokens."""
     import torch
 
     from ultrascale.model.operators import RMSNorm, swiglu
@@ -156,14 +156,14 @@ def _passes(tokens: int) -> Callable[[], object]:
     gradient, heads = x.detach(), (_WIDTH // model.head_dim, model.head_dim)
 
     def act() -> None:
-        turned = rotate(norm(x).unflatten(-1, heads), rope).flatten(-2)
-        swiglu(turned, x).backward(gradient)  # type: ignore[no-untyped-call]
+        rotated = rotate(norm(x).unflatten(-1, heads), rope).flatten(-2)
+        swiglu(rotated, x).backward(gradient)  # type: ignore[no-untyped-call]
 
     return act
 
 
 def _attention(width: int) -> dict[str, Callable[[], object]]:
-    """Forward, and forward and backward."""
+    """Forward alone, and forward with backward."""
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -188,7 +188,7 @@ def link_rate(rank: int, nproc: int, store: str) -> LinkRate:
 
 
 def link_now() -> LinkRate:
-    """The link between the processes of the world that this one is in."""
+    """Measures the link between the processes of the current process group."""
     import torch
     import torch.distributed as dist
 
@@ -199,11 +199,11 @@ def link_now() -> LinkRate:
     matrix = torch.randn(256, 256)
 
     def each_s(elements: int, times: int) -> float:
-        """An exchange amid computing, as in a step: gloo's threads want its cores, and ranks wait for one another."""
+        """All-reduces between matmuls, as in a step: gloo's threads compete for the cores, and ranks wait for one another."""
         tensor = torch.zeros(elements)
         comm.all_reduce(tensor, axis)
         start = time.perf_counter()
-        for _ in range(times):  # a fixed number: both sides must agree on the last
+        for _ in range(times):  # a fixed number: all ranks must run the same number of collectives
             torch.mm(matrix, matrix)
             if elements:
                 comm.all_reduce(tensor, axis)
@@ -216,12 +216,12 @@ def link_now() -> LinkRate:
 
 
 def seconds_each(action: Callable[[], object], for_s: float) -> float:
-    """Mean time of an action repeated for that long, in rounds that make the clock's own cost small."""
+    """Mean time of an action repeated for `for_s` seconds, in rounds long enough that reading the clock is negligible."""
     rounds, done = 1, 0
     start = time.perf_counter()
-    while (gone := time.perf_counter() - start) < for_s or not done:
+    while (elapsed := time.perf_counter() - start) < for_s or not done:
         for _ in range(rounds):
             action()
         done += rounds
-        rounds = min(rounds * 2, 1000) if gone < 1e-3 * done else rounds
-    return gone / done
+        rounds = min(rounds * 2, 1000) if elapsed < 1e-3 * done else rounds
+    return elapsed / done

@@ -1,7 +1,7 @@
-"""Recomputation: what a block drops after its forward and computes again in backward. The law is cost/activations.py.
+"""Activation recomputation: what a block drops after its forward and recomputes in backward.
 
-Full keeps a block's input alone. Selective keeps what is expensive to make, the products of matrices and attention, and
-makes norms, rotations and gates again.
+Full saves only a block's input. Selective saves what is expensive, the outputs of GEMMs and attention, and recomputes norms,
+rotary embeddings and gates. The cost model is cost/activations.py.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from ultrascale.parallel.tensor import RowParallelLinear
 from ultrascale.specs.layout import Recompute
 
 Forward = Callable[..., Tensor]
-Tells = Callable[[Tensor], bool]
-"""is a product's second factor the weight of the block's last?"""
+IsLastWeight = Callable[[Tensor], bool]
+"""whether the second operand of a GEMM is the weight of the block's last GEMM"""
 
-_PRODUCTS = {
+_GEMMS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
@@ -49,23 +49,25 @@ _ATTENTION = {
     flash.FORWARD.default,
     torch.ops.higher_order.flex_attention,
 }
-_SAVED = _PRODUCTS | _ATTENTION
+_SAVED = _GEMMS | _ATTENTION
 
 
 class _FirstPass(_CachingTorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Saves none of the products whose result is kept with its exchange (parallel/recompute_cache.py)."""
+    """Does not save GEMMs whose output is cached after its collective (parallel/recompute_cache.py)."""
 
     region: RecomputeRegion
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.region.making or func not in _SAVED:
+        if self.region.computing or func not in _SAVED:
             return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
 
 class _RecomputePass(_CachedTorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Asks only for what was saved. FSDP2 gathers experts within the region, in backward by other steps than in forward, which
-    torch would take for a region that is not the same twice.
+    """Reads the cache only for saved operators.
+
+    FSDP2 gathers experts within the region, with other operators in backward than in forward, which torch would report as a
+    region that differs between the two passes.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -75,35 +77,35 @@ class _RecomputePass(_CachedTorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def apply(model: Transformer, policy: Recompute, compiled: bool = False) -> None:
-    """Wraps the forward of every block; names and modules stay. One that will be compiled must not differ from the others."""
+    """Wraps the forward of every block; names and modules stay. Blocks that will be compiled must be wrapped alike."""
     if policy == "none":
         return
     for block in model.each_block():
-        # No dropout anywhere: there is no random state to restore.
+        # There is no dropout: no RNG state needs to be restored.
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-        by_hand = isinstance(block.attention.out, RowParallelLinear)
-        if by_hand and isinstance(last := _last(block.mlp), RowParallelLinear):
-            last.result = "unasked" if isinstance(block.mlp, MLP) else "again"
+        parallel = isinstance(block.attention.out, RowParallelLinear)
+        if parallel and isinstance(last := _last(block.mlp), RowParallelLinear):
+            last.result = "unused" if isinstance(block.mlp, MLP) else "recomputed"
         if policy == "selective":
-            selects = partial(_contexts, _tells(block, compiled), isinstance(block.mlp, MixtureOfExperts))
-            options["context_fn"] = partial(_with_results, selects) if by_hand else selects
-        elif by_hand:
-            options["context_fn"] = partial(_with_results, None)
+            contexts = partial(_contexts, _last_weight_test(block, compiled), isinstance(block.mlp, MixtureOfExperts))
+            options["context_fn"] = partial(_parallel_contexts, contexts) if parallel else contexts
+        elif parallel:
+            options["context_fn"] = partial(_parallel_contexts, None)
         forward: Forward = torch.compile(block.forward) if compiled and from_outside(block, policy) else block.forward
-        block.forward = _again(forward, options)  # type: ignore[method-assign]
+        block.forward = _checkpointed(forward, options)  # type: ignore[method-assign]
 
 
 def from_outside(block: Block, policy: Recompute) -> bool:
-    """Is a compiled block recomputed as it is, and not compiled with its recomputation?
+    """Whether checkpointing wraps a compiled block, instead of being compiled with it.
 
-    Before torch 2.13 the compiler keeps what operators with a backward of their own made in a region that shall keep nothing.
-    Experts are of such operators: 17 of 72 GiB in a step. From outside, the block's last product is repeated too.
+    Before torch 2.13 the compiler saves the outputs of operators with a custom backward in a region that should save nothing.
+    Experts consist of such operators: 17 of 72 GiB in a step. Wrapped, the block's last GEMM is recomputed too.
     """
     return policy == "full" and isinstance(block.mlp, MixtureOfExperts) and TorchVersion(torch.__version__) < "2.13"
 
 
-def _again(forward: Forward, options: dict[str, Any]) -> Forward:
-    # Written out and no `partial` of `checkpoint`: torch.compile passes over torch's own frames and would skip the block.
+def _checkpointed(forward: Forward, options: dict[str, Any]) -> Forward:
+    # A function and not a `partial` of `checkpoint`: torch.compile skips torch's own frames and would skip the block.
     def recomputed(x: Tensor, rope: Rope | None, bias: Tensor | None = None) -> Tensor:
         out: Tensor = checkpoint(forward, x, rope, bias, **options)
         return out
@@ -112,29 +114,29 @@ def _again(forward: Forward, options: dict[str, Any]) -> Forward:
 
 
 def _last(mlp: MLP | MixtureOfExperts) -> nn.Linear | None:
-    """The last product of a block, which is only the next block's input: backward of this one never asks for it.
+    """The last linear of a block, whose output is only the next block's input: this block's backward never needs it.
 
-    With experts that of shared ones: the gradient of a routing weight asks for what the routed ones made.
+    In an MoE block, that of the shared experts: the gradient of a routing weight needs the output of the routed experts.
     """
     if isinstance(mlp, MLP):
         return mlp.down
     return mlp.shared.down if isinstance(mlp.shared, MLP) else None
 
 
-def _contexts(tells: Tells | None, experts: bool) -> Any:
-    first, again = create_selective_checkpoint_contexts(partial(_policy, tells))  # type: ignore[no-untyped-call]
+def _contexts(is_last_weight: IsLastWeight | None, experts: bool) -> Any:
+    first, again = create_selective_checkpoint_contexts(partial(_policy, is_last_weight))  # type: ignore[no-untyped-call]
     if experts:
         again.__class__ = _RecomputePass
     return first, again
 
 
-def _with_results(selects: Callable[[], Any] | None) -> Any:
-    """The same of layers whose products stand with their exchanges, and which keep or leave out both together."""
-    region = RecomputeRegion(keeps=selects is not None)
-    passes = [region.a_pass(again) for again in (False, True)]
-    if selects is None:
+def _parallel_contexts(contexts: Callable[[], Any] | None) -> Any:
+    """The contexts of tensor-parallel layers, in which a GEMM and its collective are saved or recomputed together."""
+    region = RecomputeRegion(saves=contexts is not None)
+    passes = [region.run_pass(again) for again in (False, True)]
+    if contexts is None:
         return passes
-    first, again = selects()
+    first, again = contexts()
     first.__class__, first.region, again.__class__ = _FirstPass, region, _RecomputePass
     return _both(first, passes[0]), _both(again, passes[1])
 
@@ -145,30 +147,32 @@ def _both(one: Any, other: Any) -> Iterator[None]:
         yield
 
 
-def _policy(tells: Tells | None, _: Any, operator: Any, *arguments: Any, **__: Any) -> CheckpointPolicy:
+def _policy(is_last_weight: IsLastWeight | None, _: Any, operator: Any, *arguments: Any, **__: Any) -> CheckpointPolicy:
     if operator in _ATTENTION or operator is torch.ops.aten._grouped_mm.default:
         return CheckpointPolicy.MUST_SAVE
-    if operator in _PRODUCTS:
+    if operator in _GEMMS:
         factor = arguments[2 if operator is torch.ops.aten.addmm.default else 1]
-        again = tells is not None and tells(factor)
-        return CheckpointPolicy.PREFER_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
+        unused = is_last_weight is not None and is_last_weight(factor)
+        return CheckpointPolicy.PREFER_RECOMPUTE if unused else CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _tells(block: Block, compiled: bool) -> Tells | None:
-    """By the weight itself; to a compiler, which shows neither tensors nor memory of the model's, by what it contracts, unless
-    other products contract as much.
+def _last_weight_test(block: Block, compiled: bool) -> IsLastWeight | None:
+    """A test for the last weight, by its storage.
+
+    Under torch.compile, which exposes neither the model's tensors nor their memory, by its contracted dimension, unless other
+    GEMMs contract as many.
     """
     last = _last(block.mlp)
     if last is None:
         return None
     if not compiled:
-        return partial(_is, last)
+        return partial(_has_storage_of, last)
     width = last.weight.shape[1]
     return None if width == block.attention.out.weight.shape[0] else partial(_contracts, width)
 
 
-def _is(last: nn.Linear, factor: Tensor) -> bool:
+def _has_storage_of(last: nn.Linear, factor: Tensor) -> bool:
     return bool(factor.untyped_storage()._cdata == last.weight.untyped_storage()._cdata)
 
 

@@ -1,7 +1,7 @@
-"""Where the ranks of a job meet: torch's store, fresh for every attempt.
+"""Rendezvous of the ranks of a job in torch's store, with a new prefix for every attempt.
 
-torchrun keeps one store for all attempts of a job, with the addresses of the dead in it: a restarted rank that reads one before
-it is overwritten waits for it for ever. So each attempt agrees on a name of its own first, and looks at nothing else.
+torchrun keeps one store for all attempts of a job, with the addresses of dead ranks in it: a restarted rank that reads one
+before it is overwritten waits for it for ever. So each attempt first agrees on its own prefix, and reads nothing else.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ NAMED = 8  # ranks that an error names one by one
 
 
 def init(rank_info: RankInfo, device: torch.device, timeout_s: float, on_store: Callable[[Store], None] | None = None) -> None:
-    """Makes this process a rank of the world; RunError if the others do not come.
+    """Initializes the default process group; RunError if other ranks do not join.
 
-    `on_store` is given the store before the process groups connect, which a rank that has stopped would hold up.
+    `on_store` is called with the store before the process groups connect, which a stopped rank would block.
     """
     cuda = device.type == "cuda"
-    place = rank_info.address
+    address = rank_info.address
     try:
-        if place.startswith("agent://"):
-            host, _, port = place.removeprefix("agent://").rpartition(":")
+        if address.startswith("agent://"):
+            host, _, port = address.removeprefix("agent://").rpartition(":")
             agents = TCPStore(host, int(port), None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
             store = fresh_store(agents, rank_info.rank, rank_info.world, timeout_s)
         else:
             limit = timedelta(seconds=group_timeout_s(timeout_s))
-            store, _, _ = next(rendezvous(place, rank_info.rank, rank_info.world, timeout=limit))
+            store, _, _ = next(rendezvous(address, rank_info.rank, rank_info.world, timeout=limit))
             store.set_timeout(limit)
         if on_store is not None:
             on_store(store)
@@ -53,22 +53,22 @@ def init(rank_info: RankInfo, device: torch.device, timeout_s: float, on_store: 
         raise
     except RuntimeError as error:
         raise RunError(
-            f"rank {rank_info.rank} did not meet the other ranks of {rank_info.world} at {place}: "
+            f"rank {rank_info.rank} did not meet the other ranks of {rank_info.world} at {address}: "
             f"{str(error).splitlines()[0][:300]} "
             "Are all of them started, and can every host reach that address?"
         ) from error
 
 
 def group_timeout_s(timeout_s: float) -> float:
-    """Of collectives: twice `train.timeout_s`, so that the watchdog reports first, which knows more."""
+    """Timeout of collectives: twice `train.timeout_s`, so that the watchdog, whose report has more detail, fires first."""
     return 2 * timeout_s
 
 
 def fresh_store(store: Store, rank: int, world: int, timeout_s: float) -> Store:
-    """A part of the store that only the ranks of this attempt know.
+    """The store under a prefix that only the ranks of this attempt know.
 
-    Rank 0 proposes a name and says `go` when everybody has answered to it. Whoever finds that its own rank has answered before
-    looks at the proposal of an earlier attempt, and waits for the next.
+    Rank 0 proposes a name and sets `go` when all ranks have answered. A rank whose number has already answered has read the
+    proposal of an earlier attempt, and waits for the next.
     """
     until = time.monotonic() + timeout_s
     name = f"{world}-{uuid.uuid4().hex}" if rank == 0 else ""
@@ -80,11 +80,11 @@ def fresh_store(store: Store, rank: int, world: int, timeout_s: float) -> Store:
             _pause(until, lambda: _missing([rank for rank, key in enumerate(answers) if not store.check([key])], world))
         store.set(f"{name}/go", "")
         return PrefixStore(name, store)
-    heard: set[str] = set()
+    proposals: set[str] = set()
     while not (name and store.check([f"{name}/go"])):
         proposed = store.get("round").decode() if store.check(["round"]) else ""
-        if proposed not in heard and proposed.startswith(f"{world}-"):
-            heard.add(proposed)
+        if proposed not in proposals and proposed.startswith(f"{world}-"):
+            proposals.add(proposed)
             name = proposed if store.add(f"{proposed}/{rank}", 1) == 1 else ""
         _pause(until, lambda: "rank 0 did not come")
     return PrefixStore(name, store)

@@ -1,4 +1,4 @@
-"""What a user asked to train: a plan or a model, overrides such as `layout.tp=4`, and what follows from them. No torch.
+"""Training requests: a plan, model or checkpoint with overrides such as `layout.tp=4`, completed and checked. No torch.
 
 The batch belongs to the job and the number of processes to the machine. So dp follows from the processes, and accumulation
 from the batch, unless both are given.
@@ -32,8 +32,8 @@ from ultrascale.train.environment import LastLaunch
 
 SECTIONS = ("layout", "train", "job", "checkpoint")
 JOB_FIELDS = ("seq", "batch_tokens", "precision", "gradients", "optimizer")
-TRY_SEQ, TRY_SEQUENCES = 128, 16  # of a run without a plan: seconds on a laptop, divisible by most small layouts
-CHANGEABLE = ("data", "seed")  # what --allow-changed names
+TRY_SEQ, TRY_SEQUENCES = 128, 16  # for a run without a plan: seconds on a laptop, divisible by most small layouts
+CHANGEABLE = ("data", "seed")  # values of --allow-changed
 HASH_THREADS = 4
 
 
@@ -75,27 +75,27 @@ _PARSERS = {"layout": field_value, "train": training_value, "job": _job_value, "
 
 @dataclass(frozen=True)
 class Request:
-    """A run that has been checked: it can start."""
+    """A checked run that can start."""
 
     job: Job
     layout: Layout
     training: Training
     checkpoint: Checkpointing = field(default_factory=Checkpointing)
     resume: Path | None = None
-    """the checkpoint to go on from"""
+    """the checkpoint to resume from"""
     weights: Path | None = None
-    """the checkpoint whose weights are the first ones of this run"""
+    """the checkpoint whose weights initialize this run"""
     notes: tuple[str, ...] = ()
-    """what followed from what was given"""
+    """notes for the user about derived settings"""
     changed: tuple[str, ...] = ()
-    """of data and seed, what differs from the run that is resumed, by the user's leave"""
+    """which of data and seed differ from the resumed run, with --allow-changed"""
 
     def goes_on_in(self, out: Path) -> bool:
-        """Whether this continues the run in that folder, and not another's in a new one."""
+        """Whether this continues the run in that folder, instead of starting a new folder from another run."""
         return self.resume is not None and checkpoint.run_of(self.resume).resolve() == out.resolve()
 
     def on(self, cluster: Cluster) -> Request:
-        """The same run on the machine that is there; on a CPU nothing is compiled."""
+        """The same run on the actual machine; on a CPU nothing is compiled."""
         engine = Framework.load("ultrascale-eager" if cluster.gpu.name == "cpu" else "ultrascale-gpu")
         return replace(self, job=self.job.changed(cluster=cluster, framework=engine))
 
@@ -112,11 +112,11 @@ def from_words(
     first: bool = True,
     report: Report | None = None,
 ) -> Request:
-    """The plan, model or run and the changes, checked; nothing has started yet.
+    """Builds and checks a request from the command line; starts nothing.
 
-    `options`: changes that have a flag of their own, such as train.steps. `world`: processes; None: one, or as many as the run
-    that is resumed had. `allow_changed`: of a resumed run, `data`, `seed` or both. `first`: whether this is rank 0, which alone
-    reads the data to compare it; `report` hears how far it is.
+    `options`: overrides with their own flag, such as train.steps. `world`: processes; None: one, or as many as the resumed run
+    had. `allow_changed`: for a resumed run, `data`, `seed` or both. `first`: whether this is rank 0, which alone reads the data
+    to compare it; `report`: called with its progress.
     """
     allowed = allowed_changes(allow_changed, resume)
     file = words[0] if words and "=" not in words[0] else None
@@ -127,7 +127,7 @@ def from_words(
             raise SpecError("--resume brings its own model and weights: leave --model and --weights out")
         plan = Plan.load(file) if file is not None else None
         kept = checkpoint.resolve(resume)
-        # Named by its run, not itself: a launch that was killed before its first checkpoint is repeated with its settings.
+        # Given as a run, not as a checkpoint: a launch that was killed before its first checkpoint is repeated as it was.
         last = environment.last_launch(resume) if plan is None and kept.folder != resume else None
         repeated = last if last is not None and last.resumed_from == kept.folder.name else None
         return _emulated(from_checkpoint(kept, changes, world, gpu, plan, repeated, allowed, first, report), gpu)
@@ -163,10 +163,10 @@ def from_checkpoint(
     first: bool = True,
     report: Report | None = None,
 ) -> Request:
-    """A run that goes on from where it was kept, cut as before or otherwise; a plan, if given, says how.
+    """A request that resumes from a checkpoint, in the same layout, in another, or in that of a plan.
 
-    `last`: the launch that resumed from this checkpoint before and saved none, whose settings are taken over. `allowed`,
-    `first`, `report`: as of `from_words`.
+    `last`: an earlier launch that resumed from this checkpoint and saved none, whose settings are inherited. `allowed`,
+    `first`, `report`: as in `from_words`.
     """
     job, layout = (plan.job, plan.layout) if plan is not None else (source.job, source.layout)
     training, settings = source.training, source.state.checkpointing
@@ -175,7 +175,7 @@ def from_checkpoint(
     if plan is not None:
         job = _computable(job, changes, gpu, notes)
     if last is not None:
-        notes.extend(_taken_over(source, last))
+        notes.extend(_inherited(source, last))
         job, training, settings = job.changed(**last.job), last.training, last.checkpoint
     given = _request(job, layout, changes, world or _processes(layout, changes.layout), training, notes)
     _continues(given, source)
@@ -183,8 +183,8 @@ def from_checkpoint(
     return replace(given, checkpoint=settings.changed(**changes.checkpoint), resume=source.folder, changed=changed)
 
 
-def _taken_over(source: Checkpoint, last: LastLaunch) -> Iterator[str]:
-    """A note of the settings in which the last launch differs from the checkpoint."""
+def _inherited(source: Checkpoint, last: LastLaunch) -> Iterator[str]:
+    """A note about the settings in which the last launch differs from the checkpoint."""
     before = {"train": source.training.model_dump(), "checkpoint": source.state.checkpointing.model_dump()}
     before["job"] = {name: getattr(source.job, name) for name in last.job}
     after = {"train": last.training.model_dump(), "checkpoint": last.checkpoint.model_dump(), "job": last.job}
@@ -199,7 +199,7 @@ def _taken_over(source: Checkpoint, last: LastLaunch) -> Iterator[str]:
 
 
 def from_plan(plan: Plan, overrides: Overrides, world: int, training: Training | None = None, gpu: bool = True) -> Request:
-    """A plan as it stands, or changed; dp is fitted to the processes that are there unless it is given."""
+    """A request from a plan with overrides; dp is adjusted to the number of processes unless it is given."""
     notes: list[str] = []
     job = _computable(plan.job, overrides, gpu, notes)
     return _request(job, plan.layout, overrides, world, training or Training(), notes)
@@ -217,13 +217,13 @@ def _computable(job: Job, overrides: Overrides, gpu: bool, notes: list[str]) -> 
 def from_model(
     model: Model, overrides: Overrides, world: int, training: Training | None = None, precision: str = "fp32"
 ) -> Request:
-    """A try without a plan: a short sequence and a small batch, the same for every layout."""
+    """A request without a plan: a short sequence and a small batch, the same for every layout."""
     seq = overrides.job.get("seq", TRY_SEQ)
     job = build(
         Job,
         {
             "model": model,
-            "cluster": Cluster.load(f"{world}xh100"),  # stands in for the machine until that is known
+            "cluster": Cluster.load(f"{world}xh100"),  # a placeholder until the machine is known
             "seq": seq,
             "batch_tokens": seq * TRY_SEQUENCES,
             "precision": precision,
@@ -232,7 +232,7 @@ def from_model(
     )
     asked = overrides.layout
     if "batch_tokens" not in overrides.job and "gas" in asked:
-        # Both given: they are the batch. The accumulation alone: the batch stays if a micro-batch can make it so.
+        # With both given, they set the batch. With gas alone, the batch stays if some micro-batch size gives it.
         dp = _data_parallel(Layout().changed(**asked), asked, world)
         mbs = asked.get("mbs", 1)
         if "mbs" in asked or TRY_SEQUENCES % (dp * asked["gas"]):
@@ -270,7 +270,7 @@ def _request(job: Job, base: Layout, overrides: Overrides, world: int, training:
 
 
 def _processes(layout: Layout, asked: Mapping[str, Any]) -> int:
-    """As many as before where the new layout can be cut so, else as many as it needs."""
+    """The same number of processes as before if the new layout divides it, else as many as the new layout needs."""
     new = layout.changed(**asked)
     rest = new.tp * new.pp * new.cp
     if "dp" in asked:
@@ -300,7 +300,7 @@ def allowed_changes(text: str | None, resume: Path | None) -> set[str]:
 
 
 def _changed(given: Request, source: Checkpoint, allowed: Set[str], first: bool, report: Report | None) -> tuple[str, ...]:
-    """What differs in the order or content of the data; SpecError if that was not allowed by name."""
+    """Which of seed and data differ from the checkpoint; SpecError if that was not allowed."""
     if not source.step:
         return ()
     changed = []
@@ -324,7 +324,7 @@ def _changed(given: Request, source: Checkpoint, allowed: Set[str], first: bool,
 
 def _same_data(given: Request, source: Checkpoint, report: Report | None) -> bool:
     vocab, kept = given.job.model.vocab, source.state.data
-    # The seed is compared by itself, and the mask is a setting: with the run's own, only the data can make a difference.
+    # The seed is compared separately, and the mask is a setting: with those of the run, only the data can differ.
     same = given.training.changed(seed=source.training.seed, document_mask=source.training.document_mask)
     if isinstance(kept, str):
         return kept == data_digest(same, vocab, checkpoint.run_of(source.folder), HASH_THREADS, report)
@@ -332,7 +332,7 @@ def _same_data(given: Request, source: Checkpoint, report: Report | None) -> boo
 
 
 def _continues(given: Request, source: Checkpoint) -> None:
-    """What a run cannot change on the way without becoming another."""
+    """Refuses changes that a run cannot make when it resumes."""
     before, step = source.job, source.step
     if given.training.steps <= step:
         raise SpecError(
@@ -357,10 +357,10 @@ def _data_parallel(layout: Layout, asked: Mapping[str, Any], world: int) -> int:
 
 
 def _batch(job: Job, layout: Layout, asked: Mapping[str, Any], base_is_a_try: bool) -> dict[str, int]:
-    """Micro-batch and accumulation that make the job's batch; what was given stays."""
+    """Micro-batch size and accumulation that give the job's batch; values given by the user stay."""
     sequences, dp = job.sequences, layout.dp
     if base_is_a_try and not {"gas", "mbs"} & set(asked) and layout.pp == 1 and sequences % dp == 0:
-        return {"mbs": sequences // dp, "gas": 1}  # nothing asks for smaller pieces: a pipeline would
+        return {"mbs": sequences // dp, "gas": 1}  # only a pipeline needs smaller micro-batches
     if "gas" not in asked:
         gas, rest = divmod(sequences, dp * layout.mbs)
         if "mbs" in asked:
@@ -372,13 +372,13 @@ def _batch(job: Job, layout: Layout, asked: Mapping[str, Any], base_is_a_try: bo
 
 
 def _smaller(layout: Layout, sequences: int) -> dict[str, int]:
-    """The largest micro-batch up to the layout's that makes the batch, with enough of them to fill a pipeline."""
-    mine, rest = divmod(sequences, layout.dp)
-    ways = [mbs for mbs in range(min(layout.mbs, mine), 0, -1) if mine % mbs == 0]
-    if rest or not ways:
+    """The largest micro-batch size up to the layout's that divides the batch, with enough micro-batches for the pipeline."""
+    per_rank, rest = divmod(sequences, layout.dp)
+    sizes = [mbs for mbs in range(min(layout.mbs, per_rank), 0, -1) if per_rank % mbs == 0]
+    if rest or not sizes:
         return {}
-    mbs = next((mbs for mbs in ways if mine // mbs >= layout.pp and mine // mbs % layout.pp == 0), ways[0])
-    return {"mbs": mbs, "gas": mine // mbs}
+    mbs = next((mbs for mbs in sizes if per_rank // mbs >= layout.pp and per_rank // mbs % layout.pp == 0), sizes[0])
+    return {"mbs": mbs, "gas": per_rank // mbs}
 
 
 def _resized(cluster: Cluster, world: int) -> Cluster:

@@ -1,12 +1,12 @@
 """Roll-backs: resuming from an earlier checkpoint of a run, or from an abandoned one, without mixing two histories.
 
 `--resume RUN/checkpoints/step-000002` of a run that has step 4 and 6 abandons these two. They are moved to
-`checkpoints/abandoned-001/`, and `metrics.abandoned-001.jsonl` keeps the metrics as they were; `metrics.jsonl` is cut after
-step 2. `--resume RUN/checkpoints/abandoned-001/step-000006` goes back: step 4 and 6 return, and what the current branch has
-beyond the last common step is abandoned in turn. Every metrics file is one whole history, so the last common step of two
-branches is the last row that their files share.
+`checkpoints/abandoned-001/`, and `metrics.abandoned-001.jsonl` is a copy of the metrics; `metrics.jsonl` is truncated after
+step 2. `--resume RUN/checkpoints/abandoned-001/step-000006` switches back: step 4 and 6 are restored, and what the current
+branch has beyond the last common step is abandoned in turn. Every metrics file is one whole history, so the last common step of
+two branches is the last row that their files share.
 
-The roll-back is recorded in `checkpoints/rollback.json` before anything is moved, and `checkpoint.newest` follows that record.
+The roll-back is recorded in `checkpoints/rollback.json` before anything is moved, and `checkpoint.newest` reads that record.
 Each operation can be repeated: a run that is killed between two of them finishes the rest when it is resumed.
 """
 
@@ -36,17 +36,17 @@ from ultrascale.train.log import FILE, rows_through, step_of_row, write_rows
 
 
 def record(run: Path, source: Path) -> tuple[Path, Rollback | None]:
-    """Makes it durable that the run resumes from `source`; what is set aside, None if nothing has to be.
+    """Records durably that the run resumes from `source`. Returns its path and the roll-back, None if none is needed.
 
-    Returns the source's path too: an earlier roll-back that was not finished may have moved it. Nothing is moved yet unless
-    there was one, since other ranks may still read the source by its name.
+    An earlier roll-back that was not finished may have moved the source. Nothing is moved yet unless there was one, since other
+    ranks may still read the source by its name.
     """
     if (before := pending_rollback(run)) is not None:
         if source.resolve() == (newest(run) or run).resolve():
             return source, before
         source = _moved(run, before, source)
         finish(run)
-    rollback = _planned(run, source)
+    rollback = _plan(run, source)
     if rollback is not None:
         write_text(run / FOLDER / ROLLBACK, json.dumps(asdict(rollback), indent=1) + "\n")
         sync_folder(run / FOLDER)
@@ -54,7 +54,7 @@ def record(run: Path, source: Path) -> tuple[Path, Rollback | None]:
 
 
 def finish(run: Path) -> Path | None:
-    """Carries out the recorded roll-back, or the rest of it; the path that the checkpoint has then."""
+    """Executes the recorded roll-back, or the rest of it; returns the checkpoint's path after it."""
     rollback = pending_rollback(run)
     if rollback is None:
         return None
@@ -63,7 +63,7 @@ def finish(run: Path) -> Path | None:
         if rollback.abandoned_metrics and metrics.exists() and not (run / rollback.abandoned_metrics).exists():
             write_rows(run / rollback.abandoned_metrics, metrics.read_text(encoding="utf-8", errors="replace").splitlines())
         for old, new in rollback.moves:
-            # The second condition: the name may be that of a checkpoint which has already been moved into its place.
+            # The second condition: `old` may now be another checkpoint, which has already been moved to that name.
             if (folder / old).exists() and not (folder / new).exists():
                 _move(folder / old, folder / new)
         if metrics.exists() or (run / rollback.history).exists():
@@ -85,7 +85,7 @@ def finish(run: Path) -> Path | None:
 
 
 def described(run: Path, rollback: Rollback) -> str:
-    """One line about what is set aside, and how to return to it."""
+    """One line about what is abandoned, and how to return to it."""
     names = [Path(name).name for name in rollback.abandoned]
     kept = f"its metrics in {rollback.abandoned_metrics}" if rollback.abandoned_metrics else "no metrics of its own"
     if not names:
@@ -97,7 +97,7 @@ def described(run: Path, rollback: Rollback) -> str:
     )
 
 
-def _planned(run: Path, source: Path) -> Rollback | None:
+def _plan(run: Path, source: Path) -> Rollback | None:
     folder, step = run / FOLDER, step_of(source)
     branch = source.resolve().parent.name
     returning: list[Path] = []
@@ -122,7 +122,7 @@ def metrics_of(branch: str) -> str:
 
 
 def _shared_step(first: Path, second: Path) -> int:
-    """The last step of two histories' common beginning; rows hold measured times, so that equal ones are the same."""
+    """The last step of the common prefix of two histories; rows contain measured times, so equal rows are the same step."""
     shared = 0
     for one, other in zip(_rows(first), _rows(second), strict=False):
         if one != other:
@@ -140,7 +140,7 @@ def _rows(metrics: Path) -> list[str]:
 
 
 def _next_branch(run: Path) -> str:
-    """The first number that neither a folder nor a metrics file has."""
+    """The first number that is used neither by a folder nor by a metrics file."""
     number = 1
     while (run / FOLDER / f"abandoned-{number:03d}").exists() or (run / metrics_of(f"abandoned-{number:03d}")).exists():
         number += 1
@@ -148,7 +148,7 @@ def _next_branch(run: Path) -> str:
 
 
 def _moved(run: Path, rollback: Rollback, path: Path) -> Path:
-    """Where a checkpoint will be after the rest of the roll-back."""
+    """The path of a checkpoint after the rest of the roll-back."""
     folder = (run / FOLDER).resolve()
     for old, new in rollback.moves:
         if path.resolve() == folder / old and not (folder / new).exists():

@@ -1,4 +1,4 @@
-"""One rank of a run: join, build, restore, loop, measure."""
+"""One rank of a run: rendezvous, build, restore, training loop, measurement."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ultrascale.train.engine import Engine
 from ultrascale.train.heartbeat import Heartbeat, SharedMemoryHeartbeat, StoreHeartbeat
 from ultrascale.train.kernels import why_not_fused
 from ultrascale.train.loop import Loop, MetricsRecorder, Observer, StepStats
-from ultrascale.train.memory_advice import held, is_out_of_memory, out_of_memory
+from ultrascale.train.memory_advice import current_memory, is_out_of_memory, out_of_memory
 from ultrascale.train.outcome import RunOutcome
 from ultrascale.train.rank_info import RankInfo
 from ultrascale.train.rendezvous import group_timeout_s, init
@@ -52,14 +52,14 @@ def run_rank(
     on_stuck: Callable[[str], None] | None = None,
     observe: Callable[[Engine], Observer] = Observer,
 ) -> RunOutcome | None:
-    """Trains; how it ended on rank 0, None on the others.
+    """Trains; returns the outcome on rank 0, None on the others.
 
-    `peak_flops`: of one GPU, where it is known. `heartbeat` and `on_stuck`: where local ranks report their status, and that
-    they are stuck; without them torch's store and the error stream serve. `observe`: makes the hooks called around each step.
+    `peak_flops`: of one GPU, if known. `heartbeat` and `on_stuck`: where local ranks report their status, and that they hang;
+    by default torch's store and the error stream. `observe`: creates the hooks called around each step.
     """
     threads = torch.get_num_threads()
     limit_s, describe = request.training.timeout_s, partial(described, request.layout)
-    # Without a shared heartbeat: one of this rank's own, until there is a store.
+    # Without a shared heartbeat, a local one until there is a store.
     watchdog = Watchdog(
         heartbeat or SharedMemoryHeartbeat(rank_info.world), rank_info.rank, rank_info.world, limit_s, describe, on_stuck
     )
@@ -73,7 +73,16 @@ def run_rank(
                 None if heartbeat is not None else lambda store: watchdog.use(StoreHeartbeat(store, rank_info.world)),
             )
             watchdog.at(0, "agreeing on the checkpoint to resume from")
-            outcome = _train(_as_first(request, rank_info, out), rank_info, out, peak_flops, quiet, device, watchdog, observe)
+            outcome = _train(
+                _share_resume(request, rank_info, out),
+                rank_info,
+                out,
+                peak_flops,
+                quiet,
+                device,
+                watchdog,
+                observe,
+            )
             watchdog.at(watchdog.step, "leaving")
             leave()
             return outcome
@@ -84,14 +93,14 @@ def run_rank(
             raise RunError(watchdog.explain(error)) from error
         if is_out_of_memory(error):
             place = RankCoordinates.of(request.layout, rank_info.rank)
-            raise RunError(out_of_memory(request, watchdog.step, str(error), held(device), place)) from error
+            raise RunError(out_of_memory(request, watchdog.step, str(error), current_memory(device), place)) from error
         error.add_note(
             f"This was rank {rank_info.rank}{f' ({where})' if (where := describe(rank_info.rank)) else ''}, {watchdog}"
         )
         raise
     finally:
         leave()
-        torch.set_num_threads(threads)  # a run in the caller's own process leaves it as it was
+        torch.set_num_threads(threads)  # restores the setting of a caller that runs in this process
 
 
 def described(layout: Layout, rank: int) -> str:
@@ -114,18 +123,18 @@ def _train(
     batches = Batches(corpus(training, job.model.vocab), job.seq, layout.mbs * layout.dp * layout.gas, training.seed)
     engine = Engine(job, mesh, training, batches)
     watchdog.at(0, "restoring")
-    start = _restored(engine, request, lambda: watchdog.at(0, "restoring"))
+    start = _restore(engine, request, lambda: watchdog.at(0, "restoring"))
     watchdog.at(start, "preparing checkpoints")
-    keeper = None
+    checkpoints = None
     if out is not None and request.checkpoint.save:
-        keeper = CheckpointManager(engine, out, request.checkpoint)
+        checkpoints = CheckpointManager(engine, out, request.checkpoint)
         if request.goes_on_in(out):
-            keeper.saved = start
+            checkpoints.saved = start
     if rank_info.rank == 0 and not quiet:
         sys.stderr.writelines(f"note: {line}\n" for line in _notes(engine))
     recorder = MetricsRecorder(request, out, peak_flops, quiet, start) if rank_info.rank == 0 else None
     with StopSignals() as signals:
-        loop = Loop(engine, recorder, keeper, signals, watchdog, observe(engine))
+        loop = Loop(engine, recorder, checkpoints, signals, watchdog, observe(engine))
         try:
             loop.run(start)
         finally:
@@ -133,17 +142,17 @@ def _train(
                 recorder.close()
     watchdog.at(loop.done, "gathering measurements")
     measured = None if loop.stopped or loop.watch.memory is None else _measurement(engine, loop.watch, peak_flops)
-    kept = None if keeper is None or out is None else checkpoint.newest(out)
+    kept = None if checkpoints is None or out is None else checkpoint.newest(out)
     observed = loop.observer.report()
     return RunOutcome(loop.done, measured, loop.stopped, kept, observed) if rank_info.rank == 0 else None
 
 
 def _notes(engine: Engine) -> list[str]:
-    """What a user of a GPU is told once of the kernels that run, and of those that cannot."""
+    """Notes, printed once on a GPU, about the kernels that run and those that cannot."""
     job, mesh, training = engine.job, engine.mesh, engine.training
     if mesh.device.type != "cuda":
         return []
-    lines = [str(chosen) for chosen in (engine.attention, engine.gates) if chosen is not None]
+    lines = [str(selected) for selected in (engine.attention, engine.gates) if selected is not None]
     if why := why_not_fused(job, mesh.layout, training):
         lines.append(f"blocks are not fused: {why}")
     window = job.model.sliding_window
@@ -158,19 +167,19 @@ def _notes(engine: Engine) -> list[str]:
     return lines
 
 
-def _as_first(request: Request, rank_info: RankInfo, out: Path | None) -> Request:
-    """Resumes from rank 0's checkpoint: it alone looked, and finishes a roll-back once every rank has read its request."""
+def _share_resume(request: Request, rank_info: RankInfo, out: Path | None) -> Request:
+    """The request with rank 0's checkpoint: only rank 0 looks for it, and finishes a roll-back after all ranks have joined."""
     if rank_info.rank == 0 and out is not None and request.goes_on_in(out) and (moved := rollback.finish(out)) is not None:
         request = replace(request, resume=moved)
     if rank_info.world == 1:
         return request
-    said = [(request.resume, request.weights)]
-    dist.broadcast_object_list(said, src=0)
-    return replace(request, resume=said[0][0], weights=said[0][1])
+    sent = [(request.resume, request.weights)]
+    dist.broadcast_object_list(sent, src=0)
+    return replace(request, resume=sent[0][0], weights=sent[0][1])
 
 
-def _restored(engine: Engine, request: Request, moving: Callable[[], None]) -> int:
-    """The step that a run begins with."""
+def _restore(engine: Engine, request: Request, moving: Callable[[], None]) -> int:
+    """Loads the checkpoint or weights of the request; returns the first step."""
     if request.weights is not None:
         restore(engine, checkpoint.open_checkpoint(request.weights), weights_alone=True, moving=moving)
     if request.resume is None:
@@ -206,7 +215,7 @@ def leave() -> None:
 
 
 def _measurement(engine: Engine, watch: StepStats, peak_flops: float | None) -> Measurement | None:
-    """All ranks tell rank 0 what they saw."""
+    """Gathers the statistics of all ranks; returns the measurement on rank 0."""
     mesh, job, layout = engine.mesh, engine.job, engine.mesh.layout
     everyone: list[tuple[StepStats, int, int]] = [(watch, mesh.place.pp, _layers(engine))]
     if mesh.world.size > 1:
@@ -214,8 +223,8 @@ def _measurement(engine: Engine, watch: StepStats, peak_flops: float | None) -> 
         dist.all_gather_object(everyone, (watch, mesh.place.pp, _layers(engine)))
     if mesh.rank:
         return None
-    settled = watch.step_s[1:] or watch.step_s  # the first step pays for compiling and first touches
-    step_s = statistics.median(settled)
+    warm = watch.step_s[1:] or watch.step_s  # the first step includes compilation and first touches of memory
+    step_s = statistics.median(warm)
     tokens = layout.batch_tokens(job.seq)
     rate = tokens / step_s
     per_token = flops.model_flops(job.model, job.seq)
@@ -223,7 +232,7 @@ def _measurement(engine: Engine, watch: StepStats, peak_flops: float | None) -> 
     fullest = max(stages, key=lambda stage: stage.memory.total)
     on_cpu = mesh.device.type == "cpu"
     chunks = engine.pipeline.chunks.values()
-    unseen = mesh.data.size > 1 and not all(isinstance(chunk.gradients, BucketedGrads | ExpertDenseGrads) for chunk in chunks)
+    untimed = mesh.data.size > 1 and not all(isinstance(chunk.gradients, BucketedGrads | ExpertDenseGrads) for chunk in chunks)
 
     def utilisation(flops_per_token: float) -> float | None:
         return rate / layout.gpus * flops_per_token / peak_flops if peak_flops else None
@@ -241,18 +250,18 @@ def _measurement(engine: Engine, watch: StepStats, peak_flops: float | None) -> 
         capacity_gib=job.cluster.gpu.memory_gib,
         peak_stage=fullest.stage,
         memory=tuple(stages),
-        time=_time([one[0] for one in everyone], step_s, on_cpu, not unseen),
-        steps=len(settled),
+        time=_time([one[0] for one in everyone], step_s, on_cpu, not untimed),
+        steps=len(warm),
         processes=layout.gpus,
         device=torch.cuda.get_device_name() if mesh.device.type == "cuda" else "cpu",
-        notes=tuple(_seen_besides(engine, on_cpu and unseen)),
+        notes=tuple(_measurement_notes(engine, on_cpu and untimed)),
     )
 
 
-def _seen_besides(engine: Engine, unseen: bool) -> Iterator[str]:
-    if unseen:
+def _measurement_notes(engine: Engine, untimed: bool) -> Iterator[str]:
+    if untimed:
         yield UNSEEN
-    yield from (str(chosen) for chosen in (engine.attention, engine.gates) if chosen is not None)
+    yield from (str(selected) for selected in (engine.attention, engine.gates) if selected is not None)
     if engine.tape is not None and engine.tape.used:
         yield RECORDED
 
@@ -262,13 +271,13 @@ def _layers(engine: Engine) -> int:
 
 
 def _stages(everyone: list[tuple[StepStats, int, int]]) -> list[MeasuredStage]:
-    """The fullest rank of each pipeline stage."""
+    """The rank with the highest peak memory of each pipeline stage."""
     fullest: dict[int, MeasuredStage] = {}
     for watch, stage, layers in everyone:
         assert watch.memory is not None
-        seen = MeasuredStage(stage=stage, layers=layers, memory=watch.memory)
-        if stage not in fullest or fullest[stage].memory.total < seen.memory.total:
-            fullest[stage] = seen
+        measured = MeasuredStage(stage=stage, layers=layers, memory=watch.memory)
+        if stage not in fullest or fullest[stage].memory.total < measured.memory.total:
+            fullest[stage] = measured
     return [fullest[stage] for stage in sorted(fullest)]
 
 
@@ -277,7 +286,7 @@ def _time(watches: list[StepStats], step_s: float, waits_seen: bool, exchange_se
         return statistics.mean(statistics.median(values(watch)) for watch in watches)
 
     optimizer_s, data_s = typical(lambda watch: watch.optimizer_s), typical(lambda watch: watch.data_s)
-    if not waits_seen:  # on a GPU the host does not wait where the device does
+    if not waits_seen:  # on a GPU the host does not block when the device waits
         return MeasuredTime(overhead_s=data_s)
     axes = ("tp", "cp", "ep", "pp", "dp") if exchange_seen else ("tp", "cp", "ep", "pp")
     waits = {axis: typical(lambda watch: [one.get(axis, 0.0) for one in watch.waits_s]) for axis in axes}  # noqa: B023

@@ -1,4 +1,4 @@
-"""What the engine can run, beyond what cost/legality.py calls legal. Said before any process starts, without torch."""
+"""Limits of the engine beyond cost/legality.py, checked before any process starts, without torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 
 
 def check(job: Job, layout: Layout, training: Training) -> None:
-    """Raises SpecError with the first problem and, where another layout would do, two that work."""
+    """Raises SpecError with the first problem and, if other layouts work, two of them."""
     sentence = job_problem(job)
     if sentence is None and (sentence := layout_problem(job, layout, training)) is not None:
         found = [str(one) for one in islice(alternatives(job, layout, training), 2)]
@@ -175,7 +175,7 @@ _RULES: tuple[Callable[[Job, Layout, Training], str | None], ...] = (
 
 
 def why_not_gathered_in_fp8(job: Job, layout: Layout, training: Training) -> str | None:
-    """Why ZeRO-3 gathers the weights of fp8 products as wide as any, with what to try; None: it gathers them in fp8."""
+    """Why ZeRO-3 gathers the weights of fp8 GEMMs in bf16, with what to try; None if it gathers them in fp8."""
     if job.precision != "fp8":
         return f"products are in {job.precision}: try job.precision=fp8"
     if training.fp8_gather == "bf16":
@@ -194,7 +194,7 @@ def why_not_gathered_in_fp8(job: Job, layout: Layout, training: Training) -> str
 
 
 def left_in_bf16(job: Job, layout: Layout, training: Training) -> str | None:
-    """Which products fp8 does not take for their sizes on one rank; train.fp8_keep names others."""
+    """Which GEMMs stay in bf16 because of their sizes on one rank; train.fp8_keep excludes others."""
     if job.precision != "fp8":
         return None
     model, tp, scaling = job.model, layout.tp, training.fp8_scaling
@@ -219,7 +219,7 @@ def left_in_bf16(job: Job, layout: Layout, training: Training) -> str | None:
 
 
 def alternatives(job: Job, layout: Layout, training: Training) -> Iterator[Layout]:
-    """Layouts of as many processes that work, those nearest to what was asked first."""
+    """Layouts of the same number of processes that work, the nearest to the given layout first."""
     world, sequences = job.cluster.gpus, job.sequences
 
     def distance(axes: tuple[int, int, int, int]) -> int:
@@ -239,7 +239,7 @@ def alternatives(job: Job, layout: Layout, training: Training) -> Iterator[Layou
 
 
 def factors(world: int) -> list[tuple[int, int, int, int]]:
-    """Every (dp, tp, pp, cp) of so many processes."""
+    """Every (dp, tp, pp, cp) of `world` processes."""
     return [
         (world // (tp * pp * cp), tp, pp, cp)
         for tp in divisors(world)

@@ -1,4 +1,4 @@
-"""How long a GPU takes for a piece of a step, where a run chooses among kernels by it."""
+"""Times GPU kernels with CUDA graphs, for autotuning."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WARM_UP, TIMED, REPLAYED = 2, 4, 3
 
 
 class TimedGraph:
-    """Some runs of a piece, recorded: it is the GPU that is timed and not how fast a host launches short kernels."""
+    """Several runs of an action captured in one graph, so that the GPU is timed and not the launch overhead of the host."""
 
     def __init__(self, action: Callable[[], object], device: torch.device) -> None:
         self.graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -25,7 +25,7 @@ class TimedGraph:
                     action()
 
     def times_ms(self, replays: int = REPLAYED) -> list[float]:
-        """Of one run of the piece, as often as it was replayed."""
+        """The time of one run of the action, for each replay."""
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]  # type: ignore[no-untyped-call]
         marks[0].record()
         for mark in marks[1:]:
@@ -36,7 +36,7 @@ class TimedGraph:
 
 
 def in_turns_ms(pieces: dict[str, TimedGraph], rounds: int, turn_ms: float) -> dict[str, float]:
-    """The median of each, in turns: a card that gets hot is as hot for all of them."""
+    """The median of each, measured in turns, so that the temperature of the card is the same for all."""
     times: dict[str, list[float]] = {name: [] for name in pieces}
     for _ in range(rounds):
         for name, piece in pieces.items():

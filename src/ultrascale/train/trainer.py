@@ -1,4 +1,4 @@
-"""The five-line way: model, plan, trainer, run. The command line does the same."""
+"""The Python API of training: `Trainer(plan).run()`, the same as the command line."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ultrascale.train.request import Overrides, allowed_changes, from_checkpoint
 
 
 class Trainer:
-    """Runs a plan. `processes` are started here; under torchrun or srun they are there already.
+    """Runs a plan. `processes` are started here; under torchrun or srun they already exist.
 
-    They are forked: start them before this process has computed with torch or used a GPU, as a notebook may have. What torch's
-    threads had open then is closed to the children, which may wait for ever on a machine with several cores for each.
+    They are forked: create them before this process has computed with torch or used a GPU, as a notebook may have. The children
+    do not inherit torch's threads, and may wait for them for ever on a machine with several cores per process.
     """
 
     def __init__(
@@ -31,29 +31,29 @@ class Trainer:
         processes: int | None = None,
         checkpoint: Checkpointing | None = None,
     ) -> None:
-        mine = rank_info_from_env()
-        if mine is not None and processes not in (None, mine.world):
-            raise SpecError(f"processes is {processes} but torchrun or srun started {mine.world}: leave it out")
-        self.world = mine.world if mine is not None else processes or plan.layout.gpus
-        self.nproc = None if mine is not None else self.world
+        env_rank = rank_info_from_env()
+        if env_rank is not None and processes not in (None, env_rank.world):
+            raise SpecError(f"processes is {processes} but torchrun or srun started {env_rank.world}: leave it out")
+        self.world = env_rank.world if env_rank is not None else processes or plan.layout.gpus
+        self.nproc = None if env_rank is not None else self.world
         request = from_plan(plan, Overrides(), self.world, training, gpu=launch.has_gpu())
         self.request = replace(request, checkpoint=checkpoint or Checkpointing())
 
     @classmethod
     def resume(cls, run: str | Path, processes: int | None = None, allow_changed: str | None = None, **layout: Any) -> Trainer:
-        """A run that goes on from its newest checkpoint (or from the one that is named), cut as before or otherwise.
+        """Resumes a run from its newest checkpoint (or from the checkpoint given), in the same or another layout.
 
-        `allow_changed`: "data" where the data may differ from that of the run so far, as `train --allow-changed data`.
+        `allow_changed`: "data" if the data may differ from that of the run so far, like `train --allow-changed data`.
         """
-        trainer, mine = cls.__new__(cls), rank_info_from_env()
-        world = mine.world if mine is not None else processes
-        first = mine is None or mine.rank == 0
+        trainer, env_rank = cls.__new__(cls), rank_info_from_env()
+        world = env_rank.world if env_rank is not None else processes
+        first = env_rank is None or env_rank.rank == 0
         allowed = allowed_changes(allow_changed, Path(run))
         trainer.request = from_checkpoint(
             resolve(Path(run)), Overrides(layout=layout), world, gpu=launch.has_gpu(), allowed=allowed, first=first
         )
         trainer.world = trainer.request.layout.gpus
-        trainer.nproc = None if mine is not None else trainer.world
+        trainer.nproc = None if env_rank is not None else trainer.world
         return trainer
 
     def run(self, out: str | Path | None = None, quiet: bool = False) -> Run | None:

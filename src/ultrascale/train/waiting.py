@@ -1,4 +1,4 @@
-"""What this process's main thread waits in, read off its stack from another thread: which collective, over which axis."""
+"""Finds the collective in which the main thread waits, and its axis, from the thread's stack."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _NAMES = {
 def collective(error: BaseException | None = None) -> str | None:
     """`all_reduce over dp`, `recv over pp`, `all_gather of FSDP2, over dp`: where the main thread is, or an error was raised.
 
-    None where that is in no exchange that can be seen from Python.
+    None if it is in no collective that is visible from Python.
     """
     frames = list(_frames() if error is None else _frames_of(error))
     depth = next((depth for depth, frame in enumerate(frames) if _kind(frame) is not None), None)
     if depth is None:
         return None
     kind = _kind(frames[depth])
-    return f"{'an exchange' if kind == UNNAMED else kind}{_whose(frames[depth:])}"
+    return f"{'an exchange' if kind == UNNAMED else kind}{_axis_suffix(frames[depth:])}"
 
 
 def stack() -> str:
@@ -67,11 +67,11 @@ def _frames_of(error: BaseException) -> list[FrameType]:
 
 
 def _kind(frame: FrameType) -> str | None:
-    held = frame.f_locals.get("self")
-    if isinstance(held, AsyncCollective):
-        return held.name
+    owner = frame.f_locals.get("self")
+    if isinstance(owner, AsyncCollective):
+        return owner.name
     work = frame.f_locals.get("work")
-    if isinstance(work, dist.Work):  # what pipeline.py and torch wait for under this name
+    if isinstance(work, dist.Work):  # the name of the local variable in pipeline.py and in torch
         return _op_name(work)
     name = frame.f_code.co_name
     return name if _DISTRIBUTED in frame.f_code.co_filename and name not in _WRAPPERS else None
@@ -83,8 +83,8 @@ def _op_name(work: dist.Work) -> str:
     return _NAMES.get(name, name.lower())
 
 
-def _whose(frames: list[FrameType]) -> str:
-    """Over which axis: told by what waits, or by the nearest of our own frames around torch's."""
+def _axis_suffix(frames: list[FrameType]) -> str:
+    """The axis, from the object that waits, or from the nearest frame outside torch.distributed."""
     if any(f"{os.sep}fsdp{os.sep}" in frame.f_code.co_filename for frame in frames):
         return " of FSDP2, over dp"
     ours = next((frame for frame in frames if _DISTRIBUTED not in frame.f_code.co_filename), None)
@@ -92,8 +92,8 @@ def _whose(frames: list[FrameType]) -> str:
         return ""
     if _in(ours, "parallel", "pipeline.py"):
         return " over pp"
-    held = getattr(ours.f_locals.get("self"), "_axis", None)
-    axis = held if isinstance(held, Axis) else ours.f_locals.get("axis")
+    owned = getattr(ours.f_locals.get("self"), "_axis", None)
+    axis = owned if isinstance(owned, Axis) else ours.f_locals.get("axis")
     return f" over {axis.name}" if isinstance(axis, Axis) else ""
 
 
