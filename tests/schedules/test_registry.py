@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ultrascale.schedules import REGISTRY, SCHEDULES, ActionKind, build, counts, deferred, legal, lint, peak_held
-from ultrascale.schedules.blocks import PASSES, V_HALF, V_MIN, Block
+from ultrascale.schedules.blocks import PASSES, V_HALF, V_MIN, BuildingBlock
 from ultrascale.specs import layout
 
 every_schedule = pytest.mark.parametrize("name", SCHEDULES)
@@ -53,7 +53,7 @@ def test_controllable_memory(name: str, share: float, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("block", [V_HALF, V_MIN])
-def test_no_two_passes_of_a_rank_share_a_slot(block: Block) -> None:
+def test_no_two_passes_of_a_rank_share_a_slot(block: BuildingBlock) -> None:
     for ranks in range(1, 65):
         slots = block.slots(np.asarray(ranks), np.arange(ranks)) % PASSES
         assert (np.sort(slots, axis=0) == np.arange(PASSES)[:, None]).all()

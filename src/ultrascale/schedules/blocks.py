@@ -24,7 +24,7 @@ _WAY = np.asarray((0, 1, 0, 1, 0, 1))  # down to the fold with the first chunk, 
 
 
 @dataclass(frozen=True)
-class Block:
+class BuildingBlock:
     """Slots from a pass to the one that needs its result, such that no two passes of a rank fall on the same slot of six."""
 
     up: int  # to the rank before: forwards of the second chunk, input gradients of the first; down it is always one slot
@@ -71,8 +71,8 @@ class Block:
         return np.asarray(level.max(axis=(0, -1)))
 
 
-V_HALF = Block(up=2, at_loss=lambda p: 1 + 0 * p, at_fold=lambda p: np.where(p % 2 == 0, 5, 2))
-V_MIN = Block(up=1, at_loss=lambda p: np.where(p % 3 == 0, 3, 1), at_fold=lambda p: 1 + 0 * p)
+V_HALF = BuildingBlock(up=2, at_loss=lambda p: 1 + 0 * p, at_fold=lambda p: np.where(p % 2 == 0, 5, 2))
+V_MIN = BuildingBlock(up=1, at_loss=lambda p: np.where(p % 3 == 0, 3, 1), at_fold=lambda p: 1 + 0 * p)
 
 
 def v_half_makespan(x: Shape) -> Floats:
