@@ -28,6 +28,8 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 from ultrascale.specs.plan import Plan
 
+pytestmark = pytest.mark.slow  # needs psycopg and a PostgreSQL server
+
 WAIT_S = 60
 
 

@@ -286,11 +286,11 @@ def rows_of(rank: int, nproc: int, store: str, own: int) -> tuple[list[float], l
     visit = (LocalTokensFirst if own else TokenDispatcher)(axis, rows, counts)
     arrived: list[torch.Tensor] = []
 
-    def experts(coming: torch.Tensor, counts: Any = None, arrive: Any = None, staying: Any = None) -> Any:
-        found = [coming] if arrive is None else [staying[0], arrive(coming)[0]]
+    def experts(coming: torch.Tensor, counts: Any = None, receive: Any = None, local_rows: Any = None) -> Any:
+        found = [coming] if receive is None else [local_rows[0], receive(coming)[0]]
         arrived.extend(found)
         made = [rows * (rank + 1) for rows in found]
-        return made[0] if arrive is None else made
+        return made[0] if receive is None else made
 
     visit.run_experts(experts)  # type: ignore[arg-type]
     back = visit.combine()
@@ -349,7 +349,7 @@ def order_of_events(rank: int, nproc: int, store: str, overlap: ExpertOverlap) -
         module.register_forward_hook(lambda *_, name=name: heard.append(name))
         module.register_full_backward_hook(lambda *_, name=name: heard.append(name))
     x = torch.randn(2, 8, model.hidden, requires_grad=True)
-    patched = mock.patch.object(token_dispatch, "Journey", Loud)
+    patched = mock.patch.object(token_dispatch, "AllToAllExchange", Loud)
     with patched, told("experts", grouped._gemms), told("their weights", grouped._weight_gradient):
         out = layer(x)
         forward = list(heard)

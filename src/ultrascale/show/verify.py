@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ultrascale.measure.verify.check import Difference
     from ultrascale.measure.verify.runs import ProgramResult
 
+WIDTH = 80
 COLUMNS = string.ascii_lowercase + string.ascii_uppercase + string.digits
 
 
@@ -92,7 +93,7 @@ RUNS_HEADING = "largest difference over its bound (up to 1 is rounding), seconds
 def coverage(drawing: ProgramGenerator) -> Iterator[str]:
     """Which features ran together, and how often: a triangle with one character for each pair."""
     features = sorted({feature for pair in drawing.possible for feature in pair})
-    width = max(map(len, features), default=0)
+    width = min(max(map(len, features), default=0), WIDTH - 3 - len(features))
     letters = dict(zip(features, COLUMNS, strict=False))
     covered = sum(pair in drawing.covered for pair in drawing.possible)
     yield f"{covered:,} pairs of features ran together, of {len(drawing.possible):,} that were drawn:"
@@ -100,7 +101,7 @@ def coverage(drawing: ProgramGenerator) -> Iterator[str]:
     yield f"{'':{width}}   {''.join(letters.get(feature, '?') for feature in features)}"
     for number, feature in enumerate(features):
         cells = [_cell(drawing, (other, feature)) for other in features[:number]]
-        yield f"{feature:{width}} {letters.get(feature, '?')} {''.join(cells)}".rstrip()
+        yield f"{feature:{width}.{width}} {letters.get(feature, '?')} {''.join(cells)}".rstrip()
 
 
 def _cell(drawing: ProgramGenerator, pair: tuple[str, str]) -> str:
