@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from conftest import Run
+from ultrascale.launch import machine
 from ultrascale.measure.bench import kernels_timed, ladders
 from ultrascale.measure.bench.kernels import KernelResult, KernelsReport
 from ultrascale.measure.bench.ladders import Figures, Ladder, LadderMachine, Rung
-from ultrascale.train import machine
 
 
 @pytest.fixture

@@ -126,5 +126,5 @@ def starts_s(job: Job, columns: LayoutColumns, share: RankShare) -> tuple[Array,
 
 
 def recordable(job: Job, columns: LayoutColumns) -> Array:
-    """Where our engine can record a step's launches and make them as one (train/cuda_graphs.py says why not elsewhere)."""
+    """Where our engine can record a step's launches and make them as one (kernels/cuda_graphs.py says why not elsewhere)."""
     return on_one_gpu(job, columns) & (job.framework.recorded and job.precision != "fp16")

@@ -1,4 +1,4 @@
-"""Slurm: a batch script, one task per GPU; ranks and addresses come from Slurm's variables (train/rank_info.py)."""
+"""Slurm: a batch script, one task per GPU; ranks and addresses come from Slurm's variables (launch/rank_info.py)."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from optuna.trial import FrozenTrial
 
+from ultrascale.launch.exit_reason import state
 from ultrascale.measure.bench.layouts_storage import SILENT_S
-from ultrascale.parallel.exit_reason import state
 
 
 def this_process() -> dict[str, Any]:

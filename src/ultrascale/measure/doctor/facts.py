@@ -22,9 +22,9 @@ from importlib import metadata, util
 from pathlib import Path
 
 from ultrascale.kernels import optional_kernels
+from ultrascale.launch.cpu_rates import cores
+from ultrascale.launch.machine import memory_bytes
 from ultrascale.measure.doctor.nvidia import GPUFact, ask_gpus, ask_links
-from ultrascale.train.machine import memory_bytes
-from ultrascale.train.rates import cores
 
 PACKAGES = (
     "torch",

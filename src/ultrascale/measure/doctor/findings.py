@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from ultrascale.launch.machine import kind_of_gpu
+from ultrascale.launch.rank_info import RankInfo, rank_info_from_env
 from ultrascale.measure.doctor.facts import MachineFacts
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.gpu import GPU
 from ultrascale.specs.units import GIB
-from ultrascale.train.machine import kind_of_gpu
-from ultrascale.train.rank_info import RankInfo, rank_info_from_env
 
 Level = Literal["ok", "warn", "bad"]
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from itertools import islice
 
 from ultrascale.cost.estimate import estimate
+from ultrascale.launch.machine import kind_of_gpu
+from ultrascale.launch.rank_info import RankInfo
 from ultrascale.measure.doctor.facts import MachineFacts
 from ultrascale.measure.doctor.findings import Finding, launched
 from ultrascale.specs.checkpointing import Checkpointing
@@ -16,8 +18,6 @@ from ultrascale.specs.plan import Plan
 from ultrascale.specs.training import Training
 from ultrascale.specs.units import GIB
 from ultrascale.train import supported
-from ultrascale.train.machine import kind_of_gpu
-from ultrascale.train.rank_info import RankInfo
 
 MASTER_BYTES = 4  # of a parameter in fp32: what the optimizer steps, and what a checkpoint keeps
 SAME = 1e-4  # relative; a plan is written with six digits

@@ -13,8 +13,7 @@ import torch
 from ultrascale.measure.profile.picture import MemoryTimeline, thinned
 from ultrascale.specs.measurement import MeasuredMemory
 from ultrascale.train.engine import Engine
-from ultrascale.train.live_memory import LiveBytes
-from ultrascale.train.memory_owners import OWNERS, account, states
+from ultrascale.train.memory import OWNERS, LiveBytes, account, states
 
 RECORDED = 1_000_000  # of the allocator's events in one step, the last so many
 FOLLOWED = "while every tensor was followed, which slows a step down"

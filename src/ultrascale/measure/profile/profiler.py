@@ -20,21 +20,22 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from ultrascale import __version__
+from ultrascale.launch.launcher import Run
 from ultrascale.measure.profile import memory as profile_memory
 from ultrascale.measure.profile.memory import StepMemory
 from ultrascale.measure.profile.picture import draw
 from ultrascale.measure.profile.request import WAIT, WARM_UP
 from ultrascale.measure.trace import rank as trace
 from ultrascale.measure.trace import times as trace_times
-from ultrascale.measure.trace.analysis import TRACES, Analysis, analyse
+from ultrascale.measure.trace.analysis import Analysis, analyse
 from ultrascale.measure.trace.times import RankTime
 from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.files import write_text
+from ultrascale.specs.folders import TRACES
 from ultrascale.specs.measurement import MeasuredMemory
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import GIB, seconds
 from ultrascale.train.engine import Engine, StepResult
-from ultrascale.train.launch import Run
 from ultrascale.train.loop import Observer
 
 MEMORY = "memory"

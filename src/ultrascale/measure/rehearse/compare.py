@@ -17,6 +17,7 @@ from ultrascale.cost.memory import alone, peak_parts
 from ultrascale.cost.operators import layer_matmuls
 from ultrascale.cost.peaks import peaks
 from ultrascale.cost.traffic import of_stage
+from ultrascale.kernels.selection import choose
 from ultrascale.measure.rehearse.rehearsal import Rehearsal
 from ultrascale.measure.rehearse.request import engine_of
 from ultrascale.parallel.mesh import RankCoordinates
@@ -26,7 +27,6 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.training import Training
 from ultrascale.specs.units import GIB
-from ultrascale.train.kernels import choose
 
 STATES = ("parameters", "master", "gradients", "optimizer")
 TECHNIQUES = ("tensor", "context", "expert", "pipeline", "data", "zero", "bookkeeping")

@@ -21,6 +21,7 @@ from typing import cast
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from ultrascale.launch.cpu_rates import cores
 from ultrascale.measure.rehearse.fake import QuickFakeTensorMode
 from ultrascale.measure.rehearse.gpu import kernel_times, without_values
 from ultrascale.measure.rehearse.kernels import as_on_a_gpu
@@ -46,8 +47,7 @@ from ultrascale.train import build
 from ultrascale.train.build import COMPUTE, boundary_shape, schedule_of
 from ultrascale.train.data import Batches
 from ultrascale.train.engine import Engine
-from ultrascale.train.memory_owners import account
-from ultrascale.train.rates import cores
+from ultrascale.train.memory import account
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from ultrascale.measure.trace.findings import findings
 from ultrascale.measure.trace.times import RankTime
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.estimate import Estimate
+from ultrascale.specs.folders import TRACES
 from ultrascale.specs.plan import Plan
 
-TRACES = "traces"
 SUFFIXES = (".json", ".json.gz")
 
 # What a trace can tell apart, and the causes of an Estimate that are the same.
