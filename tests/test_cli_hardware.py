@@ -9,8 +9,8 @@ import pytest
 
 from conftest import Run
 from ultrascale.launch import launcher, local, machine
-from ultrascale.measure.bench import hardware
-from ultrascale.measure.bench.hardware import GemmShape, HardwareTimes
+from ultrascale.measure import bench_hardware as hardware
+from ultrascale.measure.bench_hardware import GemmShape, HardwareTimes
 from ultrascale.specs.cluster import Cluster
 
 

@@ -26,7 +26,7 @@ from ultrascale.cost.estimate import estimate
 from ultrascale.cost.fused import why_not
 from ultrascale.launch import launcher, local
 from ultrascale.launch.machine import detect
-from ultrascale.measure.bench import hardware
+from ultrascale.measure import bench_hardware as hardware
 from ultrascale.specs import folders
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError

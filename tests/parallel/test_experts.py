@@ -14,7 +14,7 @@ import torch.distributed as dist
 from parallel.harness import check, in_ranks, job_of, one_process, train, training_of
 from ultrascale.kernels import selection
 from ultrascale.launch import local
-from ultrascale.measure.rehearse.operator_tracker import OperatorTracker
+from ultrascale.measure.rehearse_tracker import OperatorTracker
 from ultrascale.model import grouped
 from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.transformer import MLP

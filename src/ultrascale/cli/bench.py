@@ -50,7 +50,7 @@ def kernels(
     [cyan]slower[/].
     """
     from ultrascale.launch import launcher
-    from ultrascale.measure.bench.kernels import chosen, shapes
+    from ultrascale.measure.bench_kernels import chosen, shapes
     from ultrascale.show import kernels as show
     from ultrascale.show.lines import progress, terminal
     from ultrascale.specs.errors import SpecError
@@ -64,7 +64,7 @@ def kernels(
             "docs/kernels/README.md holds the table of an H200"
         )
     import_torch()
-    from ultrascale.measure.bench.kernels_timed import measure
+    from ultrascale.measure.bench_kernel_timing import measure
 
     with progress() as say:
         for report in measure(names, asked, say):
@@ -110,7 +110,7 @@ def ladders(
     from functools import cache
 
     from ultrascale.launch import launcher, machine
-    from ultrascale.measure.bench import ladders as climb
+    from ultrascale.measure import bench_ladders as climb
     from ultrascale.show import bench_ladders as show
     from ultrascale.show.lines import progress, terminal
     from ultrascale.specs.errors import SpecError
@@ -164,7 +164,7 @@ def collectives(
     """
     from ultrascale.launch import machine
     from ultrascale.launch.rank_info import rank_info_from_env
-    from ultrascale.measure.bench import collectives as asking
+    from ultrascale.measure import bench_collectives as asking
     from ultrascale.show import bench_collectives as show
     from ultrascale.show.lines import progress, terminal
     from ultrascale.specs.errors import SpecError
@@ -177,7 +177,7 @@ def collectives(
     if mine is None and gpus and world > gpus:
         raise SpecError(f"--nproc is {world} but this machine shows {gpus} GPUs: try {gpus}")
     asked = asking.chosen(only), asking.sizes(sizes), asking.groups(groups, world)
-    from ultrascale.measure.bench import collectives_timed as timed
+    from ultrascale.measure import bench_collectives as timed
 
     with progress() as say:
         report = timed.measure_as(mine, *asked, bool(gpus)) if mine else timed.measure(*asked, world, bool(gpus), say)
@@ -207,7 +207,7 @@ def hardware(
     many processes as will train.
     """
     from ultrascale.launch import launcher
-    from ultrascale.measure.bench import hardware as measuring
+    from ultrascale.measure import bench_hardware as measuring
     from ultrascale.show.hardware import hardware_json, show_hardware
     from ultrascale.show.lines import progress, terminal
     from ultrascale.train import import_torch
@@ -216,8 +216,7 @@ def hardware(
         say("measuring this machine, some ten seconds")
         import_torch()
         from ultrascale.launch.machine import detect
-        from ultrascale.measure.bench.collectives import linked, sizes
-        from ultrascale.measure.bench.collectives_timed import measure
+        from ultrascale.measure.bench_collectives import linked, measure, sizes
 
         found = detect(nproc)
         if launcher.has_gpu():
