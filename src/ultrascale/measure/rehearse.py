@@ -298,7 +298,7 @@ def compared(job: Job, layout: Layout, predicted: Estimate, seen: Rehearsal) -> 
     law = predicted.memory[seen.place.pp].memory
     job = even(job).changed(framework=engine_of(seen.kernels))
     # Gradients are counted when all of them are there, which need not be at the peak.
-    as_made = job.framework.gradients_as_made and bool(alone(job, LayoutColumns.of([layout]))[0])
+    as_made = job.framework.fused_blocks and bool(alone(job, LayoutColumns.of([layout]))[0])
     held = law.model_copy(update={"gradients": 0.0 if as_made else whole_gradients(job, layout, seen.place.pp)})
     terms = [RehearsedTerm(owner, getattr(held, owner), getattr(seen.memory, owner), "B") for owner in STATES]
     # What is on its way and what waits for backward look alike from outside: they are compared together.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ultrascale import Cluster, Job, Layout, Model, estimate
-from ultrascale.cost import launch
+from ultrascale.cost import host
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.passes import Passes
@@ -16,16 +16,17 @@ from ultrascale.cost.timeline import simulated
 from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.framework import Framework
 
+QUEUE = host.constants().launch_queue
 EACH_S = 5e-4  # slow enough that a host sets any step of one micro-batch here
 OVERHEAD_S = Efficiency().step_overhead_s
 
 
 def job_of(
-    name: str = "llama-3.2-1b", gas: int = 1, framework: str = "ultrascale-gpu", recorded: bool = False, **constants: float
+    name: str = "llama-3.2-1b", gas: int = 1, framework: str = "ultrascale-gpu", graphs: bool = False, **constants: float
 ) -> Job:
     given = Efficiency(**{"kernel_launch_s": EACH_S, **constants})
     cluster = Cluster.of(Cluster.load("1xh200").gpu, nodes=1, gpus_per_node=1, efficiency=given)
-    engine = Framework.load(framework).model_copy(update={"recorded": recorded, "launch": 1.0})
+    engine = Framework.load(framework).model_copy(update={"cuda_graphs": graphs, "launch": 1.0})
     return Job(model=Model.load(name), cluster=cluster, seq=4096, batch_tokens=gas * 4096, framework=engine)
 
 
@@ -37,7 +38,7 @@ def launches(job: Job, layout: Layout) -> float:
 def starts(job: Job, layout: Layout) -> tuple[float, float]:
     """Of kernels that stream, in the passes of a step and in its optimizer."""
     share = constant_share((job.model.layers, 0, 1, 1), 1)
-    forward, backward, optimizer = launch.starts_s(job, LayoutColumns.of([layout]), share)
+    forward, backward, optimizer = host.kernel_starts_s(job, LayoutColumns.of([layout]), share)
     return float(layout.gas * (forward + backward)[0]), float(optimizer[0])
 
 
@@ -76,32 +77,32 @@ def test_nobody_is_ahead_at_the_optimizer() -> None:
 
 def test_kernels_that_stream_take_time_to_start() -> None:
     """Fused layers have 4 + 11 of them, compiled ones 6 + 12 and 4 in a forward once more; two for each of nine weights."""
-    each = launch.START_S * 16
+    each = QUEUE.start_s * 16
     assert starts(job_of(), Layout()) == pytest.approx((each * 15, each * 2 * 9))
     assert starts(job_of(), Layout(recompute="full")) == pytest.approx((each * 22, each * 2 * 9))
     assert starts(job_of(), Layout(gas=3)) == pytest.approx((each * 3 * (15 + 9), each * 2 * 9))  # sums of micro-batches
 
 
-def test_a_recorded_step_waits_for_its_launch_alone() -> None:
-    job, layout = job_of(recorded=True), Layout()
+def test_a_step_in_a_cuda_graph_waits_for_its_launch_alone() -> None:
+    job, layout = job_of(graphs=True), Layout()
     time = estimate(job, layout).time
-    assert time.launch_s == pytest.approx(launch.BETWEEN_S + starts(job, layout)[0])
+    assert time.launch_s == pytest.approx(QUEUE.between_graphs_s + starts(job, layout)[0])
     free = estimate(job_of(kernel_launch_s=0.0, step_overhead_s=0.0), layout).time
-    assert time.total == pytest.approx(free.total + launch.BETWEEN_S)
+    assert time.total == pytest.approx(free.total + QUEUE.between_graphs_s)
 
 
 @pytest.mark.parametrize(
     ("job", "layout"),
     [
-        (job_of(recorded=True, gas=4, kernel_launch_s=2e-5), Layout(mbs=4)),  # the GPU is waited for longer than it is launched
-        (job_of(recorded=True).changed(precision="fp16"), Layout()),
-        (job_of(recorded=True), Layout(offload="optimizer")),
-        (job_of(recorded=True).changed(cluster=Cluster.load("8xh100"), batch_tokens=8 * 4096), Layout(dp=8)),
+        (job_of(graphs=True, gas=4, kernel_launch_s=2e-5), Layout(mbs=4)),  # the GPU is waited for longer than it is launched
+        (job_of(graphs=True).changed(precision="fp16"), Layout()),
+        (job_of(graphs=True), Layout(offload="optimizer")),
+        (job_of(graphs=True).changed(cluster=Cluster.load("8xh100"), batch_tokens=8 * 4096), Layout(dp=8)),
     ],
     ids=["the GPU sets it", "fp16", "offload", "eight GPUs"],
 )
-def test_what_is_not_recorded_waits_as_before(job: Job, layout: Layout) -> None:
-    plain = job.changed(framework=job.framework.model_copy(update={"recorded": False}))
+def test_what_has_no_cuda_graph_waits_as_before(job: Job, layout: Layout) -> None:
+    plain = job.changed(framework=job.framework.model_copy(update={"cuda_graphs": False}))
     assert estimate(job, layout).time == estimate(plain, layout).time
 
 
@@ -111,8 +112,8 @@ def idle(forward_s: float, backward_s: float, head_s: float, gas: int = 1) -> fl
     columns, share = LayoutColumns.of([Layout(gas=gas)]), constant_share((16, 0, 1, 1), 1)
     layers = Passes(np.asarray([forward_s]), np.asarray([backward_s]), zero)
     head = Passes(np.asarray([head_s]), zero, zero)
-    weights = launch.of_weights(job.model, ClusterRates(job), share.layers)  # 72 ms
-    return float(launch.idle_s(job, columns, ClusterRates(job), share, layers, head, weights, zero)[0])
+    weights = host.weights_launch_s(job.model, ClusterRates(job), share.layers)  # 72 ms
+    return float(host.idle_s(job, columns, ClusterRates(job), share, layers, head, weights, zero)[0])
 
 
 def test_a_long_head_pays_for_short_backward_kernels_but_not_for_forward() -> None:
@@ -152,13 +153,13 @@ def test_the_simulated_step_waits_as_long() -> None:
     ids=["experts", "pipeline", "another engine"],
 )
 def test_layers_wait_by_themselves_where_something_synchronises(job: Job, layout: Layout) -> None:
-    assert not launch.queued(job, LayoutColumns.of([layout]), ClusterRates(job))
+    assert not host.one_queue(job, LayoutColumns.of([layout]), ClusterRates(job))
     assert estimate(job, layout).time.overhead_s == OVERHEAD_S
 
 
 def test_where_layers_wait_by_themselves_the_optimizer_does_too() -> None:
     """AdamW launches a kernel for each of nine weights in 48 layers of experts: half a launch each."""
     job = job_of("qwen3-30b-a3b", kernel_launch_s=1e-3)
-    weights = float(launch.of_weights(job.model, ClusterRates(job), np.asarray([48]))[0])
+    weights = float(host.weights_launch_s(job.model, ClusterRates(job), np.asarray([48]))[0])
     assert weights == pytest.approx(1e-3 * 0.5 * 48 * (9 + 2))  # and two norms of queries and keys
     assert estimate(job, Layout()).time.optimizer_s == pytest.approx(weights)
