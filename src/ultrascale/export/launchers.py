@@ -1,13 +1,14 @@
-"""Kubernetes: a Kubeflow Trainer TrainJob, and a plain JobSet for clusters without it; one pod a node, torchrun in it.
+"""Launchers of our own engine: a torchrun script, a Slurm batch script, and Kubernetes jobs.
 
-The plan travels as a ConfigMap in the same file. Runs are kept on a volume claim that every pod reaches.
+Kubernetes: a Kubeflow Trainer TrainJob, and a plain JobSet for clusters without it; one pod a node, torchrun in it. The plan
+travels as a ConfigMap in the same file. Runs are kept on a volume claim that every pod reaches.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from ultrascale.export.common import File, name_of
+from ultrascale.export.common import File, name_of, quoted
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import to_yaml
@@ -19,7 +20,53 @@ LARGEST_PLAN = 900_000  # a ConfigMap holds 1 MiB
 _POD = "node"  # the replicated job and the container of the runtime torch-distributed
 
 
-def files(plan: Plan, run: str, image: str) -> tuple[tuple[File, ...], str]:
+def torchrun_files(plan: Plan, run: str) -> tuple[tuple[File, ...], str]:
+    """A script for one node, or the same for each of several; and how to start it."""
+    cluster = plan.job.cluster
+    many = cluster.nodes > 1
+    meeting = (
+        f"--nnodes {cluster.nodes} --rdzv-id {quoted(run)} --rdzv-backend c10d "
+        f'--rdzv-endpoint "${{MASTER_ADDR:?the first node}}:{PORT}"'
+        if many
+        else "--standalone"
+    )
+    where = (
+        f"Run it on each of the {cluster.nodes} nodes, with MASTER_ADDR naming the first." if many else "Run it on the node."
+    )
+    text = f"""#!/usr/bin/env bash
+# {plan.layout}: {cluster.nodes} node(s) of {cluster.gpus_per_node}.
+# {where} Words after it change the run: train.steps=1000 train.data=…
+set -euo pipefail
+cd -- "$(dirname -- "${{BASH_SOURCE[0]}}")"
+exec torchrun {meeting} --nproc-per-node {cluster.gpus_per_node} \\
+  -m ultrascale train plan.yaml --out runs/{quoted(run)} "$@"
+"""
+    return (File("torchrun.sh", text),), "MASTER_ADDR=node0 bash {folder}/torchrun.sh" if many else "bash {folder}/torchrun.sh"
+
+
+def slurm_files(plan: Plan, run: str) -> tuple[tuple[File, ...], str]:
+    """A batch script of one task per GPU; ranks and addresses come from Slurm's variables (launch/rank_info.py)."""
+    cluster = plan.job.cluster
+    gpus = "" if cluster.gpu.name == "cpu" else f"#SBATCH --gpus-per-node={cluster.gpus_per_node}\n"
+    text = f"""#!/usr/bin/env bash
+#SBATCH --job-name={run}
+#SBATCH --nodes={cluster.nodes}
+#SBATCH --ntasks-per-node={cluster.gpus_per_node}
+{gpus}#SBATCH --exclusive
+#SBATCH --output=%x-%j.out
+#SBATCH --signal=USR1@120
+#SBATCH --requeue
+# {plan.layout}. Submit it from this folder; partition, account and time limit are yours to add:
+#   sbatch --partition=… --time=… job.sbatch train.steps=1000
+set -euo pipefail
+cd -- "${{SLURM_SUBMIT_DIR:?submit this with sbatch}}"
+# USR1 lets the run keep itself two minutes before its time is over; a requeued job goes on from there.
+srun --kill-on-bad-exit=1 "${{PYTHON:-python}}" -m ultrascale train plan.yaml --out runs/{quoted(run)} "$@"
+"""
+    return (File("job.sbatch", text),), "cd {folder} && sbatch job.sbatch"
+
+
+def kubernetes_files(plan: Plan, run: str, image: str) -> tuple[tuple[File, ...], str]:
     if not image.strip() or any(sign.isspace() for sign in image):
         raise SpecError(f"--image is '{image:.60}' but must name a container image, such as registry.example/ultrascale:1")
     name = f"ultrascale-{name_of(run)}"
@@ -66,9 +113,7 @@ def _train_job(plan: Plan, name: str, image: str, run: str) -> dict[str, Any]:
         "spec": {
             "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": "torch-distributed"},
             "trainer": trainer,
-            "runtimePatches": [
-                {"manager": "ultrascale.dev/export", "trainingRuntimeSpec": {"template": {"spec": patched}}},
-            ],
+            "runtimePatches": [{"manager": "ultrascale.dev/export", "trainingRuntimeSpec": {"template": {"spec": patched}}}],
         },
     }
 
