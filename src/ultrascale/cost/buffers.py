@@ -39,7 +39,7 @@ def at_once(
     )
     gathered = np.where(columns.is_("offload", "parameters"), b * (2 * held.layer + held.ends), gathered)
     # One layer's gradients as autograd makes them, and from ZeRO-2 on the same layer's on its way into the reduce-scatter.
-    fresh = held.total if job.framework.late_gradients else held.layer
+    fresh = held.total if job.framework.accumulation == "after-backward" else held.layer
     fresh_gradients = b * fresh if gradient_bytes(job) != b else 0.0
     waiting = held.layer
     if job.framework.states == "fp32":
@@ -51,7 +51,7 @@ def at_once(
     buffers = gathered + fresh_gradients + reduced + gathered_sequence + received + _context_buffers(job, columns)
     if model.moe is not None:
         routed = job.cluster.efficiency.expert_imbalance * model.moe.top_k * wide
-        travelling = routed / columns.routed_cut(job.framework.sliced_routing)
+        travelling = routed / columns.routed_cut(job.framework.transformer_engine)
         buffers = buffers + np.where(columns.ep > 1, travelling, 0.0)
     return np.asarray(buffers)
 

@@ -94,7 +94,7 @@ class ChunkMemory:
     @property
     def beside(self) -> Array:
         """Where the experts' exchange hides behind another micro-batch: one layer of that one's forward."""
-        overlaps = self.job.framework.expert_overlap > 0
+        overlaps = self.job.framework.expert_overlap == "microbatches"
         whole = [np.where(count > 0, layer.whole, 0.0) for count, moe, layer in self.layers if moe and overlaps]
         return np.asarray(sum(whole, np.zeros(len(self.columns))))
 
@@ -149,7 +149,7 @@ class ChunkMemory:
         A stage that was followed keeps what it sent, whose graph its backward starts from, and one table of rotary angles.
         """
         kept = self.kept_layers
-        if not self.job.framework.followed:
+        if not self.job.framework.exact_memory_trace:
             return kept
         model, b = self.job.model, compute_bytes(self.job)
         angles = 2 * b * self.job.seq / self.columns.cp * model.head_dim * (model.positions == "rotary")
@@ -171,7 +171,7 @@ class ChunkMemory:
     def dropped(self) -> Array:
         """What recomputation left out of them; a put-off weight gradient keeps its output's gradient gathered, too."""
         owed = np.zeros(len(self.columns))
-        if self.job.framework.followed:
+        if self.job.framework.exact_memory_trace:
             kept_whole = split_backward(self.columns) & (self.columns.sequence_cut > 1)
             owed = np.where(kept_whole, 2 * (self.uncut - self.residual), 0.0)
         return np.asarray(sum((count * (layer.whole - layer.total + owed) for count, _, layer in self.layers), 0.0 * owed))
@@ -184,7 +184,7 @@ class ChunkMemory:
         theirs; the router's fp32 copy goes, and so does the layer's input, but for a shared expert, whose output's gradient
         takes its place. What a chunk received stays, what it sent goes.
         """
-        if not self.job.framework.followed:
+        if not self.job.framework.exact_memory_trace:
             return np.zeros(len(self.columns))
         ends = np.where(self.share.embedding == 0, self.residual, 0.0) - np.where(self.sends_output, self.residual, 0.0)
         return np.where(split_backward(self.columns), ends, 0.0) + self.settled_layers
@@ -193,7 +193,7 @@ class ChunkMemory:
     def settled_layers(self) -> Array:
         """Of these, what its layers have less; of attention, what only norms and the kernel itself asked for."""
         moe, gone = self.job.model.moe, np.zeros(len(self.columns))
-        if not self.job.framework.followed:
+        if not self.job.framework.exact_memory_trace:
             return gone
         for count, _, layer in self.layers:
             own = (layer.modules.get(name, 0.0) for name in ("q, k before norm", "switched output", "copies of k, v"))

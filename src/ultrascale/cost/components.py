@@ -43,7 +43,7 @@ def depends_on(job: Job) -> tuple[str, ...]:
 
     Where a clock follows the work, it follows how often the optimizer steps.
     """
-    of_gas = job.framework.gradients_as_made or job.cluster.efficiency.boost > 1
+    of_gas = job.framework.fused_blocks or job.cluster.efficiency.boost > 1
     return (*DEPENDS_ON, "gas") if of_gas else DEPENDS_ON
 
 
@@ -162,7 +162,7 @@ def _layer(
         expert_passes = Passes(exchange.forward_s, exchange.backward_s, nothing)
     forward = compute.total.forward + tensor_passes.forward + context_passes.forward + expert_passes.forward
     last = nothing
-    if job.framework.early_stop and not moe:
+    if job.framework.exact_memory_trace and not moe:
         # torch.utils.checkpoint stops at the last tensor that backward asks for; a layer's output is not among them.
         down = [product for product in compute.matmuls if product.name == "mlp down"]
         last = operators.matmul_passes(machine, down).forward
@@ -248,8 +248,8 @@ def _zero(
     gathers = columns.zero == 3
     again = gathers & (columns.keep_gathered == 0)
     gathered = np.where(gathers, moved.gather_s, 0.0)
-    forward = exposed(gathered, job.framework.gather_overlap * free.forward, machine.efficiency)
+    forward = exposed(gathered, job.framework.overlap * free.forward, machine.efficiency)
     transfers = np.where(again, moved.gather_s, 0.0) + np.where(columns.zero >= 2, moved.scatter_s, 0.0)
-    window = job.framework.reduce_overlap * (free.input_grad + free.weight_grad)
+    window = job.framework.overlap * (free.input_grad + free.weight_grad)
     backward = exposed(transfers, window, machine.efficiency)
     return Passes(forward, backward, np.zeros(len(columns)))

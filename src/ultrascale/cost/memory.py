@@ -56,7 +56,7 @@ def states(job: Job, columns: LayoutColumns, held: params.RankParameters, narrow
     parameters = np.where(zero >= stage_of_parameters, sharded(compute, 3), sharded(compute, 4))
     parameters = np.where((zero == 3) & (columns.keep_gathered == 1), parameters - float8.less(job, narrow), parameters)
     master = sharded(activations.FP32 if has_master(job) else 0, 1)
-    if job.framework.halves and job.optimizer == "adamw" and job.precision in ("bf16", "fp8"):
+    if job.framework.fused_blocks and job.optimizer == "adamw" and job.precision in ("bf16", "fp8"):
         master = np.where((shards == 1) | (zero == 0), sharded(activations.FP32 - compute, 1), master)
     whole = activations.gradient_bytes(job) * (held.total - held.padding)
     gradients = np.where(zero >= 2, sharded(_kept_gradient_bytes(job, shards), 2), whole)
@@ -209,7 +209,7 @@ def _parts(scene: ChunkMemory) -> PeakParts:
     if scene.first:
         state = replace(state, gradients=0.0 * state.gradients)
     layer, loss = moments_layer.in_layer(scene, state.gradients, split=False), moments.at_loss(scene, state.gradients)
-    if job.framework.gradients_as_made:
+    if job.framework.fused_blocks:
         single, b = alone(job, columns), activations.compute_bytes(job)
         # None at the loss, the head's at the first layer; then each layer's take the place of activations that it frees. The
         # fullest layer is the first or the last of backward: there all gradients stand and nothing waits.
@@ -218,7 +218,7 @@ def _parts(scene: ChunkMemory) -> PeakParts:
         loss = replace(loss, gradients=np.where(single, 0.0, loss.gradients))
         state = replace(state, gradients=np.where(single, at_last, state.gradients))
         made = np.where(single, at_last, layer.gradients)
-        uncounted = heads - np.where(single & job.framework.followed, moments_zero.head_gradients(scene), 0.0)
+        uncounted = heads - np.where(single & job.framework.exact_memory_trace, moments_zero.head_gradients(scene), 0.0)
         layer = replace(layer, activations=layer.activations + uncounted, gradients=made)
     return PeakParts(
         state,

@@ -20,7 +20,7 @@ from ultrascale.cost.memory_point import MemoryPoint, fullest
 
 def at_loss(scene: ChunkMemory, gradients: Array) -> MemoryPoint:
     peak = np.asarray(scene.share.head * scene.head.peak)
-    if not scene.job.framework.followed:
+    if not scene.job.framework.exact_memory_trace:
         return MemoryPoint(peak, scene.at_once, gradients)
     # One layer is there: fetched for backward, or where the loss is fullest in forward (a cut vocabulary) not yet let go.
     moving = moments_zero.gathered(scene) + moments_zero.scattered_last(scene)
@@ -39,7 +39,7 @@ def at_loss(scene: ChunkMemory, gradients: Array) -> MemoryPoint:
 
 def beginning(scene: ChunkMemory, gradients: Array) -> MemoryPoint:
     """Of a backward before which ZeRO-3 must gather embedding and head again: as they arrive, and as they are used."""
-    there = scene.job.framework.followed & (scene.columns.zero == 3) & (scene.columns.keep_gathered == 0)
+    there = scene.job.framework.exact_memory_trace & (scene.columns.zero == 3) & (scene.columns.keep_gathered == 0)
     elements, narrow = 2 * scene.held.ends + 2 * scene.held.block, scene.narrow_after(0 * scene.share.layers)
     moving = moments_zero.gathered_elements(scene, elements, narrow) + moments_zero.scattered_last(scene)
     nothing = 0.0 * scene.residual
@@ -51,7 +51,7 @@ def in_forward(scene: ChunkMemory, gradients: Array) -> MemoryPoint:
     token's, and the layer's normed input, whole; the layer's output is not there yet.
     """
     one = _passing(scene, gradients)
-    if not scene.job.framework.followed:
+    if not scene.job.framework.exact_memory_trace:
         return one
     home = [2 * layer.modules["expert output"] * (count > 0) for count, moe, layer in scene.layers if moe]
     if not home:
@@ -63,7 +63,7 @@ def in_forward(scene: ChunkMemory, gradients: Array) -> MemoryPoint:
 
 def between(scene: ChunkMemory, gradients: Array) -> MemoryPoint:
     """While weight gradients that were put off are computed; weights that ZeRO-3 kept gathered went with their inputs' turn."""
-    one, split = _passing(scene, gradients), split_backward(scene.columns) & scene.job.framework.followed
+    one, split = _passing(scene, gradients), split_backward(scene.columns) & scene.job.framework.exact_memory_trace
     gone = np.where(split & scene.lets_go & (scene.columns.zero == 3), compute_bytes(scene.job) * scene.own.total, 0.0)
     return replace(one, buffers=one.buffers - gone, gone=gone)
 
@@ -71,7 +71,7 @@ def between(scene: ChunkMemory, gradients: Array) -> MemoryPoint:
 def _passing(scene: ChunkMemory, gradients: Array) -> MemoryPoint:
     """What is there whatever the rank computes."""
     nothing = np.zeros(len(scene.columns))
-    if not scene.job.framework.followed:
+    if not scene.job.framework.exact_memory_trace:
         return MemoryPoint(nothing, scene.at_once, gradients)
     moving = moments_zero.gathered(scene) + moments_zero.scattered_last(scene)
     return MemoryPoint(nothing, moving, np.where(scene.one_backward, 0.0, gradients))
@@ -83,7 +83,7 @@ def scattering(scene: ChunkMemory, gradients: Array) -> MemoryPoint:
     their own scatter or the first layer's is the fuller one.
     """
     nothing, own, g = np.zeros(len(scene.columns)), scene.own, gradient_bytes(scene.job)
-    split, there = split_backward(scene.columns), scene.scatters & scene.job.framework.followed
+    split, there = split_backward(scene.columns), scene.scatters & scene.job.framework.exact_memory_trace
     made = np.where(split, g * (own.total - own.padding), compute_bytes(scene.job) * own.ends)
     ends = made + g * own.ends
     # A layer's that were put off go as they are copied for their scatter.
@@ -103,7 +103,7 @@ def scattering(scene: ChunkMemory, gradients: Array) -> MemoryPoint:
 def fresh(scene: ChunkMemory, there: Array) -> Array:
     """The gradient of the embedding or of the head as autograd makes it, where backward is split."""
     each = compute_bytes(scene.job) * params.head(scene.job.model).on_rank(scene.columns.tp, scene.job.model.kv_heads)
-    return np.where(split_backward(scene.columns) & scene.job.framework.followed, there * each, 0.0)
+    return np.where(split_backward(scene.columns) & scene.job.framework.exact_memory_trace, there * each, 0.0)
 
 
 def waiting(scene: ChunkMemory, there: Array) -> Array:
@@ -114,5 +114,5 @@ def waiting(scene: ChunkMemory, there: Array) -> Array:
 
 def looked_up(scene: ChunkMemory) -> Array:
     """Gradients of all tokens' embeddings on a rank that has a part of the vocabulary."""
-    there = split_backward(scene.columns) & (scene.columns.tp > 1) & scene.job.framework.followed
+    there = split_backward(scene.columns) & (scene.columns.tp > 1) & scene.job.framework.exact_memory_trace
     return np.where(there, scene.share.embedding * scene.uncut, 0.0)

@@ -16,7 +16,7 @@ from ultrascale.cost.memory_point import MemoryPoint, fullest
 def in_layer(scene: ChunkMemory, gradients: Array, split: bool) -> MemoryPoint:
     """The fullest moment of the fullest layer's backward; `split`: what it dropped is counted with what waits for it."""
     nothing = np.zeros(len(scene.columns))
-    if not scene.job.framework.followed:
+    if not scene.job.framework.exact_memory_trace:
         most = nothing
         for count, _, layer in scene.layers:
             most = np.maximum(most, np.where(count > 0, layer.gradients if split else layer.working, 0.0))
@@ -24,7 +24,9 @@ def in_layer(scene: ChunkMemory, gradients: Array, split: bool) -> MemoryPoint:
     found = none = MemoryPoint(nothing, nothing, nothing)
     apart = split_backward(scene.columns) & split
     for count, moe, layer in scene.layers:
-        stages = _on_a_gpu(scene, layer, moe, apart) if scene.job.framework.lean else _followed(scene, layer, moe, apart)
+        stages = (
+            _on_a_gpu(scene, layer, moe, apart) if scene.job.framework.fused_blocks else _followed(scene, layer, moe, apart)
+        )
         received = _received(scene, moe, apart)
         own = [_on_top(scene, one, layer, gradients, done, apart, received) for one in stages for done in _done(scene)]
         found = fullest(found, *(one.where(count > 0, none) for one in own))

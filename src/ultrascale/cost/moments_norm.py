@@ -39,7 +39,7 @@ def of_head(scene: ChunkMemory) -> Array:
 
 def wide(scene: ChunkMemory, normed: Array) -> Array:
     """Five tensors in fp32 for what is `normed`, four where nothing is cast, none where a norm is one kernel."""
-    if scene.job.framework.lean:
+    if scene.job.framework.fused_blocks:
         return 0.0 * normed
     b = compute_bytes(scene.job)
     return np.asarray((5 if b < FP32 else 4) * FP32 / b * normed)

@@ -43,7 +43,7 @@ def met(scene: ChunkMemory) -> Array:
     """A chunk's gradients with which HSDP's replicas met: a split backward has them meet after every scatter, and FSDP keeps
     the last ones; the first are what the next are added to.
     """
-    columns, there = scene.columns, scene.scatters & scene.job.framework.followed
+    columns, there = scene.columns, scene.scatters & scene.job.framework.exact_memory_trace
     meets = there & split_backward(columns) & (columns.data_ranks > columns.shards)
     return np.where(meets, gradient_bytes(scene.job) * scene.own.total / columns.shards, 0.0)
 

@@ -60,7 +60,7 @@ def peaks(view: LayoutRows) -> list[Peak]:
     """Of every rank."""
     later = view.parts()
     # FSDP makes room for gradients in a step's first backward.
-    begins = view.job.framework.followed and _sharded(view.layout) and view.layout.gas > 1
+    begins = view.job.framework.exact_memory_trace and _sharded(view.layout) and view.layout.gas > 1
     return _walked(view, view.parts(first=True) if begins else later, later)
 
 
@@ -93,10 +93,10 @@ def _candidates(
     live = summed(held.waiting, (kept + waiting_loss)[chunks]) + summed(held.deferred, (kept + dropped)[chunks])
     live = live + np.where(whole, kept[at], 0.0) + summed(held.ended >= 2, later.met[chunks])
     at_loss = live
-    if view.job.framework.followed and inputs.any():  # a split backward has brought nothing back yet at the loss
+    if view.job.framework.exact_memory_trace and inputs.any():  # a split backward has brought nothing back yet at the loss
         at_loss = live - np.where(inputs, dropped[at], 0.0)
     in_forward = live
-    if view.job.framework.followed:  # where experts make it fullest, its own loss is yet to come
+    if view.job.framework.exact_memory_trace:  # where experts make it fullest, its own loss is yet to come
         in_forward = live - np.where(forward, waiting_loss[at], 0.0)
     yield _Candidate("end of a forward", forward, in_forward, later.forward, first.forward)
     yield _Candidate("weight gradients", weights, live, later.between, first.between)

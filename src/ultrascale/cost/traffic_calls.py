@@ -98,14 +98,14 @@ def _anew(stage: Stage) -> tuple[int, int]:
     torch.utils.checkpoint stops before a layer's last exchange, which no backward asks for.
     """
     if stage.layout.recompute == "full":
-        return tensor.REGIONS * stage.layers, (tensor.REGIONS - stage.job.framework.early_stop) * stage.layers
+        return tensor.REGIONS * stage.layers, (tensor.REGIONS - stage.job.framework.exact_memory_trace) * stage.layers
     return (stage.moe_layers if _repeats(stage) else 0), 0
 
 
 def _repeats(stage: Stage) -> bool:
     """Does recomputation run a layer's exchanges again that are no part of a product?"""
     policy = stage.layout.recompute
-    return policy == "full" or (policy == "selective" and stage.job.framework.early_stop)
+    return policy == "full" or (policy == "selective" and stage.job.framework.exact_memory_trace)
 
 
 def _tensor(stage: Stage) -> Calls:

@@ -16,13 +16,13 @@ import numpy as np
 
 from ultrascale.cost import collectives as law
 from ultrascale.cost.hardware import ClusterRates
+from ultrascale.launch.rank_info import RankInfo
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError, SpecError, nearest
 from ultrascale.specs.job import Job
 from ultrascale.specs.model import Model
 from ultrascale.specs.units import tokens
 from ultrascale.specs.validate import shown
-from ultrascale.train.rank_info import RankInfo
 
 if TYPE_CHECKING:
     import torch
@@ -199,10 +199,10 @@ def measure(
     ops: list[str], sizes: list[int], groups: list[int], nproc: int, gpu: bool, say: Callable[[str], None]
 ) -> CollectivesReport:
     """In processes of this machine, new ones for each collective, so that one that fails does not lose the others."""
-    from ultrascale.parallel import local
-    from ultrascale.train import launch
+    from ultrascale.launch import local
+    from ultrascale.train import import_torch
 
-    launch.import_torch()
+    import_torch()
     points: list[CollectiveTiming] = []
     missing: list[SkippedCollective] = []
     for number, op in enumerate(ops, 1):
@@ -217,10 +217,10 @@ def measure(
 
 def measure_as(rank_info: RankInfo, ops: list[str], sizes: list[int], groups: list[int], gpu: bool) -> CollectivesReport | None:
     """As one rank of torchrun or Slurm; None on all but the first."""
-    from ultrascale.train import launch
+    from ultrascale.launch.rendezvous import leave
+    from ultrascale.train import import_torch
 
-    launch.import_torch()
-    from ultrascale.train.run import leave
+    import_torch()
 
     points = [point for op in ops for point in _time_groups(rank_info, op, sizes, groups)]
     leave()
@@ -232,7 +232,7 @@ def _where(ranks: int, gpu: bool) -> str:
 
 
 def _local(rank: int, nproc: int, store: str, op: str, sizes: list[int], groups: list[int]) -> list[CollectiveTiming]:
-    from ultrascale.train.run import leave
+    from ultrascale.launch.rendezvous import leave
 
     found = _time_groups(RankInfo(rank, nproc, rank, nproc, store), op, sizes, groups)
     leave()
@@ -243,7 +243,7 @@ def _time_groups(rank_info: RankInfo, op: str, sizes: list[int], groups: list[in
     import torch
     import torch.distributed as dist
 
-    from ultrascale.train.run import join
+    from ultrascale.launch.rendezvous import join
 
     if dist.is_initialized():
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

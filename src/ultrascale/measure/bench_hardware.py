@@ -1,7 +1,7 @@
 """`bench hardware`: measure what one GPU of this machine gives a training step, as constants of a Cluster.
 
-A GPU that runs one GEMM alone for a moment has a higher clock than in training. So GEMMs, attention and copies take turns, as in
-a layer, until the power limit sets the clock; each is timed by device events.
+A GPU that runs one GEMM alone for a moment has a higher clock than in training. So GEMMs, attention and copies take turns,
+as in a layer, until the power limit sets the clock; each is timed by device events.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class HardwareTimes:
 
 def measured(cluster: Cluster) -> Cluster:
     """The cluster with constants of this machine's first GPU, which must be of its kind."""
-    from ultrascale.parallel.local import run
+    from ultrascale.launch.local import run
 
     (times,) = run(_measure, 1, timeout_s=300)
     return cluster.model_copy(update={"efficiency": efficiency(cluster, times)})
@@ -85,8 +85,8 @@ def efficiency(cluster: Cluster, times: HardwareTimes) -> Efficiency:
 def _measure(_: int, __: int, ___: str) -> HardwareTimes:
     import torch
 
+    from ultrascale.kernels import autotune
     from ultrascale.model.transformer import CausalAttention
-    from ultrascale.train import attention
 
     def numbers(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
@@ -102,8 +102,8 @@ def _measure(_: int, __: int, ___: str) -> HardwareTimes:
     q, k, v = (numbers(TOKENS // SEQ, SEQ, heads, HEAD).requires_grad_() for heads in (HEADS, KV_HEADS, KV_HEADS))
     grad, outputs = torch.randn_like(q), list[torch.Tensor]()
     core = CausalAttention()  # with the kernel that a run would select
-    shape = attention.AttentionShape(TOKENS // SEQ, SEQ, HEADS, KV_HEADS, HEAD, torch.bfloat16)
-    if (found := attention.timed(shape, torch.device("cuda"))) is not None:
+    shape = autotune.AttentionShape(TOKENS // SEQ, SEQ, HEADS, KV_HEADS, HEAD, torch.bfloat16)
+    if (found := autotune.time_attention(shape, torch.device("cuda"))) is not None:
         found.apply([core])
 
     def attend() -> None:

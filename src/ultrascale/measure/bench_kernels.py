@@ -262,21 +262,20 @@ def _choices(shape: KernelShape, device: torch.device) -> Iterator[str]:
     """Which kernels of others a run of this shape would select."""
     import torch
 
-    from ultrascale.kernels import gated_gemm
-    from ultrascale.train import attention, gate_autotune
+    from ultrascale.kernels import autotune, gated_gemm
 
     model = shape.model
-    heads = attention.AttentionShape(shape.mbs, shape.seq, model.heads, model.kv_heads, model.head_dim, torch.bfloat16)
-    if (found := attention.timed(heads, device)) is not None:
+    heads = autotune.AttentionShape(shape.mbs, shape.seq, model.heads, model.kv_heads, model.head_dim, torch.bfloat16)
+    if (found := autotune.time_attention(heads, device)) is not None:
         yield str(found)
     if gated_gemm.why_not(torch.bfloat16) is None:
-        products = gate_autotune.timed(shape.tokens, model.hidden, model.ffn, torch.bfloat16, device)
+        products = autotune.time_gates(shape.tokens, model.hidden, model.ffn, torch.bfloat16, device)
         if products is not None:
             yield str(products)
 
 
 def _gpu(name: str) -> GPU | None:
-    from ultrascale.train.machine import kind_of_gpu
+    from ultrascale.launch.machine import kind_of_gpu
 
     try:
         return GPU.load(kind_of_gpu(name))

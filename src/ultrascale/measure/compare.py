@@ -10,16 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ultrascale.cost import launch
+from ultrascale.cost import host
 from ultrascale.cost.attention import BLOCK
-from ultrascale.cost.operators import KERNELS_FORWARD
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.estimate import Estimate
+from ultrascale.specs.folders import MEASUREMENT, PLAN
 from ultrascale.specs.measurement import Measurement
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import GIB, seconds
-
-PLAN, MEASUREMENT = "plan.yaml", "measurement.json"
 
 # What a Measurement can tell apart, and the causes of an Estimate that it sees as one.
 TIMES = {
@@ -273,8 +271,9 @@ def _computing(plan: Plan, planned: Estimate, measured: Measurement, slower: boo
     job, layout = plan.job, plan.layout
     if job.cluster.efficiency.synchronous:
         return "the machine was busy otherwise, or its rates were measured while it was" if slower else None
-    of_layer = launch.FORWARD + launch.BACKWARD if job.framework.counted else 3 * KERNELS_FORWARD
-    kernels = of_layer * job.framework.kernels * job.model.layers / layout.pp * layout.gas
+    counts = host.constants()
+    of_layer = counts.launch_queue.layer.both if job.framework.fused_blocks else 3 * counts.compiled_layer.kernels
+    kernels = of_layer * job.framework.launch * job.model.layers / layout.pp * layout.gas
     each_s = (measured.step_time_s - planned.time.optimizer_s) / kernels
     if slower and measured.step_time_s > 1.3 * planned.step_time_s and each_s < 10 * SLOW_LAUNCH_S:
         return (
