@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
-from ultrascale.cost import collectives as law
+from ultrascale.cost import network as law
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError, SpecError, nearest

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ultrascale.cost import expert, fused
+from ultrascale.cost import communication
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.hardware import ClusterRates
-from ultrascale.cost.mesh import mesh
+from ultrascale.cost.legality import fused_blocks_problem
+from ultrascale.cost.network import mesh
 from ultrascale.schedules import REGISTRY
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
@@ -74,18 +75,18 @@ def why_not_fused(job: Job, layout: Layout, training: Training) -> str | None:
         return plain
     if training.document_mask:
         return "attention stays within documents"
-    return fused.why_not(job.model, job.seq)
+    return fused_blocks_problem(job.model, job.seq)
 
 
 def expert_overlap(job: Job, layout: Layout, training: Training, device: str) -> ExpertOverlap:
-    """What experts compute during the all-to-all; `auto` follows the cost model (cost/expert.py)."""
+    """What experts compute during the all-to-all; `auto` follows the cost model (cost/communication.py)."""
     if training.expert_overlap != "auto":
         return training.expert_overlap
     if device != "cuda" or layout.ep == 1 or job.model.moe is None:
         return "none"
     engine = job.changed(framework=Framework.load("ultrascale-gpu"))
     row, machine = LayoutColumns.of([layout]), ClusterRates(engine)
-    return "rows" if expert.rows_first(engine, row, mesh(row, machine.cluster), machine)[0] else "gradients"
+    return "rows" if communication.local_tokens_first(engine, row, mesh(row, machine.cluster), machine)[0] else "gradients"
 
 
 def _splits(layout: Layout) -> bool:
