@@ -225,7 +225,7 @@ def kernel_starts_s(job: Job, columns: LayoutColumns, share: RankShare) -> tuple
 
 
 def graphable(job: Job, columns: LayoutColumns) -> Array:
-    """Where our engine can replay a step as one CUDA graph (train/cuda_graphs.py says why not elsewhere)."""
+    """Where our engine can replay a step as one CUDA graph (kernels/selection.py says why not elsewhere)."""
     return on_one_gpu(job, columns) & (job.framework.cuda_graphs and job.precision != "fp16")
 
 

@@ -52,7 +52,7 @@ class HardwareTimes:
 
 def measured(cluster: Cluster) -> Cluster:
     """The cluster with constants of this machine's first GPU, which must be of its kind."""
-    from ultrascale.parallel.local import run
+    from ultrascale.launch.local import run
 
     (seen,) = run(_seen, 1, timeout_s=300)
     return cluster.model_copy(update={"efficiency": efficiency(cluster, seen)})
@@ -85,8 +85,8 @@ def efficiency(cluster: Cluster, seen: HardwareTimes) -> Efficiency:
 def _seen(_: int, __: int, ___: str) -> HardwareTimes:
     import torch
 
+    from ultrascale.kernels import autotune
     from ultrascale.model.transformer import CausalAttention
-    from ultrascale.train import attention
 
     def numbers(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
@@ -102,8 +102,8 @@ def _seen(_: int, __: int, ___: str) -> HardwareTimes:
     q, k, v = (numbers(TOKENS // SEQ, SEQ, heads, HEAD).requires_grad_() for heads in (HEADS, KV_HEADS, KV_HEADS))
     grad, outputs = torch.randn_like(q), list[torch.Tensor]()
     core = CausalAttention()  # with the kernel that a run would choose
-    shape = attention.AttentionShape(TOKENS // SEQ, SEQ, HEADS, KV_HEADS, HEAD, torch.bfloat16)
-    if (found := attention.timed(shape, torch.device("cuda"))) is not None:
+    shape = autotune.AttentionShape(TOKENS // SEQ, SEQ, HEADS, KV_HEADS, HEAD, torch.bfloat16)
+    if (found := autotune.time_attention(shape, torch.device("cuda"))) is not None:
         found.apply([core])
 
     def attend() -> None:

@@ -14,11 +14,10 @@ from ultrascale.cost import host
 from ultrascale.cost.kernels import QUERY_BLOCK
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.estimate import Estimate
+from ultrascale.specs.folders import MEASUREMENT, PLAN
 from ultrascale.specs.measurement import Measurement
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import GIB, seconds
-
-PLAN, MEASUREMENT = "plan.yaml", "measurement.json"
 
 # What a Measurement can tell apart, and the causes of an Estimate that it sees as one.
 TIMES = {

@@ -15,8 +15,7 @@ import torch
 from ultrascale.specs.measurement import MeasuredMemory
 from ultrascale.specs.units import GIB, seconds
 from ultrascale.train.engine import Engine
-from ultrascale.train.live_memory import LiveBytes
-from ultrascale.train.memory_owners import OWNERS, account, states
+from ultrascale.train.memory import OWNERS, LiveBytes, account, states
 
 MOST, DRAWN = 2000, 400  # rows that are kept, and that a picture shows
 

@@ -161,6 +161,11 @@ class Mesh:
         return found
 
 
+def group_timeout_s(timeout_s: float) -> float:
+    """Timeout of collectives: twice `train.timeout_s`, so that the watchdog, whose report has more detail, fires first."""
+    return 2 * timeout_s
+
+
 def join(members: tuple[int, ...], timeout_s: float | None = None) -> dist.ProcessGroup:
     """Creates a process group among its members only: thousands of ranks need not wait for groups they are not in.
 
