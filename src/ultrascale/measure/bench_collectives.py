@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
-from ultrascale.cost import collectives as law
+from ultrascale.cost import network as law
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.launch.rank_info import RankInfo
 from ultrascale.specs.cluster import Cluster

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ultrascale.cost import host
-from ultrascale.cost.attention import BLOCK
+from ultrascale.cost.kernels import QUERY_BLOCK
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.folders import MEASUREMENT, PLAN
@@ -258,7 +258,7 @@ def _attention(plan: Plan, slower: bool) -> str | None:
     heads, seq = job.model.heads // layout.tp, job.seq
     if not slower:
         return "the kernel chosen here is faster than the table's"
-    blocks = layout.mbs * heads * -(-seq // BLOCK)
+    blocks = layout.mbs * heads * -(-seq // QUERY_BLOCK)
     processors = job.cluster.gpu.multiprocessors
     if processors and blocks < 4 * processors:
         return f"{layout.mbs} × {heads} heads of {seq} tokens are {blocks} blocks, few for {processors} multiprocessors"

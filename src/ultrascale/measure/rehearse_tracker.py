@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from ultrascale.cost.collectives import Op, wire_bytes
+from ultrascale.cost.network import Op, wire_bytes
 from ultrascale.kernels import flash, gated_gemm
 from ultrascale.measure.rehearse_fake import QuickFakeTensorMode
 from ultrascale.schedules import ActionKind

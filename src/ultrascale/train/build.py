@@ -10,8 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 
-from ultrascale.cost import expert as expert_cost
-from ultrascale.cost import mesh as cost_mesh
+from ultrascale.cost import communication, network
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.stages import chunk_layers
@@ -220,5 +219,5 @@ def expert_overlap(job: Job, layout: Layout, training: Training, device: str) ->
         return "none"
     engine = job.changed(framework=Framework.load("ultrascale-gpu"))
     row, machine = LayoutColumns.of([layout]), ClusterRates(engine)
-    first = expert_cost.rows_first(engine, row, cost_mesh.mesh(row, machine.cluster), machine)[0]
+    first = communication.local_tokens_first(engine, row, network.mesh(row, machine.cluster), machine)[0]
     return "rows" if first else "gradients"
