@@ -4,6 +4,7 @@ from ultrascale.schedules.actions import KINDS, Action, ActionKind, Schedule, st
 from ultrascale.schedules.lint import lint
 from ultrascale.schedules.memory import InFlightCounts, counts
 from ultrascale.schedules.registry import (
+    DEFAULT_SCHEDULE,
     REGISTRY,
     SCHEDULES,
     ScheduleSpec,
@@ -13,6 +14,7 @@ from ultrascale.schedules.registry import (
     legal,
     legal_mask,
     makespan,
+    unnamed_schedule,
 )
 from ultrascale.schedules.simulate import (
     DeadlockError,
@@ -26,6 +28,7 @@ from ultrascale.schedules.simulate import (
 )
 
 __all__ = [
+    "DEFAULT_SCHEDULE",
     "KINDS",
     "REGISTRY",
     "SCHEDULES",
@@ -51,4 +54,5 @@ __all__ = [
     "simulate",
     "simulate_makespans",
     "stages_of",
+    "unnamed_schedule",
 ]

@@ -141,6 +141,14 @@ REGISTRY = {
 }
 
 SCHEDULES = tuple(REGISTRY)
+DEFAULT_SCHEDULE = "1f1b"  # of a layout that names none, and of one without a pipeline
+
+
+def unnamed_schedule(ranks: int, microbatches: int, virtual_stages: int) -> str:
+    """What an engine runs that names none: 1F1B; interleaved with several stages per rank; AFAB with too few micro-batches."""
+    if ranks == 1 or (virtual_stages == 1 and microbatches >= ranks):
+        return DEFAULT_SCHEDULE
+    return "interleaved" if virtual_stages > 1 else "afab"
 
 
 def _unknown(name: str) -> str:
