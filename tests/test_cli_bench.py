@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from conftest import Run
+from ultrascale.launch import machine
 from ultrascale.measure import bench_kernel_timing as kernels_timed
 from ultrascale.measure import bench_ladders as ladders
 from ultrascale.measure.bench_kernels import KernelResult, KernelsReport
 from ultrascale.measure.bench_ladders import Figures, Ladder, LadderMachine, Rung
-from ultrascale.train import machine
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ import pytest
 
 from conftest import Run
 from ultrascale.cost.estimate import estimate
+from ultrascale.launch import launcher, machine
 from ultrascale.measure import bench_layouts as layouts
 from ultrascale.measure import bench_layouts_study as layouts_storage
 from ultrascale.measure import bench_layouts_sweep as layouts_run
@@ -36,7 +37,6 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.measurement import Measurement
 from ultrascale.specs.model import Model
 from ultrascale.specs.plan import Plan
-from ultrascale.train import launch, machine
 
 
 @pytest.fixture(scope="module")
@@ -219,14 +219,14 @@ def test_a_killed_trial_is_a_reason_and_its_ranks_end(plan: Plan, tmp_path: Path
 
 def test_a_trial_without_memory_is_a_reason(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real refusal of the system: address space for 64 MiB more than there is."""
-    train = launch.train
+    train = launcher.train
 
     def limited(*words: Any, **more: Any) -> Any:
         held = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_AS, (held + 2**26, resource.RLIM_INFINITY))
         return train(*words, **more)
 
-    monkeypatch.setattr(launch, "train", limited)
+    monkeypatch.setattr(launcher, "train", limited)
     wide = Model.load("tiny").model_copy(update={"ffn": 64 * 1024, "name": "wide"})
     job = plan.job.changed(model=wide, cluster=Cluster.load("1xh100"))
     big = plan.model_copy(update={"job": job, "layout": Layout(mbs=8)})
@@ -238,7 +238,7 @@ def test_a_trial_without_memory_is_a_reason(plan: Plan, tmp_path: Path, monkeypa
 def test_a_trial_that_hangs_and_one_that_crashes_are_reasons(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "train", lambda *_, **__: time.sleep(60))
+    monkeypatch.setattr(launcher, "train", lambda *_, **__: time.sleep(60))
     request = layouts.base_request(plan, None, 4, 0)
     ended = trial.run(request, tmp_path / "a", None, 0.5)
     assert isinstance(ended, TrialFailure)
@@ -247,7 +247,7 @@ def test_a_trial_that_hangs_and_one_that_crashes_are_reasons(
     def broken(*_: Any, **__: Any) -> None:
         raise ValueError("no such kernel")
 
-    monkeypatch.setattr(launch, "train", broken)
+    monkeypatch.setattr(launcher, "train", broken)
     assert trial.run(request, tmp_path / "b", None, 60) == TrialFailure("crashed", "ValueError: no such kernel")
 
 
@@ -476,7 +476,7 @@ def test_storage_that_is_none(url: str, said: str) -> None:
 
 def test_the_command_measures_and_goes_on(plan: Plan, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "gpu_names", list)
-    monkeypatch.setattr(launch, "machine", lambda *_: Cluster.load("2xh100"))
+    monkeypatch.setattr(launcher, "detect_cluster", lambda *_: Cluster.load("2xh100"))
     file = plan.save(tmp_path / "plan.yaml")
     words = ("bench", "layouts", file, "-o", tmp_path / "out", "--steps", "4")
     code, out, said = run(*words, "--budget", "2m", "--top", "2", "--json", tmp_path / "out.json")
@@ -534,7 +534,7 @@ def test_a_bench_that_is_killed_leaves_nobody_behind_and_goes_on(plan: Plan, tmp
 )
 def test_the_command_refuses(plan: Plan, run: Run, tmp_path: Path, words: tuple[str, ...], said: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(machine, "gpu_names", list)
-    monkeypatch.setattr(launch, "machine", lambda *_: None)
+    monkeypatch.setattr(launcher, "detect_cluster", lambda *_: None)
     monkeypatch.chdir(tmp_path)
     code, _, error = run("bench", "layouts", plan.save(tmp_path / "plan.yaml"), *words)
     assert code == 2

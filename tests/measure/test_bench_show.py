@@ -12,6 +12,7 @@ from rich.console import Console
 
 from conftest import Run
 from ultrascale.cost.estimate import estimate
+from ultrascale.launch import launcher, machine
 from ultrascale.measure import bench_collectives as collectives_timed
 from ultrascale.measure import bench_hardware as hardware
 from ultrascale.measure import bench_layouts as layouts
@@ -26,7 +27,6 @@ from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 from ultrascale.specs.plan import Plan
-from ultrascale.train import launch, machine
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_ctrl_c_ends_with_a_table_and_a_word(plan: Plan, run: Run, tmp_path: Pat
         raise KeyboardInterrupt
 
     monkeypatch.setattr(machine, "gpu_names", list)
-    monkeypatch.setattr(launch, "machine", lambda *_: None)
+    monkeypatch.setattr(launcher, "detect_cluster", lambda *_: None)
     monkeypatch.setattr(trial, "run", interrupted)
     code, out, said = run("bench", "layouts", plan.save(tmp_path / "plan.yaml"), "--vary", "mbs", "-o", tmp_path / "out")
     assert code == 1

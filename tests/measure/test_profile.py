@@ -16,6 +16,9 @@ import torch._dynamo  # before processes fork
 from torch.autograd import profiler
 
 from ultrascale.cost.estimate import estimate
+from ultrascale.launch import launcher
+from ultrascale.launch.cpu_rates import CPURates, LinkRate
+from ultrascale.launch.machine import cpu_cluster
 from ultrascale.measure.profile_memory import MOST, MemoryTimeline, draw, from_record, thinned
 from ultrascale.parallel import ranges
 from ultrascale.schedules import build
@@ -26,9 +29,6 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.measurement import Measurement
 from ultrascale.specs.model import Model
 from ultrascale.specs.plan import Plan
-from ultrascale.train import launch
-from ultrascale.train.machine import cpu_cluster
-from ultrascale.train.rates import CPURates, LinkRate
 
 Run = Callable[..., tuple[int, str, str]]
 MODEL = Model(name="small", layers=4, hidden=64, heads=4, kv_heads=2, ffn=192, vocab=256)
@@ -38,7 +38,7 @@ MODEL = Model(name="small", layers=4, hidden=64, heads=4, kv_heads=2, ffn=192, v
 def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that need not be measured again for every test."""
     rates, link = CPURates(1e10, 1e10, 5e-6, 5e9, 5e9, 5e8), LinkRate(1e9, 1e-4)
-    monkeypatch.setattr(launch, "machine", lambda world, precision, *_: cpu_cluster(world, rates, link, 2.0**34))
+    monkeypatch.setattr(launcher, "detect_cluster", lambda world, precision, *_: cpu_cluster(world, rates, link, 2.0**34))
 
 
 def planned(path: Path, **fields: Any) -> Path:

@@ -54,12 +54,12 @@ def layouts(
     A trial that runs out of memory, crashes, hangs or is killed is a row that says so. The same command goes on where it was
     ended: what is measured or has failed is not repeated.
     """
+    from ultrascale.launch import launcher, machine
     from ultrascale.measure import bench_layouts as asking
     from ultrascale.show.lines import progress, terminal
     from ultrascale.specs.errors import RunError, SpecError
     from ultrascale.specs.folders import folder_name
     from ultrascale.specs.plan import Plan
-    from ultrascale.train import launch, machine
 
     if vary is None and budget is None:
         raise SpecError("bench layouts wants to know what to measure: try --vary tp,mbs,recompute or --budget 30m")
@@ -79,7 +79,7 @@ def layouts(
         study = Study(address, study_name(base, names[0] if names else "cpu"))
         with progress() as say:
             say("looking at this machine, for predictions to compare with")
-            cluster = launch.machine(base.layout.gpus, base.job.precision)
+            cluster = launcher.detect_cluster(base.layout.gpus, base.job.precision)
             if vary is not None:
                 asked = asking.varied(loaded, base, vary, cluster)
             elif cluster is None:

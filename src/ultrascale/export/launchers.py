@@ -45,7 +45,7 @@ exec torchrun {meeting} --nproc-per-node {cluster.gpus_per_node} \\
 
 
 def slurm_files(plan: Plan, run: str) -> tuple[tuple[File, ...], str]:
-    """A batch script of one task per GPU; ranks and addresses come from Slurm's variables (train/rank_info.py)."""
+    """A batch script of one task per GPU; ranks and addresses come from Slurm's variables (launch/rank_info.py)."""
     cluster = plan.job.cluster
     gpus = "" if cluster.gpu.name == "cpu" else f"#SBATCH --gpus-per-node={cluster.gpus_per_node}\n"
     text = f"""#!/usr/bin/env bash

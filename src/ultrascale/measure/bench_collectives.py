@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
-from ultrascale.cost import collectives as law
+from ultrascale.cost import network as law
 from ultrascale.cost.hardware import ClusterRates
+from ultrascale.launch.rank_info import RankInfo
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError, SpecError, nearest
 from ultrascale.specs.job import Job
 from ultrascale.specs.model import Model
 from ultrascale.specs.units import tokens
 from ultrascale.specs.validate import shown
-from ultrascale.train.rank_info import RankInfo
 
 if TYPE_CHECKING:
     import torch
@@ -203,10 +203,10 @@ Say = Callable[[str], None]
 
 def measure(ops: list[str], sizes: list[int], groups: list[int], nproc: int, gpu: bool, say: Say) -> CollectivesReport:
     """In processes of this machine, new ones for each collective: one that fails leaves the others their figures."""
-    from ultrascale.parallel import local
-    from ultrascale.train import launch
+    from ultrascale.launch import local
+    from ultrascale.train import import_torch
 
-    launch.import_torch()
+    import_torch()
     points: list[CollectiveTiming] = []
     missing: list[SkippedCollective] = []
     for number, op in enumerate(ops, 1):
@@ -222,9 +222,9 @@ def measure(ops: list[str], sizes: list[int], groups: list[int], nproc: int, gpu
 
 def measure_as(rank_info: RankInfo, ops: list[str], sizes: list[int], groups: list[int], gpu: bool) -> CollectivesReport | None:
     """As one rank of torchrun's or Slurm's; None on all but the first."""
-    from ultrascale.train import launch
+    from ultrascale.train import import_torch
 
-    launch.import_torch()
+    import_torch()
     points = [point for op in ops for point in _joined(rank_info, op, sizes, groups)]
     _left()
     return CollectivesReport(_where(rank_info.world, gpu), tuple(points)) if rank_info.rank == 0 else None
@@ -244,7 +244,7 @@ def _joined(rank_info: RankInfo, op: str, sizes: list[int], groups: list[int]) -
     import torch
     import torch.distributed as dist
 
-    from ultrascale.train.run import join
+    from ultrascale.launch.rendezvous import join
 
     if dist.is_initialized():
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -261,7 +261,7 @@ def _joined(rank_info: RankInfo, op: str, sizes: list[int], groups: list[int]) -
 
 
 def _left() -> None:
-    from ultrascale.train.run import leave
+    from ultrascale.launch.rendezvous import leave
 
     leave()
 

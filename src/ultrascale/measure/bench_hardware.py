@@ -13,8 +13,8 @@ from functools import partial
 
 import numpy as np
 
-from ultrascale.cost.attention import BACKWARD_FLOPS, BLOCK, filled
 from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.kernels import BACKWARD_FLOPS, QUERY_BLOCK, blocks_filled
 from ultrascale.measure.doctor_facts import ask_clocks
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.efficiency import Efficiency
@@ -52,7 +52,7 @@ class HardwareTimes:
 
 def measured(cluster: Cluster) -> Cluster:
     """The cluster with constants of this machine's first GPU, which must be of its kind."""
-    from ultrascale.parallel.local import run
+    from ultrascale.launch.local import run
 
     (seen,) = run(_seen, 1, timeout_s=300)
     return cluster.model_copy(update={"efficiency": efficiency(cluster, seen)})
@@ -67,7 +67,7 @@ def efficiency(cluster: Cluster, seen: HardwareTimes) -> Efficiency:
     m, n, k = np.array([(one.m, one.n, one.k) for one, _ in seen.products], dtype=float).T
     alone = machine.matmul_s(m, n, k)
     scores = 2 * TOKENS * SEQ * HEADS * HEAD  # two products of which the causal mask leaves half
-    reach = SEQ / (SEQ + machine.attention.half_row) * filled(machine, TOKENS * HEADS / BLOCK)
+    reach = SEQ / (SEQ + machine.attention.half_row) * blocks_filled(machine, TOKENS * HEADS / QUERY_BLOCK)
     full = machine.attention_peak_flops * reach
     given = {
         "matmul": float(alone.sum()) / sum(seconds for _, seconds in seen.products),
@@ -85,8 +85,8 @@ def efficiency(cluster: Cluster, seen: HardwareTimes) -> Efficiency:
 def _seen(_: int, __: int, ___: str) -> HardwareTimes:
     import torch
 
+    from ultrascale.kernels import autotune
     from ultrascale.model.transformer import CausalAttention
-    from ultrascale.train import attention
 
     def numbers(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
@@ -102,8 +102,8 @@ def _seen(_: int, __: int, ___: str) -> HardwareTimes:
     q, k, v = (numbers(TOKENS // SEQ, SEQ, heads, HEAD).requires_grad_() for heads in (HEADS, KV_HEADS, KV_HEADS))
     grad, outputs = torch.randn_like(q), list[torch.Tensor]()
     core = CausalAttention()  # with the kernel that a run would choose
-    shape = attention.AttentionShape(TOKENS // SEQ, SEQ, HEADS, KV_HEADS, HEAD, torch.bfloat16)
-    if (found := attention.timed(shape, torch.device("cuda"))) is not None:
+    shape = autotune.AttentionShape(TOKENS // SEQ, SEQ, HEADS, KV_HEADS, HEAD, torch.bfloat16)
+    if (found := autotune.time_attention(shape, torch.device("cuda"))) is not None:
         found.apply([core])
 
     def attend() -> None:

@@ -11,14 +11,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ultrascale.kernels import gated_gemm
+from ultrascale.kernels import autotune, gated_gemm
+from ultrascale.launch.machine import kind_of_gpu
 from ultrascale.measure import bench_kernel_cases as cases
 from ultrascale.measure.bench_kernels import KernelCandidate, KernelComparison, KernelResult, KernelShape, KernelsReport
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.gpu import GPU
 from ultrascale.specs.units import GIB
-from ultrascale.train import attention, gate_autotune
-from ultrascale.train.machine import kind_of_gpu
 
 ROUNDS = 3  # contestants take turns: a card that warms up slows all of them
 ROUND_MS, FEWEST = 40.0, 3  # how long a turn is, and how many times it runs at the least
@@ -148,11 +147,11 @@ def difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
 def _choices(shape: KernelShape, device: torch.device) -> Iterator[str]:
     """What a run of this shape would choose among kernels that are not ours."""
     model = shape.model
-    heads = attention.AttentionShape(shape.mbs, shape.seq, model.heads, model.kv_heads, model.head_dim, torch.bfloat16)
-    if (found := attention.timed(heads, device)) is not None:
+    heads = autotune.AttentionShape(shape.mbs, shape.seq, model.heads, model.kv_heads, model.head_dim, torch.bfloat16)
+    if (found := autotune.time_attention(heads, device)) is not None:
         yield str(found)
     if gated_gemm.why_not(torch.bfloat16) is None:
-        products = gate_autotune.timed(shape.tokens, model.hidden, model.ffn, torch.bfloat16, device)
+        products = autotune.time_gates(shape.tokens, model.hidden, model.ffn, torch.bfloat16, device)
         if products is not None:
             yield str(products)
 

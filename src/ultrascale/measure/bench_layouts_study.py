@@ -25,9 +25,9 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, IntD
 from optuna.trial import FrozenTrial, TrialState
 
 from ultrascale.cost.columns import CHOICES
+from ultrascale.launch.exit_reason import state
 from ultrascale.measure.bench_layouts import Configuration
 from ultrascale.measure.bench_trial import TrialFailure, TrialResult, TrialStep, tensors_gib
-from ultrascale.parallel.exit_reason import state
 from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.folders import alone
 from ultrascale.specs.layout import Layout

@@ -21,15 +21,16 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
 
-from ultrascale.parallel import local
-from ultrascale.parallel.exit_reason import ending, oom_kills
+from ultrascale.launch import launcher, local
+from ultrascale.launch.exit_reason import ending, oom_kills
+from ultrascale.launch.out_of_memory import is_out_of_memory
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.estimate import OWNERS, Estimate
+from ultrascale.specs.folders import METRICS
 from ultrascale.specs.measurement import Measurement
 from ultrascale.specs.units import GIB
-from ultrascale.train import launch
-from ultrascale.train.memory_advice import is_out_of_memory
+from ultrascale.train import import_torch
 from ultrascale.train.request import Request
 
 Kind = Literal["out of memory", "timed out", "killed", "crashed", "refused", "stopped", "interrupted"]
@@ -81,7 +82,7 @@ def run(
     `look` gets the settled steps that came since it last looked, every so often also none; what it answers with True is
     stopped.
     """
-    launch.import_torch()
+    import_torch()
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="ultrascale-") as scratch:
         receiving, sending = context.Pipe(duplex=False)
@@ -91,7 +92,7 @@ def run(
         process.start()
         try:
             sending.close()
-            return _followed(process, receiving, kills, _Tail(folder / launch.METRICS, request), limit_s, look)
+            return _followed(process, receiving, kills, _Tail(folder / METRICS, request), limit_s, look)
         finally:
             _end(process)
             receiving.close()
@@ -138,11 +139,11 @@ def _trial(request: Request, folder: Path, predict: Cluster | None, pipe: Connec
 
 
 def _trained(request: Request, folder: Path, predict: Cluster | None) -> TrialResult | TrialFailure:
-    done = launch.train(request, folder, request.layout.gpus, predict, quiet=True)
+    done = launcher.train(request, folder, request.layout.gpus, predict, quiet=True)
     assert done is not None
     if done.outcome.measured is None:
         return TrialFailure("interrupted", f"stopped by {done.outcome.stopped} after step {done.outcome.step}")
-    lines = [json.loads(line) for line in (folder / launch.METRICS).read_text(encoding="utf-8").splitlines()]
+    lines = [json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines()]
     return TrialResult(done.measured, done.predicted, lines[-1]["loss"], lines[0]["step_time_s"])
 
 

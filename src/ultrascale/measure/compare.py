@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from ultrascale.cost import host
-from ultrascale.cost.attention import BLOCK
+from ultrascale.cost.kernels import QUERY_BLOCK
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.estimate import MEASURED_OWNERS, Estimate
+from ultrascale.specs.folders import MEASUREMENT, PLAN
 from ultrascale.specs.measurement import Measurement
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import GIB, seconds
-
-PLAN, MEASUREMENT = "plan.yaml", "measurement.json"
 
 # What a Measurement can tell apart, and the causes of an Estimate that it sees as one.
 TIMES = {
@@ -260,7 +259,7 @@ def _attention(plan: Plan, slower: bool) -> str | None:
     heads, seq = job.model.heads // layout.tp, job.seq
     if not slower:
         return "the kernel chosen here is faster than the table's"
-    blocks = layout.mbs * heads * -(-seq // BLOCK)
+    blocks = layout.mbs * heads * -(-seq // QUERY_BLOCK)
     processors = job.cluster.gpu.multiprocessors
     if processors and blocks < 4 * processors:
         return f"{layout.mbs} × {heads} heads of {seq} tokens are {blocks} blocks, few for {processors} multiprocessors"

@@ -16,8 +16,7 @@ from ultrascale.specs.estimate import MEASURED_OWNERS
 from ultrascale.specs.measurement import MeasuredMemory
 from ultrascale.specs.units import GIB, seconds
 from ultrascale.train.engine import Engine
-from ultrascale.train.live_memory import LiveBytes
-from ultrascale.train.memory_owners import account, states
+from ultrascale.train.memory import LiveBytes, account, states
 
 MOST, DRAWN = 2000, 400  # rows that are kept, and that a picture shows
 
