@@ -11,7 +11,7 @@ from typing import Any
 from ultrascale.cost import host
 from ultrascale.cost.kernels import QUERY_BLOCK
 from ultrascale.specs.errors import SpecError
-from ultrascale.specs.estimate import Estimate
+from ultrascale.specs.estimate import MEASURED_OWNERS, Estimate
 from ultrascale.specs.folders import MEASUREMENT, PLAN
 from ultrascale.specs.measurement import Measurement
 from ultrascale.specs.plan import Plan
@@ -30,9 +30,10 @@ TIMES = {
     "reading data": ("overhead_s", ()),
 }
 # A measurement cannot tell buffers from activations: they are compared together.
-OWNERS = {
-    **{owner: (owner,) for owner in ("parameters", "master", "gradients", "optimizer")},
-    "activations, buffers": ("activations", "buffers"),
+_TOGETHER = ("activations", "buffers")
+OWNER_TERMS = {
+    **{owner: (owner,) for owner in MEASURED_OWNERS if owner not in _TOGETHER},
+    ", ".join(_TOGETHER): _TOGETHER,
 }
 HEAD, SHORT_ROW = 128, 2048  # head size of the attention tables; shorter sequences fill a GPU less
 SLOW_LAUNCH_S = 2e-5  # of a kernel: above this, the step is host-bound
@@ -171,7 +172,7 @@ def terms(first: Seen | None, second: Seen | None) -> Iterator[ComparedTerm]:
     many = any(side is not None and len(side.memory) > 1 for side in sides)
     where = f", stage {stage}" if many and stage is not None else ""
     yield from both(f"tensors at the peak{where}", "B", (totals[0], totals[1]), part=False)
-    for owner in OWNERS:
+    for owner in OWNER_TERMS:
         yield from both(owner, "B", (held[0].get(owner), held[1].get(owner)))
 
 
@@ -188,7 +189,7 @@ def _held(side: Seen | None, stage: int | None) -> dict[str, float]:
         return {}
     place = side.peak_stage if stage is None or stage >= len(side.memory) else stage
     memory = side.memory[place].memory
-    return {name: sum(getattr(memory, owner) for owner in owners) for name, owners in OWNERS.items()}
+    return {name: sum(getattr(memory, owner) for owner in owners) for name, owners in OWNER_TERMS.items()}
 
 
 def _apart(first: Plan, second: Plan) -> Iterator[str]:

@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from ultrascale.specs.estimate import MEASURED_OWNERS
 from ultrascale.specs.measurement import MeasuredMemory
 from ultrascale.specs.units import GIB, seconds
 from ultrascale.train.engine import Engine
-from ultrascale.train.memory import OWNERS, LiveBytes, account, states
+from ultrascale.train.memory import LiveBytes, account, states
 
 MOST, DRAWN = 2000, 400  # rows that are kept, and that a picture shows
 
@@ -175,7 +176,7 @@ class _Recorder(LiveBytes):  # type: ignore[no-untyped-call]
     def _write(self) -> None:
         assert self._began is not None
         held = self._by_owner
-        self.rows.append((time.perf_counter() - self._began, *(held.get(owner, 0) for owner in OWNERS)))
+        self.rows.append((time.perf_counter() - self._began, *(held.get(owner, 0) for owner in MEASURED_OWNERS)))
 
 
 def _on_cpu(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T, StepMemory]:
@@ -186,7 +187,7 @@ def _on_cpu(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T, S
         return step()
 
     memory, result = account(engine, recorded, live)
-    return memory, result, StepMemory(MemoryTimeline(OWNERS, thinned(live.rows), FOLLOWED))
+    return memory, result, StepMemory(MemoryTimeline(MEASURED_OWNERS, thinned(live.rows), FOLLOWED))
 
 
 def _on_gpu(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T, StepMemory]:
@@ -201,7 +202,7 @@ def _on_gpu(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T, S
     index = device.index if device.index is not None else torch.cuda.current_device()
     events = snapshot["device_traces"][index] if snapshot["device_traces"] else []
     rows = from_record(events, before, after, base)
-    return memory, result, StepMemory(MemoryTimeline(OWNERS, thinned(rows), RECORD), snapshot)
+    return memory, result, StepMemory(MemoryTimeline(MEASURED_OWNERS, thinned(rows), RECORD), snapshot)
 
 
 Held = Mapping[int, tuple[str, int]]
@@ -220,7 +221,7 @@ def _addresses(owned: Mapping[str, Iterable[torch.Tensor]], device: torch.device
 
 def from_record(events: Iterable[Mapping[str, Any]], before: Held, after: Held, base: int) -> list[tuple[float, ...]]:
     """Rows of time and bytes by owner. `before`, `after`: states around the step; `base`: bytes allocated at its start."""
-    held = dict.fromkeys(OWNERS, 0)
+    held = dict.fromkeys(MEASURED_OWNERS, 0)
     for owner, size in before.values():
         held[owner] += size
     held["activations"] += max(0, base - sum(held.values()))
