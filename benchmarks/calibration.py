@@ -21,11 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ultrascale.cost.estimate import estimate
-from ultrascale.measure.calibrate import memory
-from ultrascale.measure.calibrate.calibration import Calibration, calibrate
-from ultrascale.measure.calibrate.constants import Base
-from ultrascale.measure.calibrate.fit import StepTimeModel, fit
-from ultrascale.measure.calibrate.runs import CalibrationRun, load
+from ultrascale.measure.calibrate import Calibration, calibrate, measured_peak, peak_bytes
+from ultrascale.measure.calibrate_fit import Base, StepTimeModel, fit
+from ultrascale.measure.calibrate_runs import CalibrationRun, load
 from ultrascale.show.calibrate import summary
 
 DATA = Path(__file__).resolve().parent.parent / "data" / "calibration" / "h200.jsonl"
@@ -64,9 +62,9 @@ def report(path: Path) -> tuple[Calibration, list[Predicted]]:
 def _predicted(base: Base, found: Calibration, run: CalibrationRun, fitted: bool) -> Predicted:
     old, new = base.cluster.efficiency, found.cluster.efficiency
     before, after = (estimate(base.job(run.job, each), run.layout) for each in (old, new))
-    held = memory.held(base, run)
+    held = measured_peak(base, run)
     assert held is not None  # runs' folders tell it
-    peaks = [memory.peak_bytes(held, each) / held.measured - 1 for each in (old, new)]
+    peaks = [peak_bytes(held, each) / held.measured - 1 for each in (old, new)]
     times = [one.step_time_s / run.step_s - 1 for one in (before, after)]
     waits = 0.0 if new.synchronous else after.time.launch_s / after.step_time_s  # a CPU is its own host
     return Predicted(run, fitted, times[0], times[1], peaks[0], peaks[1], waits)

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from conftest import Run
-from ultrascale.measure.bench import kernels_timed, ladders
-from ultrascale.measure.bench.kernels import KernelResult, KernelsReport
-from ultrascale.measure.bench.ladders import Figures, Ladder, LadderMachine, Rung
+from ultrascale.measure import bench_kernel_timing as kernels_timed
+from ultrascale.measure import bench_ladders as ladders
+from ultrascale.measure.bench_kernels import KernelResult, KernelsReport
+from ultrascale.measure.bench_ladders import Figures, Ladder, LadderMachine, Rung
 from ultrascale.train import machine
 
 

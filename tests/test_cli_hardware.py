@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from conftest import Run
-from ultrascale.measure.bench import hardware
-from ultrascale.measure.bench.hardware import GemmShape, HardwareTimes
+from ultrascale.measure import bench_hardware as hardware
+from ultrascale.measure.bench_hardware import GemmShape, HardwareTimes
 from ultrascale.parallel import local
 from ultrascale.specs.cluster import Cluster
 from ultrascale.train import launch, machine

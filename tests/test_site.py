@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ultrascale.measure.bench.ladders_rungs import LADDERS, planned
+from ultrascale.measure.bench_ladders import LADDERS, planned
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

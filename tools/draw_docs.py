@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from draw_laws import asked, collectives, overlap, products, scaling
+from draw_laws import asked, collectives, matmuls, overlap, scaling
 from draw_shapes import context_masks, pipeline
 from svg import Bar, stacked
 from ultrascale import Estimate, Layout, estimate
@@ -61,10 +61,10 @@ def data_parallelism() -> str:
         for way in ("naive", "hooks", "bucketed"):
             found = estimate(job, Layout(dp=gpus, mbs=4, gas=4, data_parallel=way))
             takes, seen = sum(one.time_s for one in found.traffic) * 1e3, found.time.data_s * 1e3
-            parts = {"seen: the step waits": seen, "hidden behind the last backward": max(0.0, takes - seen)}
-            bars.append(Bar(f"{gpus} {way}", parts, f"{seen:.1f} ms seen", f"of {found.step_time_s * 1e3:,.0f} ms"))
-    colours = {"seen: the step waits": style.RED, "hidden behind the last backward": style.SKY}
-    return stacked("The reduction of gradients once a step: Llama-3.2-1B on 8, 64 and 512 H100", bars, colours, "ms")
+            parts = {"exposed": seen, "hidden behind the last backward": max(0.0, takes - seen)}
+            bars.append(Bar(f"{gpus} {way}", parts, f"{seen:.1f} ms exposed", f"of {found.step_time_s * 1e3:,.0f} ms"))
+    colours = {"exposed": style.RED, "hidden behind the last backward": style.SKY}
+    return stacked("The gradient reduction of a step: Llama-3.2-1B on 8, 64 and 512 H100", bars, colours, "ms")
 
 
 def zero_stages() -> str:
@@ -84,7 +84,7 @@ def time_parts(found: Estimate, attention_apart: bool = False) -> dict[str, floa
     causes = TIMES["computing"][1]
     computing = [cause for cause in causes if not (attention_apart and cause == "attention_s")]
     rest = [cause for cause in CAUSES if cause not in (*causes, *EXCHANGE)]
-    groups = {"computing": computing, "exchange that nothing hides": EXCHANGE, "bubble, optimizer, host": rest}
+    groups = {"computing": computing, "exposed communication": EXCHANGE, "bubble, optimizer, host": rest}
     if attention_apart:
         groups = {"attention": ["attention_s"], **groups}
     return {name: sum(getattr(found.time, cause) for cause in group) for name, group in groups.items()}
@@ -93,7 +93,7 @@ def time_parts(found: Estimate, attention_apart: bool = False) -> dict[str, floa
 TIME_COLOURS = {
     "attention": style.GREEN,
     "computing": style.BLUE,
-    "exchange that nothing hides": style.ORANGE,
+    "exposed communication": style.ORANGE,
     "bubble, optimizer, host": style.GREY,
 }
 
@@ -102,7 +102,7 @@ def tensor() -> str:
     bars, job = [], asked("llama-3-70b", "64xh100", 8192, 512)
     for tp in (1, 2, 4, 8, 16, 32):
         found = estimate(job, Layout(dp=64 // tp, tp=tp, zero=1, gas=8 * tp, recompute="selective"))
-        bars.append(Bar(f"tp {tp}", time_parts(found), f"{found.step_time_s:,.0f} s", f"{found.peak_gib:,.0f} GiB a GPU"))
+        bars.append(Bar(f"tp {tp}", time_parts(found), f"{found.step_time_s:,.0f} s", f"{found.peak_gib:,.0f} GiB per GPU"))
     title = "Llama-3-70B on 64 H100 in nodes of 8, 512 sequences of 8,192: a step by cause"
     return stacked(title, bars, TIME_COLOURS, "s")
 
@@ -138,7 +138,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "pipeline": pipeline,
     "expert": expert,
     "scaling": scaling,
-    "products": products,
+    "matmuls": matmuls,
     "collectives": collectives,
     "overlap": overlap,
 }

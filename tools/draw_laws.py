@@ -37,8 +37,8 @@ def scaling() -> str:
     return curves(title, series, "H100 GPUs, nodes of 8", "tokens/s/GPU", ticks, mark=(8, "a node"))
 
 
-def products() -> str:
-    """What a product of a training step reaches: the rates that estimates use."""
+def matmuls() -> str:
+    """The matmul rates that estimates use."""
     tokens = 2 ** np.arange(8, 16)
     series: dict[str, list[tuple[float, float]]] = {}
     job = asked("llama-3-8b", "8xh100", 8192, 8)
@@ -49,7 +49,7 @@ def products() -> str:
             rates = 2 * tokens * width**2 / machine.matmul_s(tokens, wide, wide) / 1e12
             series[f"{precision}, {width:,} × {width:,}"] = list(zip(tokens.tolist(), rates.tolist(), strict=True))
     ticks = {float(count): f"{count:,}" for count in tokens}
-    title = "A matrix product among others on an H100, by its rows and the size of its weight"
+    title = "A matmul on an H100 within a training step, by its rows and the size of its weight"
     peak = job.peak_flops / 1e12
     return curves(title, series, "rows: tokens of a micro-batch", "TFLOP/s", ticks, level=(peak, f"bf16 peak: {peak:,.0f}"))
 

@@ -1,15 +1,16 @@
-"""Pictures of order rather than size: the causal mask cut over ranks, the schedules' actions. draw_docs.py writes them."""
+"""Pictures of the causal mask over context-parallel ranks and of the pipeline schedules; draw_docs.py writes them."""
 
 from __future__ import annotations
 
 from svg import LEFT, RIGHT, TOP, WIDTH, Sheet
 from ultrascale.figures import style
-from ultrascale.schedules import SCHEDULES, StageTimes, Timeline, build, simulate
+from ultrascale.schedules import StageTimes, Timeline, build, simulate
+from ultrascale.schedules.registry import REGISTRY
 from ultrascale.specs.layout import ContextParallel
 
 RANK_COLOURS = (style.BLUE, style.ORANGE, style.GREEN, style.PINK)
 KIND_COLOURS = {"F": style.BLUE, "B": style.GREEN, "I": style.SKY, "W": style.ORANGE}
-KIND_WORDS = {"F": "forward", "B": "backward", "I": "gradient of the input", "W": "gradient of the weights"}
+KIND_WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 RANKS, BATCHES, ROW = 4, 8, 17
 CP, SLICES, CELL = 4, 8, 26
 
@@ -55,22 +56,18 @@ def _blocks(way: ContextParallel) -> list[tuple[int, int, int]]:
 
 
 def pipeline() -> str:
-    drawn = [(name, chunks, _timeline(name, chunks)) for name, chunks in ((name, _chunks(name)) for name in SCHEDULES)]
+    drawn = [(name, spec.least_stages, _timeline(name, spec.least_stages)) for name, spec in REGISTRY.items()]
     panel = RANKS * ROW + 34
     foot = TOP + len(drawn) * panel
-    sheet = Sheet("One step of four ranks and eight micro-batches; their work is the same in every schedule", foot + 24)
+    sheet = Sheet("One step of four ranks and eight micro-batches, with the same work in every schedule", foot + 24)
     scale = (WIDTH - LEFT - RIGHT) / max(timeline.makespan_s for *_, timeline in drawn)
     for number, (name, chunks, timeline) in enumerate(drawn):
         top = TOP + number * panel
-        more = f", {chunks} chunks a rank" if chunks > 1 else ""
+        more = f", {chunks} stages per rank" if chunks > 1 else ""
         sheet.text(LEFT - 48, top - 4, f"{name}{more}: bubble {timeline.bubble_fraction:.1%} of the time")
         _gantt(sheet, top, scale, timeline)
     sheet.legend(foot + 6, {KIND_WORDS[kind]: colour for kind, colour in KIND_COLOURS.items()})
     return sheet.done()
-
-
-def _chunks(name: str) -> int:
-    return 2 if name in ("interleaved", "zb-v", "dualpipe-v") else 1
 
 
 def _timeline(name: str, chunks: int) -> Timeline:

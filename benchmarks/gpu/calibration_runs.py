@@ -24,7 +24,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # processes that wa
 
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.fused import why_not
-from ultrascale.measure.bench import hardware
+from ultrascale.measure import bench_hardware as hardware
 from ultrascale.parallel import local
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError

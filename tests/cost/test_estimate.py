@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ultrascale.cost.estimate import estimate
-from ultrascale.cost.hardware import RATES, ClusterRates
+from ultrascale.cost.hardware import ClusterRates, attention_rates
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.errors import SpecError
@@ -175,7 +175,7 @@ def test_checkpointing_leaves_the_last_product_out() -> None:
 
     def again(schedule: str, recompute: str, stops: bool) -> float:
         layout = Layout(pp=2, gas=4, schedule=schedule, recompute=recompute)
-        engine = Framework.load("ultrascale-eager").model_copy(update={"early_stop": stops})
+        engine = Framework.load("ultrascale-eager").model_copy(update={"exact_memory_trace": stops})
         return estimate(job("llama-3-8b", "2xh100", 8192, layout, framework=engine), layout).time.recompute_s
 
     product = again("1f1b", "full", False) - again("1f1b", "full", True)
@@ -275,4 +275,4 @@ def test_the_documentation_names_every_constant_and_its_default() -> None:
             assert float(number) * units[unit] == pytest.approx(float(field.default)), name
     rows = re.findall(r"^\| ([a-z0-9, -]+) \| ([\d.]+) \| ([\d.]+) \| (\d+) \|", text, flags=re.MULTILINE)
     rates = {name: tuple(map(float, row[1:])) for row in rows for name in row[0].split(", ")}
-    assert rates == {name: (rate.forward, rate.backward, rate.half_row) for name, rate in RATES["flash"].items()}
+    assert rates == {name: (rate.forward, rate.backward, rate.half_row) for name, rate in attention_rates()["flash"].items()}

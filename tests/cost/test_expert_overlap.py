@@ -22,7 +22,7 @@ from ultrascale.specs.model import Model
 
 
 def job_of(name: str, seq: int, behind: bool = True, gpus: int = 8) -> Job:
-    engine = Framework.load("ultrascale-gpu").model_copy(update={"experts_behind": behind})
+    engine = Framework.load("ultrascale-gpu").model_copy(update={"expert_overlap": "weight-gradients" if behind else "none"})
     cluster = Cluster.load(f"{gpus}xh100")
     return Job(model=Model.load(name), cluster=cluster, seq=seq, batch_tokens=seq * gpus, framework=engine)
 

@@ -36,15 +36,15 @@ def test_a_layer_keeps_what_transformer_engine_saves() -> None:
     per_token = 16384 + 2 * (8192 + 1024) + 1024 + 8192 + 128 + 17 * 128 + 8 * (4096 + 3072 + 1536)
     kept = activations.layer(job(), LayoutColumns.of([Layout()]), moe=True)
     assert kept.total[0] == SEQ * per_token
-    weighed = activations.layer(job(expert_outputs=True), LayoutColumns.of([Layout()]), moe=True)
-    assert weighed.total[0] - kept.total[0] == SEQ * 8 * 4096
+    plain = activations.layer(job(transformer_engine=False), LayoutColumns.of([Layout()]), moe=True)
+    assert plain.total[0] == SEQ * (per_token - (8192 + 1024) - 13 * 128 + 8 * 4096)
 
 
 def test_an_exchange_behind_another_micro_batch_has_its_layer_beside() -> None:
     row = LayoutColumns.of([Layout(dp=16, ep=16)])
     alone, beside = (
         memory.peak_parts(of, row, stages.share_of(of, row, np.zeros(1, dtype=np.int64)))
-        for of in (job(), job(expert_overlap=0.7))
+        for of in (job(), job(expert_overlap="microbatches"))
     )
     assert beside.layer.buffers[0] - alone.layer.buffers[0] == pytest.approx(activations.layer(job(), row, moe=True).whole[0])
 
@@ -96,10 +96,10 @@ def test_latents_alone_give_back_queries_keys_and_values_and_repeat_two_products
 def test_biases_of_experts_are_added_apart_where_there_are_any() -> None:
     """gpt-oss: 28 bytes of each routed output forward, 40 backward, at the bandwidth of memory-bound operators."""
     of = job("gpt-oss-120b")
-    apart, inside = (layer(one, dp=16, ep=8) for one in (of, job("gpt-oss-120b", expert_biases_apart=False)))
+    apart, inside = (layer(one, dp=16, ep=8) for one in (of, job("gpt-oss-120b", transformer_engine=False)))
     stream = ClusterRates(of).stream_bytes_s
     elements = SEQ * 4 * 1.1 * 2880
     assert apart.memory_bound.forward - inside.memory_bound.forward == pytest.approx(28 * elements / stream)
     assert apart.memory_bound.input_grad - inside.memory_bound.input_grad == pytest.approx(40 * elements / stream)
-    without, with_ = (layer(job(expert_biases_apart=flag), dp=16, ep=8).total.total for flag in (False, True))
+    without, with_ = (layer(job(transformer_engine=flag), dp=16, ep=8).total.total for flag in (False, True))
     assert without == with_

@@ -102,7 +102,7 @@ def test_products_read_and_write_their_operands() -> None:
 def test_passes_between_products_by_hand() -> None:
     layout = Layout(mbs=2)
     asked = job(Model.load("mini"), layout, 64)
-    passes = host.elementwise(asked, LayoutColumns.of([layout]), ClusterRates(asked), moe=False)
+    passes = host.cpu_elementwise(asked, LayoutColumns.of([layout]), ClusterRates(asked), moe=False)
     # mini: hidden and queries 256 wide, keys 128, gates 768. Forward 2·7 + 6 of hidden, 10 + 2 of queries and keys, 5 of gates.
     assert float(passes.forward[0]) == pytest.approx(128 * 4 * (20 * 256 + 12 * 384 + 5 * 768) / BANDWIDTH)
     assert float(passes.input_grad[0]) == pytest.approx(128 * 4 * (53 * 256 + 14 * 384 + 11 * 768) / BANDWIDTH)

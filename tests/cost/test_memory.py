@@ -332,7 +332,7 @@ def test_gradients_stay_as_made_where_nothing_is_added_to_them(
     layout: dict[str, Any], fields: dict[str, Any], stays: bool
 ) -> None:
     """16 GB of gradients in bf16, 150 GB of activations: none at the loss, and then they find room where backward has been."""
-    engine = Framework(gradients_as_made=True)
+    engine = Framework(fused_blocks=True)
     held = predict("llama-3-8b", "1xh200", 8192, Layout(mbs=4, **layout), framework=engine, **fields).memory[0].memory
     assert held.gradients == (0 if stays else 4 * N8)
 
@@ -340,10 +340,10 @@ def test_gradients_stay_as_made_where_nothing_is_added_to_them(
 def test_gradients_of_a_small_batch_outweigh_its_activations() -> None:
     """All gradients, 2 bytes each, are there when no activations are.
 
-    A layer keeps of a token: four residuals of 8192 bytes, q 8192, k and v 4096, output 8192, log-sum-exp 128, and three
-    times 28,672 of the MLP: 139,392 bytes.
+    A layer keeps of a token: two residuals of 8192 bytes, q 8192, k and v 4096, output 8192, log-sum-exp 128, and two
+    times 28,672 of the MLP: 94,336 bytes.
     """
-    engine = Framework(gradients_as_made=True)
+    engine = Framework(fused_blocks=True)
     held = predict("llama-3-8b", "1xh200", 64, Layout(), framework=engine).memory[0].memory
     # The head's gradients are counted where the layer works: they are there before it does.
-    assert held.gradients == pytest.approx(2 * N8 - 2 * 128_256 * 4096 - 64 * 32 * 139_392, rel=0.001)
+    assert held.gradients == pytest.approx(2 * N8 - 2 * 128_256 * 4096 - 64 * 32 * 94_336, rel=0.001)

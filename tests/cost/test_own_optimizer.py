@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ultrascale import Cluster, Job, Layout, Model, estimate
-from ultrascale.cost import launch
+from ultrascale.cost import host
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.operators import accumulate_s
@@ -26,8 +26,10 @@ def job_of(gas: int = 1, framework: str = "ultrascale-gpu") -> Job:
 def optimizer_bytes(gas: int, framework: str = "ultrascale-gpu") -> float:
     job = job_of(gas, framework)
     seconds = estimate(job, Layout(gas=gas)).time.optimizer_s
-    if job.framework.counted:
-        seconds -= launch.START_S * 2 * 9 * MODEL.layers  # of a kernel that steps a weight, and one for its norm
+    if job.framework.fused_blocks:
+        seconds -= (
+            host.constants().launch_queue.start_s * 2 * 9 * MODEL.layers
+        )  # of a kernel that steps a weight, and one for its norm
     return seconds * ClusterRates(job).stream_bytes_s / MODEL.parameters
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ultrascale.cost.estimate import estimate
-from ultrascale.cost.stages import fill_stages
+from ultrascale.cost.stages import nanotron_stage_split
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
@@ -30,7 +30,7 @@ from ultrascale.specs.model import Model
 )
 def test_the_first_stage_holds_what_nanotron_printed(layers: int, hidden: int, ffn: int, ranks: int, printed: float) -> None:
     layer, embedding = 4 * hidden**2 + 3 * hidden * ffn, 131072 * hidden
-    stages = fill_stages(layers, ranks, embedding / layer)
+    stages = nanotron_stage_split(layers, ranks, embedding / layer)
     assert (embedding + stages[0] * layer) / 1e9 == pytest.approx(printed, rel=4e-3)
     assert sum(stages) == layers
     assert min(stages) >= 1
@@ -38,12 +38,12 @@ def test_the_first_stage_holds_what_nanotron_printed(layers: int, hidden: int, f
 
 def test_a_stage_closes_with_the_layer_that_reaches_its_share() -> None:
     """32 layers and a head of 2.2: shares of 8.55, so 9 layers, 18 at 17.1, 26 at 25.65, and the rest with the head."""
-    assert fill_stages(32, 4, 2.2) == (9, 9, 8, 6)
-    assert fill_stages(8, 4, 0.0) == (2, 2, 2, 2)
+    assert nanotron_stage_split(32, 4, 2.2) == (9, 9, 8, 6)
+    assert nanotron_stage_split(8, 4, 0.0) == (2, 2, 2, 2)
 
 
 def test_a_heavy_head_leaves_every_later_stage_a_layer() -> None:
-    assert fill_stages(8, 4, 20.0) == (5, 1, 1, 1)
+    assert nanotron_stage_split(8, 4, 20.0) == (5, 1, 1, 1)
 
 
 def test_an_engine_that_fills_stages_is_slower_than_one_that_balances_them() -> None:
@@ -59,5 +59,5 @@ def test_an_engine_that_fills_stages_is_slower_than_one_that_balances_them() -> 
 
     times: list[float] = []
     assert predicted() == [17, 15]
-    assert predicted(filled=True) == [18, 14]
+    assert predicted(stage_split="nanotron") == [18, 14]
     assert times[1] > times[0]

@@ -8,7 +8,7 @@ from ultrascale import Cluster, Job, Layout, Model, Plan, SpecError, estimate, p
 from ultrascale.cost.timeline import simulated
 from ultrascale.figures import choice, evidence, memory, pipeline, style, time
 from ultrascale.measure import compare
-from ultrascale.measure.trace.step_intervals import Exchange, StepIntervals
+from ultrascale.measure.trace_steps import Exchange, StepIntervals
 from ultrascale.plan import survey
 from ultrascale.plan.reasons import neighbours
 from ultrascale.schedules.actions import ActionKind

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.harness import job_of
 from ultrascale.kernels import flash, fused, optional_kernels
-from ultrascale.measure.rehearse import operator_tracker
+from ultrascale.measure import rehearse_tracker as operator_tracker
 from ultrascale.model.attention import attend, attend_backward, causal_attention
 from ultrascale.model.transformer import CausalAttention, Transformer
 from ultrascale.train import recompute

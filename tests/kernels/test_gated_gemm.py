@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.test_fused import built, train_alike
 from ultrascale.kernels import fused, gated_gemm, optional_kernels
-from ultrascale.measure.rehearse import operator_tracker
+from ultrascale.measure import rehearse_tracker as operator_tracker
 
 
 class Quack:

@@ -17,7 +17,7 @@ from kernels.test_fused import built, train_alike
 from parallel.harness import job_of, training_of
 from ultrascale.kernels import flash, fused, gated_gemm, optional_kernels
 from ultrascale.kernels.optional_kernels import FLASH_ATTENTION_4, QUACK, OptionalPackage
-from ultrascale.measure.doctor import facts
+from ultrascale.measure import doctor_facts as facts
 from ultrascale.model.attention import causal_attention
 from ultrascale.specs.layout import Layout
 from ultrascale.train import attention, gate_autotune

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from ultrascale.measure.rehearse.request import check, engine_of
+from ultrascale.measure.rehearse import check, engine_of
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job

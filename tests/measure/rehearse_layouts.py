@@ -8,9 +8,8 @@ from typing import Any
 
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.traffic import of_stage
-from ultrascale.measure.rehearse.compare import RehearsedTerm, compared, even, prediction
-from ultrascale.measure.rehearse.rehearsal import Rehearsal, rehearse_rank
-from ultrascale.measure.rehearse.request import engine_of
+from ultrascale.measure.rehearse import Rehearsal, RehearsedTerm, compared, engine_of, even, prediction
+from ultrascale.measure.rehearse_rank import rehearse_rank
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout

@@ -13,8 +13,9 @@ import pytest
 from conftest import Run
 from ultrascale.cost.collectives import collective_time_s
 from ultrascale.cost.hardware import ClusterRates
-from ultrascale.measure.bench import collectives, collectives_timed
-from ultrascale.measure.bench.collectives import CollectivesReport, CollectiveTiming, SkippedCollective
+from ultrascale.measure import bench_collectives as collectives
+from ultrascale.measure import bench_collectives as collectives_timed
+from ultrascale.measure.bench_collectives import CollectivesReport, CollectiveTiming, SkippedCollective
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.job import Job

@@ -21,11 +21,14 @@ import pytest
 
 from conftest import Run
 from ultrascale.cost.estimate import estimate
-from ultrascale.measure.bench import layouts, layouts_run, layouts_storage, trial
-from ultrascale.measure.bench.layouts import Asked, Configuration
-from ultrascale.measure.bench.layouts_run import Sweep, TrialRow, verdict
-from ultrascale.measure.bench.layouts_study import Record, Slower, Study, study_name
-from ultrascale.measure.bench.trial import TrialFailure, TrialResult, TrialStep
+from ultrascale.measure import bench_layouts as layouts
+from ultrascale.measure import bench_layouts_study as layouts_storage
+from ultrascale.measure import bench_layouts_sweep as layouts_run
+from ultrascale.measure import bench_trial as trial
+from ultrascale.measure.bench_layouts import Asked, Configuration
+from ultrascale.measure.bench_layouts_study import Record, Slower, Study, study_name
+from ultrascale.measure.bench_layouts_sweep import Sweep, TrialRow, verdict
+from ultrascale.measure.bench_trial import TrialFailure, TrialResult, TrialStep
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.job import Job
@@ -441,7 +444,7 @@ def made_up(asked: Asked, number: int) -> Configuration:
 
 def test_one_process_at_a_time_on_a_file(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'study.db'}"
-    code = "import sys, time\nfrom ultrascale.measure.bench.layouts_storage import ours\n"
+    code = "import sys, time\nfrom ultrascale.measure.bench_layouts_study import ours\n"
     code += "with ours(sys.argv[1]):\n print(1, flush=True)\n time.sleep(60)"
     other = subprocess.Popen([sys.executable, "-c", code, url], stdout=subprocess.PIPE)
     try:

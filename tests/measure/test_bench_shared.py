@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from ultrascale.cost.estimate import estimate
-from ultrascale.measure.bench import layouts
-from ultrascale.measure.bench.layouts import Asked
-from ultrascale.measure.bench.layouts_run import Sweep
-from ultrascale.measure.bench.layouts_study import Study
-from ultrascale.measure.bench.trial import TrialFailure
+from ultrascale.measure import bench_layouts as layouts
+from ultrascale.measure.bench_layouts import Asked
+from ultrascale.measure.bench_layouts_study import Study
+from ultrascale.measure.bench_layouts_sweep import Sweep
+from ultrascale.measure.bench_trial import TrialFailure
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.job import Job

@@ -12,11 +12,14 @@ from rich.console import Console
 
 from conftest import Run
 from ultrascale.cost.estimate import estimate
-from ultrascale.measure.bench import collectives_timed, hardware, layouts, trial
-from ultrascale.measure.bench.collectives import CollectivesReport, CollectiveTiming
-from ultrascale.measure.bench.layouts import Asked
-from ultrascale.measure.bench.layouts_run import TrialProgress, TrialRow, verdict
-from ultrascale.measure.bench.layouts_study import Record
+from ultrascale.measure import bench_collectives as collectives_timed
+from ultrascale.measure import bench_hardware as hardware
+from ultrascale.measure import bench_layouts as layouts
+from ultrascale.measure import bench_trial as trial
+from ultrascale.measure.bench_collectives import CollectivesReport, CollectiveTiming
+from ultrascale.measure.bench_layouts import Asked
+from ultrascale.measure.bench_layouts_study import Record
+from ultrascale.measure.bench_layouts_sweep import TrialProgress, TrialRow, verdict
 from ultrascale.show import bench_layouts as show
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job

@@ -14,12 +14,18 @@ from rich.console import Console
 
 from conftest import Run
 from ultrascale import Cluster, Job, Layout, Model, estimate
-from ultrascale.measure.calibrate import memory
-from ultrascale.measure.calibrate.calibration import CalibratedRun, Calibration, ConstantVerdict, _better, calibrate
-from ultrascale.measure.calibrate.constants import Base
-from ultrascale.measure.calibrate.fit import StepTimeModel as Fitted
-from ultrascale.measure.calibrate.fit import fit
-from ultrascale.measure.calibrate.runs import CalibrationRun, _one_machine, load
+from ultrascale.measure.calibrate import (
+    CalibratedRun,
+    Calibration,
+    ConstantVerdict,
+    _better,
+    calibrate,
+    fit_memory,
+    measured_peak,
+)
+from ultrascale.measure.calibrate_fit import Base, fit
+from ultrascale.measure.calibrate_fit import StepTimeModel as Fitted
+from ultrascale.measure.calibrate_runs import CalibrationRun, _one_machine, load
 from ultrascale.show.calibrate import show_calibration
 from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.errors import SpecError
@@ -46,7 +52,7 @@ def job_of(model: str, seq: int, layout: Layout, gpus: int = 1) -> Job:
         cluster=Cluster.load(f"{gpus}xh100"),
         seq=seq,
         batch_tokens=layout.batch_tokens(seq),
-        framework=Framework.load("ultrascale-gpu").model_copy(update={"recorded": False}),  # so that launches tell
+        framework=Framework.load("ultrascale-gpu").model_copy(update={"cuda_graphs": False}),  # so that launches tell
     )
 
 
@@ -245,11 +251,11 @@ def test_workspaces_and_holes_of_an_allocator(tmp_path: Path) -> None:
     write(tmp_path / "runs.jsonl", made_up(), extra_gib=0.07)
     runs = load([tmp_path / "runs.jsonl"])
     base = Base.of(runs[0].job)
-    held = [memory.held(base, one) for one in runs]
-    found = memory.fitted([replace(one, holes=0.1 * one.moving) for one in held if one is not None])
+    held = [measured_peak(base, one) for one in runs]
+    found = fit_memory([replace(one, holes=0.1 * one.moving) for one in held if one is not None])
     assert found["workspace_gib"] == pytest.approx(0.07, abs=1e-3)
     assert found["allocator_slack"] == pytest.approx(0.1, rel=0.01)
-    assert memory.fitted([replace(one, holes=None) for one in held if one is not None]) == {}
+    assert fit_memory([replace(one, holes=None) for one in held if one is not None]) == {}
 
 
 def test_what_cannot_be_calibrated_with_is_refused(run: Run, tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ultrascale.measure.calibrate.constants import Base
-from ultrascale.measure.calibrate.runs import load
+from ultrascale.measure.calibrate_fit import Base
+from ultrascale.measure.calibrate_runs import load
 
 pytestmark = pytest.mark.slow
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ultrascale.measure.verify.compositions import compositions, spread
-from ultrascale.measure.verify.small import reduced
+from ultrascale.measure.verify_layouts import compositions, reduced, spread
 from ultrascale.schedules import REGISTRY
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError

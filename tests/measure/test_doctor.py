@@ -14,12 +14,11 @@ import pytest
 from rich.console import Console
 
 from ultrascale.cost.estimate import estimate
-from ultrascale.measure.doctor import facts, nvidia
-from ultrascale.measure.doctor import findings as doctor
-from ultrascale.measure.doctor.facts import Disk, MachineFacts
-from ultrascale.measure.doctor.findings import Finding, machine_findings
-from ultrascale.measure.doctor.nvidia import GPUFact
-from ultrascale.measure.doctor.plan import plan_findings
+from ultrascale.measure import doctor
+from ultrascale.measure import doctor_facts as facts
+from ultrascale.measure import doctor_facts as nvidia
+from ultrascale.measure.doctor import Finding, machine_findings, plan_findings
+from ultrascale.measure.doctor_facts import Disk, GPUFact, MachineFacts
 from ultrascale.show import doctor as show
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job
@@ -377,7 +376,7 @@ def test_a_disk_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
 def test_this_machine(tmp_path: Path) -> None:
     said: list[str] = []
     findings = machine_findings(facts.gather(tmp_path, said.append))
-    assert len(findings) == len(doctor.CHECKS)
+    assert len(findings) == len(doctor.MACHINE_CHECKS)
     assert len(said) == 4
     assert found(findings, "torch").level == "ok"
 

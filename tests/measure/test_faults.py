@@ -16,8 +16,8 @@ import torch
 import torch._dynamo
 
 from parallel.harness import family
-from ultrascale.measure.verify.check import verify
-from ultrascale.measure.verify.small import small_job
+from ultrascale.measure.verify import verify
+from ultrascale.measure.verify_layouts import small_job
 from ultrascale.parallel import context, tensor
 from ultrascale.parallel.data import BucketedGrads
 from ultrascale.parallel.multi_linear import ALONE

@@ -10,9 +10,9 @@ import pytest
 from ultrascale.cost import attention
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.hardware import ClusterRates
-from ultrascale.measure.bench import hardware
-from ultrascale.measure.bench.hardware import GemmShape, HardwareTimes
-from ultrascale.measure.doctor import nvidia
+from ultrascale.measure import bench_hardware as hardware
+from ultrascale.measure import doctor_facts as nvidia
+from ultrascale.measure.bench_hardware import GemmShape, HardwareTimes
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout

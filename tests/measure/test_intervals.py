@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ultrascale.measure.trace.intervals import Intervals, both, length, merged, within, without
+from ultrascale.measure.trace_steps import Intervals, both, length, merged, within, without
 
 stretches = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=12)
 

@@ -15,8 +15,10 @@ import torch
 from rich.console import Console
 from torch.nn.attention import flex_attention
 
-from ultrascale.measure.bench import kernels, kernels_step, kernels_timed
-from ultrascale.measure.bench.kernels import KernelCandidate, KernelComparison, KernelResult, KernelShape, KernelsReport
+from ultrascale.measure import bench_kernel_cases as kernels_step
+from ultrascale.measure import bench_kernel_timing as kernels_timed
+from ultrascale.measure import bench_kernels as kernels
+from ultrascale.measure.bench_kernels import KernelCandidate, KernelComparison, KernelResult, KernelShape, KernelsReport
 from ultrascale.show import kernels as show
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.model import Model
@@ -45,7 +47,7 @@ def test_ours_computes_what_plain_operators_do(kernel: str, monkeypatch: pytest.
     """On a CPU ours are the plain twins, and FlexAttention runs uncompiled."""
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    monkeypatch.setattr("ultrascale.measure.bench.kernels_attention.DOCUMENT", 6)
+    monkeypatch.setattr("ultrascale.measure.bench_kernel_cases.DOCUMENT", 6)
     asked = kernels_timed.MAKERS[kernel](SMALL, CPU, torch.float32)
     assert worst(asked, ("eager", "ours"))["ours"] < 1e-5
     assert asked.moved > 0 or asked.flops > 0

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from ultrascale.kernels import fused
-from ultrascale.measure.bench import kernels_block, kernels_step, kernels_timed
-from ultrascale.measure.bench.kernels import KernelShape
+from ultrascale.measure import bench_kernel_cases as kernels_block
+from ultrascale.measure import bench_kernel_cases as kernels_step
+from ultrascale.measure import bench_kernel_timing as kernels_timed
+from ultrascale.measure.bench_kernels import KernelShape
 from ultrascale.specs.model import Model
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton does not interpret")

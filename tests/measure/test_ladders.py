@@ -10,10 +10,10 @@ import pytest
 from rich.console import Console
 
 from ultrascale.cost.estimate import estimate
-from ultrascale.measure.bench import ladders, trial
-from ultrascale.measure.bench.ladders import Figures, Ladder, LadderMachine, Rung
-from ultrascale.measure.bench.ladders_rungs import LADDERS, planned
-from ultrascale.measure.bench.trial import TrialFailure
+from ultrascale.measure import bench_ladders as ladders
+from ultrascale.measure import bench_trial as trial
+from ultrascale.measure.bench_ladders import LADDERS, Figures, Ladder, LadderMachine, Rung, planned
+from ultrascale.measure.bench_trial import TrialFailure
 from ultrascale.show import bench_ladders as show
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError

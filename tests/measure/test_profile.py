@@ -16,8 +16,7 @@ import torch._dynamo  # before processes fork
 from torch.autograd import profiler
 
 from ultrascale.cost.estimate import estimate
-from ultrascale.measure.profile.memory import from_record
-from ultrascale.measure.profile.picture import MOST, MemoryTimeline, draw, thinned
+from ultrascale.measure.profile_memory import MOST, MemoryTimeline, draw, from_record, thinned
 from ultrascale.parallel import ranges
 from ultrascale.schedules import build
 from ultrascale.specs.cluster import Cluster
@@ -125,7 +124,7 @@ def test_tensor_parallelism(run: Run, tmp_path: Path) -> None:
         adds_up(rank)
         tensor = next(each for each in rank["techniques"] if each["technique"] == "tensor")
         # With slices of the sequence a block gathers twice and scatters twice, forward and backward, and gathers again for the
-        # weights' gradients; the embedding scatters, the head gathers (measure/rehearse/rehearsal.py counts the same calls).
+        # weights' gradients; the embedding scatters, the head gathers (measure/rehearse_rank.py counts the same calls).
         assert tensor["kinds"]["all_gather"] >= 4 * 6
         assert tensor["kinds"]["reduce_scatter"] >= 4 * 4
         assert tensor["exposed_s"] > 0

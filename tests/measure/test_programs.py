@@ -10,8 +10,8 @@ import torch
 import torch._dynamo
 import torch.distributed.checkpoint  # once here, and not once in every fork
 
-from ultrascale.measure.verify.programs import Launch, Program, ProgramGenerator, simpler
-from ultrascale.measure.verify.runs import check_program, shortened
+from ultrascale.measure.verify_programs import Launch, Program, ProgramGenerator, simpler
+from ultrascale.measure.verify_runs import check_program, shortened
 from ultrascale.parallel.zero import FSDPGrads
 from ultrascale.show.verify import coverage, failure, program_row
 from ultrascale.specs.errors import SpecError

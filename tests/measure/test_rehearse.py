@@ -11,14 +11,12 @@ import torch
 import torch.distributed as dist
 
 from ultrascale.cost.estimate import estimate
-from ultrascale.measure.rehearse import fake as fake_tensors
-from ultrascale.measure.rehearse import operator_tracker
-from ultrascale.measure.rehearse.compare import compared, prediction, whole_gradients
-from ultrascale.measure.rehearse.fake import QuickFakeTensorMode
-from ultrascale.measure.rehearse.rehearsal import Rehearsal, rehearse, rehearse_rank
-from ultrascale.measure.rehearse.repeat import ShortSchedule, cut, shorten
-from ultrascale.measure.rehearse.request import check, engine_of, ranks_of
-from ultrascale.measure.rehearse.world import even
+from ultrascale.measure import rehearse_fake as fake_tensors
+from ultrascale.measure import rehearse_tracker as operator_tracker
+from ultrascale.measure.rehearse import Rehearsal, check, compared, engine_of, prediction, ranks_of, rehearse, whole_gradients
+from ultrascale.measure.rehearse_fake import QuickFakeTensorMode
+from ultrascale.measure.rehearse_rank import ShortSchedule, cut, rehearse_rank, shorten
+from ultrascale.measure.rehearse_world import even
 from ultrascale.schedules import ActionKind, lint
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
@@ -137,7 +135,7 @@ def test_tensors_without_memory_tell_what_real_ones_do(fields: dict[str, Any]) -
 def test_few_micro_batches_tell_of_all(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     job, layout = asked(fields)
     few = rehearse_rank(job, layout, 0)
-    monkeypatch.setattr("ultrascale.measure.rehearse.rehearsal.shorten", lambda layout, _: ShortSchedule(layout.gas))
+    monkeypatch.setattr("ultrascale.measure.rehearse_rank.shorten", lambda layout, _: ShortSchedule(layout.gas))
     every = rehearse_rank(job, layout, 0)
     assert few.microbatches < every.microbatches == layout.gas
     assert (few.flops, few.collectives, few.memory, few.peak) == (every.flops, every.collectives, every.memory, every.peak)

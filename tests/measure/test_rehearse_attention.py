@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ultrascale.measure.rehearse.operator_tracker import _formula
+from ultrascale.measure.rehearse_tracker import _formula
 
 aten = torch.ops.aten
 BATCH, HEADS, KV_HEADS, SEQ, WIDTH = 2, 8, 2, 64, 16

@@ -12,11 +12,10 @@ import torch
 from rehearse_layouts import asked
 
 from ultrascale.kernels import fused, loss
-from ultrascale.measure.calibrate.runs import CalibrationRun, load
-from ultrascale.measure.rehearse import kernels as stand_ins
-from ultrascale.measure.rehearse.compare import COMPILED, EAGER, notes
-from ultrascale.measure.rehearse.rehearsal import rehearse, rehearse_rank
-from ultrascale.measure.rehearse.request import engine_of, kernels_of
+from ultrascale.measure import rehearse_world as stand_ins
+from ultrascale.measure.calibrate_runs import CalibrationRun, load
+from ultrascale.measure.rehearse import COMPILED, EAGER, engine_of, kernels_of, notes, rehearse
+from ultrascale.measure.rehearse_rank import rehearse_rank
 from ultrascale.model import operators
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rehearse_layouts import FAST, SLOW, asked, held, named, terms, within
 
-from ultrascale.measure.rehearse.compare import COMPILED, notes
+from ultrascale.measure.rehearse import COMPILED, notes
 
 LAYOUTS = FAST + [pytest.param(*one, marks=pytest.mark.slow) for one in SLOW]
 

@@ -186,7 +186,7 @@ BAD = {
     "experts unknown": ({"model": "Foo", "layers": 8, "hidden": 1024, "ep": 8}, ["Foo", "experts"]),
     "impossible shape": ({"model": "Foo", "layers": 8, "hidden": 1024, "heads": 8, "kv_heads": 3}, ["heads"]),
     "one layer": ({"model": "22B single layer"}, ["one layer"]),
-    "not a step": ({"notes": "optimizer in backward"}, ["optimizer in backward", "not modelled"]),
+    "not a step": ({"unmodelled": "optimizer in backward"}, ["optimizer in backward", "not modelled"]),
 }
 
 
@@ -324,7 +324,7 @@ ASSUMED = {
     "precision bf16": {"precision": "bf16"},
     "ZeRO stage": {"zero_stage": "1"},
     "recompute": {"recompute": "none"},
-    "sequence parallelism": {"notes": "TP+SP"},
+    "sequence parallelism": {"sequence_parallel": "yes"},
     "framework ''": {"system": "nanotron"},
     "A100 with 80 GB": {"gpu": "A100-80GB"},
 }
@@ -492,17 +492,22 @@ def test_an_unknown_engine_is_taken_by_compile_and_that_is_said(system: str, com
         ({"system": "Megatron-LM (2022)", "attention_impl": "flash-attn"}, "attention", "flash-2"),
         ({"system": "Megatron-Core", "attention_impl": "flash-attn 1"}, "attention", "flash-1"),
         ({"system": "Megatron-Core"}, "dispatch", "all-to-all"),
-        ({"system": "Megatron-Core", "notes": "dispatcher DeepEP"}, "dispatch", "node-wise"),
+        ({"system": "Megatron-Core", "dispatch": "node-wise"}, "dispatch", "node-wise"),
         ({"system": "Megatron-Bridge 25.11", "ep": "8"}, "dispatch", "all-to-all"),
         ({"system": "Megatron-Bridge 26.04.01", "ep": "8"}, "dispatch", "node-wise"),
         ({"system": "Megatron-Bridge 2026-07", "ep": "8"}, "dispatch", "node-wise"),
-        ({"system": "Megatron-Bridge 26.02", "ep": "8", "notes": "Dispatcher A2A."}, "dispatch", "all-to-all"),
-        ({"system": "Megatron-Core", "notes": "CE fusion on"}, "loss", "fused"),
+        ({"system": "Megatron-Bridge 26.02", "ep": "8", "dispatch": "all-to-all"}, "dispatch", "all-to-all"),
+        ({"system": "Megatron-Core", "loss": "fused"}, "loss", "fused"),
         ({"system": "Megatron-Bridge 26.02"}, "loss", "overwritten"),
-        ({"system": "Megatron-Bridge 26.02", "notes": "Recipe: recompute mla_up_proj."}, "selective", "latents"),
-        ({"system": "Megatron-Bridge 26.02", "notes": "EP overlap, HybridEP"}, "expert_overlap", 0.7),
-        ({"system": "Megatron-LM", "notes": "First and last stage have one layer less."}, "head_as_layer", True),
-        ({"system": "Megatron-Core", "notes": "no grad-accum fusion"}, "fused_accumulation", False),
+        ({"system": "Megatron-Bridge 26.02", "recompute": "selective (mla_up_proj)"}, "selective", "latents"),
+        ({"system": "Megatron-Bridge 26.02", "expert_overlap": "yes"}, "expert_overlap", "microbatches"),
+        ({"system": "Megatron-Bridge 26.02", "expert_overlap": "no"}, "expert_overlap", "none"),
+        ({"system": "Megatron-LM", "stage_split": "layers-and-head"}, "stage_split", "layers-and-head"),
+        ({"system": "Megatron-Core", "grad_accum_fusion": "no"}, "accumulation", "separate"),
+        ({"system": "Megatron-Core"}, "routing", "dropless"),
+        ({"system": "Megatron-Core", "cuda_graphs": "yes"}, "routing", "graphed"),
+        ({"system": "Megatron-Core", "model": "Qwen3_30B_a3B [tokendrop]"}, "routing", "capacity"),
+        ({"system": "torchtitan FSDP2", "cuda_graphs": "yes"}, "routing", "grouped"),
         ({"system": "eager thing", "precision": "bf16 (params, grads, Adam all bf16)"}, "states", "pure"),
     ],
 )
@@ -510,9 +515,15 @@ def test_what_a_row_says_of_its_engine_is_a_field_of_it(cells: dict[str, str], f
     assert getattr(framework_of(cells, []), field) == value
 
 
+def test_a_word_that_a_column_does_not_know_is_the_row_s_reason() -> None:
+    one = run(dispatch="by pigeon")
+    assert one.reason is not None
+    assert "dispatch" in one.reason
+
+
 def test_a_row_s_network_sharding_and_gradients_are_those_it_says() -> None:
     silent = run(gpus=16, dp=16)
-    said = run(gpus=16, dp=16, notes="HSDP; inter-node 400Gbps")
+    said = run(gpus=16, dp=16, zero_shards=8, node_network_gbps=400)
     recipe = run(gpus=16, dp=16, system="NeMo/Megatron-Core")
     assert silent.job is not None
     assert said.job is not None

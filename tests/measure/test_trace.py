@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from made_traces import BACKWARD, Device, op, span, step, write
 
-from ultrascale.measure.trace import rank as trace
-from ultrascale.measure.trace import times as trace_times
-from ultrascale.measure.trace.names import kind_of, message_bytes, technique_of_group, technique_of_range
-from ultrascale.measure.trace.times import RankTime
+from ultrascale.measure import trace_rank as trace
+from ultrascale.measure import trace_times
+from ultrascale.measure.trace_rank import kind_of, message_bytes, technique_of_group, technique_of_range
+from ultrascale.measure.trace_times import RankTime
 
 
 def analysed(path: Path, events: list[dict[str, Any]], **facts: Any) -> RankTime:

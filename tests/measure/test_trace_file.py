@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 from made_traces import Device, op, step, write
 
-from ultrascale.measure.trace import file as trace_file
-from ultrascale.measure.trace import rank as trace
-from ultrascale.measure.trace import times as trace_times
-from ultrascale.measure.trace.analysis import analyse, files
-from ultrascale.measure.trace.file import TraceFile
+from ultrascale.measure import trace_file, trace_times
+from ultrascale.measure import trace_rank as trace
+from ultrascale.measure.trace_analysis import analyse, files
+from ultrascale.measure.trace_file import TraceFile
 from ultrascale.specs.errors import SpecError
 
 Run = Callable[..., tuple[int, str, str]]

@@ -10,9 +10,9 @@ import pytest
 from made_traces import Device, op, span, step, write
 
 from ultrascale.cost.estimate import estimate
-from ultrascale.measure.trace import analysis as trace_analysis
-from ultrascale.measure.trace.analysis import Analysis, analyse, read
-from ultrascale.measure.trace.bubble import bubble
+from ultrascale.measure import trace_analysis
+from ultrascale.measure.trace_analysis import Analysis, analyse, read
+from ultrascale.measure.trace_times import bubble
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job

@@ -7,10 +7,9 @@ import torch
 import torch._dynamo
 
 from ultrascale.cost.estimate import estimate
-from ultrascale.measure.verify import check as measure
-from ultrascale.measure.verify.check import verify
-from ultrascale.measure.verify.compositions import compositions, spread
-from ultrascale.measure.verify.small import MOST_PROCESSES, reduced, small_job
+from ultrascale.measure import verify as measure
+from ultrascale.measure.verify import verify
+from ultrascale.measure.verify_layouts import MOST_PROCESSES, compositions, reduced, small_job, spread
 from ultrascale.parallel import mesh as meshes
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.harness import check, in_ranks, job_of, one_process, train, training_of
-from ultrascale.measure.rehearse.operator_tracker import OperatorTracker
+from ultrascale.measure.rehearse_tracker import OperatorTracker
 from ultrascale.model import grouped
 from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.transformer import MLP

@@ -14,7 +14,7 @@ from ultrascale.kernels import float8, fused
 from ultrascale.kernels.float8 import Float8Linear
 from ultrascale.kernels.float8_gemm import NARROW, Float8Gemms, quantise
 from ultrascale.kernels.float8_weight import Float8Weight
-from ultrascale.measure.rehearse.operator_tracker import OperatorTracker
+from ultrascale.measure.rehearse_tracker import OperatorTracker
 from ultrascale.model.transformer import Transformer
 from ultrascale.parallel.float8_gather import Float8GatherScales
 from ultrascale.parallel.multi_linear import ALONE

@@ -87,9 +87,9 @@ def test_an_unknown_name_is_told_the_nearest(name: str, near: str) -> None:
     [
         {"elementwise": 0},
         {"elementwise": -1},
-        {"kernels": 1000},
-        {"tensor_overlap": 1.5},
-        {"reduce_overlap": -0.1},
+        {"launch": 1000},
+        {"overlap": 1.5},
+        {"overlap": -0.1},
         {"loss": "fast"},
         {"attention": "flash-9"},
         {"states": "fp64"},
@@ -116,29 +116,30 @@ def test_every_engine_runs_every_kind_of_job_no_faster_than_a_third_of_ours(name
     ("case", "fast", "slow"),
     [
         ("one node", {"elementwise": 1.0}, {"elementwise": 2.0}),
-        ("small", {"kernels": 1.0}, {"kernels": 6.0}),
-        ("small", {"kernels": 6.0}, {"kernels": 6.0, "launch": 4.0}),
+        ("small", {"launch": 1.0}, {"launch": 6.0}),
+        ("small", {"launch": 6.0}, {"launch": 24.0}),
         ("one node", {"optimizer_passes": 1.0}, {"optimizer_passes": 3.0}),
-        ("one node", {"fused_accumulation": True}, {"fused_accumulation": False}),
+        ("one node", {"accumulation": "fused"}, {"accumulation": "separate"}),
         ("one node", {"loss": "fused"}, {"loss": "fp32"}),
         ("one node", {"attention": "flash"}, {"attention": "flash-2"}),
         ("one node", {"attention": "flash-2"}, {"attention": "flash-1"}),
         ("one node", {"attention": "flash-1"}, {"attention": "plain-fused"}),
         ("one node", {"attention": "plain-fused"}, {"attention": "plain"}),
-        ("across", {"reduce_overlap": 1.0}, {"reduce_overlap": 0.0}),
-        ("sharded", {"reduce_overlap": 1.0}, {"reduce_overlap": 0.0}),
-        ("across", {"gather_overlap": 1.0}, {"gather_overlap": 0.0}),
-        ("sharded", {"gather_overlap": 1.0}, {"gather_overlap": 0.0}),
-        ("across", {"zero1_all_reduce": False}, {"zero1_all_reduce": True}),
+        ("across", {"overlap": 1.0}, {"overlap": 0.0}),
+        ("sharded", {"overlap": 1.0}, {"overlap": 0.0}),
+        ("across", {"accumulation": "separate"}, {"accumulation": "after-backward"}),
         ("across", {"rails": True}, {"rails": False}),
         ("sharded", {"rails": True}, {"rails": False}),
-        ("pipeline", {"balanced": True}, {"balanced": False}),
-        ("tensor", {"tensor_overlap": 0.5}, {"tensor_overlap": 0.0}),
-        ("tensor", {"tensor_overlap": 1.0}, {"tensor_overlap": 0.5}),
-        ("experts", {"expert_overlap": 0.5}, {"expert_overlap": 0.0}),
-        ("experts", {"expert_overlap": 1.0}, {"expert_overlap": 0.5}),
+        ("pipeline", {"stage_split": "balanced"}, {"stage_split": "layers"}),
+        ("tensor", {"transformer_engine": True, "overlap": 0.5}, {"transformer_engine": True, "overlap": 0.0}),
+        ("tensor", {"transformer_engine": True, "overlap": 1.0}, {"transformer_engine": True, "overlap": 0.5}),
+        ("tensor", {"transformer_engine": True}, {"transformer_engine": False}),
+        ("experts", {"expert_overlap": "microbatches"}, {"expert_overlap": "weight-gradients"}),
+        ("experts", {"expert_overlap": "weight-gradients"}, {"expert_overlap": "none"}),
         ("experts", {"dispatch": "node-wise"}, {"dispatch": "all-to-all"}),
-        ("few tokens an expert", {"grouped": True}, {"grouped": False}),
+        ("few tokens an expert", {"routing": "grouped"}, {"routing": "capacity"}),
+        ("few tokens an expert", {"routing": "capacity"}, {"routing": "graphed"}),
+        ("few tokens an expert", {"routing": "graphed"}, {"routing": "dropless"}),
         ("selective", {"selective": "cheap"}, {"selective": "half"}),
     ],
 )
@@ -156,7 +157,7 @@ def test_which_is_faster(case: str, fast: dict[str, Any], slow: dict[str, Any]) 
         ("sharded", {"states": "pure"}, {"states": "fp32"}),
         ("sharded", {"states": "fp32"}, {"states": "master"}),
         ("one node", {"eager_activation": False}, {"eager_activation": True}),
-        ("one node", {"late_gradients": False}, {"late_gradients": True}),
+        ("one node", {"accumulation": "separate"}, {"accumulation": "after-backward"}),
         ("one node", {"attention": "flash"}, {"attention": "plain"}),
         ("selective", {"selective": "half"}, {"selective": "cheap"}),
     ],
@@ -170,15 +171,14 @@ def test_which_holds_less(case: str, less: dict[str, Any], more: dict[str, Any])
     [
         ("one node", {"rails": False}),  # nothing crosses nodes
         ("one node", {"dispatch": "node-wise"}),
-        ("one node", {"grouped": False}),
-        ("one node", {"expert_overlap": 1.0}),
-        ("one node", {"tensor_overlap": 1.0}),
-        ("one node", {"balanced": False}),  # one stage
-        ("one node", {"head_as_layer": True}),
-        ("one node", {"fp8_inputs": True}),  # bf16
-        ("sharded", {"zero1_all_reduce": True}),
+        ("one node", {"routing": "dropless"}),
+        ("one node", {"expert_overlap": "microbatches"}),
+        ("one node", {"transformer_engine": True}),  # bf16, no experts, tp = 1
+        ("one node", {"stage_split": "layers"}),  # one stage
+        ("one node", {"stage_split": "layers-and-head"}),
+        ("one node", {"stage_split": "nanotron"}),
         ("one node", {"selective": "half"}),  # nothing is recomputed
-        ("tensor", {"reduce_overlap": 0.0}),  # one replica
+        ("tensor", {"overlap": 0.0}),  # one replica
     ],
 )
 def test_a_field_changes_nothing_where_there_is_nothing_of_its_kind(case: str, fields: dict[str, Any]) -> None:
@@ -188,9 +188,9 @@ def test_a_field_changes_nothing_where_there_is_nothing_of_its_kind(case: str, f
 
 
 def test_unbalanced_stages_have_equal_layers_and_balanced_ones_spare_the_head() -> None:
-    even = [stage.layers for stage in predicted("pipeline", balanced=False).memory]
-    spared = [stage.layers for stage in predicted("pipeline", balanced=True).memory]
-    counted = [stage.layers for stage in predicted("pipeline", balanced=False, head_as_layer=True).memory]
+    even = [stage.layers for stage in predicted("pipeline", stage_split="layers").memory]
+    spared = [stage.layers for stage in predicted("pipeline", stage_split="balanced").memory]
+    counted = [stage.layers for stage in predicted("pipeline", stage_split="layers-and-head").memory]
     assert even == [8, 8, 8, 8]
     assert sum(spared) == 32
     assert spared[-1] < 8
@@ -200,7 +200,7 @@ def test_unbalanced_stages_have_equal_layers_and_balanced_ones_spare_the_head() 
 
 def test_an_exchange_in_pieces_leaves_one_of_them_to_see() -> None:
     """tp = 8: an eighth has nothing to hide behind, the rest slows products; without sequence parallelism nothing is cut."""
-    whole, pieced = (predicted("tensor", tensor_overlap=share).time.tensor_s for share in (0.0, 1.0))
+    whole, pieced = (predicted("tensor", transformer_engine=engine).time.tensor_s for engine in (False, True))
     assert whole / 8 < pieced < whole
 
 
@@ -214,15 +214,15 @@ def test_fp8_inputs_are_smaller_where_products_are_in_fp8() -> None:
             seq=seq,
             batch_tokens=layout.batch_tokens(seq),
             precision="fp8",
-            framework=Framework(fp8_inputs=kept),
+            framework=Framework(transformer_engine=kept),
         )
         peaks.append(estimate(job, layout).memory[0].memory.activations)
     assert peaks[1] < peaks[0]
 
 
-def test_a_hidden_exchange_leaves_nothing_to_see() -> None:
-    assert predicted("tensor", tensor_overlap=0.0).time.tensor_s > 0
-    assert predicted("experts", expert_overlap=1.0).time.expert_s == pytest.approx(0, abs=1e-12)
+def test_another_micro_batch_hides_seven_tenths_of_an_expert_exchange() -> None:
+    whole, hidden = (predicted("experts", expert_overlap=way).time.expert_s for way in ("none", "microbatches"))
+    assert hidden == pytest.approx(0.3 * whole)
 
 
 def test_states_by_hand() -> None:
@@ -253,7 +253,7 @@ def test_no_expert_job_is_slower_node_wise_or_faster_ungrouped(seq: int, ep: int
         return estimate(job.changed(framework=Framework(**fields)), layout).step_time_s
 
     assert step_s(dispatch="node-wise") <= step_s(dispatch="all-to-all") * (1 + 1e-12)
-    assert step_s(grouped=False) >= step_s(grouped=True) * (1 - 1e-12)
+    assert step_s(routing="dropless") >= step_s(routing="grouped") * (1 - 1e-12)
 
 
 # ------------------------------------------------------------------------------------------------- plans and the command

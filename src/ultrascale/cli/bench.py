@@ -49,7 +49,7 @@ def kernels(
     number. A kernel of ours stays where it is faster than the best other: the last column says [cyan]keep[/] or
     [cyan]slower[/].
     """
-    from ultrascale.measure.bench.kernels import chosen, shapes
+    from ultrascale.measure.bench_kernels import chosen, shapes
     from ultrascale.show import kernels as show
     from ultrascale.show.lines import progress, terminal
     from ultrascale.specs.errors import SpecError
@@ -63,7 +63,7 @@ def kernels(
             "docs/kernels/README.md holds the table of an H200"
         )
     launch.import_torch()
-    from ultrascale.measure.bench.kernels_timed import measure
+    from ultrascale.measure.bench_kernel_timing import measure
 
     with progress() as say:
         for report in measure(names, asked, say):
@@ -108,7 +108,7 @@ def ladders(
     """
     from functools import cache
 
-    from ultrascale.measure.bench import ladders as climb
+    from ultrascale.measure import bench_ladders as climb
     from ultrascale.show import bench_ladders as show
     from ultrascale.show.lines import progress, terminal
     from ultrascale.specs.errors import SpecError
@@ -160,7 +160,7 @@ def collectives(
     Algorithm and bus bandwidth are those of nccl-tests. Each collective on each group also gets its line: a latency (alpha) and
     a bandwidth (beta), fitted to the relative errors of all sizes.
     """
-    from ultrascale.measure.bench import collectives as asking
+    from ultrascale.measure import bench_collectives as asking
     from ultrascale.show import bench_collectives as show
     from ultrascale.show.lines import progress, terminal
     from ultrascale.specs.errors import SpecError
@@ -175,7 +175,7 @@ def collectives(
     if mine is None and gpus and world > gpus:
         raise SpecError(f"--nproc is {world} but this machine shows {gpus} GPUs: try {gpus}")
     asked = asking.chosen(only), asking.sizes(sizes), asking.groups(groups, world)
-    from ultrascale.measure.bench import collectives_timed as timed
+    from ultrascale.measure import bench_collectives as timed
 
     with progress() as say:
         report = timed.measure_as(mine, *asked, bool(gpus)) if mine else timed.measure(*asked, world, bool(gpus), say)
@@ -204,7 +204,7 @@ def hardware(
     training; the links of several GPUs are timed by all-reduces. On a CPU, products, attention, copies and gloo are timed in as
     many processes as will train.
     """
-    from ultrascale.measure.bench import hardware as measuring
+    from ultrascale.measure import bench_hardware as measuring
     from ultrascale.show.hardware import hardware_json, show_hardware
     from ultrascale.show.lines import progress, terminal
     from ultrascale.train import launch
@@ -212,8 +212,7 @@ def hardware(
     with progress() as say:
         say("measuring this machine, some ten seconds")
         launch.import_torch()
-        from ultrascale.measure.bench.collectives import linked, sizes
-        from ultrascale.measure.bench.collectives_timed import measure
+        from ultrascale.measure.bench_collectives import linked, measure, sizes
         from ultrascale.train.machine import detect
 
         found = detect(nproc)

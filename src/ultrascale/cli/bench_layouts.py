@@ -54,7 +54,7 @@ def layouts(
     A trial that runs out of memory, crashes, hangs or is killed is a row that says so. The same command goes on where it was
     ended: what is measured or has failed is not repeated.
     """
-    from ultrascale.measure.bench import layouts as asking
+    from ultrascale.measure import bench_layouts as asking
     from ultrascale.show.lines import progress, terminal
     from ultrascale.specs.errors import RunError, SpecError
     from ultrascale.specs.folders import folder_name
@@ -68,9 +68,8 @@ def layouts(
     names, loaded = machine.gpu_names(), Plan.load(plan)
     base = asking.base_request(loaded, nproc, steps, len(names))
     asking.import_optuna()
-    from ultrascale.measure.bench.layouts_run import Sweep, verdict
-    from ultrascale.measure.bench.layouts_storage import ours
-    from ultrascale.measure.bench.layouts_study import Study, study_name
+    from ultrascale.measure.bench_layouts_study import Study, ours, study_name
+    from ultrascale.measure.bench_layouts_sweep import Sweep, verdict
     from ultrascale.show import bench_layouts as show
 
     folder = out or Path("runs") / f"layouts-{folder_name(base.job.model.name)}"

@@ -13,7 +13,7 @@ from ultrascale.cli.bench import app as bench_verbs
 from ultrascale.cli.common import MEASURE, NO, JsonFileOption, JsonOption, PlanArgument, app, print_json, terminal, write_json
 
 if TYPE_CHECKING:
-    from ultrascale.measure.trace.analysis import Analysis
+    from ultrascale.measure.trace_analysis import Analysis
 
 
 @app.command(rich_help_panel=MEASURE)
@@ -57,8 +57,8 @@ def calibrate(
 
     Exit 1 if the constants that were there predict left-out runs better: then they stay, and nothing is written.
     """
-    from ultrascale.measure.calibrate.calibration import calibrate as calibrated
-    from ultrascale.measure.calibrate.runs import load
+    from ultrascale.measure.calibrate import calibrate as calibrated
+    from ultrascale.measure.calibrate_runs import load
     from ultrascale.show.calibrate import calibrate_json, show_calibration
     from ultrascale.show.lines import progress
 
@@ -100,26 +100,23 @@ def rehearse(
 
     [dim]ultrascale rehearse plan.yaml --stage all[/]
     """
-    from ultrascale.measure.rehearse.request import check, kernels_of, ranks_of
+    from ultrascale.measure import rehearse as measure
     from ultrascale.show import rehearse as show
     from ultrascale.show.lines import progress
     from ultrascale.specs.plan import Plan
     from ultrascale.train import launch
 
     plan = Plan.load(file)
-    check(plan.job, plan.layout, device)
-    ranks, kernels = ranks_of(plan.layout, rank, stage), kernels_of(plan.job, device, kernels)
+    measure.check(plan.job, plan.layout, device)
+    ranks, kernels = measure.ranks_of(plan.layout, rank, stage), measure.kernels_of(plan.job, device, kernels)
     launch.import_torch()
-    from ultrascale.measure.rehearse import rehearsal as measure
-    from ultrascale.measure.rehearse.compare import answer
-
     with progress() as say:
         say(f"rehearsing {len(ranks)} of {plan.layout.gpus:,} ranks")
         found = measure.rehearse(plan.job, plan.layout, ranks, device, say, kernels)
-    told = answer(plan, found, device, kernels)
-    show.show(terminal(), told)
-    write_json(json_file, show.as_json(told))
-    if not told.room.fits:
+    report = measure.report(plan, found, device, kernels)
+    show.show(terminal(), report)
+    write_json(json_file, show.as_json(report))
+    if not report.room.fits:
         raise typer.Exit(NO)
 
 
@@ -149,7 +146,7 @@ def profile(
     [dim]ultrascale profile plan.yaml --steps 5 -o runs/x[/]
     [dim]ultrascale profile --trace trace.json.gz --plan plan.yaml[/]
     """
-    from ultrascale.measure.profile.request import check
+    from ultrascale.measure.profile_request import check
     from ultrascale.show import profile as show
 
     check(words or [], trace or [], plan)
@@ -160,7 +157,7 @@ def profile(
 
 
 def _read(traces: list[Path], plan: Path | None) -> Analysis:
-    from ultrascale.measure.trace import analysis as trace_analysis
+    from ultrascale.measure import trace_analysis
     from ultrascale.show.lines import progress
     from ultrascale.specs.plan import Plan
 
@@ -172,7 +169,7 @@ def _read(traces: list[Path], plan: Path | None) -> Analysis:
 
 def _profiled(words: list[str], steps: int, nproc: int | None, out: Path | None) -> Analysis | None:
     """None on every rank of torchrun but the first."""
-    from ultrascale.measure.profile import request as profile_asked
+    from ultrascale.measure import profile_request as profile_asked
     from ultrascale.show.lines import progress
     from ultrascale.specs.folders import folder_name
     from ultrascale.train import launch
@@ -183,7 +180,7 @@ def _profiled(words: list[str], steps: int, nproc: int | None, out: Path | None)
     request = profile_asked.request(words, steps, mine.world if mine else nproc, launch.has_gpu())
     folder = out or Path("runs") / f"{folder_name(request.job.model.name)}-profile-{datetime.now():%Y%m%d-%H%M%S}"
     launch.import_torch()
-    from ultrascale.measure.profile import profiler as measure
+    from ultrascale.measure import profile as measure
 
     first = mine is None or mine.rank == 0
     if first:

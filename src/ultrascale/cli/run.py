@@ -235,7 +235,8 @@ def _verify_layouts(
     from ultrascale.train import launch
 
     launch.import_torch()
-    from ultrascale.measure.verify import check, small
+    from ultrascale.measure import verify as check
+    from ultrascale.measure import verify_layouts as small
 
     job, layouts, notes = small.to_verify(words, world, only, everything, model, precision)
     for note in notes:
@@ -252,14 +253,14 @@ def _verify_layouts(
 
 
 def _verify_runs(runs: int | None, seed: int, processes: int, program: Path | None, json_file: Path | None) -> bool:
-    from ultrascale.measure.verify.programs import Program, ProgramGenerator
+    from ultrascale.measure.verify_programs import Program, ProgramGenerator
     from ultrascale.show import verify as show
     from ultrascale.show.lines import progress
     from ultrascale.train import launch
 
     given = None if program is None else Program.load(program)
     launch.import_torch()
-    from ultrascale.measure.verify import runs as verifying
+    from ultrascale.measure import verify_runs as verifying
 
     drawing, verdicts, count = ProgramGenerator(seed, processes), [], runs or 1
     echo(show.RUNS_HEADING)
@@ -333,9 +334,8 @@ def doctor(
 
     Exit 1 if something would stop the plan, or any run.
     """
-    from ultrascale.measure.doctor.facts import gather
-    from ultrascale.measure.doctor.findings import machine_findings
-    from ultrascale.measure.doctor.plan import plan_findings
+    from ultrascale.measure.doctor import machine_findings, plan_findings
+    from ultrascale.measure.doctor_facts import gather
     from ultrascale.show import doctor as show
     from ultrascale.show.lines import progress
     from ultrascale.specs.plan import Plan

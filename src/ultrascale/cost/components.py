@@ -11,9 +11,11 @@ from functools import reduce
 
 import numpy as np
 
-from ultrascale.cost import activations, context, expert, float8, operators, params, tensor, zero
+from ultrascale.cost import context, expert, operators, tensor, zero
 from ultrascale.cost.columns import Array, LayoutColumns
 from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.memory import parameters
+from ultrascale.cost.memory.states import fp8_layer_mean, lean
 from ultrascale.cost.mesh import GroupPlacement, mesh
 from ultrascale.cost.operators import LayerTime
 from ultrascale.cost.overlap import exposed
@@ -43,7 +45,7 @@ def depends_on(job: Job) -> tuple[str, ...]:
 
     Where a clock follows the work, it follows how often the optimizer steps.
     """
-    of_gas = job.framework.gradients_as_made or job.cluster.efficiency.boost > 1
+    of_gas = job.framework.fused_blocks or job.cluster.efficiency.boost > 1
     return (*DEPENDS_ON, "gas") if of_gas else DEPENDS_ON
 
 
@@ -162,7 +164,7 @@ def _layer(
         expert_passes = Passes(exchange.forward_s, exchange.backward_s, nothing)
     forward = compute.total.forward + tensor_passes.forward + context_passes.forward + expert_passes.forward
     last = nothing
-    if job.framework.early_stop and not moe:
+    if job.framework.exact_memory_trace and not moe:
         # torch.utils.checkpoint stops at the last tensor that backward asks for; a layer's output is not among them.
         down = [product for product in compute.matmuls if product.name == "mlp down"]
         last = operators.matmul_passes(machine, down).forward
@@ -173,13 +175,13 @@ def _layer(
     elif job.model.mla is not None and job.attention == "flash":
         up = [product for product in compute.matmuls if product.name in ("q up", "kv up")]
         cheap = (nothing if job.framework.selective == "latents" else cheap) + operators.matmul_passes(machine, up).forward
-    repeated = np.where(columns.is_("recompute", "selective") & ~activations.lean(job, columns), cheap, repeated)
-    layer = params.per_layer(job.model, columns)
+    repeated = np.where(columns.is_("recompute", "selective") & ~lean(job, columns), cheap, repeated)
+    layer = parameters.per_layer(job.model, columns)
     elements, experts = (layer.moe, layer.experts) if moe else (layer.dense, nothing)
     behind_forward = around.behind_forward_s + np.minimum(pieced, compute.matmul.forward) + behind_rows.forward
     behind_backward = around.behind_backward_s + behind_again + np.minimum(pieced, rest) + behind_rows.input_grad
     free = compute.total + Passes(-behind_forward, repeated - behind_backward, nothing)
-    sharded = _zero(job, columns, machine, places, elements, experts, free, float8.mean(job, columns, moe))
+    sharded = _zero(job, columns, machine, places, elements, experts, free, fp8_layer_mean(job, columns, moe))
     accumulated = Passes(nothing, nothing, operators.accumulate_s(job, columns, machine, elements + experts))
     return ComponentTime(
         _full(compute.matmul, nothing),
@@ -206,8 +208,8 @@ def _end(
     """Embedding or head: one exchange of the residual stream each way when tp cuts the vocabulary."""
     nothing = np.zeros(len(columns))
     one = np.where(inside.with_sequence, inside.gather.time_s, 0.5 * inside.reduce.time_s)
-    shardable = params.head(job.model) if is_head else params.embedding(job.model)
-    elements = shardable.on_rank(columns.tp, job.model.kv_heads)
+    weights = [parameters.vocabulary(job.model)] if is_head else parameters.embedding(job.model)
+    elements = parameters.on_tp_rank(weights, job.model, columns)
     if is_head and job.model.tied_embeddings:
         elements = nothing  # gathered with the embedding, which on the last stage of a pipeline is its copy
     none = Passes(nothing, nothing, nothing)
@@ -248,8 +250,8 @@ def _zero(
     gathers = columns.zero == 3
     again = gathers & (columns.keep_gathered == 0)
     gathered = np.where(gathers, moved.gather_s, 0.0)
-    forward = exposed(gathered, job.framework.gather_overlap * free.forward, machine.efficiency)
+    forward = exposed(gathered, job.framework.overlap * free.forward, machine.efficiency)
     transfers = np.where(again, moved.gather_s, 0.0) + np.where(columns.zero >= 2, moved.scatter_s, 0.0)
-    window = job.framework.reduce_overlap * (free.input_grad + free.weight_grad)
+    window = job.framework.overlap * (free.input_grad + free.weight_grad)
     backward = exposed(transfers, window, machine.efficiency)
     return Passes(forward, backward, np.zeros(len(columns)))

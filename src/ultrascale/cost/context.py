@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ultrascale.cost.activations import compute_bytes
 from ultrascale.cost.columns import Array, LayoutColumns
 from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.memory.states import compute_bytes
 from ultrascale.cost.mesh import GroupPlacement
 from ultrascale.cost.overlap import CollectiveTransfer, OverlapRatio, exposed, transfer
 from ultrascale.cost.passes import Passes

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from typing import Any
 
 import numpy as np
+import yaml
 
 from ultrascale.cost import collectives, gemm
 from ultrascale.cost.collectives import Link, Op
@@ -32,41 +36,21 @@ class AttentionRate:
     """head size 64 against 128"""
 
 
-# The authors' causal, head-size-128 curves as remembered, times what training runs leave of them; half_row is the s of
-# rate(s) = rate(∞)·s/(s + half_row) through them.
-RATES: dict[str, dict[str, AttentionRate]] = {
-    "flash": {
-        "volta": AttentionRate(0.35, 0.28, 450, "assumed: no flash kernel of the authors runs there"),
-        "turing": AttentionRate(0.35, 0.28, 450, "assumed as volta"),
-        "ampere": AttentionRate(0.55, 0.48, 450, "FlashAttention-2 (Dao 2023), figures 5 and 6; × 0.87 in training"),
-        "ada": AttentionRate(0.53, 0.45, 450, "assumed near ampere, whose kernels it runs"),
-        "blackwell-rtx": AttentionRate(0.53, 0.45, 450, "assumed as ada, whose instructions it has"),
-        "hopper": AttentionRate(0.55, 0.43, 900, "FlashAttention-3 (Shah 2024), figures 5 and 6; × 0.83 in training"),
-        "blackwell": AttentionRate(0.55, 0.42, 1200, "assumed: hopper's share of a larger peak, longer rows to fill it"),
-        "cdna2": AttentionRate(0.35, 0.28, 450, "assumed: two thirds of ampere's share"),
-        "cdna3": AttentionRate(0.42, 0.32, 900, "assumed: two thirds of hopper's share"),
-        "cdna4": AttentionRate(0.42, 0.32, 900, "assumed as cdna3"),
-        "cpu": AttentionRate(0.30, 0.20, 128, "placeholder until calibrated"),
-    },
-    # FlashAttention-2 uses none of Hopper's asynchrony: 350 of 989 TFLOP/s (Shah 2024, figure 5).
-    "flash-2": {
-        "hopper": AttentionRate(0.35, 0.28, 500, "FlashAttention-2 on H100, in Shah 2024, figures 5 and 6; × 0.91"),
-    },
-    # FlashAttention-1 reaches half of its successor (Dao 2023, section 1: 25-40 % of peak on A100).
-    "flash-1": {
-        "ampere": AttentionRate(0.38, 0.30, 450, "FlashAttention-1 on A100, in Dao 2023, figures 5 and 6", 0.97),
-        "hopper": AttentionRate(0.21, 0.17, 500, "assumed: FlashAttention-1 does on hopper what it did on ampere", 0.97),
-    },
-}
+@cache
+def attention_rates() -> dict[str, dict[str, AttentionRate]]:
+    """Rates by kernel and architecture, each with its source (surfaces/attention.yaml)."""
+    text = resources.files("ultrascale.cost").joinpath("surfaces/attention.yaml").read_text(encoding="utf-8")
+    kernels: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(text)
+    return {kernel: {name: AttentionRate(**fields) for name, fields in rates.items()} for kernel, rates in kernels.items()}
 
 
 def attention_line(kernel: str, architecture: str) -> str:
     """The kernel whose rate is taken: its own, or the architecture's best where it has no line of its own."""
-    return kernel if architecture in RATES.get(kernel, {}) else "flash"
+    return kernel if architecture in attention_rates().get(kernel, {}) else "flash"
 
 
 def attention_rate(kernel: str, architecture: str) -> AttentionRate | None:
-    return RATES[attention_line(kernel, architecture)].get(architecture)
+    return attention_rates()[attention_line(kernel, architecture)].get(architecture)
 
 
 # Share of the product rate measured alone that a training step sustains, hour after hour at the power limit.
@@ -136,7 +120,7 @@ class ClusterRates:
         return gemm.load_surface(table, dtype) if table and known else None
 
     def _attention_rate(self) -> AttentionRate:
-        rate = attention_rate(self.framework.attention, self.gpu.architecture) or RATES["flash"]["ampere"]
+        rate = attention_rate(self.framework.attention, self.gpu.architecture) or attention_rates()["flash"]["ampere"]
         forward, backward = self.efficiency.attention_forward, self.efficiency.attention_backward
         return replace(rate, forward=forward or rate.forward, backward=backward or rate.backward)
 
@@ -241,7 +225,7 @@ class ClusterRates:
             notes.append(f"{self.wide_precision} products take the bf16 surface's share of their own peak")
         if self.fabric is None and self.cluster.gpus > 1:
             notes.append(f"{gpu.name} has no measured collectives: {UNMEASURED_LINK:.0%} of its link's data sheet is assumed")
-        if gpu.architecture not in RATES["flash"]:
+        if gpu.architecture not in attention_rates()["flash"]:
             notes.append(f"attention on {gpu.architecture} is assumed to reach the share of ampere")
         else:
             notes.append(f"attention rate: {self.attention.source}")

@@ -1,94 +1,277 @@
-"""A machine whose operators run in the host's own time, one by one, as on a CPU: what a layer of our engine does there.
+"""Host time: kernel launches that a GPU waits for, and operators that run in the host's own time on a CPU.
 
-Nothing is compiled: norms, rotations and gates are the plain operators of ultrascale/model, each of which reads and writes its
-tensors and passes through Python and autograd. Their numbers are counted in that code and by what a profiler saw of it
-(docs/time.md); what each takes is the cluster's: `kernel_launch_s`, `memory_bandwidth`, `softmax_gscores_s`.
+On a GPU a step's launches go into a queue, which the host fills and the GPU empties. The host goes on while the GPU works: what
+it gains at long kernels pays for short ones later. After a synchronisation neither is ahead: our engine reads loss and gradient
+norm once a step, before the optimizer; routing reads counts back in every layer; a pipeline's stages wait for each other. On
+one GPU our engine replays a step as one CUDA graph if launching takes longer than running.
+
+On a CPU nothing is compiled and nothing is asynchronous: each operator of ultrascale/model reads and writes its tensors and
+passes through Python and autograd. The cluster says what each takes: `kernel_launch_s`, `memory_bandwidth`.
+
+All counts are in surfaces/host.yaml, each with its source.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from functools import cache, reduce
+from importlib import resources
+from typing import NamedTuple
 
-from ultrascale.cost.activations import compute_bytes
+import numpy as np
+import yaml
+from pydantic import BaseModel, ConfigDict
+
 from ultrascale.cost.columns import Array, LayoutColumns
 from ultrascale.cost.hardware import ClusterRates
-from ultrascale.cost.launch import weights_of
+from ultrascale.cost.memory.states import accumulates_nothing, compute_bytes, lean, on_one_gpu
 from ultrascale.cost.passes import Passes
+from ultrascale.cost.stages import RankShare
 from ultrascale.specs.job import Job
 from ultrascale.specs.model import Model
 
-# Operators of a layer, views too, by the time that they take with hardly a token: so many times an addition of two small
-# tensors that autograd follows. Routing, permuting and weighing tokens come on top.
-FORWARD, BACKWARD = 230, 300
-ROUTING_FORWARD, ROUTING_BACKWARD = 285, 360
-# torch.utils.checkpoint hooks every tensor that forward saves, in Python, once more when it comes again and when backward asks.
-HOOKS_FORWARD, HOOKS_BACKWARD = 160, 165
-# Selective recomputation sees every operator pass through Python, both times.
-SEEN_FORWARD, SEEN_BACKWARD = 850, 1125
-# The look-up and the angles of positions; the last norm, the head's product and the loss, and the start of backward.
-EMBEDDING_FORWARD, EMBEDDING_BACKWARD = 40, 20
-HEAD_FORWARD, HEAD_BACKWARD = 70, 70
-# A weight's norm, clipping and step.
-OF_WEIGHT = 10
 
-# Tensors that are read or written between products, each as wide as it is. A norm: square, mean, twice a product; backward its
-# unit once more, the weight's gradient and the input's. A residual's sum; backward two, and the sums of products' gradients.
-NORM_FORWARD, NORM_BACKWARD = 7, 19
-LAYERNORM_FORWARD, LAYERNORM_BACKWARD = 2, 5
-SUM, SUMS_OF_PRODUCTS = 3, 9
-# Rotation: half of it negated, joined, two products and their sum; the same backward.
-ROTATED = 10
-# Keys and values are written out for every head that reads them, in both passes, and their gradients added up.
-COPIES_FORWARD, COPIES_BACKWARD = 2, 4
-GATED_FORWARD, GATED_BACKWARD = 5, 11
-PLAIN_FORWARD, PLAIN_BACKWARD = 2, 3
-# Logits: their softmax; backward what the label leaves of it, and the gradient.
-LOSS_FORWARD, LOSS_BACKWARD = 2, 5
+class PassCounts(NamedTuple):
+    """Operators, kernels or tensors of a forward, a backward and a recomputed forward pass."""
+
+    forward: float
+    backward: float
+    again: float = 0.0
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
 
 
-def launches(columns: LayoutColumns, machine: ClusterRates, moe: bool) -> Passes:
-    """Host time of one layer's operators. A full recomputation's second forward is not in it, being a forward."""
-    full, selective = columns.is_("recompute", "full"), columns.is_("recompute", "selective")
-    forward = FORWARD + ROUTING_FORWARD * moe + np.where(full, HOOKS_FORWARD, np.where(selective, SEEN_FORWARD, 0))
-    backward = BACKWARD + ROUTING_BACKWARD * moe + np.where(full, HOOKS_BACKWARD, np.where(selective, SEEN_BACKWARD, 0))
-    each = machine.launch_s
-    return Passes(each * forward, each * backward, np.zeros(len(columns)))
+class _Sourced(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    source: str
 
 
-def embedding_launches(columns: LayoutColumns, machine: ClusterRates) -> Passes:
-    return _operators(columns, machine, EMBEDDING_FORWARD, EMBEDDING_BACKWARD)
+class CPUOperators(_Sourced):
+    """In units of one small addition."""
+
+    layer: PassCounts
+    routing: PassCounts
+    full_recompute: PassCounts
+    selective_recompute: PassCounts
+    embedding: PassCounts
+    head: PassCounts
+    weight: float
 
 
-def head_launches(columns: LayoutColumns, machine: ClusterRates) -> Passes:
-    return _operators(columns, machine, HEAD_FORWARD, HEAD_BACKWARD)
+class CPUTensors(_Sourced):
+    """Tensors that operators between GEMMs read or write."""
+
+    rmsnorm: PassCounts
+    layernorm: PassCounts
+    residual: PassCounts
+    gemm_gradients: float
+    rotary: PassCounts
+    kv_copies: PassCounts
+    gated: PassCounts
+    plain: PassCounts
+    loss: PassCounts
 
 
-def _operators(columns: LayoutColumns, machine: ClusterRates, forward: int, backward: int) -> Passes:
-    each = machine.launch_s * machine.efficiency.synchronous * np.ones(len(columns))
-    return Passes(each * forward, each * backward, 0 * each)
+class CompiledLayer(_Sourced):
+    """Kernels of a compiled layer, forward."""
+
+    kernels: int
+    routing: int
+    local_tokens_first: int
 
 
-def of_weights_s(model: Model, machine: ClusterRates, layers: Array) -> Array:
-    """Host time of the optimizer's operators for the weights of so many layers."""
-    return np.asarray(OF_WEIGHT * machine.launch_s * weights_of(model) * layers)
+class LaunchQueue(_Sourced):
+    """Launches of our engine on a GPU."""
+
+    layer: PassCounts
+    bias: float
+    weight: float
+    ends: float
+    streams_fused: PassCounts
+    streams_compiled: PassCounts
+    start_s: float
+    python_launch_s: float
+    between_graphs_s: float
 
 
-def elementwise(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool) -> Passes:
-    """Reading and writing by one layer's operators between the products, moving of tokens left aside."""
-    model, tokens = job.model, columns.tokens(job.seq)
-    residual: Array = model.hidden / columns.sequence_cut
-    turned = (
-        (model.q_dim + model.kv_dim) / columns.tp if model.mla is None else 2 * model.heads * model.qk_head_dim / columns.tp
+class RoutingHost(BaseModel):
+    host_s: float
+    kernels_per_expert: int
+
+
+class Routing(_Sourced):
+    dropless: RoutingHost
+    graphed: RoutingHost
+    capacity: RoutingHost
+    grouped: RoutingHost
+
+
+class HostConstants(BaseModel):
+    """surfaces/host.yaml."""
+
+    cpu_operators: CPUOperators
+    cpu_tensors: CPUTensors
+    compiled_layer: CompiledLayer
+    launch_queue: LaunchQueue
+    routing: Routing
+
+
+@cache
+def constants() -> HostConstants:
+    text = resources.files("ultrascale.cost").joinpath("surfaces/host.yaml").read_text(encoding="utf-8")
+    return HostConstants.model_validate(yaml.safe_load(text))
+
+
+# ------------------------------------------------------------------------------------------------------------------ on a GPU
+
+
+def layer_launch_s(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool) -> Array:
+    """Host time to launch one layer's forward in any engine; backward takes twice as long."""
+    compiled, routing = constants().compiled_layer, getattr(constants().routing, job.framework.routing)
+    kernels = np.full(len(columns), float(compiled.kernels)) + (compiled.routing if moe else 0)
+    if not moe or job.model.moe is None:
+        return np.asarray(machine.launch_s * kernels * job.framework.launch)
+    per_expert = routing.kernels_per_expert * (2 if job.precision == "fp8" else 1)
+    kernels = kernels + per_expert * job.model.moe.experts / columns.ep
+    return np.asarray(machine.launch_s * kernels * job.framework.launch + routing.host_s)
+
+
+def exposed_launches(busy: Passes, launch_s: Array) -> Passes:
+    """The GPU idles where the host needs longer to launch a layer's kernels than the GPU to run them."""
+    return Passes(
+        np.maximum(0.0, launch_s - busy.forward),
+        np.maximum(0.0, 2 * launch_s - busy.input_grad - busy.weight_grad),
+        np.zeros_like(busy.weight_grad),
     )
-    width = _width(job, columns, moe)
-    norm = (NORM_FORWARD, NORM_BACKWARD) if model.norm == "rmsnorm" else (LAYERNORM_FORWARD, LAYERNORM_BACKWARD)
-    gate = (GATED_FORWARD, GATED_BACKWARD) if model.gated else (PLAIN_FORWARD, PLAIN_BACKWARD)
-    grouped = model.mla is None and model.kv_heads < model.heads
-    copies = (COPIES_FORWARD * grouped, COPIES_BACKWARD * grouped)
-    rotated = ROTATED * (model.positions == "rotary")
-    sums = (2 * SUM, 2 * SUM + SUMS_OF_PRODUCTS)
+
+
+def one_queue(job: Job, columns: LayoutColumns, machine: ClusterRates) -> bool:
+    """Whether one queue runs through the whole step; else each layer waits for its own launches. Rows share their pp."""
+    asynchronous = job.framework.fused_blocks and not machine.efficiency.synchronous
+    return asynchronous and not job.model.moe_layers and bool((columns.pp == 1).all())
+
+
+def weights_launch_s(model: Model, machine: ClusterRates, layers: Array) -> Array:
+    """Host time of one launch for every weight of so many layers: matrices, norms, biases; experts of a layer are stacked."""
+    return np.asarray(constants().launch_queue.weight * machine.launch_s * weights_of(model) * layers)
+
+
+def weights_of(model: Model) -> int:
+    """Parameters of a layer, a matrix or a vector each."""
+    biases = 3 * model.qkv_bias + model.attention_output_bias + 2 * model.mlp_bias + 2 * model.qk_norm
+    return 4 + (3 if model.gated else 2) + 2 + biases
+
+
+def dense_layer_launch_s(job: Job, columns: LayoutColumns, machine: ClusterRates) -> tuple[float, Array]:
+    """Host time to launch one dense layer of our engine, forward and backward."""
+    queue = constants().launch_queue
+    biases = 3 * job.model.qkv_bias + job.model.attention_output_bias + 2 * job.model.mlp_bias
+    again = np.where(columns.is_("recompute", "full"), queue.layer.again, 0)
+    each = machine.launch_s * job.framework.launch
+    return each * queue.layer.forward, np.asarray(each * (queue.layer.backward + queue.bias * biases + again))
+
+
+def idle_s(
+    job: Job,
+    columns: LayoutColumns,
+    machine: ClusterRates,
+    share: RankShare,
+    layers: Passes,
+    head: Passes,
+    optimizer_s: Array,
+    late_s: Array,
+) -> Array:
+    """Seconds that the GPU idles between two synchronisations: optimizer, reading, then micro-batches of layers and head.
+
+    A kernel is launched before it runs: a step takes at least the host's time up to the end of any stretch and the device's
+    from there on. The longest of these is the step, and what it takes beyond the device's own time is idle. `late_s` of the
+    gradients' reduction go on while the host launches the rest of backward.
+    """
+    queue, gas, each = constants().launch_queue, columns.gas, machine.launch_s
+    forward, backward = (launch_s * share.layers for launch_s in dense_layer_launch_s(job, columns, machine))
+    ends = queue.ends * each
+    weights = weights_launch_s(job.model, machine, share.layers)
+    backward = backward + np.where(accumulates_nothing(job, columns), 0.0, weights)
+    optimizer = weights - optimizer_s
+    begun = optimizer + machine.efficiency.step_overhead_s
+    first = 0.5 * ends + forward - layers.forward
+    whole = ends + forward + backward - layers.total - head.total
+    waits = (
+        np.zeros(len(columns)),
+        optimizer,
+        begun,
+        begun + first,
+        begun + (gas - 1) * whole + first,
+        begun + gas * whole + weights - late_s,
+    )
+    launched = np.asarray(reduce(np.maximum, waits))
+    host = (ends + forward + backward) * (max(1.0, queue.python_launch_s / each) if each else 1.0)
+    replayed = graphable(job, columns) & (layers.total + head.total < 2 * host)
+    return np.where(replayed, np.minimum(launched, queue.between_graphs_s), launched)
+
+
+def kernel_starts_s(job: Job, columns: LayoutColumns, share: RankShare) -> tuple[Array, Array, Array]:
+    """What memory-bound kernels take beyond their bytes: in forward and backward of a micro-batch, and in the optimizer."""
+    queue, full = constants().launch_queue, columns.is_("recompute", "full")
+    fused, compiled = queue.streams_fused, queue.streams_compiled
+    in_fused_blocks = lean(job, columns) & ~full
+    forward = np.where(in_fused_blocks, fused.forward, compiled.forward)
+    backward = np.where(in_fused_blocks, fused.backward, compiled.backward) + np.where(full, compiled.again, 0)
+    weights = weights_of(job.model) * share.layers
+    sums = np.where(accumulates_nothing(job, columns), 0, weights)
+    start = queue.start_s
+    return start * forward * share.layers, start * (backward * share.layers + sums), start * 2 * weights
+
+
+def graphable(job: Job, columns: LayoutColumns) -> Array:
+    """Where our engine can replay a step as one CUDA graph (train/cuda_graphs.py says why not elsewhere)."""
+    return on_one_gpu(job, columns) & (job.framework.cuda_graphs and job.precision != "fp16")
+
+
+# ------------------------------------------------------------------------------------------------------------------ on a CPU
+
+
+def cpu_layer(columns: LayoutColumns, machine: ClusterRates, moe: bool) -> Passes:
+    """Host time of one layer's operators. A full recomputation's second forward is not in it, being a forward."""
+    counts = constants().cpu_operators
+    full, selective = columns.is_("recompute", "full"), columns.is_("recompute", "selective")
     forward, backward = (
-        (2 * norm[way] + sums[way]) * residual + (rotated + copies[way]) * turned + gate[way] * width for way in (0, 1)
+        counts.layer[way]
+        + counts.routing[way] * moe
+        + np.where(full, counts.full_recompute[way], np.where(selective, counts.selective_recompute[way], 0))
+        for way in (0, 1)
+    )
+    return Passes(machine.launch_s * forward, machine.launch_s * backward, np.zeros(len(columns)))
+
+
+def cpu_end(columns: LayoutColumns, machine: ClusterRates, counts: PassCounts) -> Passes:
+    """Host time of the embedding's or the head's operators; none where launches are asynchronous."""
+    each = machine.launch_s * machine.efficiency.synchronous * np.ones(len(columns))
+    return Passes(each * counts.forward, each * counts.backward, 0 * each)
+
+
+def cpu_optimizer_s(model: Model, machine: ClusterRates, layers: Array) -> Array:
+    """Host time of the optimizer's operators for the weights of so many layers."""
+    return np.asarray(constants().cpu_operators.weight * machine.launch_s * weights_of(model) * layers)
+
+
+def cpu_elementwise(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool) -> Passes:
+    """Reading and writing by one layer's operators between the GEMMs, moving of tokens left aside."""
+    model, tokens, counts = job.model, columns.tokens(job.seq), constants().cpu_tensors
+    residual: Array = model.hidden / columns.sequence_cut
+    heads = (model.q_dim + model.kv_dim) if model.mla is None else 2 * model.heads * model.qk_head_dim
+    width = _width(job, columns, moe)
+    norm = counts.rmsnorm if model.norm == "rmsnorm" else counts.layernorm
+    gate = counts.gated if model.gated else counts.plain
+    grouped = model.mla is None and model.kv_heads < model.heads
+    rotary = model.positions == "rotary"
+    gradients = (0.0, counts.gemm_gradients)
+    forward, backward = (
+        (2 * norm[way] + 2 * counts.residual[way] + gradients[way]) * residual
+        + (counts.rotary[way] * rotary + counts.kv_copies[way] * grouped) * heads / columns.tp
+        + gate[way] * width
+        for way in (0, 1)
     )
     bytes_ = compute_bytes(job) * tokens
     return Passes(machine.stream_s(bytes_ * forward), machine.stream_s(bytes_ * backward), np.zeros(len(columns)))
@@ -103,11 +286,10 @@ def _width(job: Job, columns: LayoutColumns, moe: bool) -> Array:
     return np.asarray((rows * model.moe.expert_ffn + shared) / columns.tp)
 
 
-def loss(job: Job, columns: LayoutColumns, machine: ClusterRates) -> Passes:
+def cpu_loss(job: Job, columns: LayoutColumns, machine: ClusterRates) -> Passes:
     """The last norm, and the loss of logits that stand in memory."""
-    tokens, logits = columns.tokens(job.seq), job.model.vocab / columns.tp
+    counts, logits = constants().cpu_tensors, job.model.vocab / columns.tp
     residual: Array = job.model.hidden / columns.sequence_cut
-    b = compute_bytes(job) * tokens
-    forward = machine.stream_s(b * (LOSS_FORWARD * logits + NORM_FORWARD * residual))
-    backward = machine.stream_s(b * (LOSS_BACKWARD * logits + NORM_BACKWARD * residual))
+    b = compute_bytes(job) * columns.tokens(job.seq)
+    forward, backward = (machine.stream_s(b * (counts.loss[way] * logits + counts.rmsnorm[way] * residual)) for way in (0, 1))
     return Passes(forward, backward, np.zeros(len(columns)))

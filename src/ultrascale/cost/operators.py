@@ -6,21 +6,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ultrascale.cost import attention, host, launch
-from ultrascale.cost.activations import compute_bytes, gradient_bytes, lean
+from ultrascale.cost import attention, host
 from ultrascale.cost.columns import Array, LayoutColumns
 from ultrascale.cost.hardware import ClusterRates
-from ultrascale.cost.memory import alone, has_master
+from ultrascale.cost.memory.states import accumulates_nothing, compute_bytes, gradient_bytes, has_master, lean
 from ultrascale.cost.passes import Passes
 from ultrascale.specs.job import OPTIMIZER_STATE_BYTES, Job
 from ultrascale.specs.model import Model
 
-# Kernels that one layer launches, forward; backward about twice that. Counted on a compiled block: four or five products,
-# two norms fused with their residual, rotary, attention, activation. Routing adds sort, permutes, counts and two exchanges.
-KERNELS_FORWARD = 12
-KERNELS_ROUTING = 20
-# Without a grouped product every expert has two or three of its own, an activation and copies; in fp8 casts for each.
-KERNELS_PER_EXPERT = 6
 # Bytes that an element of an expert's output costs where its bias is weighed and added apart (TEGroupedMLP._apply_bias), with
 # fp32 weights: forward the weighed bias, the sum, the experts put together, the cast; backward the casts, and two products with
 # their sums for the gradients of bias and weight.
@@ -110,7 +103,7 @@ def as_run(job: Job, columns: LayoutColumns, products: list[Matmul]) -> list[Mat
     plain model. Other engines are taken to join theirs.
     """
     apart = columns.is_("recompute", "full") | ~lean(job, columns)
-    if not (job.framework.lean and apart.any()):
+    if not (job.framework.fused_blocks and apart.any()):
         return products
     model, kv_cut = job.model, np.minimum(columns.tp, job.model.kv_heads)
     found = []
@@ -170,10 +163,10 @@ def permuted_bytes(job: Job, columns: LayoutColumns, moe: bool) -> Array:
 def biases_apart(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool) -> Passes:
     """Biases of experts' outputs, in engines that add them outside the products."""
     zero = np.zeros(len(columns))
-    if not (moe and job.model.moe is not None and job.model.mlp_bias and job.framework.expert_biases_apart):
+    if not (moe and job.model.moe is not None and job.model.mlp_bias and job.framework.transformer_engine):
         return Passes(zero, zero, zero)
     rows = job.model.moe.top_k * columns.busiest(job.cluster.efficiency.expert_imbalance)
-    elements = columns.tokens(job.seq) * rows * job.model.hidden / columns.routed_cut(job.framework.sliced_routing)
+    elements = columns.tokens(job.seq) * rows * job.model.hidden / columns.routed_cut(job.framework.transformer_engine)
     return Passes(machine.stream_s(BIAS_APART_FORWARD * elements), machine.stream_s(BIAS_APART_BACKWARD * elements), zero)
 
 
@@ -184,8 +177,8 @@ def accumulate_s(job: Job, columns: LayoutColumns, machine: ClusterRates, elemen
     """
     b, g = compute_bytes(job), gradient_bytes(job)
     # Fused into the product, its own write of the gradient (counted with the product) becomes the read and write in fp32.
-    each = machine.stream_s(elements * (2 * g - b if job.framework.fused_accumulation else b + 2 * g))
-    return np.where(alone(job, columns), 0.0, each) if job.framework.gradients_as_made else each
+    each = machine.stream_s(elements * (2 * g - b if job.framework.accumulation == "fused" else b + 2 * g))
+    return np.where(accumulates_nothing(job, columns), 0.0, each) if job.framework.fused_blocks else each
 
 
 def fp8_casts(job: Job, machine: ClusterRates, products: list[Matmul]) -> Passes:
@@ -202,14 +195,14 @@ def fp8_casts(job: Job, machine: ClusterRates, products: list[Matmul]) -> Passes
 def stepped_gradient_bytes(job: Job, columns: LayoutColumns) -> Array:
     """Of one weight's gradient as the optimizer finds it."""
     g = np.full(len(columns), gradient_bytes(job))
-    return np.where(alone(job, columns), compute_bytes(job), g) if job.framework.gradients_as_made else g
+    return np.where(accumulates_nothing(job, columns), compute_bytes(job), g) if job.framework.fused_blocks else g
 
 
 def optimizer_bytes(job: Job, columns: LayoutColumns) -> Array:
     """That a step of the optimizer reads and writes for one weight, the gradient once more for its norm."""
     state, g = OPTIMIZER_STATE_BYTES[job.optimizer], stepped_gradient_bytes(job, columns)
     mixed: Array | int = compute_bytes(job) if has_master(job) else 0
-    if job.framework.halves and job.optimizer == "adamw":
+    if job.framework.fused_blocks and job.optimizer == "adamw":
         mixed = np.where(columns.shards == 1, 0, mixed)  # the copy that computes is the master's upper half
     return np.asarray(2 * g + 2 * 4 + 2 * state + mixed)
 
@@ -237,16 +230,12 @@ def layer(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool, at
     """At a clock as `clock` gives it."""
     busy = _busy(job, columns, machine, moe)
     if machine.efficiency.synchronous:
-        return replace(busy, launch=host.launches(columns, machine, moe))
+        return replace(busy, launch=host.cpu_layer(columns, machine, moe))
     busy = replace(busy, matmul=busy.matmul.scaled(1 / at), attention=busy.attention.scaled(1 / at))
-    kernels = np.full(len(columns), float(KERNELS_FORWARD)) + (KERNELS_ROUTING if moe else 0)
-    if moe and job.model.moe is not None and not job.framework.grouped:
-        per_expert = KERNELS_PER_EXPERT * (2 if job.precision == "fp8" else 1)
-        kernels = kernels + per_expert * job.model.moe.experts / columns.ep
-    launched = machine.launch_s * kernels * job.framework.kernels * job.framework.launch
-    launched = launched + (job.framework.routing_s if moe else 0.0)
-    # In one queue waits are the step's, not the layer's (cost/launch.py).
-    return busy if launch.queued(job, columns, machine) else replace(busy, launch=_waits(busy.total, launched))
+    if host.one_queue(job, columns, machine):
+        return busy  # the queue's idle time is the step's, not a layer's
+    launch_s = host.layer_launch_s(job, columns, machine, moe)
+    return replace(busy, launch=host.exposed_launches(busy.total, launch_s))
 
 
 def _busy(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool) -> LayerTime:
@@ -261,23 +250,16 @@ def _busy(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool) ->
     # Backward reads the gradient and the saved tensor and writes the gradient: twice the forward's bytes.
     memory_bound = Passes(forward, 2 * forward, zero) + fp8_casts(job, machine, products) + biases
     if machine.efficiency.synchronous:
-        memory_bound = host.elementwise(job, columns, machine, moe) + Passes(moved, 2 * moved, zero) + biases
+        memory_bound = host.cpu_elementwise(job, columns, machine, moe) + Passes(moved, 2 * moved, zero) + biases
     return LayerTime(matmul, scores, memory_bound, Passes(zero, zero, zero), products, moved + biases.forward)
-
-
-def _waits(busy: Passes, host: Array) -> Passes:
-    """The GPU idles where the host needs longer to launch the kernels than the GPU to run them."""
-    return Passes(
-        np.maximum(0.0, host - busy.forward),
-        np.maximum(0.0, 2 * host - busy.input_grad - busy.weight_grad),
-        np.zeros_like(busy.weight_grad),
-    )
 
 
 def head(job: Job, columns: LayoutColumns, machine: ClusterRates, at: Array | float = 1.0) -> LayerTime:
     """Final norm, output matrix (kept out of fp8) and vocabulary-parallel cross-entropy."""
     busy = _head(job, columns, machine)
-    return replace(busy, matmul=busy.matmul.scaled(1 / at), launch=host.head_launches(columns, machine))
+    return replace(
+        busy, matmul=busy.matmul.scaled(1 / at), launch=host.cpu_end(columns, machine, host.constants().cpu_operators.head)
+    )
 
 
 def _head(job: Job, columns: LayoutColumns, machine: ClusterRates) -> LayerTime:
@@ -292,7 +274,7 @@ def _head(job: Job, columns: LayoutColumns, machine: ClusterRates) -> LayerTime:
     backward = machine.stream_s((b + 4 * 4 if fp32 else 2 * b) * logits)
     zero = np.zeros_like(forward)
     none = Passes(zero, zero, zero)
-    passes = host.loss(job, columns, machine) if machine.efficiency.synchronous else Passes(forward, backward, zero)
+    passes = host.cpu_loss(job, columns, machine) if machine.efficiency.synchronous else Passes(forward, backward, zero)
     return LayerTime(matmul_passes(machine, products), none, passes, none, products)
 
 
@@ -302,4 +284,5 @@ def embedding(job: Job, columns: LayoutColumns, machine: ClusterRates) -> LayerT
     forward, backward = machine.stream_s(2 * bytes_), machine.stream_s(3 * bytes_)
     zero = np.zeros_like(forward)
     none = Passes(zero, zero, zero)
-    return LayerTime(none, none, Passes(forward, zero, backward), host.embedding_launches(columns, machine))
+    launch = host.cpu_end(columns, machine, host.constants().cpu_operators.embedding)
+    return LayerTime(none, none, Passes(forward, zero, backward), launch)

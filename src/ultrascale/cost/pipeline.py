@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ultrascale.cost.activations import compute_bytes
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.memory.states import compute_bytes
 from ultrascale.cost.mesh import GroupPlacement
 from ultrascale.cost.overlap import CollectiveTransfer, OverlapRatio, transfer
 from ultrascale.specs.job import Job

@@ -41,7 +41,7 @@ def split_layers(layers: int, ranks: int, virtual_stages: int, head_layers: floa
 
 
 @lru_cache(maxsize=4096)
-def fill_stages(layers: int, ranks: int, head_layers: float) -> tuple[int, ...]:
+def nanotron_stage_split(layers: int, ranks: int, head_layers: float) -> tuple[int, ...]:
     """Layers per stage as nanotron deals them out: a stage closes with the block that reaches its share of the whole cost.
 
     Early stages are so never lighter than the mean and the last never heavier; each later stage keeps a layer at least.
@@ -52,11 +52,11 @@ def fill_stages(layers: int, ranks: int, head_layers: float) -> tuple[int, ...]:
 
 
 def chunk_layers(job: Job, ranks: int, virtual_stages: int) -> tuple[int, ...]:
-    model, engine = job.model, job.framework
-    if engine.filled and virtual_stages == 1:
-        return fill_stages(model.layers, ranks, flops.head_in_layers(model))
-    head_layers = flops.head_in_layers(model) if engine.balanced else float(engine.head_as_layer)
-    return split_layers(model.layers, ranks, virtual_stages, head_layers)
+    model, split = job.model, job.framework.stage_split
+    if split == "nanotron" and virtual_stages == 1:
+        return nanotron_stage_split(model.layers, ranks, flops.head_in_layers(model))
+    counted = {"layers": 0.0, "layers-and-head": 1.0}
+    return split_layers(model.layers, ranks, virtual_stages, counted.get(split, flops.head_in_layers(model)))
 
 
 @lru_cache(maxsize=512)

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ultrascale.cost import data, host, launch, params, zero
-from ultrascale.cost.activations import compute_bytes, gradient_bytes
+from ultrascale.cost import data, host, zero
 from ultrascale.cost.columns import Array, LayoutColumns
 from ultrascale.cost.components import ComponentTotals
 from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.memory.parameters import RankParameters, on_rank
+from ultrascale.cost.memory.states import compute_bytes, gradient_bytes
 from ultrascale.cost.mesh import GroupPlacement
 from ultrascale.cost.operators import optimizer_bytes, stepped_gradient_bytes
 from ultrascale.cost.overlap import exposed, transfer
@@ -39,39 +40,40 @@ def end_of_step(
     job: Job, columns: LayoutColumns, machine: ClusterRates, places: GroupPlacement, share: RankShare, totals: ComponentTotals
 ) -> EndOfStep:
     one_microbatch = totals.on(share)
-    held = params.on_rank(job.model, columns, share)
+    held = on_rank(job.model, columns, share)
     backward, forward = one_microbatch.input_grad + one_microbatch.weight_grad, one_microbatch.forward
     reduced = data.traffic(job, columns, places, machine, held.trunk, held.experts)
     sharded = zero.traffic(job, columns, places, machine, held.trunk, held.experts)
     replicas = transfer(machine, "data", "all_reduce", gradient_bytes(job) * held.total / columns.shards, places.replica)
     level = columns.zero
     # ZeRO-2 and 3 scattered their gradients with each micro-batch; HSDP's replicas still have to meet once a step.
-    whole = (level == 0) | ((level == 1) & job.framework.zero1_all_reduce)
+    after_backward = (level == 1) & (job.framework.accumulation == "after-backward")
+    whole = (level == 0) | after_backward
     reduction = np.where(whole, reduced.time_s, np.where(level == 1, sharded.scatter_s, 0.0))
     reduction = reduction + np.where(level >= 1, replicas.time_s, 0.0)
-    hidden = np.where((level == 1) & job.framework.zero1_all_reduce, 0.0, job.framework.reduce_overlap)
+    hidden = np.where(after_backward, 0.0, job.framework.overlap)
     wait = data.exposed_s(columns, machine, hidden * reduction, backward, share.layers) + (1 - hidden) * reduction
     # The stepped parameters are gathered layer by layer, just ahead of the next step's first forward.
     gathered = np.where((level == 1) | (level == 2), sharded.gather_s, 0.0)
-    wait = wait + exposed(gathered, job.framework.gather_overlap * forward, machine.efficiency)
+    wait = wait + exposed(gathered, job.framework.overlap * forward, machine.efficiency)
     optimizer, offload = _optimizer(job, columns, machine, held, forward, backward)
-    if launch.queued(job, columns, machine):
+    if host.one_queue(job, columns, machine):
         head = totals.head.scaled(share.head)
         late = wait * (1 - 1 / np.maximum(share.layers, 1))  # of all layers but the last
-        starts = launch.starts_s(job, columns, share)
+        starts = host.kernel_starts_s(job, columns, share)
         optimizer = optimizer + starts[2]
         layers = one_microbatch - head + Passes(starts[0], starts[1], np.zeros(len(columns)))
-        idle = launch.idle_s(job, columns, machine, share, layers, head, optimizer, late)
+        idle = host.idle_s(job, columns, machine, share, layers, head, optimizer, late)
         return EndOfStep(np.asarray(wait), optimizer, offload, idle + columns.gas * (starts[0] + starts[1]), 0.0)
     if machine.efficiency.synchronous:
-        optimizer = optimizer + host.of_weights_s(job.model, machine, share.layers)
-    elif job.framework.halves:
-        optimizer = np.maximum(optimizer, launch.of_weights(job.model, machine, share.layers))
+        optimizer = optimizer + host.cpu_optimizer_s(job.model, machine, share.layers)
+    elif job.framework.fused_blocks:
+        optimizer = np.maximum(optimizer, host.weights_launch_s(job.model, machine, share.layers))
     return EndOfStep(np.asarray(wait), optimizer, offload, np.zeros(len(columns)), machine.efficiency.step_overhead_s)
 
 
 def _optimizer(
-    job: Job, columns: LayoutColumns, machine: ClusterRates, held: params.RankParameters, forward: Array, backward: Array
+    job: Job, columns: LayoutColumns, machine: ClusterRates, held: RankParameters, forward: Array, backward: Array
 ) -> tuple[Array, Array]:
     """Reading and writing every state once, and the gradient once more for its norm; or doing so on the host."""
     expert_shards = np.maximum(1, columns.shards * columns.tp / columns.expert_cut / columns.ep)

@@ -13,10 +13,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from ultrascale.cost import memory, pipeline, stages
+from ultrascale.cost import pipeline, stages
 from ultrascale.cost.columns import Array, LayoutColumns, encode
 from ultrascale.cost.components import depends_on, pieces
 from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.memory.estimate import InFlightMicrobatches, peak_parts
 from ultrascale.cost.mesh import mesh
 from ultrascale.cost.passes import Passes
 from ultrascale.cost.step import end_of_step
@@ -123,7 +124,7 @@ def _peaks(job: Job, cores: LayoutColumns, variants: Sequence[Variant], legal: A
     peak = found = np.zeros(legal.shape)
     rows: Array | None = None  # all, so far
     for share, holders in _by_share(job, pp, variants):
-        parts = memory.peak_parts(job, cores, stages.constant_share(share, len(cores)))
+        parts = peak_parts(job, cores, stages.constant_share(share, len(cores)))
         for number, rank in holders:
             name, loops = variants[number]
             here = waiting(name, pp, rank, gas, loops).take(of)
@@ -156,16 +157,16 @@ def _by_share(job: Job, pp: int, variants: Sequence[Variant]) -> list[tuple[tupl
     return ordered
 
 
-def waiting(name: str, pp: int, rank: int, gas: Array, loops: int) -> memory.InFlightMicrobatches:
+def waiting(name: str, pp: int, rank: int, gas: Array, loops: int) -> InFlightMicrobatches:
     """The closed forms of schedules/closed.py in micro-batches' worth: chunks over chunks per rank."""
     one, none = np.ones(len(gas)), np.zeros(len(gas))
     if pp == 1:
-        return memory.InFlightMicrobatches(one, none, none)
+        return InFlightMicrobatches(one, none, none)
     held = closed.in_flight(name, pp, rank, gas, loops) / loops
     put_off = closed.deferred(name, pp, rank, gas, loops) / loops
     spec = REGISTRY[name]
     losses = np.asarray(held - 1 if spec.holds_all else none)
-    return memory.InFlightMicrobatches(held, np.asarray(put_off), losses, together=not spec.v_shaped, one=1 / loops)
+    return InFlightMicrobatches(held, np.asarray(put_off), losses, together=not spec.v_shaped, one=1 / loops)
 
 
 def _steps(

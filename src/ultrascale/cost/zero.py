@@ -3,7 +3,7 @@
 Playbook: ZeRO-1 reduces gradients as plain data parallelism does and gathers parameters at the step's end; ZeRO-2 turns the
 reduction into a reduce-scatter; ZeRO-3 gathers every layer before its forward and again before its backward. To keep
 gradients sharded while accumulating, ZeRO-2 and 3 scatter them in every micro-batch. Weights of products in fp8 may be gathered
-in fp8 (cost/float8.py).
+in fp8 (cost/memory/states.py).
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ultrascale.cost import float8
-from ultrascale.cost.activations import compute_bytes, gradient_bytes
 from ultrascale.cost.columns import Array, LayoutColumns
 from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.memory.states import compute_bytes, fp8_saving, gradient_bytes
 from ultrascale.cost.mesh import GroupPlacement, group
 from ultrascale.cost.overlap import CollectiveTransfer, OverlapRatio, transfer
 from ultrascale.specs.job import Job
@@ -54,7 +53,7 @@ def traffic(
     expert_shards = np.maximum(1, columns.shards * whole_experts // columns.ep)
     experts = group(expert_shards, columns.expert_cut * columns.ep, machine.cluster)
     return ZeroTraffic(
-        transfer(machine, "zero", "all_gather", b * elements - float8.less(job, np.asarray(narrow)), mesh.shard),
+        transfer(machine, "zero", "all_gather", b * elements - fp8_saving(job, narrow), mesh.shard),
         transfer(machine, "zero", "reduce_scatter", g * elements, mesh.shard),
         transfer(machine, "zero", "all_gather", b * expert_elements, experts),
         transfer(machine, "zero", "reduce_scatter", g * expert_elements, experts),

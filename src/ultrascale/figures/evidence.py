@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ultrascale.figures import style
 from ultrascale.measure.accuracy.scores import ScoredRun
-from ultrascale.measure.trace.intervals import Intervals, merged, within
-from ultrascale.measure.trace.step_intervals import StepIntervals
+from ultrascale.measure.trace_steps import Intervals, StepIntervals, merged, within
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

@@ -1,7 +1,7 @@
 """Profiler ranges of a step: the pass, stage and micro-batch, and the technique that a collective belongs to.
 
 There are no ranges unless a profiler records, nor inside torch.compile, where they would break the graph.
-measure/trace/names.py parses the same names.
+measure/trace_rank.py parses the same names.
 """
 
 from __future__ import annotations

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ultrascale.figures import evidence, time
-from ultrascale.measure import compare
-from ultrascale.measure.trace import analysis as trace_analysis
-from ultrascale.measure.trace import rank as trace
-from ultrascale.measure.trace.analysis import TRACES
-from ultrascale.measure.trace.step_intervals import view
+from ultrascale.measure import compare, trace_analysis
+from ultrascale.measure import trace_rank as trace
+from ultrascale.measure.trace_analysis import TRACES
+from ultrascale.measure.trace_steps import view
 from ultrascale.report.of_plan import Say, footer, plan_sections
 from ultrascale.report.page import Section, bullets, chart, details, page, table, tiles, words
 from ultrascale.show.compare import rows as compared

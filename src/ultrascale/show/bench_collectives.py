@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ultrascale.measure.bench.collectives import AlphaBetaFit, CollectivesReport, CollectiveTiming
+from ultrascale.measure.bench_collectives import AlphaBetaFit, CollectivesReport, CollectiveTiming
 from ultrascale.show.lines import labelled
 from ultrascale.specs.units import seconds
 

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ultrascale.measure.bench.ladders import Figures, Ladder, Rung
+from ultrascale.measure.bench_ladders import Figures, Ladder, Rung
 from ultrascale.specs.units import seconds
 
 FIGURES = {"step_s": "step", "tensors_gib": "tensors", "exposed_s": "exposed communication", "bubble_s": "bubble"}

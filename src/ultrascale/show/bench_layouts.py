@@ -12,9 +12,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ultrascale.measure.bench.layouts import Asked
-from ultrascale.measure.bench.layouts_run import RaceVerdict, TrialProgress, TrialRow
-from ultrascale.measure.bench.trial import tensors_gib
+from ultrascale.measure.bench_layouts import Asked
+from ultrascale.measure.bench_layouts_sweep import RaceVerdict, TrialProgress, TrialRow
+from ultrascale.measure.bench_trial import tensors_gib
 from ultrascale.show.lines import bullets, labelled, terminal
 
 STYLES = {"measured": "green", "running": "yellow", "stopped early": "cyan", "failed": "bold red", "waiting": "dim"}

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ultrascale.measure.calibrate.calibration import CalibratedRun, Calibration, CalibrationErrors, ConstantVerdict
+from ultrascale.measure.calibrate import CalibratedRun, Calibration, CalibrationErrors, ConstantVerdict
 from ultrascale.show.lines import bullets, heading
 from ultrascale.specs.units import seconds
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ultrascale.measure.doctor.findings import Finding
+from ultrascale.measure.doctor import Finding
 from ultrascale.show.lines import count_of, labelled
 
 STYLES = {"ok": "green", "warn": "yellow", "bad": "bold red"}

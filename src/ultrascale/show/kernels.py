@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ultrascale.measure.bench.kernels import WAYS, KernelResult, KernelsReport
+from ultrascale.measure.bench_kernels import WAYS, KernelResult, KernelsReport
 from ultrascale.show.lines import labelled
 
 STYLES = {"keep": "green", "slower": "bold red", "–": ""}

@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ultrascale.measure.trace.analysis import Analysis
-from ultrascale.measure.trace.times import RankTime
+from ultrascale.measure.trace_analysis import Analysis
+from ultrascale.measure.trace_times import RankTime
 from ultrascale.show.compare import show_terms
 from ultrascale.show.lines import bullets, heading, labelled
 from ultrascale.specs.units import seconds

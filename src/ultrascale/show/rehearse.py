@@ -15,26 +15,25 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.units import GIB, seconds
 
 if TYPE_CHECKING:
-    from ultrascale.measure.rehearse.compare import Answer, RehearsedTerm
-    from ultrascale.measure.rehearse.rehearsal import Rehearsal
+    from ultrascale.measure.rehearse import Rehearsal, RehearsalReport, RehearsedTerm
 
 KERNELS_SHOWN = 12
 
 
-def show(console: Console, told: Answer) -> None:
-    if len(told.found) > 1:
-        console.print(_stages(told))
-    _one(console, told.layout, told.fullest, told.compared(told.fullest))
-    _room(console, told)
-    for note in told.notes:
+def show(console: Console, report: RehearsalReport) -> None:
+    if len(report.found) > 1:
+        console.print(_stages(report))
+    _one(console, report.layout, report.fullest, report.compared(report.fullest))
+    _room(console, report)
+    for note in report.notes:
         labelled(console, "note:", "yellow", note)
 
 
-def _room(console: Console, told: Answer) -> None:
-    room = told.room
-    who = f"stage {room.stage}" if told.layout.pp > 1 else "a rank"
+def _room(console: Console, report: RehearsalReport) -> None:
+    room = report.room
+    who = f"stage {room.stage}" if report.layout.pp > 1 else "a rank"
     beside = f" and {room.beside_gib:,.1f} GiB beside them" if room.beside_gib else ""
-    there = f"{room.capacity_gib:,.1f} GiB on one {told.job.cluster.gpu.name}"
+    there = f"{room.capacity_gib:,.1f} GiB on one {report.job.cluster.gpu.name}"
     needs = f"{who} has {room.tensors_gib:,.1f} GiB of tensors{beside}, of {there}"
     if room.fits:
         labelled(console, "fits:", "green", needs)
@@ -46,13 +45,13 @@ def _room(console: Console, told: Answer) -> None:
         labelled(console, "note:", "yellow", f"{own}; plan with --framework {room.engine} for the engine that was rehearsed")
 
 
-def _stages(told: Answer) -> Table:
+def _stages(report: RehearsalReport) -> Table:
     table = Table(title="one rank of each stage, tensors at its peak", title_justify="left", title_style="bold")
     for name in ("stage", "ranks", "layers", "predicted", "rehearsed", "difference"):
         table.add_column(name, justify="right")
     table.add_column("peak at")
-    for one in told.found:
-        whole = next(term for term in told.compared(one) if term.label == "all tensors at the peak")
+    for one in report.found:
+        whole = next(term for term in report.compared(one) if term.label == "all tensors at the peak")
         cells = (str(one.place.pp), f"{one.alike:,}", str(one.layers), *_cells(whole), one.moment)
         table.add_row(*cells)
     return table
@@ -121,19 +120,21 @@ def _bytes(value: float) -> str:
     return f"{value:,.0f} B"
 
 
-def as_json(told: Answer) -> dict[str, Any]:
+def as_json(report: RehearsalReport) -> dict[str, Any]:
     def terms(one: Rehearsal) -> list[dict[str, Any]]:
         return [
             {**asdict(term), "difference": term.difference if isfinite(term.difference) else None}
-            for term in told.compared(one)
+            for term in report.compared(one)
         ]
 
-    room = told.room
+    room = report.room
     return {
-        "device": told.device,
-        "layout": told.layout.model_dump(mode="json"),
-        "ranks": [{**asdict(one), "memory": one.memory.model_dump(mode="json"), "compared": terms(one)} for one in told.found],
-        "predicted": told.predicted.model_dump(mode="json"),
+        "device": report.device,
+        "layout": report.layout.model_dump(mode="json"),
+        "ranks": [
+            {**asdict(one), "memory": one.memory.model_dump(mode="json"), "compared": terms(one)} for one in report.found
+        ],
+        "predicted": report.predicted.model_dump(mode="json"),
         "room": {**asdict(room), "needs_gib": room.needs_gib, "fits": room.fits},
-        "notes": list(told.notes),
+        "notes": list(report.notes),
     }

@@ -8,11 +8,11 @@ from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from ultrascale.measure.verify.programs import Launch, ProgramGenerator
+from ultrascale.measure.verify_programs import Launch, ProgramGenerator
 
 if TYPE_CHECKING:
-    from ultrascale.measure.verify.check import Difference
-    from ultrascale.measure.verify.runs import ProgramResult
+    from ultrascale.measure.verify import Difference
+    from ultrascale.measure.verify_runs import ProgramResult
 
 WIDTH = 80
 COLUMNS = string.ascii_lowercase + string.ascii_uppercase + string.digits

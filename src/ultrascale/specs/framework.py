@@ -24,33 +24,18 @@ class Framework(BaseModel):
     elementwise: float = Field(
         1.0, gt=0, le=20, description="bytes that memory-bound operators move, relative to a compiled block"
     )
-    kernels: float = Field(1.0, gt=0, le=50, description="kernels launched per layer, relative to a compiled block")
-    counted: bool = Field(
-        False, description="launches of its layers were counted, and nothing waits for the GPU until a step's end: one queue"
+    launch: float = Field(
+        1.0, gt=0, le=200, description="host time to launch a layer's kernels, relative to a compiled block's 12 kernels"
     )
-    launch: float = Field(1.0, gt=0, le=50, description="host time per kernel, relative to the cluster's kernel_launch_s")
     attention: Literal["flash", "flash-1", "flash-2", "plain", "plain-fused"] = Field(
         "flash",
         description="the kernel; plain writes scores out, plain-fused scales, masks and softmaxes in one pass",
     )
     selective: Literal["cheap", "half", "latents"] = Field(
         "cheap",
-        description="what selective recomputation repeats: cheap operators, half the products too, or of latent attention the "
+        description="what selective recomputation repeats: cheap operators, half the GEMMs too, or of latent attention the "
         "up-projections alone (Megatron's mla_up_proj)",
     )
-    early_stop: bool = Field(
-        False,
-        description="full recomputation ends at the last tensor that backward needs: a layer's last product is not repeated",
-    )
-    balanced: bool = Field(True, description="pipeline stages are cut with the head counted; else layers alone are")
-    head_as_layer: bool = Field(
-        False, description="where layers alone are counted, the head counts as one of them (Megatron's account-for-loss)"
-    )
-    filled: bool = Field(
-        False,
-        description="stages take blocks until their share of the cost is reached, that block included (nanotron)",
-    )
-    rails: bool = Field(True, description="collectives across nodes use every NIC of a node, not one per ring")
     loss: Literal["at-once", "overwritten", "fused", "in-place", "fp32", "log-softmax", "chunked"] = Field(
         "fused",
         description="fused: no fp32 logits; overwritten: and their gradient takes their place; in-place: fp32 logits become "
@@ -59,75 +44,79 @@ class Framework(BaseModel):
         "chunked: an eighth of the logits at a time; "
         "at-once: 4096 tokens at a time, gradients of hidden states and head made with the loss and kept instead",
     )
-    eager_activation: bool = Field(False, description="autograd keeps the gate's activation beside its input and the product")
-    followed: bool = Field(
-        False,
-        description="the engine was followed operator by operator: what exists for a moment is counted at that moment; "
-        "else all of it at once",
-    )
-    fp8_inputs: bool = Field(
-        False, description="products in fp8 keep their inputs for backward in fp8 (Transformer Engine), not in bf16"
-    )
-    fp8_gather: bool = Field(True, description="ZeRO-3 gathers the weights of fp8 products in fp8, not in bf16")
-    expert_outputs: bool = Field(
-        True, description="experts' outputs are kept, to weigh them; else routing weighs the activations, which are kept anyway"
-    )
-    router_bytes: float = Field(
-        4.0, ge=0, le=64, description="bytes kept per token and expert of a layer: scores, and maps of who goes where"
-    )
-    expert_biases_apart: bool = Field(
-        False,
-        description="biases of experts' outputs are weighed and added in fp32 after the products, expert by expert",
-    )
-    heads_before_norm: bool = Field(
-        False, description="queries and keys that are normed are kept before their norm too (Transformer Engine's norms)"
-    )
     states: Literal["master", "fp32", "pure"] = Field(
         "master", description="master: bf16 copy + fp32 master; fp32: FSDP's fp32 shards, cast when gathered; pure: bf16 all"
     )
-    halves: bool = Field(
-        False,
-        description="without ZeRO, AdamW's fp32 masters share their upper 16 bits with the bf16 copy: 4 bytes a weight, not 6",
+    accumulation: Literal["separate", "fused", "after-backward"] = Field(
+        "separate",
+        description="separate: each weight gradient is added as it is made; fused: the weight-gradient GEMM adds into the fp32 "
+        "gradient itself; after-backward: a micro-batch's gradients wait in bf16 for the end of its backward, and ZeRO-1 "
+        "all-reduces whole gradients (nanotron)",
     )
-    lean: bool = Field(
-        False,
-        description="whole Llama-like layers keep neither norms' nor gates' outputs: backward's kernels write them once more",
+    stage_split: Literal["balanced", "layers", "layers-and-head", "nanotron"] = Field(
+        "balanced",
+        description="pipeline stages share layers and the head's FLOPs; layers alone; layers with the head as one of them "
+        "(Megatron's account-for-loss); or take blocks until their share of the cost is reached (nanotron)",
     )
-    tensor_overlap: float = Field(0.0, ge=0, le=1, description="share of a dense layer's tp exchange that may hide")
-    expert_overlap: float = Field(0.0, ge=0, le=1, description="share of the expert exchange that hides")
-    experts_behind: bool = Field(
-        True,
-        description="gradients of experts' matrices are made while those of rows travel home; and where that is faster, rows "
-        "whose experts are on their own rank are multiplied while others travel",
+    optimizer_passes: float = Field(1.0, gt=0, le=20, description="bytes the optimizer moves, relative to a fused one")
+    overlap: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="share that may hide of ZeRO's gathers, gradient reductions and, with transformer_engine, a dense layer's "
+        "tensor-parallel communication",
     )
-    gather_overlap: float = Field(1.0, ge=0, le=1, description="share of ZeRO's gathers that may hide")
-    reduce_overlap: float = Field(1.0, ge=0, le=1, description="share of gradient reductions that may hide")
-    late_gradients: bool = Field(
-        False, description="a micro-batch's gradients are added to the fp32 ones after its backward: all of them wait in bf16"
-    )
-    gradients_as_made: bool = Field(
-        False, description="one micro-batch on one GPU: gradients stay in the format that computes and come as activations go"
-    )
-    recorded: bool = Field(
-        False, description="one GPU's steps are recorded and launched as one where the host would set their pace"
-    )
-    zero1_all_reduce: bool = Field(
-        False, description="ZeRO-1 all-reduces whole gradients after the last backward, which hides nothing"
-    )
-    routing_s: float = Field(
-        0.0, ge=0, le=1, description="host time of one MoE layer's routing in forward: counts read back, permutations, loops"
-    )
-    grouped: bool = Field(True, description="all experts of a rank in one kernel; else products and casts per expert")
-    sliced_routing: bool = Field(
-        False,
-        description="where tp cuts experts, each tp rank routes its slice of the sequence; else every one routes all tokens",
+    expert_overlap: Literal["none", "weight-gradients", "microbatches"] = Field(
+        "weight-gradients",
+        description="what hides expert all-to-alls: weight gradients of the experts, and where that is faster rows whose "
+        "experts are on their own rank; or another micro-batch (Megatron's 1F1B overlap, DualPipe)",
     )
     dispatch: Literal["all-to-all", "node-wise"] = Field(
         "all-to-all", description="node-wise: a token crosses to a node once, however many of its experts live there"
     )
-    fused_accumulation: bool = Field(False, description="the weight-gradient product adds into the fp32 gradient itself")
-    optimizer_passes: float = Field(1.0, gt=0, le=20, description="bytes the optimizer moves, relative to a fused one")
+    routing: Literal["grouped", "dropless", "graphed", "capacity"] = Field(
+        "grouped",
+        description="host work of a MoE layer: none beyond grouped kernels; counts read back and kernels per expert; the same "
+        "in CUDA graphs; or grouped kernels of one size, as tokens are dropped (cost/surfaces/host.yaml)",
+    )
+    rails: bool = Field(True, description="collectives across nodes use every NIC of a node, not one per ring")
+    fp8_gather: bool = Field(True, description="ZeRO-3 gathers the weights of fp8 GEMMs in fp8, not in bf16")
+    eager_activation: bool = Field(False, description="autograd keeps the gate's activation beside its input and the product")
+    transformer_engine: bool = Field(
+        False,
+        description="Megatron-Core's layers: fp8 GEMMs keep their inputs in fp8, queries and keys are kept before their norm; "
+        "each tp rank routes its slice of the sequence, scores and routing maps take 17 bytes a token and expert, "
+        "routing weighs activations instead of experts' outputs, and experts' biases are added in fp32 after the GEMMs",
+    )
+    exact_memory_trace: bool = Field(
+        False,
+        description="the engine was traced operator by operator: short-lived tensors are counted while they live, else all "
+        "at once; full recomputation ends at the last tensor that backward needs (torch.utils.checkpoint)",
+    )
+    fused_blocks: bool = Field(
+        False,
+        description="our engine on a GPU: Llama-like layers keep neither norm nor gate outputs, without ZeRO AdamW's masters "
+        "share their upper half with the bf16 copy, gradients of a single micro-batch are not accumulated, and launches were "
+        "counted",
+    )
+    cuda_graphs: bool = Field(False, description="one GPU's steps replay a CUDA graph where the host would be slower")
     source: str = ""
+
+    @property
+    def tensor_overlap(self) -> float:
+        return self.overlap if self.transformer_engine else 0.0
+
+    @property
+    def keeps_heads_before_norm(self) -> bool:
+        """Queries and keys that are normed are kept before their norm too."""
+        return self.transformer_engine or self.exact_memory_trace
+
+    @property
+    def router_bytes(self) -> int:
+        """Bytes kept per token and expert. Transformer Engine: scores and the auxiliary loss's in fp32, the map of choices,
+        and two int32 of the permutation's row map.
+        """
+        return 17 if self.transformer_engine else 4
 
     @classmethod
     def load(cls, name: str) -> Framework:

@@ -23,14 +23,14 @@ _ROW, _HEADS, _WIDE, _NARROW = 512, 4, 128, 8
 # Tokens at which a layer's time is operator overhead, tokens at which memory passes are bandwidth-bound, and their width.
 _FEW, _MANY, _WIDTH = 8, 1024, 256
 _LAYERS = 4  # enough that the start of a backward pass is negligible
-# Bytes per token that these passes read and write, including the two sums of its gradient.
-_PASSED = (
-    4
-    * _WIDTH
-    * (host.NORM_FORWARD + host.NORM_BACKWARD + 2 * host.ROTATED + host.GATED_FORWARD + host.GATED_BACKWARD + 2 * host.SUM)
-)
 _LARGE = 2**18  # elements of the all-reduce: the activations of a small model
 _TURNS, _EACH_S = 5, 0.02
+
+
+def _passed_bytes() -> float:
+    """Bytes per token that the timed passes read and write, including the two sums of its gradient."""
+    counts = host.constants().cpu_tensors
+    return 4 * _WIDTH * (counts.rmsnorm.both + counts.rotary.both + counts.gated.both + counts.residual.both)
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ def from_times(times_s: dict[str, float]) -> CPURates:
     flops = 4 * scores * _WIDE
     return CPURates(
         products_flops=2 * _SIDE**3 / times_s["product"],
-        stream_bytes_s=(_MANY - _FEW) * _PASSED / max(times_s["passes"] - times_s["few"], 0.1 * times_s["passes"]),
-        operator_s=times_s["layers"] / _LAYERS / (host.FORWARD + host.BACKWARD),
+        stream_bytes_s=(_MANY - _FEW) * _passed_bytes() / max(times_s["passes"] - times_s["few"], 0.1 * times_s["passes"]),
+        operator_s=times_s["layers"] / _LAYERS / (host.constants().cpu_operators.layer.both),
         attention_forward_flops=flops / forward_s,
         attention_backward_flops=BACKWARD_FLOPS * flops / max(both_s - forward_s, 0.1 * both_s),
         softmax_scores_s=scores / softmax_s,

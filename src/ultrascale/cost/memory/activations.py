@@ -93,7 +93,7 @@ def _attention(job: Job, columns: LayoutColumns, tokens: Array, b: int) -> dict[
         if model.mla is None:  # fewer kv heads than ranks to spread them over
             copied = 2 * b * tokens * model.kv_dim / kv_cut * (columns.key_copies(model.kv_heads) - 1)
             latents["copies of k, v"] = np.where(switches, copied, 0.0)
-    if model.qk_norm and job.framework.heads_before_norm:
+    if model.qk_norm and job.framework.keeps_heads_before_norm:
         latents["q, k before norm"] = b * tokens * (model.q_dim / tp + model.kv_dim / kv_cut)
     if operand_bytes(job) != b:
         output = output * (b + operand_bytes(job)) / b  # flash needs its own output as it is, the next product the copy
@@ -123,7 +123,7 @@ def _moe(job: Job, columns: LayoutColumns, tokens: Array, b: int, residual: Arra
     busiest = columns.busiest(job.cluster.efficiency.expert_imbalance)
     routed = tokens * moe.top_k * busiest
     wide, operand = routed * moe.expert_ffn / columns.tp, operand_bytes(job)
-    sliced = job.framework.sliced_routing
+    sliced = job.framework.transformer_engine
     travelling = routed * model.hidden / columns.routed_cut(sliced)
     plain = eager(job, columns)
     # Without slices every tp rank has the whole sequence from the router on; eager, the router keeps its own fp32 copy of it.
@@ -136,7 +136,7 @@ def _moe(job: Job, columns: LayoutColumns, tokens: Array, b: int, residual: Arra
         "expert products": b * (2 if model.gated else 1) * wide,
         "expert activation": operand * wide,
     }
-    if job.framework.expert_outputs:
+    if not job.framework.transformer_engine:
         # What comes home is as many rows as left, however busy some experts were.
         modules["expert output"] = b * np.where(plain, travelling / busiest, travelling)
     if moe.shared_experts:
@@ -159,10 +159,10 @@ def _apply_policy(job: Job, columns: LayoutColumns, modules: dict[str, Array], r
     if job.model.mla is not None and job.attention == "flash":
         # q, k and v are made again from the latents, by two small products.
         dropped = ("q, k, v",) if job.framework.selective == "latents" else (*dropped, "q, k, v")
-    if job.framework.early_stop and job.attention == "flash":
+    if job.framework.exact_memory_trace and job.attention == "flash":
         # torch.utils.checkpoint sorts tokens by expert again, and sends them if it must; and so with Ulysses' output.
         dropped = (*dropped, "expert input", "switched output", "copies of k, v")
-    if job.framework.followed:  # selective recomputation keeps products, which are not normed yet
+    if job.framework.exact_memory_trace:  # selective recomputation keeps products, which are not normed yet
         dropped = (*dropped, "q, k before norm", "shared output")
     drops = selective | (none & lean(job, columns))
     keeps = {name: (none | selective) & ~(drops & (name in dropped)) for name in modules}
@@ -171,7 +171,7 @@ def _apply_policy(job: Job, columns: LayoutColumns, modules: dict[str, Array], r
         # Every second product is computed again; attention's own output is always kept.
         for name in _PRODUCTS & kept.keys():
             kept[name] = np.where(selective, 0.5 * kept[name], kept[name])
-    if job.framework.early_stop and "shared expert" in kept and job.attention == "flash":
+    if job.framework.exact_memory_trace and "shared expert" in kept and job.attention == "flash":
         # A shared expert's activation is as cheap as the others.
         kept["shared expert"] = kept["shared expert"] * np.where(drops, 2 / 3 if job.model.gated else 1 / 2, 1.0)
     kept["attention norm"] = np.where(columns.is_("recompute", "full"), residual, kept["attention norm"])

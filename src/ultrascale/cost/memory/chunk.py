@@ -78,7 +78,7 @@ class ChunkMemory:
 
     def norm_workspace(self, normed: Array) -> Array:
         """Backward of a norm in fp32: five tensors of what is `normed`, four where nothing is cast, none where it is fused."""
-        if self.job.framework.lean:
+        if self.job.framework.fused_blocks:
             return 0.0 * normed
         b = compute_bytes(self.job)
         return np.asarray((5 if b < FP32 else 4) * FP32 / b * normed)
@@ -95,7 +95,7 @@ class ChunkMemory:
         """Live for one micro-batch in flight. A traced stage also keeps its output, from which its backward starts, and one
         table of rotary angles.
         """
-        if not self.job.framework.followed:
+        if not self.job.framework.exact_memory_trace:
             return self.saved_layers
         model, b = self.job.model, compute_bytes(self.job)
         angles = 2 * b * self.job.seq / self.columns.cp * model.head_dim * (model.positions == "rotary")
@@ -113,12 +113,12 @@ class ChunkMemory:
         back, and output gradients in the place of the tensors that they were computed from.
 
         Of a dense layer they are as large, but gathered where sequence parallelism cuts them. Of a layer with experts the
-        router's input is freed and, without a shared expert, the layer's input; of attention what only norms and the kernel need.
+        router's input is freed and, without a shared expert, the layer's input; of attention what norms and the kernel need.
         """
         total = np.zeros(len(self.columns))
         for count, moe, layer in self.layers:
             each = layer.recomputed
-            if self.job.framework.followed:
+            if self.job.framework.exact_memory_trace:
                 change = 2 * (self.full_sequence - self.residual)
                 for name in ("q, k before norm", "switched output", "copies of k, v"):
                     change = change - layer.modules.get(name, 0.0)
@@ -132,7 +132,7 @@ class ChunkMemory:
     def deferred(self) -> Array:
         """The same of the chunk: what it received stays, what it sent is freed."""
         ends = np.where(self.share.embedding == 0, self.residual, 0.0) - np.where(self.sends_output, self.residual, 0.0)
-        there = self.columns.split_backward & self.job.framework.followed
+        there = self.columns.split_backward & self.job.framework.exact_memory_trace
         return np.asarray(self.deferred_layers + np.where(there, ends, 0.0))
 
     def routed_only(self, moe: bool) -> bool:
@@ -206,7 +206,7 @@ class ChunkMemory:
 
     @cached_property
     def last_group(self) -> Array:
-        """Elements of FSDP's last parameter group: a layer, or its experts, which are a group of their own where ep cuts them."""
+        """Elements of FSDP's last parameter group: a layer, or its experts, which are their own group where ep cuts them."""
         if self.job.model.moe is None:
             return self.held.block
         experts = parameters.per_layer(self.job.model, self.columns, self.shards).experts
@@ -252,7 +252,7 @@ class ChunkMemory:
         """A split backward all-reduces HSDP's shards after every reduce-scatter, and FSDP keeps the last result."""
         columns = self.columns
         reduces = self.reduce_scatters & columns.split_backward & (columns.data_ranks > columns.shards)
-        there = reduces & self.job.framework.followed
+        there = reduces & self.job.framework.exact_memory_trace
         return np.where(there, gradient_bytes(self.job) * self.own.total / columns.shards, 0.0)
 
     @cached_property

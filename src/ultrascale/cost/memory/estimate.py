@@ -135,7 +135,7 @@ def chunk_parts(job: Job, columns: LayoutColumns, share: RankShare, rank_share: 
     chunk = ChunkMemory(job, columns, share, rank_share, first)
     parts = _peak_parts(chunk)
     gradients, nothing = parts.state.gradients, np.zeros(len(columns))
-    if job.framework.followed:
+    if job.framework.exact_memory_trace:
         live = tensors.chunk_events(chunk, gradients)
         forward_end, weight_grads = live.at(ChunkEvent.FORWARD_END), live.at(ChunkEvent.WEIGHT_GRADS)
         backward_start, backward_end = live.at(ChunkEvent.BACKWARD_START), tensors.backward_end(chunk, live)
@@ -162,7 +162,7 @@ def _peak_parts(chunk: ChunkMemory) -> PeakParts:
     if chunk.first_backward:
         state = replace(state, gradients=0.0 * state.gradients)
     layer, loss = tensors.layer_backward(chunk, state.gradients, split=False), tensors.loss_peak(chunk, state.gradients)
-    if job.framework.gradients_as_made:
+    if job.framework.fused_blocks:
         single, b = accumulates_nothing(job, columns), compute_bytes(job)
         # No gradients at the loss, the head's at the first layer; then each layer's take the place of activations that it
         # frees. The fullest layer is the first or the last of backward: there all gradients are live and nothing is in flight.
@@ -170,7 +170,7 @@ def _peak_parts(chunk: ChunkMemory) -> PeakParts:
         at_last = np.maximum(0.0, b * chunk.held.total - of_head - chunk.saved)
         state = replace(state, gradients=np.where(single, at_last, state.gradients))
         loss = replace(loss, gradients=np.where(single, 0.0, loss.gradients))
-        uncounted = of_head - np.where(single & job.framework.followed, chunk.head_gradient, 0.0)
+        uncounted = of_head - np.where(single & job.framework.exact_memory_trace, chunk.head_gradient, 0.0)
         made = np.where(single, at_last, layer.gradients)
         layer = replace(layer, activations=layer.activations + uncounted, gradients=made)
     return PeakParts(
@@ -207,7 +207,7 @@ def peaks(view: LayoutRows) -> list[Peak]:
     """Of every rank: its list of actions, walked with the bytes of its chunks."""
     layout, later = view.layout, view.parts()
     # FSDP allocates gradients in a step's first backward.
-    allocates = view.job.framework.followed and _sharded(layout) and layout.gas > 1
+    allocates = view.job.framework.exact_memory_trace and _sharded(layout) and layout.gas > 1
     first = view.parts(first=True) if allocates else later
     # Beyond four rounds the list only repeats itself, and what is in flight no longer grows (AFAB holds everything).
     enough = layout.gas if REGISTRY[layout.schedule].holds_all else min(layout.gas, _steady_state(layout))
@@ -269,7 +269,7 @@ class _ActionPoint:
 
 
 def _action_points(view: LayoutRows, first: ChunkParts, later: ChunkParts, held: InFlightCounts) -> Iterator[_ActionPoint]:
-    chunks, at, traced = view.chunks, held.stage, view.job.framework.followed
+    chunks, at, traced = view.chunks, held.stage, view.job.framework.exact_memory_trace
     kept, dropped, kept_loss = later.kept, later.dropped, later.kept_loss
     forward, whole, inputs, weights = (held.of[kind] for kind in ActionKind)
     live = _over_chunks(held.waiting, (kept + kept_loss)[chunks]) + _over_chunks(held.deferred, (kept + dropped)[chunks])
@@ -283,7 +283,7 @@ def _action_points(view: LayoutRows, first: ChunkParts, later: ChunkParts, held:
     if inputs.any():
         # At the loss a split backward has recomputed nothing yet.
         at_loss = live - np.where(inputs & traced, dropped[at], 0.0)
-        # Gradients of head and embedding are never deferred: FSDP holds them until the chunk's reduce-scatter, and the next ones
+        # Gradients of head and embedding are never deferred: FSDP holds them until the chunk's reduce-scatter, the next ones
         # beside them.
         again = held.inputs_again & _sharded(view.layout)
         at_loss = at_loss + np.where(again, later.waiting_head[at], 0.0)
@@ -315,9 +315,7 @@ class OtherChunks:
         counted = later.state.gradients[at]
         scattered_there = _over_chunks(begun, scattered[chunks]) - np.where(held.begun, scattered[at], 0.0)
         scattered_counted = scattered[chunks].sum(axis=1)[:, None] - scattered[at]
-        return cls(
-            there - np.where(held.begun, counted, 0.0), scattered_there - np.where(held.begun, scattered_counted, 0.0)
-        )
+        return cls(there - np.where(held.begun, counted, 0.0), scattered_there - np.where(held.begun, scattered_counted, 0.0))
 
 
 def _over_chunks(count: Array, bytes_: Array) -> Array:

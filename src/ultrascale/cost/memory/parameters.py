@@ -66,7 +66,11 @@ def attention(model: Model) -> list[Weight]:
     h, bias = model.hidden, [Weight(model.hidden, matmul=False)] * model.attention_output_bias
     if model.mla is not None:
         return _latent_attention(model) + bias
-    rows: list[tuple[int, Literal["rows", "kv rows"]]] = [(model.q_dim, "rows"), (model.kv_dim, "kv rows"), (model.kv_dim, "kv rows")]
+    rows: list[tuple[int, Literal["rows", "kv rows"]]] = [
+        (model.q_dim, "rows"),
+        (model.kv_dim, "kv rows"),
+        (model.kv_dim, "kv rows"),
+    ]
     weights = [Weight(count, h, cut) for count, cut in rows] + [Weight(h, model.q_dim, "width")]
     if model.qkv_bias:
         weights += [Weight(count, 1, cut, matmul=False) for count, cut in rows]

@@ -14,7 +14,6 @@ from ultrascale.specs.job import OPTIMIZER_STATE_BYTES, Job
 from ultrascale.specs.model import Model
 from ultrascale.specs.training import FP8_MULTIPLE
 
-
 FP32 = 4
 
 
@@ -25,7 +24,7 @@ def compute_bytes(job: Job) -> int:
 
 def operand_bytes(job: Job) -> int:
     """Bytes of a matmul's input as it is saved: an engine may save the fp8 copy instead of the tensor it was cast from."""
-    return 1 if job.precision == "fp8" and job.framework.fp8_inputs else compute_bytes(job)
+    return 1 if job.precision == "fp8" and job.framework.transformer_engine else compute_bytes(job)
 
 
 def gradient_bytes(job: Job) -> int:
@@ -49,12 +48,12 @@ def uncut(columns: LayoutColumns) -> Array:
 
 def eager(job: Job, columns: LayoutColumns) -> Array:
     """Layers that run operator by operator in an engine whose allocations were traced."""
-    return np.asarray(job.framework.followed & ~(uncut(columns) & job.framework.lean))
+    return np.asarray(job.framework.exact_memory_trace & ~(uncut(columns) & job.framework.fused_blocks))
 
 
 def lean(job: Job, columns: LayoutColumns) -> Array:
     """Layers whose backward kernels write norm and gate outputs again without being asked to recompute."""
-    fits = job.framework.lean and job.attention == "flash"  # compiled blocks in fp8 save as little (docs/fp8.md)
+    fits = job.framework.fused_blocks and job.attention == "flash"  # compiled blocks in fp8 save as little (docs/fp8.md)
     return np.asarray(uncut(columns) & (fits and fused.why_not(job.model, job.seq) is None))
 
 
@@ -97,7 +96,7 @@ def states(job: Job, columns: LayoutColumns, held: RankParameters, fp8_elements:
     parameters_sharded = (zero == 3) & ~keeps
     parameters = sharded(compute, parameters_sharded) - np.where((zero == 3) & keeps, fp8_saving(job, fp8_elements), 0.0)
     master = sharded(FP32 if has_master(job) else 0, optimizer_sharded)
-    if job.framework.halves and job.optimizer == "adamw" and job.precision in ("bf16", "fp8"):
+    if job.framework.fused_blocks and job.optimizer == "adamw" and job.precision in ("bf16", "fp8"):
         master = np.where((shards == 1) | (zero == 0), sharded(FP32 - compute, optimizer_sharded), master)
     gradients_sharded = zero >= 2
     if job.framework.states == "fp32":
@@ -155,7 +154,9 @@ def fp8_on_rank(job: Job, columns: LayoutColumns, share: RankShare) -> Float8Gat
     found = fp8_of_layer(job, columns, moe=False).scaled(np.maximum(0, share.dense_layers - _end_layers(model, share, False)))
     if model.moe is None:
         return found
-    return found + fp8_of_layer(job, columns, moe=True).scaled(np.maximum(0, share.moe_layers - _end_layers(model, share, True)))
+    return found + fp8_of_layer(job, columns, moe=True).scaled(
+        np.maximum(0, share.moe_layers - _end_layers(model, share, True))
+    )
 
 
 def fp8_layer_mean(job: Job, columns: LayoutColumns, moe: bool) -> Array:

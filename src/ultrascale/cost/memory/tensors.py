@@ -1,8 +1,8 @@
 """What one chunk allocates and frees, as tables of tensors with lifetimes: backward of a layer, loss, ends of a pass.
 
-Two ways to count. The allocations of our own engine were traced operator by operator (`framework.followed`, docs/rehearse.md), so
-every tensor has the events between which it is live. For other engines a planner must not promise too much: all buffers are
-taken to be live at once (`concurrent_buffers`).
+There are two ways to count. The allocations of our own engine were traced operator by operator (`exact_memory_trace`,
+docs/rehearse.md), so that every tensor has the events between which it is live. For other engines a planner must not promise
+too much: all buffers are taken to be live at once (`concurrent_buffers`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import numpy as np
 from ultrascale.cost.columns import Array
 from ultrascale.cost.memory.activations import LayerActivations
 from ultrascale.cost.memory.chunk import ChunkMemory
-from ultrascale.cost.memory.states import FP32, compute_bytes, gradient_bytes, lean, uncut
-from ultrascale.cost.memory.states import fp8_on_rank, fp8_saving
+from ultrascale.cost.memory.states import FP32, compute_bytes, fp8_on_rank, fp8_saving, gradient_bytes, lean, uncut
 from ultrascale.cost.memory.walker import Live, MemoryPoint, Tensor, fullest, walk
 
 
@@ -80,11 +79,11 @@ _FREED: dict[str, tuple[LayerEvent, LayerEvent]] = {
 def layer_backward(chunk: ChunkMemory, gradients: Array, split: bool) -> MemoryPoint:
     """The peak of the chunk's layers in backward, on top of what is in flight; `split`: of the input gradients alone."""
     rows = len(chunk.columns)
-    if not chunk.job.framework.followed:
+    if not chunk.job.framework.exact_memory_trace:
         most = np.zeros(rows)
         for count, _, layer in chunk.layers:
-            live = layer.gradients if split else layer.recomputed + layer.gradients
-            most = np.maximum(most, np.where(count > 0, live, 0.0))
+            own = layer.gradients if split else layer.recomputed + layer.gradients
+            most = np.maximum(most, np.where(count > 0, own, 0.0))
         return MemoryPoint(most, concurrent_buffers(chunk), gradients, np.zeros(rows))
     deferring = chunk.columns.split_backward & split
     found = nothing = MemoryPoint.nothing(rows)
@@ -110,7 +109,7 @@ def _layers_done(chunk: ChunkMemory) -> list[Array]:
 def _layer_events(chunk: ChunkMemory, moe: bool, split: Array) -> dict[int, Array | bool]:
     """In which rows an event happens, for those that do not in all."""
     job, columns, event = chunk.job, chunk.columns, LayerEvent
-    whole = uncut(columns) & job.framework.lean
+    whole = uncut(columns) & job.framework.fused_blocks
     fused = lean(job, columns) & ~columns.is_("recompute", "full") & (not moe)
     eager, rmsnorm = ~whole, job.model.norm == "rmsnorm"
     return {
@@ -131,7 +130,7 @@ def _layer_events(chunk: ChunkMemory, moe: bool, split: Array) -> dict[int, Arra
 
 
 def _layer_tensors(chunk: ChunkMemory, layer: LayerActivations, moe: bool, split: Array) -> Iterator[Tensor]:
-    if chunk.job.framework.lean:
+    if chunk.job.framework.fused_blocks:
         yield Tensor("saved by a compiled block", "activations", layer.whole, LayerEvent.COMPILED, LayerEvent.COMBINE)
         yield Tensor("gradients in a compiled block", "activations", layer.gradients, LayerEvent.COMPILED, LayerEvent.COMBINE)
         if not moe:
@@ -293,8 +292,8 @@ def _beside_layer(
     b, g, share_done = compute_bytes(chunk.job), gradient_bytes(chunk.job), done / np.maximum(1, chunk.share.layers)
     freed = np.where(split, chunk.deferred - share_done * chunk.deferred_layers, share_done * chunk.saved_layers)
     yield Tensor("of what is in flight: this layer, and those done", "activations", -layer.total - freed, start, end)
-    # The gradient that the chunk received is the residual's own until attention of the first layer in backward; a deferred weight
-    # gradient of that layer may need it anyway, unless it was gathered.
+    # The gradient that the chunk received is the residual's own until attention of the first layer in backward; a deferred
+    # weight gradient of that layer may need it anyway, unless it was gathered.
     received = (chunk.share.head == 0) & (~split | (columns.sequence_cut > 1) | chunk.routed_only(moe))
     yield Tensor("received gradient", "activations", np.where(received & (done > 0), chunk.residual, 0.0), start, end)
     separate = np.where(received & (done == 0), chunk.residual, 0.0)
@@ -335,7 +334,7 @@ def chunk_events(chunk: ChunkMemory, gradients: Array) -> Live:
 
 
 def loss_peak(chunk: ChunkMemory, gradients: Array) -> MemoryPoint:
-    if not chunk.job.framework.followed:
+    if not chunk.job.framework.exact_memory_trace:
         loss = np.asarray(chunk.share.head * chunk.head.peak)
         return MemoryPoint(loss, concurrent_buffers(chunk), gradients, 0.0 * loss)
     return loss_of(chunk, chunk_events(chunk, gradients))
@@ -356,11 +355,17 @@ def _chunk_tensors(chunk: ChunkMemory, gradients: Array) -> Iterator[Tensor]:
     # ZeRO-3 and the last reduce-scatter, in a forward and while deferred weight gradients are computed.
     between = chunk.unsharded_between_layers + chunk.rank_reduce_scatter_inputs
     yield Tensor("unsharded parameters, reduce-scatter inputs", "buffers", between, event.FORWARD_END, event.LOSS_FORWARD)
-    yield Tensor("unsharded parameters, reduce-scatter inputs", "buffers", head * between, event.LOSS_FORWARD, event.BACKWARD_START)
-    yield Tensor("unsharded parameters, reduce-scatter inputs", "buffers", between, event.WEIGHT_GRADS, event.ROOT_REDUCE_SCATTER)
+    yield Tensor(
+        "unsharded parameters, reduce-scatter inputs", "buffers", head * between, event.LOSS_FORWARD, event.BACKWARD_START
+    )
+    yield Tensor(
+        "unsharded parameters, reduce-scatter inputs", "buffers", between, event.WEIGHT_GRADS, event.ROOT_REDUCE_SCATTER
+    )
     frees = chunk.columns.split_backward & chunk.frees_gathered & (chunk.columns.zero == 3)
     freed = np.where(frees, -compute_bytes(chunk.job) * chunk.own.total, 0.0)
-    yield Tensor("parameters freed with the input gradients", "parameters", freed, event.WEIGHT_GRADS, event.ROOT_REDUCE_SCATTER)
+    yield Tensor(
+        "parameters freed with the input gradients", "parameters", freed, event.WEIGHT_GRADS, event.ROOT_REDUCE_SCATTER
+    )
     yield from _backward_start(chunk)
     yield from _backward_end(chunk)
     accumulated = np.where(chunk.single_backward, none, gradients)
@@ -453,7 +458,9 @@ def backward_end(chunk: ChunkMemory, live: Live) -> MemoryPoint:
 
 def fresh_gradient(chunk: ChunkMemory, there: Array) -> Array:
     """The weight gradient of embedding or head, which is never deferred, where backward is split."""
-    return np.where(chunk.columns.split_backward & chunk.job.framework.followed, there * chunk.vocabulary_gradient, 0.0)
+    return np.where(
+        chunk.columns.split_backward & chunk.job.framework.exact_memory_trace, there * chunk.vocabulary_gradient, 0.0
+    )
 
 
 def waiting_gradient(chunk: ChunkMemory, there: Array) -> Array:
@@ -465,7 +472,7 @@ def waiting_gradient(chunk: ChunkMemory, there: Array) -> Array:
 
 def embedding_backward(chunk: ChunkMemory) -> Array:
     """The embedding's weight gradient, and output gradients of all tokens on a rank that has a part of the vocabulary."""
-    cut = chunk.columns.split_backward & (chunk.columns.tp > 1) & chunk.job.framework.followed
+    cut = chunk.columns.split_backward & (chunk.columns.tp > 1) & chunk.job.framework.exact_memory_trace
     gathered = np.where(cut, chunk.share.embedding * chunk.full_sequence, 0.0)
     return np.asarray(fresh_gradient(chunk, chunk.share.embedding) + gathered)
 
@@ -491,7 +498,7 @@ def _concurrent_buffers(chunk: ChunkMemory) -> Iterator[tuple[str, Array]]:
     gathered = np.where((columns.zero == 3) & (columns.keep_gathered == 0), most, 0.0)
     yield "unsharded parameters", np.where(columns.is_("offload", "parameters"), two_layers, gathered)
     if g != b:
-        yield "fresh weight gradients", b * (held.total if job.framework.late_gradients else held.layer)
+        yield "fresh weight gradients", b * (held.total if job.framework.accumulation == "after-backward" else held.layer)
     reduced = held.layer
     if job.framework.states == "fp32":
         # FSDP reduce-scatters a chunk's gradients together where backward is split: its hooks do not see deferred ones.
@@ -502,9 +509,9 @@ def _concurrent_buffers(chunk: ChunkMemory) -> Iterator[tuple[str, Array]]:
     yield "keys and values of other ranks", _context_buffers(chunk)
     if model.moe is not None:
         routed = job.cluster.efficiency.expert_imbalance * model.moe.top_k * wide
-        sent = routed / columns.routed_cut(job.framework.sliced_routing)
+        sent = routed / columns.routed_cut(job.framework.transformer_engine)
         yield "dispatched tokens", np.where(columns.ep > 1, sent, 0.0)
-    if job.framework.expert_overlap > 0:
+    if job.framework.expert_overlap == "microbatches":
         for count, moe, layer in chunk.layers:
             if moe:
                 yield "a layer of the micro-batch that hides the all-to-all", np.where(count > 0, layer.whole, 0.0)

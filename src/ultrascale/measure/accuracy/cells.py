@@ -1,4 +1,4 @@
-"""Cells of a row: blank means unknown, and what cannot be read says which cell and why."""
+"""Numbers and flags in the cells of a row: blank means unknown; a cell that cannot be read raises with its name."""
 
 from __future__ import annotations
 
@@ -29,3 +29,9 @@ def whole(values: Mapping[str, str], name: str) -> int | None:
     if value != int(value) or value < 1:
         raise UnmodelledRowError(f"{name} is {values[name]}: it must be a whole number of at least 1")
     return int(value)
+
+
+def flag(values: Mapping[str, str], name: str) -> bool | None:
+    """yes, true or 1; no, false or 0; anything else says nothing."""
+    text = values.get(name, "").lower()
+    return True if text in ("yes", "true", "1") else False if text in ("no", "false", "0") else None

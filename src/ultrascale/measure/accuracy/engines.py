@@ -1,4 +1,4 @@
-"""What a row says in words: the GPU, the engine and the precision that its texts name."""
+"""The GPU, the engine and the precision that a row names."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ultrascale.measure.accuracy.cells import UnmodelledRowError
+from ultrascale.measure.accuracy.cells import UnmodelledRowError, flag
 from ultrascale.specs.errors import nearest
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.gpu import GPU
 from ultrascale.specs.validate import build
 
-# torchtune's ladder is cumulative: from its chunked loss on, every rung has it.
-LATER_RUNGS = ("chunked", "checkpointing", "backward", "offload")
 # Engines that no run here names, by the preset that works as they do.
 ALIKE = {
     r"megascale|primus|neox|internevo": "megatron-core",  # built on Megatron's layers, its exchanges, its optimizer
@@ -45,8 +43,7 @@ def gpu_kind(text: str, assumptions: list[str]) -> GPU:
 def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework:
     """The engine by its name, its attention kernel and whether it was compiled."""
     system = values.get("system", "").lower()
-    compiled = values.get("compile", "").lower() in ("yes", "true", "1")
-    eager = values.get("compile", "").lower() in ("no", "false", "0")
+    compiled, eager = flag(values, "compile") is True, flag(values, "compile") is False
     year = re.search(r"20(19|2[0-9])", system)
     if "megatron" in system or "nemo" in system:
         old = (year is not None and int(year[0]) <= 2022) or "ptd-p" in system
@@ -72,38 +69,28 @@ def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework
         name = "torchtitan" if compiled and alike.endswith("eager") else alike
         assumptions.append(f"framework '{values.get('system', '')}' taken as {name}")
     framework = Framework.load(name)
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = {column: values[column] for column in ("loss", "stage_split") if values.get(column)}
+    if "megatron-bridge" in system:
+        # cross_entropy_fusion_impl = "te" in every recipe: bf16 logits, and their gradient takes their place.
+        changes.setdefault("loss", "overwritten")
     kernel = attention_kernel(values.get("attention_impl", "").lower())
     if kernel == "flash" and framework.attention.startswith("plain"):
         kernel = "flash-2"  # an engine of plain attention's days that was given the kernel of its time
     if kernel is not None and not (kernel == "flash" and framework.attention.startswith("flash")):
         changes["attention"] = kernel
-    notes = values.get("notes", "").lower()
-    if dispatch := _dispatch(values, notes, assumptions):
+    if dispatch := _dispatch(values, assumptions):
         changes["dispatch"] = dispatch
-    if ("a2a overlap" in notes or "ep overlap" in notes or "canonical recipe" in notes) and "ep overlap off" not in notes:
-        changes["expert_overlap"] = 0.7
-    if "one layer less" in notes:
-        changes["head_as_layer"] = True
-    dropping = "tokendrop" in values.get("model", "").lower()
-    if framework.routing_s and (dropping or "cuda graph" in notes or " cg;" in notes):
-        # Graphs replay what the host would launch; dropped tokens leave no counts to wait for and experts of one size.
-        changes |= {"routing_s": framework.routing_s / 2, "grouped": dropping}
-    if "ce fusion" in notes:
-        changes["loss"] = "fused"
-    if "megatron-bridge" in system:
-        # cross_entropy_fusion_impl = "te" in every recipe: bf16 logits, and their gradient takes their place.
-        changes["loss"] = "overwritten"
-    if "recompute mla_up_proj" in notes:
+    if flag(values, "expert_overlap"):
+        changes["expert_overlap"] = "microbatches"
+    if framework.routing == "dropless":
+        if "tokendrop" in values.get("model", "").lower():
+            changes["routing"] = "capacity"
+        elif flag(values, "cuda_graphs"):
+            changes["routing"] = "graphed"
+    if "mla_up_proj" in values.get("recompute", "").lower():
         changes["selective"] = "latents"
-    for word in ("optimizer in backward", "activation offload"):
-        if word in notes:
-            raise UnmodelledRowError(f"{word} is not modelled")
-    if "torchtune" in system:
-        whole_logits = not any(word in notes for word in LATER_RUNGS)
-        changes["loss"] = ("in-place" if compiled else "fp32") if whole_logits else "chunked"
-    if "no grad-accum fusion" in notes:
-        changes["fused_accumulation"] = False
+    if flag(values, "grad_accum_fusion") is False:
+        changes["accumulation"] = "separate"
     if "all bf16" in values.get("precision", "").lower():
         changes["states"] = "pure"
     if eager and name == "torchtitan":
@@ -111,12 +98,10 @@ def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework
     return build(Framework, {**framework.model_dump(), **changes}, "framework")
 
 
-def _dispatch(values: Mapping[str, str], notes: str, assumptions: list[str]) -> str | None:
-    """How tokens reach their experts, where the row says so or its release tells; else as the engine does by default."""
-    if "dispatcher a2a" in notes:
-        return "all-to-all"
-    if "deepep" in notes or "hybridep" in notes:
-        return "node-wise"
+def _dispatch(values: Mapping[str, str], assumptions: list[str]) -> str | None:
+    """How tokens reach their experts: the row's own word, or by the release; else as the engine does by default."""
+    if values.get("dispatch"):
+        return values["dispatch"]
     release = re.search(r"megatron-bridge (?:20)?(\d\d)", values.get("system", "").lower())
     if release is None or int(release[1]) < 26 or values.get("ep", "") in ("", "1"):
         return None

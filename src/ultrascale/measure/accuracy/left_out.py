@@ -8,7 +8,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from ultrascale.cost.hardware import RATES, SUSTAINED, attention_line, attention_rate, sustained
+from ultrascale.cost.hardware import SUSTAINED, attention_line, attention_rate, attention_rates, sustained
 from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
@@ -52,7 +52,7 @@ def current(name: str) -> float:
     if kind == "elementwise":
         return Framework.load(rest[0]).elementwise
     if kind == "attention":
-        return RATES[rest[0]][rest[1]].forward
+        return attention_rates()[rest[0]][rest[1]].forward
     return 1.0 if kind == "link_bandwidth" else float(getattr(Efficiency(), kind))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.legality import problem
 from ultrascale.measure.accuracy import shapes
-from ultrascale.measure.accuracy.cells import UnmodelledRowError, number, whole
+from ultrascale.measure.accuracy.cells import UnmodelledRowError, flag, number, whole
 from ultrascale.measure.accuracy.engines import framework_of, gpu_kind, precision_of, prints_gigabytes
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.efficiency import Efficiency
@@ -67,6 +67,17 @@ COLUMNS = (
     "mem_kind",
     "flops_def",
     "trust",
+    "sequence_parallel",
+    "zero_shards",
+    "node_network_gbps",
+    "dispatch",
+    "expert_overlap",
+    "balanced_routing",
+    "cuda_graphs",
+    "loss",
+    "stage_split",
+    "grad_accum_fusion",
+    "unmodelled",
 )
 REQUIRED = ("id", "model", "seq_len", "gpu", "gpus")
 
@@ -160,6 +171,8 @@ def read_row(values: Mapping[str, str], line: int) -> MeasuredRun:
 
 
 def _model(values: Mapping[str, str], assumptions: list[str]) -> tuple[Job, Layout, bool]:
+    if values.get("unmodelled"):
+        raise UnmodelledRowError(f"{values['unmodelled']} is not modelled")
     gpus = whole(values, "gpus")
     seq = whole(values, "seq_len")
     if gpus is None or seq is None:
@@ -175,11 +188,10 @@ def _model(values: Mapping[str, str], assumptions: list[str]) -> tuple[Job, Layo
     precision = precision_of(values, kind, assumptions)
     degrees = _degrees(values, gpus)
     batch = _batch(values, degrees["dp"], assumptions)
-    notes = values.get("notes", "").lower()
-    balanced = model.moe is not None and ("forced balance" in notes or "balanced routing" in notes)
+    balanced = model.moe is not None and flag(values, "balanced_routing")
     overrides: dict[str, Any] = {"efficiency": Efficiency(expert_imbalance=1.0)} if balanced else {}
-    if between_nodes := re.search(r"inter-node (\d+) ?gbps", notes):
-        overrides["network_gb_s"] = int(between_nodes[1]) / 8 / per_node
+    if node_gbps := number(values, "node_network_gbps"):
+        overrides["network_gb_s"] = node_gbps / 8 / per_node
     cluster = Cluster.of(kind, nodes=gpus // per_node, gpus_per_node=per_node, **overrides)
     attention = "plain" if framework.attention.startswith("plain") else "flash"
     job = build(
@@ -203,7 +215,7 @@ def _model(values: Mapping[str, str], assumptions: list[str]) -> tuple[Job, Layo
         **degrees,
         **batch,
         "zero": _zero(values, degrees, framework, assumptions),
-        "zero_shards": per_node if notes.startswith("hsdp") else None,
+        "zero_shards": whole(values, "zero_shards"),
         "recompute": recompute or "none",
         "sequence_parallel": _sequence_parallel(values, assumptions, degrees),
         **_schedule(values, degrees, batch),
@@ -278,16 +290,15 @@ def _least_recompute(job: Job, layout: Layout, assumptions: list[str]) -> Layout
 
 
 def _sequence_parallel(values: Mapping[str, str], assumptions: list[str], degrees: dict[str, int]) -> bool:
-    notes = values.get("notes", "").lower()
+    said = flag(values, "sequence_parallel")
     if degrees["tp"] == 1:
         return True
-    if "no sp" in notes or "no sequence parallel" in notes:
-        return False
+    if said is not None:
+        return said
     system = values.get("system", "").lower()
     if re.search(r"20(19|20|21)", system) or "ptd-p" in system:
         return False
-    if not ("sp on" in notes or "tp+sp" in notes):
-        assumptions.append("sequence parallelism with tp")
+    assumptions.append("sequence parallelism with tp")
     return True
 
 

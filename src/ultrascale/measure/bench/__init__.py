@@ -1,1 +1,0 @@
-"""What this machine does, measured: its hardware, collectives, kernels, layouts, and what each technique buys on it."""

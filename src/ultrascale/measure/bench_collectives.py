@@ -1,0 +1,336 @@
+"""Collectives of this machine: which, over which sizes and groups; algorithm and bus bandwidth, latency and bandwidth fitted.
+
+Bandwidths are those of nccl-tests (doc/PERFORMANCE.md): the algorithm's is the buffer over the time, the bus's what each rank
+sends over the time, so that it compares with a link's data sheet whatever the collective and the number of ranks.
+
+
+Collectives timed: gloo between processes of this machine, NCCL between its GPUs, or between the ranks of torchrun."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, get_args
+
+import numpy as np
+
+from ultrascale.cost import collectives as law
+from ultrascale.cost.hardware import ClusterRates
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.errors import RunError, SpecError, nearest
+from ultrascale.specs.job import Job
+from ultrascale.specs.model import Model
+from ultrascale.specs.units import tokens
+from ultrascale.specs.validate import shown
+from ultrascale.train.rank_info import RankInfo
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+# In the order of the playbook's appendix.
+OPS = (
+    "broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter", "reduce_scatter", "all_to_all", "send_recv",
+    "barrier",
+)  # fmt: skip
+ELEMENT = 4  # bytes: fp32
+BETWEEN = 4  # sizes of a range grow by this
+LARGEST = 2**34
+
+
+@dataclass(frozen=True)
+class CollectiveTiming:
+    """One collective of one size on one group; of a barrier the size is 0."""
+
+    op: str
+    ranks: int
+    bytes: int
+    """of the whole buffer for gather, scatter and their kin, of one rank's for the others, as nccl-tests counts"""
+    median_s: float
+    low_s: float
+    high_s: float
+    """of ten rounds, one is faster than the low and one slower than the high"""
+
+    @property
+    def algorithm_gb_s(self) -> float:
+        return self.bytes / self.median_s / 1e9
+
+    @property
+    def bus_gb_s(self) -> float:
+        return wire_bytes(self.op, self.bytes, self.ranks) / self.median_s / 1e9
+
+
+@dataclass(frozen=True)
+class AlphaBetaFit:
+    """time = alpha + bytes on the wire / beta."""
+
+    op: str
+    ranks: int
+    alpha_s: float
+    beta_gb_s: float | None
+    """None: the times do not grow with the size"""
+    error: float
+    """median of the relative errors"""
+
+
+@dataclass(frozen=True)
+class SkippedCollective:
+    op: str
+    ranks: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class CollectivesReport:
+    where: str
+    """`2 processes over gloo`"""
+    points: tuple[CollectiveTiming, ...]
+    missing: tuple[SkippedCollective, ...] = ()
+
+    @property
+    def fits(self) -> tuple[AlphaBetaFit, ...]:
+        groups = dict.fromkeys((point.op, point.ranks) for point in self.points)
+        return tuple(fit([point for point in self.points if (point.op, point.ranks) == group]) for group in groups)
+
+
+def wire_bytes(op: str, size: float, ranks: int) -> float:
+    """What each rank sends; of gather and scatter, what the root receives or sends."""
+    if op == "barrier":
+        return 0.0
+    if op in ("gather", "scatter"):
+        return size * (ranks - 1) / ranks
+    assert op in get_args(law.Op)
+    return float(law.wire_bytes(op, size, ranks))  # type: ignore[arg-type]
+
+
+def fit(points: Sequence[CollectiveTiming]) -> AlphaBetaFit:
+    """Least squares of relative errors, so that small messages count as much as large ones."""
+    op, ranks = points[0].op, points[0].ranks
+    times = np.array([point.median_s for point in points])
+    wire = np.array([wire_bytes(op, point.bytes, ranks) for point in points])
+    if len(set(wire)) == 1:
+        alpha, per_byte = float(np.median(times)), 0.0
+    else:
+        alpha, per_byte = np.linalg.lstsq(np.stack([1 / times, wire / times], axis=1), np.ones(len(times)), rcond=None)[0]
+        if alpha < 0:
+            share = wire / times
+            alpha, per_byte = 0.0, float(share.sum() / (share**2).sum())
+    error = float(np.median(np.abs((alpha + per_byte * wire) / times - 1)))
+    return AlphaBetaFit(op, ranks, float(alpha), float(1e-9 / per_byte) if per_byte > 0 else None, error)
+
+
+def sizes(text: str) -> list[int]:
+    """`1k..64M`, each four times the one before, or some sizes with commas between them."""
+    first, dots, last = text.partition("..")
+    if not dots:
+        found = [tokens(word.strip(), "--sizes", "1k..64M") for word in text.split(",")]
+    else:
+        low, high = (tokens(word.strip(), "--sizes", "1k..64M") for word in (first, last))
+        if low > high:
+            raise SpecError(f"--sizes is {shown(text)}, from large to small: try {last.strip()}..{first.strip()}")
+        found = [low]
+        while found[-1] * BETWEEN <= high:
+            found.append(found[-1] * BETWEEN)
+    if max(found) > LARGEST:
+        raise SpecError(f"--sizes is {shown(text)} but a buffer may have at most 16G bytes: try 1k..64M")
+    return sorted(set(found))
+
+
+def groups(text: str | None, world: int) -> list[int]:
+    """Sizes of groups: those asked for, or powers of two up to all ranks, and all of them."""
+    if text is None:
+        return sorted({*(2**power for power in range(1, 20) if 2**power < world), world})
+    found = [tokens(word.strip(), "--groups", "2,4") for word in text.split(",")]
+    if any(not 2 <= size <= world for size in found):
+        raise SpecError(f"--groups is {shown(text)} but groups have from 2 to {world} ranks here: try 2, or a larger --nproc")
+    return sorted(set(found))
+
+
+def chosen(only: str | None) -> list[str]:
+    words = OPS if only is None else [word.strip().lower().replace("-", "_") for word in only.split(",") if word.strip()]
+    for word in words:
+        if word not in OPS:
+            raise SpecError(f"--only is {shown(only)}: {nearest(word, OPS)}")
+    if not words:
+        raise SpecError(f"--only names no collective: try {OPS[2]}")
+    return [op for op in OPS if op in words]
+
+
+def linked(cluster: Cluster, points: Iterable[CollectiveTiming]) -> Cluster:
+    """The cluster with the fast link's constants at which the law gives back its smallest and largest all-reduce."""
+    seen = [point for point in points if point.op == "all_reduce" and point.ranks <= cluster.fast_domain]
+    if not seen:
+        return cluster
+    ranks = max(point.ranks for point in seen)
+    small, *_, large = sorted((point for point in seen if point.ranks == ranks), key=lambda point: point.bytes) * 2
+    latency = share = 0.0
+    for _ in range(3):  # either moves the other a little
+        share = _searched(lambda value: _law_s(cluster, large, latency, value), large.median_s, 1e-3, 1.0)  # noqa: B023
+        latency = _searched(lambda value: _law_s(cluster, small, value, share), small.median_s, 0.0, 1e-2)  # noqa: B023
+    constants = {"link_bandwidth": float(f"{share:.4g}"), "link_latency_s": float(f"{latency:.4g}")}
+    return cluster.model_copy(update={"efficiency": cluster.efficiency.model_copy(update=constants)})
+
+
+def _law_s(cluster: Cluster, point: CollectiveTiming, latency_s: float, share: float) -> float:
+    changed = cluster.efficiency.model_copy(update={"link_latency_s": latency_s, "link_bandwidth": share})
+    here = cluster.model_copy(update={"efficiency": changed})
+    machine = ClusterRates(Job(model=Model.load("tiny"), cluster=here, seq=128, batch_tokens=128 * cluster.gpus))
+    link = machine.intra("all_reduce")
+    return float(law.collective_time_s("all_reduce", point.bytes, point.ranks, per_node=point.ranks, intra=link, inter=link))
+
+
+def _searched(time_s: Callable[[float], float], wanted_s: float, low: float, high: float) -> float:
+    """Where a monotone law meets the time, or the end nearest to it."""
+    rising = time_s(high) > time_s(low)
+    for _ in range(50):
+        middle = (low + high) / 2
+        if (time_s(middle) < wanted_s) == rising:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+ROUNDS, WARM = 11, 2
+ROUND_S = 2e-3  # short collectives are repeated until a round lasts about so long
+MOST_REPEATS = 100
+TIMEOUT_S = 300.0
+
+Say = Callable[[str], None]
+
+
+def measure(ops: list[str], sizes: list[int], groups: list[int], nproc: int, gpu: bool, say: Say) -> CollectivesReport:
+    """In processes of this machine, new ones for each collective: one that fails leaves the others their figures."""
+    from ultrascale.parallel import local
+    from ultrascale.train import launch
+
+    launch.import_torch()
+    points: list[CollectiveTiming] = []
+    missing: list[SkippedCollective] = []
+    for number, op in enumerate(ops, 1):
+        for group in groups:
+            say(f"{op} ({number} of {len(ops)}) between {group} ranks")
+            try:
+                found = local.run(_local, group, op, sizes, [group], timeout_s=TIMEOUT_S)[0]
+                points += found
+            except RunError as error:
+                missing.append(SkippedCollective(op, group, str(error).strip().splitlines()[-1]))
+    return CollectivesReport(_where(nproc, gpu), tuple(points), tuple(missing))
+
+
+def measure_as(rank_info: RankInfo, ops: list[str], sizes: list[int], groups: list[int], gpu: bool) -> CollectivesReport | None:
+    """As one rank of torchrun's or Slurm's; None on all but the first."""
+    from ultrascale.train import launch
+
+    launch.import_torch()
+    points = [point for op in ops for point in _joined(rank_info, op, sizes, groups)]
+    _left()
+    return CollectivesReport(_where(rank_info.world, gpu), tuple(points)) if rank_info.rank == 0 else None
+
+
+def _where(ranks: int, gpu: bool) -> str:
+    return f"{ranks} GPUs over NCCL" if gpu else f"{ranks} processes over gloo"
+
+
+def _local(rank: int, nproc: int, store: str, op: str, sizes: list[int], groups: list[int]) -> list[CollectiveTiming]:
+    found = _joined(RankInfo(rank, nproc, rank, nproc, store), op, sizes, groups)
+    _left()
+    return found
+
+
+def _joined(rank_info: RankInfo, op: str, sizes: list[int], groups: list[int]) -> list[CollectiveTiming]:
+    import torch
+    import torch.distributed as dist
+
+    from ultrascale.train.run import join
+
+    if dist.is_initialized():
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    else:
+        device = join(rank_info, TIMEOUT_S)
+    found = []
+    for ranks in groups:
+        group = dist.new_group(list(range(ranks)))
+        if rank_info.rank < ranks:
+            assert group is not None
+            found += [_timed(op, size, ranks, rank_info.rank, group, device) for size in ([0] if op == "barrier" else sizes)]
+        dist.barrier()
+    return found
+
+
+def _left() -> None:
+    from ultrascale.train.run import leave
+
+    leave()
+
+
+def _timed(op: str, size: int, ranks: int, rank: int, group: ProcessGroup, device: torch.device) -> CollectiveTiming:
+    import torch
+    import torch.distributed as dist
+
+    each = -(-size // (ELEMENT * ranks))  # elements of one part: every buffer is cut evenly
+    action = _action(op, each, ranks, rank, group, device)
+
+    def seconds(times: int) -> float:
+        dist.barrier(group)
+        began = time.perf_counter()
+        for _ in range(times):
+            action()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return (time.perf_counter() - began) / times
+
+    def slowest(values: list[float]) -> list[float]:
+        """Of each round the slowest rank: a root that only sends is done before its data has come."""
+        told = torch.tensor(values, dtype=torch.float64, device=device)
+        dist.all_reduce(told, dist.ReduceOp.MAX, group)
+        return [float(value) for value in told.tolist()]
+
+    (once,) = slowest([min(seconds(1) for _ in range(WARM))])
+    repeats = max(1, min(MOST_REPEATS, round(ROUND_S / once)))
+    rounds = slowest([seconds(repeats) for _ in range(ROUNDS)])
+    tenths = statistics.quantiles(rounds, n=10, method="inclusive")
+    return CollectiveTiming(op, ranks, ELEMENT * each * ranks, statistics.median(rounds), tenths[0], tenths[-1])
+
+
+def _action(op: str, each: int, ranks: int, rank: int, group: ProcessGroup, device: torch.device) -> Callable[[], object]:
+    """The collective on zeros, which sums leave as they are. Groups begin at rank 0, which is the root."""
+    import torch
+    import torch.distributed as dist
+
+    def zeros(elements: int) -> torch.Tensor:
+        return torch.zeros(elements, device=device)
+
+    whole, part = zeros(each * ranks), zeros(each)
+    if op == "broadcast":
+        return lambda: dist.broadcast(whole, 0, group)
+    if op == "reduce":
+        return lambda: dist.reduce(whole, 0, group=group)
+    if op == "all_reduce":
+        return lambda: dist.all_reduce(whole, group=group)
+    if op == "all_gather":
+        gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed them
+        return lambda: gather_into(whole, part, group=group)
+    if op == "reduce_scatter":
+        scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return lambda: scatter_into(part, whole, group=group)
+    if op in ("gather", "scatter"):
+        parts = list(whole.chunk(ranks)) if rank == 0 and each else None
+        if op == "gather":
+            return lambda: dist.gather(part, parts, 0, group)
+        return lambda: dist.scatter(part, parts, 0, group)
+    if op == "barrier":
+        return lambda: dist.barrier(group)
+    other = zeros(each * ranks)
+    if op == "all_to_all":
+        return lambda: dist.all_to_all_single(other, whole, group=group)
+    after, before = (rank + 1) % ranks, (rank - 1) % ranks
+
+    def round_the_ring() -> None:
+        sent = dist.P2POp(dist.isend, whole, after, group)
+        for work in dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, other, before, group)]):
+            work.wait()
+
+    return round_the_ring

@@ -1,0 +1,285 @@
+"""Calibrate: a Cluster whose constants are those of measured runs, as far as the runs tell them; judged on runs left out.
+
+Step times and memory are judged apart: constants of the one may stay as they were where those of the other are better.
+
+
+The two constants between the tensors that a law counts and the peak that an allocator reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from statistics import mean, median
+
+import numpy as np
+
+from ultrascale.cost.estimate import estimate
+from ultrascale.measure.calibrate_fit import CONSTANTS, Base, Constant, FitResult, Moves, StepTimeModel, bounds, fit, refit
+from ultrascale.measure.calibrate_runs import CalibrationRun
+from ultrascale.specs.cluster import Calibrated, Cluster
+from ultrascale.specs.efficiency import Efficiency
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.units import GIB
+
+FEWEST = 3  # runs: with two, each would be judged by the other alone
+FOLDS = 8  # more runs than these are left out several at a time
+STEP, HELD = "step_s", "held_gib"  # what a run tells: its time, its memory
+NO_BETTER = "on runs left out what was fitted is no better"
+NO_JUDGE = "no run is left to judge what was fitted: without any one of them some constant is not told; what would: more runs"
+
+
+@dataclass(frozen=True)
+class ConstantVerdict:
+    """What became of one constant."""
+
+    name: str
+    before: float
+    after: float
+    known: float | None
+    """as a share, to within which the runs tell it; None: it was not fitted"""
+    why: str = ""
+    """not fitted: the reason, and which run would determine it"""
+
+
+@dataclass(frozen=True)
+class CalibratedRun:
+    """One run: measured, and as predicted before, after, and by constants that had not seen it."""
+
+    name: str
+    step_s: float
+    before_s: float
+    after_s: float
+    left_out_s: float
+    spread: float
+    """of its own steps"""
+    alone: tuple[str, ...] = ()
+    """constants that no other run tells: left out, it is predicted with their old values, which judges nothing"""
+    held_gib: float | None = None
+    held_before_gib: float | None = None
+    held_after_gib: float | None = None
+    held_left_out_gib: float | None = None
+
+
+@dataclass(frozen=True)
+class CalibrationErrors:
+    """Of predicted / measured − 1, without sign."""
+
+    mean: float
+    middle: float
+    worst: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    base: Cluster
+    cluster: Cluster
+    """with the new constants, and the old ones where these are no better on runs left out"""
+    verdicts: tuple[ConstantVerdict, ...]
+    runs: tuple[CalibratedRun, ...]
+
+    @property
+    def improved(self) -> bool:
+        return self.cluster.calibrated is not None
+
+    def errors(self, when: str, of: str = STEP) -> CalibrationErrors | None:
+        """`when`: before, after or left_out, the last of runs that others can judge; `of`: step_s or held_gib."""
+        return _errors(self.runs if when != "left_out" else self.judges(of), when, of)
+
+    def judges(self, of: str = STEP) -> tuple[CalibratedRun, ...]:
+        """Runs that others tell enough of; of memory all are, whose constants no run tells alone."""
+        return tuple(run for run in self.runs if of == HELD or not run.alone)
+
+
+def _errors(runs: Sequence[CalibratedRun], when: str, of: str = STEP) -> CalibrationErrors | None:
+    stem, unit = of.rsplit("_", 1)
+    name = f"{when}_{unit}" if stem == "step" else f"{stem}_{when}_{unit}"
+    pairs = [(getattr(run, name), getattr(run, of)) for run in runs]
+    off = [abs(one / measured - 1) for one, measured in pairs if measured]
+    return CalibrationErrors(mean(off), median(off), max(off)) if off else None
+
+
+def calibrate(runs: Sequence[CalibrationRun], say: Callable[[str], None] = lambda text: None) -> Calibration:
+    """Fit what the runs determine, judge it on runs left out, and keep the old constants where it does not help."""
+    if len(runs) < FEWEST:
+        raise SpecError(f"calibrate needs at least {FEWEST} runs, to judge each by the others, but found {len(runs)}: add some")
+    # The most processes first: a cluster that holds every run.
+    base = Base.of(max(runs, key=lambda run: run.layout.gpus).job)
+    model = StepTimeModel(base, runs)
+    everyone = range(len(runs))
+    say(f"fitting to {len(runs)} runs")
+    found = fit(model, everyone)
+    held = [measured_peak(base, run) for run in runs]
+    efficiency = _with_memory(base, found.moves, [one for one in held if one is not None])
+    without: dict[int, tuple[Efficiency, list[Constant]]] = {}
+    for fold in _folds(len(runs)):
+        say(f"judging on runs left out: {len(without)} of {len(runs)}")
+        kept = [index for index in everyone if index not in fold]
+        moves, lost = refit(model, kept, found)
+        changed = _with_memory(base, moves, [one for index in kept if (one := held[index]) is not None])
+        without |= dict.fromkeys(fold, (changed, lost))
+
+    def judged(after: Efficiency, left_out: Callable[[Efficiency], Efficiency]) -> tuple[CalibratedRun, ...]:
+        return tuple(
+            _judged(base, run, one, after, left_out(without[index][0]), without[index][1])
+            for index, (run, one) in enumerate(zip(runs, held, strict=True))
+        )
+
+    verdicts = _verdicts(base, found, efficiency, bool(_spoke(held)))
+    result = Calibration(base.cluster, base.cluster, tuple(verdicts), judged(efficiency, lambda each: each))
+    taken = {of: _better(result, of) for of in (STEP, HELD)}
+    if not any(taken.values()):
+        return result
+
+    def as_taken(each: Efficiency) -> Efficiency:
+        """With constants of times, of memory, or of both."""
+        times, of_memory = (each if taken[of] else base.cluster.efficiency for of in (STEP, HELD))
+        return times.model_copy(update={name: getattr(of_memory, name) for name in FIELDS})
+
+    why_not = {of: NO_BETTER if result.judges(of) else NO_JUDGE for of in taken}
+    verdicts = [_as_taken(one, taken[of], why_not[of]) for one in verdicts for of in (HELD if one.name in FIELDS else STEP,)]
+    result = Calibration(base.cluster, base.cluster, tuple(verdicts), judged(as_taken(efficiency), as_taken))
+    return replace(result, cluster=_signed(result, as_taken(efficiency)))
+
+
+def _folds(runs: int) -> list[list[int]]:
+    """One run at a time, or as many as make eight folds."""
+    folds = min(runs, FOLDS)
+    return [list(range(first, runs, folds)) for first in range(folds)]
+
+
+def _with_memory(base: Base, moves: Moves, held: Sequence[MeasuredPeak]) -> Efficiency:
+    return base.changed(moves).model_copy(update=fit_memory(held))
+
+
+def _spoke(held: Sequence[MeasuredPeak | None]) -> list[MeasuredPeak]:
+    return [one for one in held if one is not None and one.holes is not None]
+
+
+def _judged(
+    base: Base,
+    run: CalibrationRun,
+    held: MeasuredPeak | None,
+    after: Efficiency,
+    without: Efficiency,
+    lost: Sequence[Constant],
+) -> CalibratedRun:
+    before_s, after_s, without_s = (
+        estimate(base.job(run.job, each), run.layout).step_time_s for each in (base.cluster.efficiency, after, without)
+    )
+    alone_tells = tuple(constant.name for constant in lost)
+    judged = CalibratedRun(run.name, run.step_s, before_s, after_s, without_s, run.spread, alone_tells)
+    if held is None:
+        return judged
+    return replace(
+        judged,
+        held_gib=held.measured / GIB,
+        held_before_gib=peak_bytes(held, base.cluster.efficiency) / GIB,
+        held_after_gib=peak_bytes(held, after) / GIB,
+        held_left_out_gib=peak_bytes(held, without) / GIB,
+    )
+
+
+def _better(found: Calibration, of: str = STEP) -> bool:
+    """On runs left out that others judge. The middle one counts: one run may be beyond all."""
+    before, after = (_errors(found.judges(of), when, of) for when in ("before", "left_out"))
+    return before is not None and after is not None and after.middle < before.middle
+
+
+def _as_taken(verdict: ConstantVerdict, taken: bool, why_not: str) -> ConstantVerdict:
+    if taken or verdict.known is None:
+        return verdict
+    return replace(verdict, after=verdict.before, known=None, why=why_not)
+
+
+def _signed(found: Calibration, efficiency: Efficiency) -> Cluster:
+    """The new cluster, with where its constants come from."""
+    # Where each run alone tells a constant of time, those stayed as they were, and are judged by what is predicted with them.
+    time, held = found.errors("left_out") or found.errors("after"), found.errors("left_out", HELD)
+    assert time is not None  # there are runs
+    origin = Calibrated(
+        runs=len(found.runs),
+        date=datetime.now(UTC).date().isoformat(),
+        processes=found.base.gpus,
+        constants=tuple(verdict.name for verdict in found.verdicts if verdict.known is not None),
+        step_time_error=float(f"{time.middle:.3g}"),
+        step_time_worst=float(f"{time.worst:.3g}"),
+        memory_error=float(f"{held.middle:.3g}") if held is not None else None,
+    )
+    return found.base.model_copy(update={"efficiency": efficiency, "calibrated": origin})
+
+
+def _verdicts(base: Base, found: FitResult, efficiency: Efficiency, spoke: bool) -> list[ConstantVerdict]:
+    verdicts = []
+    for constant in CONSTANTS:
+        before = base.values[constant.fields[0]]
+        if constant in found.moves:
+            after = base.moved(constant, found.moves[constant])[constant.fields[0]]
+            verdicts.append(ConstantVerdict(constant.name, before, after, found.known[constant]))
+        else:
+            verdicts.append(
+                ConstantVerdict(constant.name, before, before, None, f"{found.why[constant]}; what would: {constant.run}")
+            )
+    for name in FIELDS:
+        before, after = getattr(base.cluster.efficiency, name), getattr(efficiency, name)
+        why = "" if spoke else "no allocator spoke in these runs; what would: a run on a GPU"
+        verdicts.append(ConstantVerdict(name, before, after, 0.0 if spoke else None, why))
+    verdicts.append(
+        ConstantVerdict("context_gib", base.cluster.efficiency.context_gib, base.cluster.efficiency.context_gib, None, CONTEXT)
+    )
+    return verdicts
+
+
+CONTEXT = "a run sees what its allocator holds, not what CUDA holds beside it; what would: nvidia-smi, less that"
+
+
+FIELDS = ("workspace_gib", "allocator_slack")
+
+
+@dataclass(frozen=True)
+class MeasuredPeak:
+    """Bytes on the fullest stage of one run."""
+
+    predicted: float
+    """tensors"""
+    moving: float
+    """of these, activations and buffers"""
+    measured: float
+    """tensors, and on a GPU cuBLAS's workspaces among them"""
+    holes: float | None
+    """what the allocator had reserved beyond; None on a CPU"""
+
+
+def measured_peak(base: Base, run: CalibrationRun) -> MeasuredPeak | None:
+    if run.memory is None:
+        return None
+    predicted = estimate(base.job(run.job, base.cluster.efficiency), run.layout).memory[run.stage].memory
+    seen, runtime = run.memory, run.memory.runtime
+    tensors = seen.total - (runtime or 0.0)
+    return MeasuredPeak(predicted.total - predicted.runtime, predicted.activations + predicted.buffers, tensors, runtime)
+
+
+def peak_bytes(one: MeasuredPeak, efficiency: Efficiency) -> float:
+    """What the run's allocator should have handed out at its peak."""
+    return one.predicted + (efficiency.workspace_gib * GIB if one.holes is not None else 0.0)
+
+
+def fit_memory(runs: Sequence[MeasuredPeak]) -> dict[str, float]:
+    """Least squares of relative errors; nothing where no allocator spoke."""
+    spoke = [one for one in runs if one.holes is not None]
+    if not spoke:
+        return {}
+    size = np.asarray([one.measured for one in spoke])
+    missing = (size - [one.predicted for one in spoke]) / GIB
+    moving, holes = (np.asarray([getattr(one, name) for one in spoke], dtype=float) for name in ("moving", "holes"))
+    # A law that is off by whole tensors says nothing of workspaces: the middle one counts, each as its share of the run.
+    middle = _weighted_median(missing, 1 / size)
+    found = {"workspace_gib": middle, "allocator_slack": float((holes * moving / size**2).sum() / (moving**2 / size**2).sum())}
+    limits = {name: bounds(name) for name in FIELDS}
+    return {name: float(f"{min(max(one, 0.0), limits[name][1]):.3g}") for name, one in found.items()}
+
+
+def _weighted_median(values: np.ndarray, weights: np.ndarray) -> float:
+    order = np.argsort(values)
+    reached = np.cumsum(weights[order]) / weights.sum()
+    return float(values[order][int(np.searchsorted(reached, 0.5))])

@@ -1,1 +1,0 @@
-"""A cluster whose constants are those of runs that it made."""

@@ -1,0 +1,412 @@
+"""`doctor`: what would stop a run on this machine, each finding from facts alone, so that every one can be tested.
+
+`doctor plan.yaml`: what would stop this plan on this machine, and what would work instead."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal
+
+from ultrascale.cost.estimate import estimate
+from ultrascale.measure.doctor_facts import MachineFacts
+from ultrascale.specs.checkpointing import Checkpointing
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.gpu import GPU
+from ultrascale.specs.job import OPTIMIZER_STATE_BYTES
+from ultrascale.specs.plan import Plan
+from ultrascale.specs.training import Training
+from ultrascale.specs.units import GIB
+from ultrascale.train import supported
+from ultrascale.train.machine import kind_of_gpu
+from ultrascale.train.rank_info import RankInfo, rank_info_from_env
+
+Level = Literal["ok", "warn", "bad"]
+
+OLDEST_TORCH = (2, 11)
+FEW_FILES, SMALL_SHM, SLOW_DISK = 1024, 1 * GIB, 50e6
+LITTLE_DISK = 1 * GIB
+SKEW_S, A_DAY_S = 5.0, 86_400.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    name: str
+    level: Level
+    text: str
+    advice: str = ""
+    """what would help; empty where nothing has to be done"""
+
+
+def machine_findings(facts: MachineFacts) -> list[Finding]:
+    return [check(facts) for check in MACHINE_CHECKS]
+
+
+def python(facts: MachineFacts) -> Finding:
+    names = ", ".join(f"{name} {version}" for name, version in facts.packages.items() if version and name != "torch")
+    missing = [name for name, version in facts.packages.items() if version is None and name != "torch"]
+    text = f"Python {facts.python}; {names or 'no packages'}"
+    if "safetensors" in missing:
+        return Finding("python", "warn", f"{text}; no safetensors, which convert needs", "pip install 'ultrascale[train]'")
+    return Finding("python", "ok", text)
+
+
+def torch(facts: MachineFacts) -> Finding:
+    version = facts.packages.get("torch")
+    if version is None:
+        return Finding("torch", "bad", "torch is not installed: plans can be made, not run", "pip install 'ultrascale[train]'")
+    numbers = tuple(int(word) for word in re.findall(r"\d+", version)[:2])
+    if numbers < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        return Finding("torch", "bad", f"torch {version} is older than {oldest}", f"pip install 'torch>={oldest}'")
+    if facts.gpus and facts.torch_cuda is None:
+        text = f"torch {version} was built without CUDA: the {len(facts.gpus)} GPUs here would stand idle"
+        return Finding("torch", "bad", text, "install torch from https://pytorch.org with the CUDA of the driver")
+    return Finding("torch", "ok", f"torch {version}, {f'CUDA {facts.torch_cuda}' if facts.torch_cuda else 'for CPUs'}")
+
+
+def memory(facts: MachineFacts) -> Finding:
+    free, whole = facts.free_memory_bytes, facts.memory_bytes
+    text = f"{facts.cores} cores, {free / GIB:,.1f} of {whole / GIB:,.1f} GiB of memory free"
+    if free < 1 * GIB:
+        return Finding("cpu and memory", "warn", text, "end what holds the memory, or raise the control group's limit")
+    return Finding("cpu and memory", "ok", text)
+
+
+def gpus(facts: MachineFacts) -> Finding:
+    if facts.gpu_problem:
+        return Finding(
+            "GPUs", "warn", facts.gpu_problem, "see that the driver is loaded and fits nvidia-smi (reboot after updates)"
+        )
+    if not facts.gpus:
+        hidden = facts.environment.get("CUDA_VISIBLE_DEVICES")
+        text = f"none, with CUDA_VISIBLE_DEVICES='{hidden}'" if hidden is not None else "none"
+        return Finding("GPUs", "ok", f"{text}: runs use the CPU")
+    kinds = Counter(gpu.name for gpu in facts.gpus)
+    least = min(facts.gpus, key=lambda gpu: gpu.free_bytes)
+    named = " and ".join(f"{count} × {name}" for name, count in kinds.items())
+    text = f"{named}, driver {facts.gpus[0].driver}, at least {least.free_bytes / GIB:,.1f} GiB free each"
+    if len(kinds) > 1:
+        return Finding("GPUs", "warn", f"{text}: the slowest sets the pace", "choose one kind with CUDA_VISIBLE_DEVICES")
+    if least.free_bytes < 0.9 * least.memory_bytes:
+        text = f"{text}; GPU {least.index} has {least.free_bytes / GIB:,.1f} of {least.memory_bytes / GIB:,.1f} GiB"
+        return Finding("GPUs", "warn", text, "nvidia-smi shows which processes hold the rest")
+    try:
+        kind_of_gpu(least.name)
+    except SpecError:
+        return Finding("GPUs", "warn", f"{text}; no peak of this kind is known", "give --cluster a file with its numbers")
+    return Finding("GPUs", "ok", text)
+
+
+def attention(facts: MachineFacts) -> Finding:
+    if facts.import_problems:
+        broken = "; ".join(f"{name} cannot be imported ({why})" for name, why in facts.import_problems.items())
+        advice = f"pip install --force-reinstall 'ultrascale[flash]', or pip uninstall {' '.join(facts.import_problems)}"
+        return Finding("attention", "warn", f"{broken}: runs use torch's kernels", advice)
+    version = facts.packages.get("flash-attn-4")
+    if version is not None:
+        return Finding("attention", "ok", f"FlashAttention {version} where a run finds it faster than torch's kernels")
+    if any(_architecture(gpu.name) in ("hopper", "blackwell") for gpu in facts.gpus):
+        text = "torch's kernels; with FlashAttention 4 an H200 trained 2 to 5 % faster: pip install 'ultrascale[flash]'"
+        return Finding("attention", "ok", text)
+    return Finding("attention", "ok", "torch's kernels")
+
+
+def _architecture(name: str) -> str | None:
+    try:
+        return GPU.load(kind_of_gpu(name)).architecture
+    except SpecError:
+        return None
+
+
+def links(facts: MachineFacts) -> Finding:
+    if len(facts.gpus) < 2:
+        return Finding("GPU links", "ok", "nothing to link")
+    if not facts.links:
+        return Finding("GPU links", "warn", "nvidia-smi topo -m tells nothing of them", "run it to see why")
+    slow = {pair: word for pair, word in facts.links.items() if not word.startswith("NV")}
+    if not slow:
+        words = ", ".join(sorted(set(facts.links.values())))
+        return Finding("GPU links", "ok", f"NVLink between all pairs ({words})")
+    (one, other), word = next(iter(slow.items()))
+    text = f"{len(slow)} of {len(facts.links)} pairs without NVLink, such as {one} and {other} ({word})"
+    return Finding("GPU links", "warn", text, "keep tensor parallelism inside pairs with NVLink")
+
+
+def network(facts: MachineFacts) -> Finding:
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        wanted = facts.environment.get(name, "")
+        exact = wanted.startswith("=") or name.startswith("GLOO")
+        words = [word for word in wanted.lstrip("=").split(",") if word]
+        if not words or wanted.startswith("^"):
+            continue
+        if not any(one == word or (not exact and one.startswith(word)) for one in facts.interfaces for word in words):
+            text = f"{name} is '{wanted}' but the interfaces that are up are {', '.join(facts.interfaces)}"
+            return Finding("network", "bad", text, f"unset {name}, or name one of these")
+    outside = [name for name in facts.interfaces if name != "lo" and not name.startswith(("docker", "veth", "br-"))]
+    active = [f"{name} ({state})" for name, state in facts.infiniband.items() if state.startswith("ACTIVE")]
+    text = f"{', '.join(outside) or 'only loopback'}; InfiniBand: {', '.join(active) or 'none active'}"
+    if facts.infiniband and len(active) < len(facts.infiniband):
+        idle = next(f"{name} is {state}" for name, state in facts.infiniband.items() if not state.startswith("ACTIVE"))
+        return Finding("network", "warn", f"{text}; {idle}", "see ibstat: hosts would talk over fewer links, or Ethernet")
+    return Finding("network", "ok", text)
+
+
+def rendezvous(facts: MachineFacts) -> Finding:
+    if facts.loopback_problem:
+        advice = "allow connections over the lo interface: processes of one machine meet there"
+        return Finding("rendezvous", "bad", facts.loopback_problem, advice)
+    if facts.host_problem:
+        advice = "give this host's name an address in /etc/hosts, or set GLOO_SOCKET_IFNAME"
+        return Finding("rendezvous", "warn", f"this host's name {facts.host_problem}", advice)
+    return Finding("rendezvous", "ok", "127.0.0.1 takes connections, and a port is free")
+
+
+def launcher(facts: MachineFacts) -> Finding:
+    given = facts.environment
+    try:
+        mine = launched(given)
+    except SpecError as error:
+        return Finding("launcher", "bad", str(error), "start with torchrun or srun, or unset these variables")
+    if mine is None:
+        if stray := [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in given]:
+            text = f"{', '.join(stray)} set, but not all that torchrun sets: they are passed over"
+            return Finding("launcher", "warn", text, f"unset {' '.join(stray)}, or start with torchrun")
+        return Finding("launcher", "ok", "started by hand: train --nproc N starts processes here")
+    text = f"process {mine.rank} of {mine.world}, {mine.local_world} on this host, meeting at {_address(mine, given)}"
+    problem, advice = _launcher_problem(mine, facts)
+    return Finding("launcher", "bad", f"{text}; {problem}", advice) if problem else Finding("launcher", "ok", text)
+
+
+def launched(environment: Mapping[str, str]) -> RankInfo | None:
+    """The rank that these variables give; SpecError where they contradict each other."""
+    try:
+        return rank_info_from_env(environment)
+    except SpecError:
+        raise
+    except ValueError as error:
+        raise SpecError(f"the environment's variables of Slurm cannot be read ({error}): start with srun") from None
+
+
+def _address(mine: RankInfo, given: Mapping[str, str]) -> str:
+    if mine.address != "env://":
+        return mine.address.removeprefix("tcp://")
+    return f"{given.get('MASTER_ADDR', '(no MASTER_ADDR)')}:{given.get('MASTER_PORT', '(no MASTER_PORT)')}"
+
+
+def _launcher_problem(mine: RankInfo, facts: MachineFacts) -> tuple[str, str]:
+    given, relaunch = facts.environment, "start with torchrun, which sets all of them"
+    if mine.world > 1 and mine.address == "env://":
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if not given.get(name):
+                return f"{name} is not set, so the processes cannot meet", relaunch
+    if facts.master_problem:
+        return facts.master_problem, "set MASTER_ADDR to an address that every host can reach"
+    if mine.local_rank >= mine.local_world:
+        return f"LOCAL_RANK {mine.local_rank} is not below the {mine.local_world} processes of this host", relaunch
+    if mine.world % mine.local_world:
+        return f"{mine.world} processes do not divide into hosts of {mine.local_world}", "start as many on every host"
+    if facts.gpus and mine.local_world > len(facts.gpus):
+        return f"but there are {len(facts.gpus)} GPUs", f"start {len(facts.gpus)} processes on each host"
+    return "", ""
+
+
+def limits(facts: MachineFacts) -> Finding:
+    shm = facts.shared_memory_bytes
+    text = f"{facts.open_files:,} open files; /dev/shm {'is missing' if shm is None else f'has {shm / GIB:,.2f} GiB'}"
+    if 0 <= facts.open_files < FEW_FILES:
+        return Finding("limits", "warn", f"{text}: many processes need many connections", "ulimit -n 65536")
+    if len(facts.gpus) > 1 and (shm or 0) < SMALL_SHM:
+        return Finding(
+            "limits", "warn", f"{text}: NCCL exchanges through it inside a host", "docker run --shm-size=8g, or --ipc=host"
+        )
+    return Finding("limits", "ok", text)
+
+
+def disk(facts: MachineFacts) -> Finding:
+    found = facts.disk
+    if found.problem:
+        return Finding("disk", "bad", found.problem, "give train --out a folder that can be written")
+    speed = "" if found.write_bytes_s is None else f", written at {found.write_bytes_s / 1e6:,.0f} MB/s"
+    text = f"{found.place}: {found.free_bytes / GIB:,.1f} GiB free{speed}"
+    if found.free_bytes < LITTLE_DISK:
+        return Finding("disk", "warn", text, "make room, or give train --out another disk")
+    if found.write_bytes_s is not None and found.write_bytes_s < SLOW_DISK:
+        return Finding("disk", "warn", f"{text}: checkpoints would take long", "give train --out a faster disk")
+    return Finding("disk", "ok", text)
+
+
+def clock(facts: MachineFacts) -> Finding:
+    behind, ahead = facts.newest_file_s - facts.now_s, facts.disk.clock_ahead_s
+    if behind > A_DAY_S:
+        text = f"the clock stands {behind / A_DAY_S:,.0f} days before this program was installed"
+        return Finding("clock", "warn", text, "set the clock: certificates, logs and the ages of checkpoints depend on it")
+    if abs(ahead) > SKEW_S:
+        text = f"the disk's clock is {ahead:+,.0f} s from this machine's"
+        return Finding("clock", "warn", text, "let both keep time by NTP: the ages of checkpoints depend on it")
+    return Finding("clock", "ok", "agrees with the disk's")
+
+
+MACHINE_CHECKS: tuple[Callable[[MachineFacts], Finding], ...] = (
+    python,
+    torch,
+    memory,
+    gpus,
+    attention,
+    links,
+    network,
+    rendezvous,
+    launcher,
+    limits,
+    disk,
+    clock,
+)
+
+
+MASTER_BYTES = 4  # of a parameter in fp32: what the optimizer steps, and what a checkpoint keeps
+SAME = 1e-4  # relative; a plan is written with six digits
+
+
+def plan_findings(plan: Plan, facts: MachineFacts) -> list[Finding]:
+    return [check(plan, facts) for check in PLAN_CHECKS]
+
+
+def plan_engine(plan: Plan, facts: MachineFacts) -> Finding:
+    """Whether the engine runs it, wherever."""
+    try:
+        supported.check(plan.job, plan.layout, Training())
+    except SpecError as error:
+        return Finding("plan: engine", "bad", str(error), "change the plan as it says, or plan anew")
+    return Finding("plan: engine", "ok", f"{plan.job.model.name}, {plan.layout}: the engine runs it")
+
+
+def plan_estimate(plan: Plan, facts: MachineFacts) -> Finding:
+    try:
+        now = estimate(plan.job, plan.layout)
+    except SpecError as error:
+        return Finding("plan: estimate", "bad", f"nothing can be predicted for its layout: {error}", "plan anew")
+    for what, unit, written, predicted in (
+        ("a step of", "s", plan.estimate.step_time_s, now.step_time_s),
+        ("a peak of", "GiB", plan.estimate.peak_gib, now.peak_gib),
+    ):
+        if abs(written - predicted) > SAME * predicted:
+            text = f"the file says {what} {written:,.4g} {unit} but {predicted:,.4g} {unit} is predicted now"
+            return Finding("plan: estimate", "warn", text, "it was edited or comes from another version: plan anew")
+    return Finding("plan: estimate", "ok", f"{now.step_time_s:,.3g} s a step, {now.peak_gib:,.1f} GiB: as the file says")
+
+
+def plan_processes(plan: Plan, facts: MachineFacts) -> Finding:
+    """As many as the layout has parts: those that a launcher started, or one for each GPU."""
+    needed, nodes = plan.layout.gpus, plan.job.cluster.nodes
+    mine = _seat(facts)
+    if mine is None and not facts.gpus:
+        text = f"{needed} processes on {facts.cores} cores"
+        if needed > facts.cores:
+            return Finding("plan: processes", "warn", f"{text}: they take turns", f"plan for {facts.cores}xhere")
+        return Finding("plan: processes", "ok", text)
+    here = mine.world if mine else len(facts.gpus)
+    whose = "processes started" if mine else "GPUs here"
+    if here == needed or (mine is None and here > needed):
+        return Finding("plan: processes", "ok", f"{needed} needed, {here} {whose}")
+    if mine is None and nodes > 1 and here == plan.job.cluster.gpus_per_node:
+        start = f"torchrun --nnodes {nodes} --nproc-per-node {here} -m ultrascale train plan.yaml"
+        return Finding("plan: processes", "ok", f"{here} GPUs, as each of the {nodes} hosts must have: {start}, on each")
+    layout = plan.layout
+    sum_ = f"layout.dp·tp·pp·cp is {layout.dp}·{layout.tp}·{layout.pp}·{layout.cp} = {needed} but there are {here} {whose}"
+    return Finding("plan: processes", "bad", sum_, _instead(plan, here) or f"start {needed} processes")
+
+
+def _instead(plan: Plan, here: int) -> str:
+    cluster = plan.job.cluster.model_copy(update={"nodes": 1, "gpus_per_node": here})
+    job = plan.job.changed(cluster=cluster)
+    found = [str(one) for one in islice(supported.alternatives(job, plan.layout, Training()), 2)]
+    return f"with {here} these work: {'; '.join(found)}" if found else ""
+
+
+def _seat(facts: MachineFacts) -> RankInfo | None:
+    try:
+        return launched(facts.environment)
+    except SpecError:  # told by the check of the launcher
+        return None
+
+
+def plan_device(plan: Plan, facts: MachineFacts) -> Finding:
+    planned = plan.job.cluster.gpu.name
+    if not facts.gpus:
+        if planned == "cpu":
+            return Finding("plan: device", "ok", "planned for a CPU, as here")
+        text = f"planned for {planned}, and there is no GPU here: it would run on the CPU"
+        return Finding("plan: device", "bad" if facts.gpu_problem else "warn", text, "run it where the GPUs are")
+    name = facts.gpus[0].name
+    try:
+        kind = kind_of_gpu(name)
+    except SpecError:
+        return Finding("plan: device", "warn", f"planned for {planned}, here are {name}: no peak is known of them", "")
+    if kind == planned:
+        return Finding("plan: device", "ok", f"planned for {planned}, as here")
+    text = f"planned for {planned}, here are {name}: times and memory will differ"
+    return Finding("plan: device", "warn", text, f"plan anew with --cluster {len(facts.gpus)}x{kind}")
+
+
+def plan_precision(plan: Plan, facts: MachineFacts) -> Finding:
+    wanted = plan.job.precision
+    if not facts.gpus:
+        if wanted == "fp32":
+            return Finding("plan: precision", "ok", "fp32")
+        return Finding("plan: precision", "warn", f"{wanted} is planned, but on a CPU train computes in fp32", "")
+    try:
+        gpu = GPU.load(kind_of_gpu(facts.gpus[0].name))
+    except SpecError:
+        return Finding("plan: precision", "ok", f"{wanted}")
+    if wanted not in gpu.peak_tflops:
+        known = ", ".join(gpu.peak_tflops)
+        return Finding("plan: precision", "bad", f"{gpu.name} does not compute in {wanted}", f"job.precision= one of {known}")
+    return Finding("plan: precision", "ok", f"{wanted}, which {gpu.name} computes in")
+
+
+def plan_memory(plan: Plan, facts: MachineFacts) -> Finding:
+    """The predicted peak against what is there, free and in all."""
+    peak = plan.estimate.peak_gib * GIB
+    if facts.gpus:
+        least = min(facts.gpus, key=lambda gpu: gpu.free_bytes)
+        whole, free, where = least.memory_bytes, least.free_bytes, f"GPU {least.index}"
+    else:
+        mine = _seat(facts)
+        local = mine.local_world if mine else plan.layout.gpus
+        peak *= local
+        whole, free, where = facts.memory_bytes, facts.free_memory_bytes, f"this machine, for {local} processes,"
+    text = f"a peak of {peak / GIB:,.1f} GiB is predicted, {where} has {whole / GIB:,.1f} GiB, {free / GIB:,.1f} GiB of it free"
+    if peak > whole:
+        advice = "ultrascale plan … --objective memory finds layouts that need less"
+        return Finding("plan: memory", "bad", text, advice)
+    if peak > free:
+        return Finding("plan: memory", "bad", text, "end what holds the rest (nvidia-smi, top)")
+    return Finding("plan: memory", "ok", text)
+
+
+def plan_checkpoints(plan: Plan, facts: MachineFacts) -> Finding:
+    """The newest ones that stay, and the one that is being written."""
+    each = MASTER_BYTES + OPTIMIZER_STATE_BYTES[plan.job.optimizer]
+    one, free, keep = plan.job.model.parameters * each, facts.disk.free_bytes, Checkpointing().keep
+    text = f"one takes {one / GIB:,.2f} GiB ({each:g} bytes a parameter), {free / GIB:,.1f} GiB are free at {facts.disk.place}"
+    if one > free:
+        return Finding("plan: checkpoints", "bad", text, "make room, or give train --out another disk")
+    if (keep + 1) * one > free:
+        return Finding(
+            "plan: checkpoints", "warn", f"{text}: not enough for {keep} and one in the making", "try checkpoint.keep=1"
+        )
+    return Finding("plan: checkpoints", "ok", text)
+
+
+PLAN_CHECKS: tuple[Callable[[Plan, MachineFacts], Finding], ...] = (
+    plan_engine,
+    plan_estimate,
+    plan_processes,
+    plan_device,
+    plan_precision,
+    plan_memory,
+    plan_checkpoints,
+)

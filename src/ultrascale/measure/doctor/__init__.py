@@ -1,1 +1,0 @@
-"""What would stop a run on this machine, before it is tried."""

@@ -1,1 +1,0 @@
-"""A run under the profiler: traces, ranges, memory over a step."""

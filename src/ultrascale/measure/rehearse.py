@@ -1,0 +1,351 @@
+"""Rehearse: run the training program of single ranks of a plan without their peers, and compare with the Estimate.
+
+A request is checked before torch is loaded; rehearse_rank.py runs a rank.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ultrascale.cost import flops
+from ultrascale.cost.columns import LayoutColumns
+from ultrascale.cost.estimate import estimate
+from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.layout_rows import LayoutRows
+from ultrascale.cost.memory.estimate import most_gradients, peak_parts, peaks
+from ultrascale.cost.memory.states import accumulates_nothing
+from ultrascale.cost.operators import layer_matmuls
+from ultrascale.cost.traffic import of_stage
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.estimate import Estimate
+from ultrascale.specs.framework import Framework
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.measurement import MeasuredMemory
+from ultrascale.specs.plan import Plan
+from ultrascale.specs.training import Training
+from ultrascale.specs.units import GIB
+from ultrascale.train import supported
+from ultrascale.train.rates import cores
+
+if TYPE_CHECKING:
+    from ultrascale.parallel.mesh import RankCoordinates
+
+DEVICES = ("meta", "cuda")
+KERNELS = ("fused", "eager")
+STATES = ("parameters", "master", "gradients", "optimizer")
+TECHNIQUES = ("tensor", "context", "expert", "pipeline", "data", "zero", "bookkeeping")
+EAGER = "operators run one by one, as on a CPU: on a GPU our kernels keep less"
+COMPILED = "blocks run operator by operator, which torch.compile would fuse: they hold more for a moment than it would"
+BALANCED = "experts are chosen equally often, in the rehearsal and in the prediction beside it"
+EMULATED = "fp8 is emulated: casts and products hold what a GPU's do not, so that activations come out too large"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of exchange of a whole step."""
+
+    technique: str
+    kind: str
+    group: int
+    where: str
+    """forward, backward, gradients, loss, norm, optimizer"""
+    calls: int
+    bytes: int
+    """that this rank sends over its links, of all calls together"""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What one rank holds and does in a step."""
+
+    rank: int
+    place: RankCoordinates
+    alike: int
+    """ranks of its stage, which hold and do the same"""
+    layers: int
+    memory: MeasuredMemory
+    """by owner at the peak, but of parameters and gradients the most there were"""
+    peak: float
+    """bytes of all tensors then"""
+    moment: str
+    flops: dict[str, int]
+    """by operator; the causal half of attention, without what its kernel computes again in backward"""
+    collectives: tuple[Collective, ...]
+    microbatches: int
+    """that were run; the rest of the step's repeat what these do"""
+    kernels: str
+    """fused or eager"""
+    seconds: float = 0.0
+    """that the rehearsal took"""
+    kernels_s: dict[str, float] | None = None
+    """on a GPU: time by kernel, of one step of so many micro-batches"""
+
+    def sent(self, technique: str, kind: str | None = None) -> int:
+        return sum(one.bytes for one in self.collectives if one.technique == technique and kind in (None, one.kind))
+
+
+def rehearse(
+    job: Job,
+    layout: Layout,
+    ranks: Sequence[int] = (0,),
+    device: str = "meta",
+    progress: Callable[[str], None] = lambda _: None,
+    kernels: str | None = None,
+) -> list[Rehearsal]:
+    """Each of these ranks, one after the other on a GPU, as many at a time as there are cores without one.
+
+    `kernels`: fused or eager; not told: as the plan's machines would run it.
+    """
+    check(job, layout, device)
+    kernels = kernels_of(job, device, kernels)
+    import torch
+
+    from ultrascale.measure.rehearse_rank import rehearse_rank
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SpecError("--device is cuda but torch sees no GPU here: try --device meta")
+    job = job.changed(framework=engine_of(kernels))
+    workers = min(len(ranks), cores())
+    if device == "cuda" or workers == 1:
+        alone = (rehearse_rank(job, layout, rank, device, kernels) for rank in ranks)
+        return [_told(one, place, len(ranks), progress) for place, one in enumerate(alone)]
+    # What was imported is no garbage: frozen, no collection of a worker's looks at it again.
+    with ProcessPoolExecutor(workers, get_context("fork"), initializer=gc.freeze) as pool:
+        # Early stages hold, and so run, the most micro-batches: they go first, which they do in the order of ranks.
+        running = [pool.submit(rehearse_rank, job, layout, rank, device, kernels) for rank in ranks]
+        done = [_told(one.result(), place, len(ranks), progress) for place, one in enumerate(as_completed(running))]
+    return sorted(done, key=lambda one: one.rank)
+
+
+def _told(one: Rehearsal, done: int, of: int, progress: Callable[[str], None]) -> Rehearsal:
+    progress(f"{done + 1} of {of}: rank {one.rank} in {one.seconds:.1f} s")
+    return one
+
+
+def kernels_of(job: Job, device: str, asked: str | None = None) -> str:
+    """With which kernels the engine is rehearsed: those asked for, else a GPU's where the plan has GPUs.
+
+    fp8 is computed on a GPU alone; emulated, it is a matter of operators.
+    """
+    if asked is not None and asked not in KERNELS:
+        raise SpecError(f"--kernels is {asked!r} but a rehearsal runs the engine's fused kernels or eager operators: try fused")
+    emulated = device == "meta" and job.precision == "fp8"
+    if emulated and asked == "fused":
+        raise SpecError(
+            "--kernels is fused but without a GPU fp8 is emulated operator by operator: try eager, or --device cuda"
+        )
+    return asked or ("eager" if emulated or job.cluster.gpu.name == "cpu" else "fused")
+
+
+def engine_of(kernels: str) -> Framework:
+    """How the cost model knows our engine with such kernels."""
+    return Framework.load("ultrascale-gpu" if kernels == "fused" else "ultrascale-eager")
+
+
+def check(job: Job, layout: Layout, device: str) -> None:
+    """Raises SpecError for what cannot be rehearsed."""
+    if device not in DEVICES:
+        raise SpecError(f"--device is {device!r} but a rehearsal runs on meta (no memory) or cuda (one GPU): try meta")
+    if layout.gpus != job.cluster.gpus:
+        raise SpecError(
+            f"layout.dp·tp·pp·cp is {layout.gpus} but plan.job.cluster has {job.cluster.gpus} GPUs: plan anew, or try "
+            f"nodes: {max(1, layout.gpus // job.cluster.gpus_per_node)}"
+        )
+    supported.check(job, layout, Training())
+    if layout.data_parallel == "ddp" and layout.data_ranks > 1 and not layout.zero:
+        raise SpecError(
+            "layout.data_parallel is ddp but torch's reducer waits for other ranks: rehearse with data_parallel: bucketed"
+        )
+    if device == "cuda" and layout.ep > 1:
+        raise SpecError(
+            f"layout.ep is {layout.ep} but on a GPU other ranks would have to tell how many rows they send: try --device meta"
+        )
+
+
+def ranks_of(layout: Layout, rank: int | None, stage: str | None) -> list[int]:
+    """The ranks to run: one, or the first of one pipeline stage or of each."""
+    if rank is not None and stage is not None:
+        raise SpecError("--rank and --stage name ranks in two ways: give one of them, such as --stage all")
+    each = layout.gpus // layout.pp
+    if stage == "all":
+        return [place * each for place in range(layout.pp)]
+    if stage is not None:
+        if not stage.isdecimal() or int(stage) >= layout.pp:
+            raise SpecError(f"--stage is {stage!r} but the plan has stages 0 to {layout.pp - 1}: try all")
+        return [int(stage) * each]
+    if rank is not None and not 0 <= rank < layout.gpus:
+        raise SpecError(f"--rank is {rank} but the plan has ranks 0 to {layout.gpus - 1}: try 0")
+    return [rank or 0]
+
+
+@dataclass(frozen=True)
+class RehearsedTerm:
+    label: str
+    predicted: float
+    rehearsed: float
+    unit: str
+    """B: bytes held; sent: bytes sent; FLOP"""
+
+    @property
+    def difference(self) -> float:
+        """The prediction's, relative to the rehearsal."""
+        if not self.rehearsed:
+            return 0.0 if not self.predicted else float("inf")
+        return self.predicted / self.rehearsed - 1
+
+
+@dataclass(frozen=True)
+class MemoryRoom:
+    """What the fullest of the ranks that were rehearsed takes of its GPU's memory."""
+
+    stage: int
+    tensors_gib: float
+    beside_gib: float
+    """context, communicators and the allocator's slack: predicted, unless a GPU told"""
+    capacity_gib: float
+    planned_gib: float
+    """what the plan's own estimate says of that stage"""
+    planned_for: str
+    """the engine that the plan's estimate counts, and the one that was rehearsed"""
+    engine: str
+
+    @property
+    def needs_gib(self) -> float:
+        return self.tensors_gib + self.beside_gib
+
+    @property
+    def fits(self) -> bool:
+        return self.needs_gib <= self.capacity_gib
+
+
+@dataclass(frozen=True)
+class RehearsalReport:
+    """Rehearsals of a plan and what stands beside them."""
+
+    job: Job
+    layout: Layout
+    device: str
+    found: Sequence[Rehearsal]
+    predicted: Estimate
+    room: MemoryRoom
+    notes: Sequence[str]
+
+    @property
+    def fullest(self) -> Rehearsal:
+        return max(self.found, key=lambda one: one.peak)
+
+    def compared(self, one: Rehearsal) -> list[RehearsedTerm]:
+        return compared(self.job, self.layout, self.predicted, one)
+
+
+def report(plan: Plan, found: Sequence[Rehearsal], device: str, kernels: str) -> RehearsalReport:
+    job, layout = plan.job, plan.layout
+    predicted = prediction(job, layout, kernels)
+    return RehearsalReport(
+        job, layout, device, found, predicted, room(plan, predicted, found), notes(job, layout, device, kernels)
+    )
+
+
+def room(plan: Plan, predicted: Estimate, found: Sequence[Rehearsal]) -> MemoryRoom:
+    fullest = max(found, key=lambda one: one.peak)
+    stage, measured = fullest.place.pp, fullest.memory.runtime
+    beside = predicted.memory[stage].memory.runtime if measured is None else measured
+    planned = plan.estimate.memory[stage].memory.total
+    engines = plan.job.framework.name, engine_of(fullest.kernels).name
+    return MemoryRoom(stage, fullest.peak / GIB, beside / GIB, plan.job.cluster.gpu.memory_gib, planned / GIB, *engines)
+
+
+def prediction(job: Job, layout: Layout, kernels: str = "eager") -> Estimate:
+    """Of our engine as it is rehearsed: its own preset, and experts that are chosen equally often."""
+    return estimate(even(job).changed(framework=engine_of(kernels)), layout)
+
+
+def even(job: Job) -> Job:
+    constants = job.cluster.efficiency.model_copy(update={"expert_imbalance": 1.0})
+    return job.changed(cluster=job.cluster.model_copy(update={"efficiency": constants}))
+
+
+def notes(job: Job, layout: Layout, device: str, kernels: str) -> list[str]:
+    """What is not as it would be in a run."""
+    if device != "meta":
+        return []
+    told = list[str]()
+    if kernels == "eager":
+        told += [EAGER] if job.cluster.gpu.name != "cpu" else []
+    else:
+        from ultrascale.train.kernels import choose
+
+        chosen = choose(job, layout, Training(), "cuda")
+        told += [COMPILED] if chosen.compiled and not chosen.fused else []
+    if job.precision == "fp8":
+        told.append(EMULATED)
+    if job.model.moe is not None:
+        told.append(BALANCED)
+    return told
+
+
+def compared(job: Job, layout: Layout, predicted: Estimate, seen: Rehearsal) -> list[RehearsedTerm]:
+    """Every term that either side has."""
+    law = predicted.memory[seen.place.pp].memory
+    job = even(job).changed(framework=engine_of(seen.kernels))
+    # Gradients are counted when all of them are there, which need not be at the peak.
+    as_made = job.framework.fused_blocks and bool(accumulates_nothing(job, LayoutColumns.of([layout]))[0])
+    held = law.model_copy(update={"gradients": 0.0 if as_made else whole_gradients(job, layout, seen.place.pp)})
+    terms = [RehearsedTerm(owner, getattr(held, owner), getattr(seen.memory, owner), "B") for owner in STATES]
+    # What is on its way and what waits for backward look alike from outside: they are compared together.
+    moving = law.activations + law.buffers + gone_at_peak(job, layout, seen.place.pp) + as_made * law.gradients
+    terms.append(RehearsedTerm("activations, buffers", moving, seen.memory.activations + seen.memory.buffers, "B"))
+    tensors = sum(getattr(law, owner) for owner in (*STATES, "activations", "buffers"))
+    terms.append(RehearsedTerm("all tensors at the peak", tensors, seen.peak, "B"))
+    terms.append(RehearsedTerm("FLOPs", predicted_flops(job, layout, seen.place), sum(seen.flops.values()), "FLOP"))
+    sent = list(of_stage(job, layout, ClusterRates(job), seen.place.pp))
+    for technique in TECHNIQUES:
+        said = sum(one.bytes for one in sent if one.technique == technique)
+        terms.append(RehearsedTerm(f"sent by {technique}", said, seen.sent(technique), "sent"))
+    return [term for term in terms if term.predicted or term.rehearsed]
+
+
+def gone_at_peak(job: Job, layout: Layout, stage: int) -> float:
+    """Parameters that the peak does without: they are compared as a rank has most of them, and the law's buffers lack them."""
+    return peaks(LayoutRows.of(job, layout))[stage].freed_parameters
+
+
+def whole_gradients(job: Job, layout: Layout, stage: int) -> float:
+    view = LayoutRows.of(job, layout)
+    if layout.zero and layout.shards > 1:
+        return most_gradients(view, stage)
+    return float(peak_parts(job, view.ranks, view.share).state.gradients[stage])
+
+
+def predicted_flops(job: Job, layout: Layout, place: RankCoordinates) -> float:
+    """Of a step on one rank, by the products that the cost model times and attention's causal half."""
+    view = LayoutRows.of(job, layout)
+    model, row, share = job.model, view.row, view.share
+    tokens = float(row.tokens(job.seq)[0])
+    stage = place.pp
+    scores = flops.score_flops(model, job.seq, causal=True) * tokens / layout.tp
+    if layout.cp > 1 and layout.context_parallel in ("ring", "allgather"):  # later slices of the sequence see more of it
+        scores *= (2 * place.cp + 1) / layout.cp
+    total = 3 * float(share.head[stage]) * flops.head_flops(model) * tokens / layout.tp
+    for layers, moe in ((share.dense_layers, False), (share.moe_layers, True)):
+        count = float(np.broadcast_to(layers, layout.pp)[stage])
+        if not count:
+            continue
+        products = {product.name: float(np.sum(product.flops)) for product in layer_matmuls(job, row, moe)}
+        # torch.utils.checkpoint stops at the last tensor that backward asks for, which the last product does not make. With
+        # experts more follows on a shared one's last product.
+        again = 0.0
+        if layout.recompute == "full":
+            again = sum(products.values()) + scores - (0.0 if moe else products.get("mlp down", 0.0))
+        elif layout.recompute == "selective":
+            again = products.get("shared expert down", 0.0) if moe else 0.0
+        total += count * (3 * (sum(products.values()) + scores) + again)
+    return total * layout.gas

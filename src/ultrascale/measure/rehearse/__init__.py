@@ -1,1 +1,0 @@
-"""One rank of a plan's world, run alone, beside the estimate."""

@@ -1,0 +1,259 @@
+"""Run one rank of a plan alone: one step of the real engine, with what it holds, computes and sends.
+
+Other ranks do not exist (rehearse_world.py) and, unless on a GPU, tensors have no memory (rehearse_fake.py). Only as many
+micro-batches run as are needed: a schedule's action list is a beginning, a repeated part and an end, so that the shortest list
+with the same peak and fewer repetitions stands for the whole step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from ultrascale.measure.rehearse import Collective, Rehearsal
+from ultrascale.measure.rehearse_fake import QuickFakeTensorMode
+from ultrascale.measure.rehearse_tracker import CollectiveCall, OperatorTracker, StepPosition, watched
+from ultrascale.measure.rehearse_world import (
+    ConstantBatches,
+    as_on_a_gpu,
+    kernel_times,
+    replaced,
+    routed_rows,
+    single_rank_world,
+    unconnected_groups,
+    without_memory,
+    without_values,
+)
+from ultrascale.parallel.mesh import Mesh, RankCoordinates
+from ultrascale.parallel.zero import FSDPGrads
+from ultrascale.schedules import Action, ActionKind, Schedule
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.measurement import MeasuredMemory
+from ultrascale.specs.training import Training
+from ultrascale.train import build
+from ultrascale.train.build import COMPUTE, boundary_shape, schedule_of
+from ultrascale.train.data import Batches
+from ultrascale.train.engine import Engine
+from ultrascale.train.memory_owners import account
+
+
+def rehearse_rank(job: Job, layout: Layout, rank: int, device: str = "meta", kernels: str = "eager") -> Rehearsal:
+    """One step of one rank, in this process. A device of `cpu` computes with real numbers: as a GPU would, but slowly."""
+    start = time.perf_counter()
+    short = shorten(layout, RankCoordinates.of(layout, rank).pp)
+    # Its own schedule, cut: a layout of so few micro-batches may have another one, or none.
+    schedule = cut(schedule_of(layout), short.microbatches)
+    nowhere = without_memory(routed_rows(job, layout)) if device == "meta" else nullcontext()
+    formats = replaced(build, "compute_format", _as_on_a_gpu) if device == "meta" else nullcontext()
+    own = as_on_a_gpu() if device == "meta" and kernels == "fused" else nullcontext()
+    with (
+        single_rank_world(rank, layout.gpus),
+        nowhere as fake,
+        formats,
+        own,
+        replaced(build, "schedule_of", lambda _: schedule),
+    ):
+        found = _rehearsed(job, layout, rank, device, kernels, short, fake)
+        gc.collect()
+    return dataclasses.replace(found, seconds=time.perf_counter() - start)
+
+
+def _as_on_a_gpu(job: Job, _: Mesh) -> torch.dtype:
+    """A CPU that computes has fp32 around products in fp8; nothing is computed here."""
+    return COMPUTE["bf16" if job.precision == "fp8" else job.precision]
+
+
+def _rehearsed(
+    job: Job, layout: Layout, rank: int, device: str, kernels: str, short: ShortSchedule, fake: QuickFakeTensorMode | None
+) -> Rehearsal:
+    smaller = layout.changed(gas=short.microbatches)
+    here = f"cuda:{torch.cuda.current_device()}" if device == "cuda" else "cpu"
+    mesh, techniques = unconnected_groups(Mesh.build(smaller, job.model.kv_heads, rank, here))
+    engine = Engine(
+        job, mesh, Training.model_validate({"steps": 1, "kernels": kernels}), cast(Batches, ConstantBatches(job.seq))
+    )
+    engine.optimizer.continued(1)  # its states exist from the first step on
+    _gather_once(engine)
+    if device != "meta":
+        without_values(engine)
+    kernels_s = None
+    if device == "cuda":
+        engine.step(0)  # kernels are compiled and chosen in the first
+        kernels_s = kernel_times(lambda: engine.step(0))
+    memory, watch = _accounted(engine, techniques, fake)
+    # A step reads the tokens of all its micro-batches, inputs and targets, before it computes.
+    unread = (layout.gas - short.microbatches) * layout.mbs * len(engine.here) * 2 * torch.int64.itemsize
+    return Rehearsal(
+        rank=rank,
+        place=mesh.place,
+        alike=layout.gpus // layout.pp,
+        layers=len({weight.shard.name.split(".")[1] for weight in engine.weights if "blocks." in weight.shard.name}),
+        memory=memory.model_copy(update={"activations": memory.activations + unread}),
+        peak=(watch.peak if device != "cuda" else memory.total - (memory.runtime or 0)) + unread,
+        moment=_words(watch.peak_moment, engine),
+        flops=_flops(watch, short),
+        collectives=_collectives(watch, short),
+        microbatches=short.microbatches,
+        kernels=kernels,
+        kernels_s=kernels_s,
+    )
+
+
+def _accounted(
+    engine: Engine, techniques: Mapping[str, str], fake: QuickFakeTensorMode | None
+) -> tuple[MeasuredMemory, OperatorTracker]:
+    """What a step holds and does: in one step, or on a GPU, whose allocator must not see who watches, in two."""
+    gc.collect()
+    watch = OperatorTracker(engine, techniques, fake)
+    if engine.mesh.device.type == "cpu":
+        watched(engine, watch)
+        memory, _ = account(engine, lambda: engine.step(0), watch)
+        come_and_go = {owner: max(getattr(memory, owner), watch.most[owner]) for owner in ("parameters", "gradients")}
+        return memory.model_copy(update=come_and_go), watch
+    memory, _ = account(engine, lambda: engine.step(0))
+    watched(engine, watch)
+    with watch:
+        engine.step(0)
+    return memory, watch
+
+
+@torch.no_grad()
+def _gather_once(engine: Engine) -> None:
+    """FSDP2 makes its buffers in the first forward: it has one before the step, so that the account knows whose they are."""
+    job, mesh = engine.job, engine.mesh
+    for stage, chunk in engine.pipeline.chunks.items():
+        if not isinstance(chunk.gradients, FSDPGrads):
+            continue
+        tokens = torch.zeros(mesh.layout.mbs, len(engine.positions), dtype=torch.int64, device=mesh.device)
+        states = torch.zeros(boundary_shape(job, mesh.layout), dtype=build.compute_format(job, mesh), device=mesh.device)
+        last = stage == engine.pipeline.last_stage
+        chunk.gradients.module(tokens if stage == 0 else states, engine.positions, tokens if last else None)
+        for part in chunk.gradients.module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+
+def _flops(watch: OperatorTracker, short: ShortSchedule) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for (place, _), found in watch.seen.flops.items():
+        for name, count in found.items():
+            total[name] += count * short.weight(place)
+    return dict(total.most_common())
+
+
+def _collectives(watch: OperatorTracker, short: ShortSchedule) -> tuple[Collective, ...]:
+    calls: Counter[tuple[CollectiveCall, str]] = Counter()
+    for (place, where), found in watch.seen.calls.items():
+        for call, count in found.items():
+            calls[call, where] += count * short.weight(place)
+    together: dict[tuple[str, str, int, str], tuple[int, float]] = {}
+    for (call, where), count in calls.items():
+        key = call.technique, call.kind, call.group, where
+        number, sent = together.get(key, (0, 0.0))
+        together[key] = number + count, sent + count * call.sent
+    return tuple(
+        Collective(*key, number, round(sent))
+        for key, (number, sent) in sorted(together.items(), key=lambda one: (one[0][0], -one[1][1]))
+    )
+
+
+def _words(moment: StepPosition, engine: Engine) -> str:
+    """`backward of micro-batch 3, layer 17`."""
+    actions = engine.pipeline.schedule.actions[engine.pipeline.rank]
+    if moment.place is None or moment.place >= len(actions):
+        return {"pipeline": "end of the last backward", "reading": "before the first forward"}.get(moment.phase, moment.phase)
+    action = actions[moment.place]
+    names = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
+    chunk = f" of stage {action.stage}" if len(engine.pipeline.chunks) > 1 else ""
+    return f"{names[action.kind.value]} of micro-batch {action.microbatch}{chunk}, {moment.layer}"
+
+
+Step = tuple[ActionKind, int]
+
+
+@dataclass(frozen=True)
+class ShortSchedule:
+    """So many micro-batches instead of all, and the stretch of their list that the whole list repeats."""
+
+    microbatches: int
+    begin: int = 0
+    end: int = 0
+    times: int = 1
+    """that the whole list has the stretch"""
+
+    def weight(self, place: int | None) -> int:
+        """How often the whole step does what was seen at this place of the list; None: outside of it, once."""
+        return self.times if place is not None and self.begin <= place < self.end else 1
+
+
+def shorten(layout: Layout, rank: int) -> ShortSchedule:
+    """For one pipeline rank of a layout."""
+    whole = schedule_of(layout)
+    full = _steps(whole.actions[rank])
+    # What HSDP's replicas met with is there from a chunk's second backward on: most must be held after that, too.
+    replicas = layout.zero > 0 and layout.shards < layout.dp * layout.cp
+    moments = (0, 2 * layout.virtual_stages) if replicas else (0,)
+    for count in range(1, layout.gas):
+        short = _steps(cut(whole, count).actions[rank])
+        if (
+            all(_holds(short, ended) == _holds(full, ended) for ended in moments)
+            and (found := _stretch(short, full)) is not None
+        ):
+            return ShortSchedule(count, *found)
+    return ShortSchedule(layout.gas)
+
+
+def cut(schedule: Schedule, microbatches: int) -> Schedule:
+    """The same schedule with its first micro-batches alone."""
+    kept = tuple(tuple(action for action in actions if action.microbatch < microbatches) for actions in schedule.actions)
+    return replace(schedule, microbatches=microbatches, actions=kept)
+
+
+def _steps(actions: Sequence[Action]) -> list[Step]:
+    return [(action.kind, action.stage) for action in actions]
+
+
+def _holds(steps: list[Step], ended: int) -> tuple[int, int]:
+    """The most that wait at a time: chunks whose backward has not ended, and of those the ones that owe weight gradients; once
+    so many backwards have ended.
+    """
+    held, owed, over = [0], [0], [0]
+    for kind, _ in steps:
+        held.append(held[-1] + {ActionKind.F: 1, ActionKind.I: 0}.get(kind, -1))
+        owed.append(owed[-1] + {ActionKind.I: 1, ActionKind.W: -1}.get(kind, 0))
+        over.append(over[-1] + (kind in (ActionKind.B, ActionKind.W)))
+    late = [place for place, count in enumerate(over) if count >= ended]
+    return max((held[place] for place in late), default=0), max((owed[place] for place in late), default=0)
+
+
+def _stretch(short: list[Step], full: list[Step]) -> tuple[int, int, int] | None:
+    """The part of `short` whose repetition makes `full`. Not its first turn, in which ZeRO gathers and gradients are written
+    and not added to, nor its last, in which gradients meet.
+    """
+    more = len(full) - len(short)
+    for length in range(2, len(short) + 1):
+        if more % length:
+            continue
+        for begin in range(len(short) - length, -1, -1):
+            end = begin + length
+            block = short[begin:end]
+            known = set(block) <= set(short[:begin]) and {step for step in block if step[0] is not ActionKind.F} <= set(
+                short[end:]
+            )
+            if known and full[begin : end + more] == block * (1 + more // length) and _around(short, full, end, more):
+                return begin, end, 1 + more // length
+    return None
+
+
+def _around(short: list[Step], full: list[Step], end: int, more: int) -> bool:
+    return short[:end] == full[:end] and short[end:] == full[end + more :]

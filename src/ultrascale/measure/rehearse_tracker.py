@@ -1,0 +1,254 @@
+"""What a rank does in a step, seen operator by operator: live bytes and their peak's moment, FLOPs, collectives.
+
+It sees what passes torch's dispatcher: our own collectives and those of FSDP2 alike, products and attention by torch's own
+formulas, but nothing inside a kernel of ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from ultrascale.cost.collectives import Op, wire_bytes
+from ultrascale.kernels import flash, gated_gemm
+from ultrascale.measure.rehearse_fake import QuickFakeTensorMode
+from ultrascale.schedules import ActionKind
+from ultrascale.train.engine import Engine
+from ultrascale.train.live_memory import LiveBytes
+
+aten = torch.ops.aten
+_PRODUCTS = {aten.mm: 0, aten.addmm: 1, aten._grouped_mm: 0, gated_gemm.BACKWARD: 0}
+"""at which argument their two operands begin"""
+_ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu: (0, 4),
+    aten._scaled_dot_product_flash_attention: (0, 4),
+    aten._scaled_dot_product_cudnn_attention: (0, 6),
+    aten._scaled_dot_product_efficient_attention: (0, 6),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (1, 7),
+    aten._scaled_dot_product_flash_attention_backward: (1, 11),
+    aten._scaled_dot_product_cudnn_attention_backward: (1, 14),
+    aten._scaled_dot_product_efficient_attention_backward: (1, 11),
+    flash.FORWARD: (0, None),
+    flash.BACKWARD: (1, None),
+}
+"""attention: where its q, k and v begin among the arguments, and where it is told of the causal mask; None: always, and tokens
+come before heads"""
+
+_COLLECTIVES: dict[str, tuple[Op, int]] = {
+    "allreduce_": ("all_reduce", 0),
+    "_allgather_base_": ("all_gather", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "alltoall_base_": ("all_to_all", 1),
+    "send": ("send_recv", 0),
+    "broadcast_": ("broadcast", 0),
+}
+"""c10d's operators: what they are, and which argument is the buffer whose bytes a law counts; a receive is another's send"""
+
+
+class StepPosition(NamedTuple):
+    """Where in a step: its phase, the place in the pipeline's list of actions (None outside), the layer."""
+
+    phase: str
+    place: int | None
+    layer: str
+
+
+class CollectiveCall(NamedTuple):
+    """A collective of one kind, as a law of cost/ would name it."""
+
+    technique: str
+    kind: Op
+    group: int
+    sent: float
+    """bytes that this rank sends over its links; no whole number where ranks do not divide the buffer"""
+
+
+@dataclass
+class StepCounts:
+    """Calls and FLOPs by the place in the list of actions and by phase."""
+
+    calls: dict[tuple[int | None, str], Counter[CollectiveCall]] = field(default_factory=lambda: defaultdict(Counter))
+    flops: dict[tuple[int | None, str], Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+
+
+class OperatorTracker(LiveBytes):  # type: ignore[no-untyped-call]
+    """Follows storages, as `LiveBytes`, and tells beside that what is computed and exchanged, and when."""
+
+    def __init__(self, engine: Engine, techniques: Mapping[str, str], fake: QuickFakeTensorMode | None = None) -> None:
+        """`fake`: who makes the tensors, where they have no memory; it tells what runs."""
+        super().__init__()
+        self.engine, self.fake = engine, fake
+        links = engine.pipeline.links.groups.values()
+        self.techniques = dict(techniques) | {str(group.group_name): "pipeline" for group in links}
+        """by the name of a process group"""
+        self.phase, self.layer = "reading", ""
+        self.peak_moment = StepPosition("", None, "")
+        self.most: Counter[str] = Counter()
+        """that each owner came to, at the peak or not"""
+        self.seen = StepCounts()
+
+    def track(self, tensors: Iterable[Tensor], owner: str) -> None:
+        super().track(tensors, owner)
+        self.most |= Counter(self.by_owner)
+
+    @property
+    def moment(self) -> StepPosition:
+        pipeline = self.engine.pipeline
+        place = len(pipeline.ran) if self.phase == "pipeline" else None
+        return StepPosition(self.phase, place, self.layer)
+
+    def reset_peak(self) -> None:
+        if self.phase == "optimizer" and self.engine.mesh.layout.offload != "none":
+            return  # its copies of gradients are the host's, which here is the same device
+        super().reset_peak()
+        self.peak_moment = self.moment
+        self.most |= Counter(self.peak_by_owner)
+
+    def _begin(self) -> None:
+        if self.fake is None:
+            super()._begin()
+        else:
+            self.fake.watcher = self
+
+    def _end(self, *failure: Any) -> None:
+        if self.fake is None:
+            super()._end(*failure)
+        else:
+            self.fake.watcher = None
+
+    def saw(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        super().saw(func, args, kwargs, result)
+        self.ran(func, args, kwargs, result)
+
+    def ran(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        formula = _formula(func)
+        if formula is not None:
+            place = self.moment.place
+            self.seen.flops[place, self._where(place)][_name(func)] += int(formula(args, kwargs, result))
+        elif func.namespace == "c10d":
+            self._exchanged(func, args)
+
+    def _exchanged(self, func: Any, args: tuple[Any, ...]) -> None:
+        found = _COLLECTIVES.get(func._opname)
+        if found is None:
+            return
+        kind, buffer = found
+        group = next(group for group in map(_group, args) if group is not None)
+        place = self.moment.place
+        size = sum(tensor.nbytes for tensor in _listed(args[buffer]))
+        sent = float(wire_bytes(kind, size, group.size()))
+        self.seen.calls[place, self._where(place)][
+            CollectiveCall(self.techniques[group.group_name], kind, group.size(), sent)
+        ] += 1
+
+    def _where(self, place: int | None) -> str:
+        """forward, backward, weight gradients, or what follows the last backward."""
+        actions = self.engine.pipeline.schedule.actions[self.engine.pipeline.rank]
+        if place is None or place >= len(actions):
+            return "gradients" if self.phase == "pipeline" else self.phase
+        return _WHERE[actions[place].kind]
+
+
+_WHERE = {ActionKind.F: "forward", ActionKind.B: "backward", ActionKind.I: "backward", ActionKind.W: "backward"}
+
+
+def watched(engine: Engine, watch: OperatorTracker) -> None:
+    """Lets a watch know where the engine is: phases of the step, and layers, forward and backward."""
+
+    def within(owner: Any, name: str, phase: str) -> None:
+        inner: Callable[..., Any] = getattr(owner, name)
+
+        def outer(*args: Any, **kwargs: Any) -> Any:
+            before, watch.phase = watch.phase, phase
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                watch.phase = before
+
+        setattr(owner, name, outer)
+
+    within(engine, "read", "reading")
+    within(engine.pipeline, "step", "pipeline")
+    within(engine, "_complete_gradients", "gradients")
+    within(engine, "_mean_loss", "loss")
+    within(engine.optimizer, "norm", "norm")
+    within(engine.optimizer, "step", "optimizer")
+    if engine.balance is not None:
+        within(engine.balance, "take", "loads")
+    for chunk in engine.pipeline.chunks.values():
+        module = chunk.gradients.module
+        parts = {f"layer {index}": block for index, block in module.blocks.items()}  # type: ignore[operator,union-attr]
+        parts |= {name: part for name in ("embed", "head") if (part := getattr(module, name)) is not None}
+        for name, part in parts.items():
+            _tells(part, _SPOKEN.get(name, name), watch)
+
+
+_SPOKEN = {"embed": "the embedding", "head": "the head and the loss"}
+
+
+def _tells(part: torch.nn.Module, name: str, watch: OperatorTracker) -> None:
+    def there(*_: Any) -> None:
+        watch.layer = name
+
+    def back(_: Any, __: Any, out: Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(there)  # type: ignore[no-untyped-call]
+
+    part.register_forward_pre_hook(there)
+    part.register_forward_hook(back)
+
+
+def _group(value: Any) -> dist.ProcessGroup | None:
+    if not isinstance(value, torch.ScriptObject):
+        return None
+    try:
+        return dist.ProcessGroup.unbox(value)
+    except RuntimeError:  # a reduction's operator
+        return None
+
+
+def _listed(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else list(value)
+
+
+def _name(func: Any) -> str:
+    return "attention" if func._overloadpacket in _ATTENTION else str(func._opname)
+
+
+@cache
+def _formula(func: Any) -> Callable[[Any, Any, Any], float] | None:
+    packet = getattr(func, "_overloadpacket", None)
+    if packet in _ATTENTION:
+        first, causal = _ATTENTION[packet]
+        # Backward is two products of forward's two: what the kernel computes again is its own business (cost/flops.py).
+        times = (2 if first else 1) * 0.5
+
+        def attention(args: Any, kwargs: Any, _: Any) -> float:
+            q, k, v = (x.shape for x in args[first : first + 3])
+            if causal is None:
+                q, k, v = (torch.Size((x[0], x[2], x[1], x[3])) for x in (q, k, v))
+            masked = causal is None or (args[causal] if len(args) > causal else kwargs.get("is_causal", False))
+            # Kernels of a GPU take fewer heads of keys than of queries, which torch 2.11 refuses to count: each query counts.
+            keys, values = ((x[0], q[1], *x[2:]) for x in (k, v))
+            whole = float(sdpa_flop_count(q, keys, values))  # type: ignore[no-untyped-call]
+            return whole * times * (1 if masked else 2)
+
+        return attention
+    if packet in _PRODUCTS:
+        # Of the operands: torch's own formulas do not know products that are told their format.
+        first = _PRODUCTS[packet]
+        return lambda args, kwargs, out: 2.0 * math.prod(args[first].shape) * args[first + 1].shape[-1]
+    if packet is gated_gemm.FORWARD:
+        return lambda args, kwargs, out: 2.0 * args[0].numel() * len(args[1])
+    if packet in flop_registry:
+        return lambda args, kwargs, out: float(flop_registry[packet](*args, **kwargs, out_val=out))
+    return None

@@ -1,0 +1,235 @@
+"""A world with one rank in it: process groups whose collectives do nothing, and tensors that have no memory.
+
+What the engine would read from a tensor has no value here. Losses and norms are read as zero, and numbers of rows that experts
+take as if every expert were chosen equally often.
+
+
+A rank alone with real tensors: its kernels run and are timed, but what other ranks would have sent is whatever lay there.
+
+A GPU's kernels as tensors without memory see them: what they read, write and leave, and nothing computed.
+
+Where there is no GPU a rehearsal runs the engine as one would run it: fused blocks, the loss in chunks, AdamW in one pass.
+Each kernel of ours stands here as the tensors that it makes; attention keeps keys and values with their own few heads, and
+norms are one kernel. What torch.compile would fuse runs operator by operator, which keeps as much and holds more for a moment.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
+from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import ultrascale.kernels
+from ultrascale.kernels import fused, loss
+from ultrascale.measure.rehearse_fake import QuickFakeTensorMode
+from ultrascale.model import attention, operators
+from ultrascale.model.rotary import Rope
+from ultrascale.parallel.comm import Axis
+from ultrascale.parallel.mesh import Mesh, join
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.training import Training
+from ultrascale.train import kernels
+from ultrascale.train.engine import Engine
+
+_ABSENT = object()
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = vars(owner).get(name, _ABSENT)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+@contextmanager
+def single_rank_world(rank: int, world: int) -> Iterator[None]:
+    """This process as one rank of a world whose others are not there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def without_memory(routed: int) -> Iterator[QuickFakeTensorMode]:
+    """Tensors made here have shapes and storages of a size, but no bytes. `routed`: rows that a rank's experts take."""
+
+    def tolist(tensor: FakeTensor) -> Any:
+        if tensor.dim() > 1:
+            return [tolist(row) for row in tensor]
+        if tensor.is_floating_point():
+            return [0.0] * len(tensor)
+        return even(routed, len(tensor))
+
+    with replaced(FakeTensor, "tolist", tolist), QuickFakeTensorMode() as fake:
+        yield fake
+
+
+def unconnected_groups(mesh: Mesh) -> tuple[Mesh, dict[str, str]]:
+    """The mesh with groups of its own for each technique, where ranks that are the same share one; and whose each group is."""
+    data = "zero" if mesh.layout.zero else "data"
+    owners = {
+        **dict.fromkeys(("tp", "kv"), "tensor"),
+        "cp": "context",
+        "ep": "expert",
+        **dict.fromkeys(("pp", "ends"), "pipeline"),
+        **dict.fromkeys(("data", "shard", "replica", "expert_data", "expert_shard"), data),
+        **dict.fromkeys(("parts", "world"), "bookkeeping"),
+    }
+    groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+    axes: dict[str, Any] = {}
+    for name, technique in owners.items():
+        axis: Axis = getattr(mesh, name)
+        if axis.group is not None:
+            key = technique, axis.ranks
+            groups[key] = groups.get(key) or join(axis.ranks)
+            axes[name] = replace(axis, group=groups[key])
+    return replace(mesh, **axes), {group.group_name: technique for (technique, _), group in groups.items()}
+
+
+def even(rows: int, takers: int) -> list[int]:
+    """So many rows over so many takers, the first of whom take what is left over."""
+    each, rest = divmod(rows, takers)
+    return [each + (taker < rest) for taker in range(takers)]
+
+
+def routed_rows(job: Job, layout: Layout) -> int:
+    """Rows that leave a rank for experts in one layer, and come to it where all experts are chosen alike."""
+    return layout.mbs * job.seq // layout.cp * (job.model.moe.top_k if job.model.moe else 1)
+
+
+class ConstantBatches:
+    """Batches of tokens that are all the same: what a rehearsal computes depends on their number alone."""
+
+    def __init__(self, seq: int) -> None:
+        self.seq = seq
+
+    def train(self, step: int, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        return tuple(torch.zeros(len(rows), self.seq, dtype=torch.int64) for _ in range(2))  # type: ignore[return-value]
+
+
+def without_values(engine: Engine) -> None:
+    """Losses and norms are computed and then read as zero: sums over ranks that are not there may be anything."""
+
+    def zeroed(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *args: torch.zeros_like(inner(*args))
+
+    owners: tuple[tuple[Any, str], ...] = ((engine, "_mean_loss"), (engine.optimizer, "norm"))
+    for owner, name in owners:
+        setattr(owner, name, zeroed(getattr(owner, name)))
+
+
+def kernel_times(step: Callable[[], object]) -> dict[str, float]:
+    """Seconds by kernel of one step on a GPU, the longest first."""
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:  # else it warns of a second turn
+        step()
+        torch.cuda.synchronize()
+    times: Counter[str] = Counter()
+    for event in seen.key_averages():
+        times[event.key] += event.self_device_time_total / 1e6
+    return dict(times.most_common())
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Engines built here have the kernels that they would have on a GPU."""
+    choose = kernels.choose
+
+    def chosen(job: Job, layout: Layout, training: Training, _: str) -> kernels.Kernels:
+        return replace(choose(job, layout, training, "cuda"), compiled=False, recorded=False)
+
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (kernels, "choose", chosen),
+            *((fused, one.__name__, one) for one in (norm, norm_backward, turn_, rotate_back, gate, gate_backward)),
+            *((loss, one.__name__, one) for one in (loss_and_gradient, scaled, add_product)),
+            (operators, "rms_norm", rms_norm),
+            (attention, "_expand", _few_heads),
+            (attention, "_gather", _few_heads),
+            (ultrascale.kernels, "adamw_triton", SimpleNamespace(changing=_nothing, step=_nothing, sum_of_squares=_nothing)),
+        ):
+            stack.enter_context(replaced(owner, name, value))
+        yield
+
+
+def norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    total = x if added is None else torch.empty_like(x)
+    return total, torch.empty_like(x), torch.empty(len(x), dtype=torch.float32)
+
+
+def norm_backward(grad: Tensor, x: Tensor, scales: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(x)
+
+
+def turn_(qkv: Tensor, heads: int, kv_heads: int, rope: Rope) -> None:
+    pass  # in place
+
+
+def rotate_back(q: Tensor, k: Tensor, v: Tensor, rope: Rope) -> Tensor:
+    return q.new_empty(len(q), q.shape[1] + 2 * k.shape[1], q.shape[2])
+
+
+def gate(both: Tensor) -> Tensor:
+    return both.new_empty(len(both), both.shape[1] // 2)
+
+
+def gate_backward(grad: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(both), torch.empty_like(grad)
+
+
+def loss_and_gradient(logits: Tensor, targets: Tensor, losses: Tensor) -> Tensor:
+    return logits
+
+
+def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor, fresh: bool) -> None:
+    """A product whose sum is `total` itself; of the same FLOPs, into as much of its memory as its own format takes."""
+    torch.mm(left, right, out=total.view(left.dtype)[:, : total.shape[1]])
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _Norm.apply(x, weight)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _few_heads(x: Tensor, groups: int) -> Tensor:
+    """[b, s, heads, d] to [b, heads, s, d] or back: a GPU's kernels take fewer keys than queries."""
+    return x.transpose(1, 2)
+
+
+def _nothing(*_: object, **__: object) -> Tensor:
+    return torch.zeros(())

@@ -1,1 +1,0 @@
-"""PyTorch's traces, ours and other engines', read and understood."""

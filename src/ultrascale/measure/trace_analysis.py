@@ -1,0 +1,317 @@
+"""What a profile says in sentences: where the time went, why, and what to change.
+
+Traces of a run, from their files to what they say together, with a plan beside them where there is one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+from ultrascale.measure import trace_rank as trace
+from ultrascale.measure import trace_times
+from ultrascale.measure.compare import ComparedTerm
+from ultrascale.measure.trace_steps import UNMARKED
+from ultrascale.measure.trace_times import Bubble, RankTime, bubble
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.estimate import Estimate
+from ultrascale.specs.plan import Plan
+from ultrascale.specs.units import seconds
+
+WORTH = 0.02  # of a step: less is not worth a sentence
+UNEVEN = 0.15  # of the busiest rank's computing
+MANY_WAITS = 2.0  # of the host for the device, in a step: one reads the loss
+MOST_BUCKETS = 64
+LARGE = 2**20  # bytes of pageable memory in a step: a loss that is read is less
+
+ADVICE = {
+    "tensor": "a smaller layout.tp, or a larger layout.mbs, whose products last longer beside the same number of exchanges",
+    "context": "a smaller layout.cp, or context_parallel=zigzag, whose exchanges run behind attention",
+    "expert": "a smaller layout.ep, or experts kept within one node",
+    "pipeline": "more micro-batches (layout.gas), or a schedule with a smaller bubble",
+    "zero": "a larger layout.mbs, so that a layer computes for longer than its weights take to come, or a lower layout.zero",
+    "data": "more micro-batches between reductions (layout.gas), or train.compress=bf16",
+    "bookkeeping": "ranks that have as much to do as the slowest: these wait for it at the end of a step",
+    "unknown": "names for process groups (group_desc), so that the next trace tells whose exchanges these are",
+}
+
+
+def findings(ranks: Sequence[RankTime], bubble: Bubble | None, predicted_bubble: float | None) -> list[str]:
+    """Where the time went, then what would change it."""
+    buckets = list(_buckets(ranks))
+    said = {"data": bool(buckets), "pipeline": bubble is not None}  # what has a sentence of its own, which knows more
+    found = [_overall(ranks), *_exposed(ranks, {technique for technique, known in said.items() if known}), *buckets]
+    if bubble is not None:
+        found.append(_bubble(bubble, predicted_bubble))
+    return found + [sentence for make in (_uneven, _launches, _waits, _pageable, _operators) for sentence in make(ranks)]
+
+
+def _overall(ranks: Sequence[RankTime]) -> str:
+    step = _step_s(ranks)
+    parts = {
+        "computing": mean(one.mean(lambda step: step.computing_s) for one in ranks),
+        "exchanging with nothing to hide behind": mean(one.mean(lambda step: step.exchanging_s) for one in ranks),
+        "both at once": mean(one.mean(lambda step: step.both_s) for one in ranks),
+        "neither": mean(one.mean(lambda step: step.neither_s) for one in ranks),
+    }
+    shares = ", ".join(f"{part / step:.0%} {name}" for name, part in parts.items())
+    who = "the rank" if len(ranks) == 1 else f"the mean of {len(ranks)} ranks"
+    return f"A step takes {seconds(step)} ({who}): {shares}"
+
+
+def _step_s(ranks: Sequence[RankTime]) -> float:
+    return mean(one.mean(lambda step: step.step_s) for one in ranks)
+
+
+def _exposed(ranks: Sequence[RankTime], but: set[str]) -> Iterator[str]:
+    step = _step_s(ranks)
+    open_s: dict[str, float] = {}
+    hidden_s: dict[str, float] = {}
+    calls: dict[str, float] = {}
+    for one in (each for rank in ranks for each in rank.techniques if each.technique not in but):
+        open_s[one.technique] = open_s.get(one.technique, 0.0) + one.exposed_s / len(ranks)
+        hidden_s[one.technique] = hidden_s.get(one.technique, 0.0) + (one.time_s - one.exposed_s) / len(ranks)
+        calls[one.technique] = calls.get(one.technique, 0.0) + one.calls / len(ranks)
+    for technique, time_s in sorted(open_s.items(), key=lambda one: -one[1]):
+        if time_s >= WORTH * step:
+            number = round(calls[technique])
+            hidden = seconds(hidden_s[technique]) if hidden_s[technique] > 0 else "none"
+            yield (
+                f"{technique}: {number:,} {'exchange' if number == 1 else 'exchanges'} a step, {seconds(time_s)} "
+                f"({time_s / step:.0%}) in the open and {hidden} behind computing: try {ADVICE[technique]}"
+            )
+
+
+def _buckets(ranks: Sequence[RankTime]) -> Iterator[str]:
+    """From when gradients are reduced: with n buckets all but the last can run behind backward."""
+    found = [(one.reductions, one.run or {}) for one in ranks if one.reductions and one.reductions.technique == "data"]
+    if not found:
+        return
+    step, open_s = _step_s(ranks), mean(seen.exposed_s for seen, _ in found)
+    # Who comes last waits for nobody: what the reduction takes there is its own time.
+    seen, run = min(found, key=lambda pair: pair[0].time_s)
+    layout = run.get("layout", {})
+    number = max(1, round(seen.calls))
+    what = f"{number:,} {'bucket' if number == 1 else 'buckets'}"
+    behind_s = None if seen.backward_s is None else seen.backward_s / max(1, layout.get("gas", 1))
+    if open_s < WORTH * step:
+        return
+    if layout.get("data_parallel") == "naive":
+        yield f"Gradients are reduced after backward, {seconds(open_s)} in the open: try layout.data_parallel=bucketed"
+    elif len(found) > 1 and open_s > 2 * seen.time_s:
+        yield (
+            f"Gradient reduction leaves {seconds(open_s)} in the open ({open_s / step:.0%}) but takes {seconds(seen.time_s)} "
+            f"on the rank that comes last ({what}): data ranks are out of step; look for what slows that one down"
+        )
+    elif behind_s is not None and seen.time_s > behind_s:
+        yield (
+            f"Gradient reduction takes {seconds(seen.time_s)} ({what}), longer than the backward of the last micro-batch that "
+            f"could hide it ({seconds(behind_s)}): try {ADVICE['data']}"
+        )
+    elif open_s > seen.time_s / 2:
+        better = min(MOST_BUCKETS, max(4 * number, math.ceil(seen.time_s / (WORTH * step))))
+        held = run.get("gradient_bytes") or seen.bytes
+        how = f" (train.bucket_mb={max(0.1, held / better / 1e6):.2g})" if run and held else " (bucket_cap_mb of torch's DDP)"
+        yield (
+            f"Gradient reduction bunches at the end: {what}, {seconds(open_s)} of {seconds(seen.time_s)} in the open, "
+            f"try {better}{how}"
+        )
+
+
+def _uneven(ranks: Sequence[RankTime]) -> Iterator[str]:
+    each = ((one.mean(lambda step: step.computing_s + step.both_s), one.rank) for one in ranks)
+    work = sorted(each, key=lambda pair: pair[0])
+    (least_s, idle), (most_s, busy) = work[0], work[-1]
+    if len(ranks) > 1 and most_s - least_s > UNEVEN * most_s:
+        yield (
+            f"Ranks compute unevenly: rank {busy} {seconds(most_s)} a step and rank {idle} {seconds(least_s)}: move layers "
+            "between stages if these are two, or look for another program on that machine"
+        )
+
+
+def _launches(ranks: Sequence[RankTime]) -> Iterator[str]:
+    found = [(one.launches, one) for one in ranks if one.launches is not None]
+    if not found:
+        return
+    late, one = max(found, key=lambda pair: pair[0].late_s)
+    step = one.mean(lambda step: step.step_s)
+    if late.late_s >= WORTH * step:
+        where = ", ".join(f"{seconds(time_s)} in {name}" for name, time_s in list(late.where.items())[:2])
+        pace = f" of {seconds(late.kernel_s)} on average, launched every {seconds(late.every_s)}" if late.every_s else ""
+        yield (
+            f"Launch-bound: the GPU is idle for {seconds(late.late_s)} a step ({late.late_s / step:.0%}) because the host "
+            f"launches too late, {late.gaps:,.0f} kernels{pace} ({where}): try a larger layout.mbs, fused or compiled blocks, "
+            "or CUDA graphs"
+        )
+
+
+def _waits(ranks: Sequence[RankTime]) -> Iterator[str]:
+    found = [(one.copies, one) for one in ranks if one.copies is not None]
+    if not found:
+        return
+    copies, one = max(found, key=lambda pair: pair[0].waits)
+    idle_s = one.launches.after_waits_s if one.launches is not None else 0.0
+    step = one.mean(lambda step: step.step_s)
+    if copies.waits > MANY_WAITS or idle_s >= WORTH * step:
+        yield (
+            f"The host waits for the GPU {copies.waits:,.0f} times a step, {seconds(copies.wait_s)} in all, and the GPU is "
+            f"then idle for {seconds(idle_s)}: read values (.item(), .tolist(), print) once, at the step's end"
+        )
+
+
+def _pageable(ranks: Sequence[RankTime]) -> Iterator[str]:
+    found = [one.copies for one in ranks if one.copies is not None and one.copies.pageable_bytes >= LARGE]
+    if found:
+        most = max(found, key=lambda one: one.pageable_bytes)
+        yield (
+            f"{most.pageable:,.0f} copies a step between host and GPU use pageable memory, "
+            f"{most.pageable_bytes / 2**20:,.2f} MiB: pin it (pin_memory=True) and copy with non_blocking=True"
+        )
+
+
+def _operators(ranks: Sequence[RankTime]) -> Iterator[str]:
+    """Of CPUs: on a GPU the same shows as late launches."""
+    found = [one for one in ranks if one.device == "cpu"]
+    if not found:
+        return
+    idle_s, step = mean(one.mean(lambda step: step.neither_s) for one in found), _step_s(found)
+    if idle_s > 0.2 * step:
+        yield (
+            f"For {seconds(idle_s)} a step ({idle_s / step:.0%}) the host runs Python between operators, and the profiler: try "
+            "larger micro-batches (layout.mbs), which need fewer operators"
+        )
+
+
+def _bubble(found: Bubble, predicted: float | None) -> str:
+    planned = "" if predicted is None else f", the plan predicts {predicted:.0%}"
+    rest = found.measured - found.scheduled
+    slowest, fastest = max(found.stage_s), min(found.stage_s)
+    sentence = (
+        f"Pipeline bubble: {found.measured:.0%} of {seconds(found.makespan_s)}; {found.schedule} with these stage times has "
+        f"{found.scheduled:.0%}{planned}"
+    )
+    if fastest and slowest > (1 + UNEVEN) * fastest:
+        place = found.stage_s.index(slowest)
+        return f"{sentence}: stage {place} takes {slowest / fastest:.1f} times as long as the fastest; give it fewer layers"
+    if rest > 0.05:
+        return (
+            f"{sentence}: {rest:.0%} are messages, and stages that take longer at times; try larger micro-batches (layout.mbs)"
+        )
+    return f"{sentence}: try more micro-batches (layout.gas), or a schedule with a smaller bubble"
+
+
+TRACES = "traces"
+SUFFIXES = (".json", ".json.gz")
+
+# What a trace can tell apart, and the causes of an Estimate that are the same.
+_EXPOSED = {
+    "tensor exchange": ("tensor", ("tensor_s",)),
+    "context exchange": ("context", ("context_s",)),
+    "expert exchange": ("expert", ("expert_s",)),
+    "ZeRO exchange": ("zero", ("zero_s",)),
+    "gradient reduction": ("data", ("data_s",)),
+    "waiting for stages": ("pipeline", ("bubble_s", "send_s")),
+    "waiting for the slowest": ("bookkeeping", ()),
+    "exchange of nobody known": ("unknown", ()),
+}
+
+
+@dataclass(frozen=True)
+class Analysis:
+    ranks: tuple[RankTime, ...]
+    bubble: Bubble | None
+    terms: tuple[ComparedTerm, ...]
+    """planned beside measured; empty without a plan"""
+    findings: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def files(given: Sequence[Path]) -> list[Path]:
+    """The trace files that are meant: themselves, or those in a folder, or in a run's folder of traces."""
+    found: list[Path] = []
+    for path in given:
+        folder = path / TRACES if (path / TRACES).is_dir() else path
+        inside = [one for one in sorted(folder.iterdir()) if one.name.endswith(SUFFIXES)] if folder.is_dir() else [path]
+        if not inside:
+            raise SpecError(f"--trace {path} is a folder without traces: give one with .json or .json.gz files, such as runs/x")
+        found += inside
+    return found
+
+
+def read(given: Sequence[Path]) -> list[RankTime]:
+    """One trace after the other: of each only what it tells is kept."""
+    return sorted((trace_times.analyse(trace.read(path)) for path in files(given)), key=lambda one: (one.rank or 0, one.file))
+
+
+def analyse(ranks: Sequence[RankTime], plan: Plan | None = None, problems: Sequence[str] = ()) -> Analysis:
+    """What all of them say together. SpecError for a plan of another model."""
+    notes = [*problems, *_notes(ranks)]
+    if plan is not None:
+        _same_model(ranks, plan)
+        notes += [*_other_layout(ranks, plan), *_other_machine(ranks, plan)]
+    found = bubble(ranks)
+    predicted = None if plan is None or plan.layout.pp == 1 else plan.estimate.bubble_fraction
+    terms = () if plan is None else tuple(_terms(ranks, plan.estimate))
+    return Analysis(tuple(ranks), found, terms, tuple(findings(ranks, found, predicted)), tuple(notes))
+
+
+def _notes(ranks: Sequence[RankTime]) -> Iterator[str]:
+    for one in ranks:
+        if one.broken is not None:
+            yield f"{one.file} was cut off ({one.broken}): what is told of it is of the {one.events:,} events before that"
+    unmarked = [one for one in ranks if len(one.steps) == 1 and one.steps[0].name == UNMARKED]
+    if unmarked:
+        yield f"{unmarked[0].file} marks no steps (ProfilerStep): the whole trace is taken for one"
+
+
+def _same_model(ranks: Sequence[RankTime], plan: Plan) -> None:
+    model = plan.job.model
+    for one in ranks:
+        said = one.run
+        if said is not None and (said.get("model"), said.get("layers")) != (model.name, model.layers):
+            raise SpecError(
+                f"the plan is of {model.name} ({model.layers} layers) but {one.file or 'the trace'} is of {said.get('model')} "
+                f"({said.get('layers')} layers): give the run's own plan, which its folder has as plan.yaml"
+            )
+
+
+def _other_layout(ranks: Sequence[RankTime], plan: Plan) -> Iterator[str]:
+    layout = (ranks[0].run or {}).get("layout", {})
+    planned = plan.layout.model_dump(mode="json")
+    apart = [f"layout.{name} {value} and {layout[name]}" for name, value in planned.items() if layout.get(name, value) != value]
+    if apart:
+        yield f"the plan and the run differ: {'; '.join(apart)}"
+
+
+def _other_machine(ranks: Sequence[RankTime], plan: Plan) -> Iterator[str]:
+    planned = plan.job.cluster.gpu.name
+    if (planned == "cpu") != (ranks[0].device == "cpu"):
+        yield f"the plan is for {planned}, the trace is of a {ranks[0].device.upper()}: only shares compare"
+
+
+def _terms(ranks: Sequence[RankTime], planned: Estimate) -> Iterator[ComparedTerm]:
+    """The mean over ranks and steps. The parts add up to the step, as an Estimate's causes do."""
+    time = planned.time
+
+    def causes(*names: str) -> float:
+        return float(sum(getattr(time, name) for name in names))
+
+    def exposed_s(technique: str) -> float:
+        return mean(sum(each.exposed_s for each in one.techniques if each.technique == technique) for one in ranks)
+
+    yield ComparedTerm("step time", "s", planned.step_time_s, mean(one.mean(lambda step: step.step_s) for one in ranks))
+    computing = mean(one.mean(lambda step: step.computing_s + step.both_s - step.optimizer_s) for one in ranks)
+    yield ComparedTerm(
+        "computing", "s", causes("matmul_s", "attention_s", "memory_bound_s", "recompute_s"), computing, part=True
+    )
+    for name, (technique, fields) in _EXPOSED.items():
+        predicted, measured = causes(*fields) if fields else None, exposed_s(technique)
+        if predicted or measured:
+            yield ComparedTerm(name, "s", predicted, measured, part=True)
+    yield ComparedTerm(
+        "optimizer", "s", time.optimizer_s, mean(one.mean(lambda step: step.optimizer_s) for one in ranks), part=True
+    )
+    idle = mean(one.mean(lambda step: step.neither_s) for one in ranks)
+    yield ComparedTerm("nothing runs", "s", causes("launch_s", "offload_s", "overhead_s"), idle, part=True)

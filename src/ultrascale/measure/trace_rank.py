@@ -1,0 +1,324 @@
+"""Whose exchange is it? Names in a trace, ours and those of other engines, as techniques and kinds of collectives.
+
+One rank's trace as what matters of it: kernels with their launches, operators, named ranges, exchanges, copies, waits.
+
+Times are microseconds on the clock of the machine that wrote the trace. No torch is needed.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from bisect import bisect_right
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ultrascale.measure.trace_file import TraceFile
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.validate import shown
+
+TECHNIQUES = ("tensor", "context", "expert", "pipeline", "zero", "data", "bookkeeping", "unknown")
+"""in the order in which a moment that several of them fill is given to one"""
+ACTION = re.compile(r"(forward|backward|input gradients|weight gradients) stage (\d+) micro-batch (\d+)\Z")
+"""the pipeline's actions, as parallel/pipeline.py names them"""
+STEP = re.compile(r"ProfilerStep#(\d+)\Z")
+
+_OURS = re.compile(r"(tensor|context|expert|pipeline|zero|data|bookkeeping) ([a-z_]+)\Z")
+_GROUPS = (
+    ("zero", {"fsdp", "efsdp", "hsdp", "shard", "zero"}),
+    ("data", {"dp", "ddp", "edp", "data", "replicate"}),
+    ("pipeline", {"pp", "pipeline"}),
+    ("tensor", {"tp", "tensor", "sp"}),
+    ("expert", {"ep", "expert"}),
+    ("context", {"cp", "context"}),
+)
+"""words in the name of a process group; those of data ranks first: `dp_shard_cp` cuts weights, not sequences"""
+_KINDS = (
+    ("all_reduce", ("allreduce",)),
+    ("reduce_scatter", ("reducescatter",)),
+    ("all_gather", ("allgather",)),
+    ("all_to_all", ("alltoall",)),
+    ("send_recv", ("send", "recv", "coalesced")),
+    ("broadcast", ("broadcast",)),
+    ("barrier", ("barrier",)),
+)
+_BY_KIND = {"send_recv": "pipeline", "all_to_all": "expert"}
+"""whose an exchange most likely is where nothing else tells"""
+_SIZES = {"double": 8, "long": 8, "float": 4, "int": 4, "bfloat16": 2, "half": 2, "short": 2}
+
+
+def our_exchange(name: str) -> tuple[str, str] | None:
+    """The technique and the kind of `tensor all_reduce`, `data wait`; None: no exchange of ours."""
+    found = _OURS.match(name)
+    return (found[1], found[2]) if found else None
+
+
+def technique_of_range(name: str) -> str | None:
+    """Of what is exchanged within a range: ours, torch's FSDP, torch's pipelines."""
+    if (ours := our_exchange(name)) is not None:
+        return ours[0]
+    if name.startswith("FSDP::") or "FullyShardedDataParallel" in name:
+        return "zero"
+    if name.startswith("PP::"):
+        return "pipeline"
+    return None
+
+
+def technique_of_group(*names: str) -> str | None:
+    """Of the description or name that an engine gave a process group: `mesh_dp_shard`, `TENSOR_MODEL_PARALLEL_GROUP`."""
+    for name in names:
+        words = {word.rstrip("0123456789") for word in re.split(r"[^a-z0-9]+", name.lower())}
+        for technique, signs in _GROUPS:
+            if words & signs:
+                return technique
+    return None
+
+
+def technique_of_kind(kind: str) -> str:
+    return _BY_KIND.get(kind, "unknown")
+
+
+def kind_of(name: str) -> str:
+    """`all_reduce` of `ncclDevKernel_AllReduce_Sum_bf16_RING_LL(…)`, `c10d::allreduce_` or `gloo:all_reduce`."""
+    plain = name.lower().replace("_", "").replace("-", "")
+    return next((kind for kind, signs in _KINDS if any(sign in plain for sign in signs)), "other")
+
+
+def is_collective_kernel(name: str) -> bool:
+    return name.startswith(("nccl", "rccl", "mscclKernel", "void nccl"))
+
+
+def is_collective_op(name: str) -> bool:
+    """Operators with which a host starts an exchange."""
+    return name.startswith(("c10d::", "_c10d_functional::", "nccl:", "record_param_comms"))
+
+
+def is_optimizer(name: str) -> bool:
+    return name == "optimizer" or name.startswith("Optimizer.step#")
+
+
+def computes(name: str) -> bool:
+    """Does an operator of the host compute, or does it only hold others that do?"""
+    if name.startswith(("aten::", "CompiledFunction", "Torch-Compiled Region", "## Call CompiledFxGraph")):
+        return True
+    return (
+        "::" in name
+        and not name.startswith(("autograd::", "torch::autograd", "torch.", "profiler::"))
+        and not is_collective_op(name)
+    )
+
+
+def message_bytes(facts: dict[str, Any]) -> int | None:
+    """Of a collective, from what Kineto tells of it: the larger of what goes in and what comes out."""
+    counts = [facts.get("In msg nelems"), facts.get("Out msg nelems")]
+    numbers = [count for count in counts if isinstance(count, int)]
+    size = _SIZES.get(str(facts.get("dtype", "")).lower(), 1)
+    return max(numbers) * size if numbers else None
+
+
+OURS = "ultrascale"
+"""what our own traces say of their run stands under this name"""
+_OLD = {"operator": "cpu_op", "runtime": "cuda_runtime", "memcpy": "gpu_memcpy", "memset": "gpu_memset"}
+"""categories as Kineto wrote them before 2022"""
+_COPY = re.compile(r"Memcpy (\w+) \((\w+) -> (\w+)\)")
+MOST_US = 1e18  # 30,000 years: a clock that counts from 1970 in nanoseconds has 1.8e18, in microseconds 1.8e15
+_HOLDS = 64  # ranges that may begin between another's beginning and what it holds
+
+Thread = tuple[Any, Any]
+
+
+class TraceRange(NamedTuple):
+    start: float
+    end: float
+    name: str
+    thread: Thread
+
+
+class KernelLaunch(NamedTuple):
+    """The host's call that put a kernel on its queue."""
+
+    start: float
+    end: float
+    thread: Thread
+
+
+class Kernel(NamedTuple):
+    start: float
+    end: float
+    stream: Any
+    correlation: int | None
+    name: str | None
+    """of collectives alone"""
+    facts: dict[str, Any] | None
+    """what is told of a collective"""
+
+
+class Copy(NamedTuple):
+    """Between host and device."""
+
+    start: float
+    end: float
+    way: str
+    """HtoD or DtoH"""
+    pageable: bool
+    bytes: int
+
+
+class CollectiveLaunch(NamedTuple):
+    """The host begins an exchange."""
+
+    start: float
+    end: float
+    kind: str
+    thread: Thread
+    facts: dict[str, Any]
+
+
+@dataclass
+class RankTrace:
+    path: Path
+    rank: int | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    broken: str | None = None
+    events: int = 0
+    kernels: list[Kernel] = field(default_factory=list)
+    launches: dict[int, KernelLaunch] = field(default_factory=dict)
+    copies: list[Copy] = field(default_factory=list)
+    syncs: list[TraceRange] = field(default_factory=list)
+    """the host waits for the device"""
+    ranges: list[TraceRange] = field(default_factory=list)
+    calls: list[CollectiveLaunch] = field(default_factory=list)
+    background: list[TraceRange] = field(default_factory=list)
+    """gloo's exchanges, on its own threads"""
+    ops: dict[Thread, array[float]] = field(default_factory=lambda: defaultdict(lambda: array("d")))
+    """starts and ends of operators that compute on the host, by thread"""
+
+    @property
+    def on_gpu(self) -> bool:
+        return bool(self.kernels)
+
+    @property
+    def ours(self) -> dict[str, Any] | None:
+        """What our own engine says of the run."""
+        said = self.facts.get(OURS)
+        return said if isinstance(said, dict) else None
+
+    @property
+    def origin_us(self) -> float:
+        """Of this trace's clock: traces of one machine can be laid side by side."""
+        base = self.facts.get("baseTimeNanoseconds")
+        return float(base) / 1e3 if isinstance(base, int | float) and 0 <= base <= MOST_US * 1e3 else 0.0
+
+
+def read(path: Path) -> RankTrace:
+    """Reads a trace; SpecError where it is none, or holds nothing that lasts."""
+    file = TraceFile(path)
+    trace = RankTrace(path)
+    for event in file.events():
+        if event.get("ph") == "X" and isinstance(event.get("name"), str):
+            _add(trace, event)
+    trace.facts, trace.broken = file.facts, file.broken
+    distributed = file.facts.get("distributedInfo")
+    if isinstance(distributed, dict) and isinstance(distributed.get("rank"), int):
+        trace.rank = distributed["rank"]
+    elif (found := re.search(r"rank[-_]?(\d+)", path.name)) is not None:
+        trace.rank = int(found[1])
+    if not trace.events:
+        cut = f", and {trace.broken}" if trace.broken else ""
+        raise SpecError(
+            f"--trace {path} has no events that last{cut}: record some steps with torch.profiler and export them again"
+        )
+    return trace
+
+
+def _add(trace: RankTrace, event: dict[str, Any]) -> None:
+    if "ts" not in event:
+        return
+    start = _microseconds(trace, event, "ts", least=-MOST_US)  # an event before the clock's zero is one
+    end = start + _microseconds(trace, event, "dur", least=0.0)
+    trace.events += 1
+    kind = str(event.get("cat", "")).lower()
+    kind = _OLD.get(kind, kind)
+    name, thread = event["name"], (_identifier(event.get("pid")), _identifier(event.get("tid")))
+    facts = event.get("args") if isinstance(event.get("args"), dict) else {}
+    assert isinstance(facts, dict)
+    stream, correlation = _identifier(facts.get("stream", event.get("tid"))), facts.get("correlation")
+    correlation = correlation if isinstance(correlation, int) else None
+    if kind == "kernel":
+        collective = is_collective_kernel(name)
+        told = {key: facts[key] for key in _TOLD if key in facts} if collective else None
+        trace.kernels.append(Kernel(start, end, stream, correlation, name if collective else None, told))
+    elif kind in ("gpu_memcpy", "gpu_memset"):
+        trace.kernels.append(Kernel(start, end, stream, correlation, None, None))
+        way = _COPY.match(name)
+        if way is not None and way[1] in ("HtoD", "DtoH"):
+            trace.copies.append(Copy(start, end, way[1], "Pageable" in name, _bytes(facts.get("bytes"))))
+    elif kind.endswith(("_runtime", "_driver")):
+        if correlation is not None:
+            trace.launches.setdefault(correlation, KernelLaunch(start, end, thread))
+        if "Synchronize" in name or name in ("cudaMemcpy", "hipMemcpy"):
+            trace.syncs.append(TraceRange(start, end, name, thread))
+    elif kind == "user_annotation" or (not kind and STEP.match(name)):
+        (trace.background if name.startswith("gloo:") else trace.ranges).append(TraceRange(start, end, name, thread))
+    elif kind == "cpu_op":
+        if is_collective_op(name):
+            told = {key: facts[key] for key in _TOLD if key in facts}
+            trace.calls.append(CollectiveLaunch(start, end, kind_of(str(told.get("Collective name") or name)), thread, told))
+        elif is_optimizer(name):
+            trace.ranges.append(TraceRange(start, end, name, thread))
+        elif computes(name):
+            trace.ops[thread].extend((start, end))
+
+
+def _identifier(value: Any) -> Any:
+    """Of a process, thread or stream, to be a key: a file may have lists there."""
+    return value if value is None or isinstance(value, int | str) else str(value)
+
+
+def _bytes(size: Any) -> int:
+    return int(size) if isinstance(size, int | float) and 0 <= size <= 2**63 else 0
+
+
+def _microseconds(trace: RankTrace, event: dict[str, Any], name: str, least: float) -> float:
+    """A time of an event; SpecError for what is none, since every sum that it enters would be none either."""
+    value = event.get(name, 0)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= MOST_US:
+        raise SpecError(
+            f"--trace {trace.path}: {name} of the event {shown(event['name'])} is {shown(value)} but must be a number of "
+            f"microseconds from {least:g} to {MOST_US:g}: record the trace again"
+        )
+    return float(value)
+
+
+_TOLD = (
+    "Collective name",
+    "Process Group Name",
+    "Process Group Description",
+    "In msg nelems",
+    "Out msg nelems",
+    "dtype",
+    "Group size",
+)
+
+
+class EnclosingRanges:
+    """Which range of a thread holds a moment."""
+
+    def __init__(self, ranges: list[TraceRange] | list[CollectiveLaunch]) -> None:
+        self._by_thread: dict[Thread, list[Any]] = defaultdict(list)
+        for one in ranges:
+            self._by_thread[one.thread].append(one)
+        for found in self._by_thread.values():
+            found.sort(key=lambda one: one.start)
+        self._starts = {thread: [one.start for one in found] for thread, found in self._by_thread.items()}
+
+    def innermost(self, thread: Thread, moment: float) -> Any:
+        """The one that began last and has not ended; None: none holds it."""
+        found = self._by_thread.get(thread, ())
+        place = bisect_right(self._starts.get(thread, []), moment)
+        for one in reversed(found[max(0, place - _HOLDS) : place]):
+            if one.end > moment:
+                return one
+        return None

@@ -1,0 +1,368 @@
+"""What a GPU's host does to it: launches that come too late, copies between host and device, waits in the middle of a step.
+
+What a rank's time went into, step by step: computing, exchanging, both, neither; whose exchanges stood in the open.
+
+The pipeline's bubble as it was, beside the one that its schedule has with the same stage times."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import mean
+from typing import Any
+
+from ultrascale.measure.trace_rank import ACTION, STEP, TECHNIQUES, EnclosingRanges, RankTrace, Thread
+from ultrascale.measure.trace_steps import (
+    Exchange,
+    Interval,
+    Intervals,
+    StepIntervals,
+    TracedPass,
+    both,
+    length,
+    merged,
+    view,
+    within,
+    without,
+)
+from ultrascale.schedules import build
+from ultrascale.schedules.simulate import StageTimes, simulate
+from ultrascale.specs.errors import SpecError
+
+US = 1e-6
+
+
+Late = tuple[int, float, float, float, float]
+"""a kernel's place among all, when the gap before it began and ended, when it was launched, how long it ran"""
+
+
+@dataclass(frozen=True)
+class Launches:
+    """Of a mean step: when the device had nothing to do because the next kernel was launched after the last one ended."""
+
+    late_s: float
+    gaps: float
+    stretches: float
+    """runs of kernels that each found the queue empty"""
+    longest_s: float
+    """of those runs, over all steps"""
+    kernel_s: float
+    """mean length of the kernels that came late"""
+    every_s: float
+    """mean time from one launch to the next in those runs"""
+    after_waits_s: float
+    """idle because the host had waited for the device before it launched more"""
+    where: dict[str, float]
+    """seconds by what the host was doing"""
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Between host and device, in a mean step."""
+
+    to_device: float
+    to_device_bytes: float
+    to_host: float
+    to_host_bytes: float
+    pageable: float
+    pageable_bytes: float
+    copy_s: float
+    waits: float
+    """times that the host waited for the device"""
+    wait_s: float
+
+
+def launches(trace: RankTrace, steps: list[Interval]) -> Launches:
+    busy = merged((kernel.start, kernel.end) for kernel in trace.kernels)
+    kernels = sorted(trace.kernels, key=lambda kernel: kernel.start)
+    starts = [kernel.start for kernel in kernels]
+    phases = EnclosingRanges([one for one in trace.ranges if not STEP.match(one.name)])
+    hosts = dict.fromkeys(one.thread for one in trace.ranges if STEP.match(one.name))
+    waits = sorted((one.start, one.end) for one in trace.syncs)
+    late: list[Late] = []
+    after_waits_s = 0.0
+    where: dict[str, float] = defaultdict(float)
+    for begin, end in without(merged(steps), busy):
+        place = bisect_left(starts, end)
+        kernel = kernels[place] if place < len(kernels) and starts[place] == end else None
+        launch = trace.launches.get(kernel.correlation) if kernel is not None and kernel.correlation is not None else None
+        if kernel is None or launch is None or launch.start <= begin:
+            continue  # the device waited for something else: another stream, another rank
+        if _ended_in(waits, begin, launch.start):
+            after_waits_s += (end - begin) * US
+            continue
+        late.append((place, begin, end, launch.start, kernel.end - kernel.start))
+        where[_phase(phases, (launch.thread, *hosts), launch.start)] += (end - begin) * US
+    count, runs = len(steps), _runs(late)
+    intervals = [(run[-1][3] - run[0][3]) / (len(run) - 1) for run in runs if len(run) > 1]
+    return Launches(
+        late_s=sum(end - begin for _, begin, end, *_ in late) * US / count,
+        gaps=len(late) / count,
+        stretches=len(runs) / count,
+        longest_s=max((run[-1][2] - run[0][1] for run in runs), default=0.0) * US,
+        kernel_s=sum(one[4] for one in late) * US / len(late) if late else 0.0,
+        every_s=sum(intervals) / len(intervals) * US if intervals else 0.0,
+        after_waits_s=after_waits_s / count,
+        where={name: time_s / count for name, time_s in sorted(where.items(), key=lambda one: -one[1])},
+    )
+
+
+def _runs(late: list[Late]) -> list[list[Late]]:
+    """Kernels that came late one after the other."""
+    runs: list[list[Late]] = []
+    for one in late:
+        if runs and one[0] == runs[-1][-1][0] + 1:
+            runs[-1].append(one)
+        else:
+            runs.append([one])
+    return runs
+
+
+def _ended_in(waits: list[Interval], begin: float, end: float) -> bool:
+    """Did the host come out of a wait between the device's last kernel and its next launch?"""
+    place = bisect_left(waits, (end, end))
+    return any(begin <= done <= end for _, done in waits[max(0, place - 4) : place])
+
+
+def _phase(phases: EnclosingRanges, threads: Iterable[Thread], moment: float) -> str:
+    """The pass of the pipeline, the optimizer, or whatever the engine named; backward launches from a thread of its own."""
+    for one in (phases.innermost(thread, moment) for thread in threads):
+        if one is not None:
+            found = ACTION.match(one.name)
+            return found[1] if found else str(one.name).split(" (")[0]
+    return "no range"
+
+
+def copies(trace: RankTrace, steps: list[Interval], count: int) -> Copies:
+    inside = [one for one in trace.copies if any(start <= one.start < end for start, end in steps)]
+    ways = {way: [one for one in inside if one.way == way] for way in ("HtoD", "DtoH")}
+    pageable = [one for one in inside if one.pageable]
+    waits = [one for one in trace.syncs if any(start <= one.start < end for start, end in steps)]
+    return Copies(
+        to_device=len(ways["HtoD"]) / count,
+        to_device_bytes=sum(one.bytes for one in ways["HtoD"]) / count,
+        to_host=len(ways["DtoH"]) / count,
+        to_host_bytes=sum(one.bytes for one in ways["DtoH"]) / count,
+        pageable=len(pageable) / count,
+        pageable_bytes=sum(one.bytes for one in pageable) / count,
+        copy_s=sum(one.end - one.start for one in inside) * US / count,
+        waits=len(waits) / count,
+        wait_s=sum(one.end - one.start for one in waits) * US / count,
+    )
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds; the four parts add up to the step."""
+
+    name: str
+    step_s: float
+    computing_s: float
+    exchanging_s: float
+    both_s: float
+    neither_s: float
+    optimizer_s: float
+    """of computing"""
+
+
+@dataclass(frozen=True)
+class TechniqueTime:
+    """One technique's exchanges in a mean step."""
+
+    technique: str
+    calls: float
+    kinds: dict[str, float]
+    """calls by kind"""
+    time_s: float
+    exposed_s: float
+    """while nothing was computed; a moment of several techniques is counted for one"""
+
+
+@dataclass(frozen=True)
+class Reductions:
+    """How gradients met in a mean step."""
+
+    technique: str
+    calls: float
+    time_s: float
+    exposed_s: float
+    backward_s: float | None
+    """of the backward that they could run behind"""
+    bytes: float | None
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """What one trace tells."""
+
+    file: str
+    rank: int | None
+    device: str
+    events: int
+    broken: str | None
+    steps: tuple[StepTime, ...]
+    techniques: tuple[TechniqueTime, ...]
+    actions: tuple[tuple[TracedPass, ...], ...]
+    """by step, in microseconds of the machine's clock"""
+    reductions: Reductions | None
+    launches: Launches | None
+    copies: Copies | None
+    run: dict[str, Any] | None = field(default=None)
+    """what our own engine said of the run"""
+
+    def mean(self, of: Callable[[StepTime], float]) -> float:
+        return sum(map(of, self.steps)) / len(self.steps)
+
+
+def analyse(trace: RankTrace) -> RankTime:
+    seen = view(trace)
+    if not seen.steps:
+        raise SpecError(f"--trace {trace.path} marks steps in which nothing ran: profile steps that compute")
+    inside = [window for _, window in seen.steps]
+    count = len(inside)
+    exchanging = merged((one.start, one.end) for one in seen.exchanges)
+    return RankTime(
+        file=str(trace.path),
+        rank=trace.rank,
+        device="gpu" if trace.on_gpu else "cpu",
+        events=trace.events,
+        broken=trace.broken,
+        steps=tuple(_step(name, window, seen, exchanging) for name, window in seen.steps),
+        techniques=_techniques(seen, inside),
+        actions=tuple(_actions(seen, window, trace.origin_us) for window in inside),
+        reductions=_reductions(seen, inside),
+        launches=launches(trace, inside) if trace.on_gpu else None,
+        copies=copies(trace, inside, count) if trace.on_gpu else None,
+        run=trace.ours,
+    )
+
+
+def _step(name: str, window: Interval, seen: StepIntervals, exchanges: Intervals) -> StepTime:
+    computing, exchanging = within(seen.computing, window), within(exchanges, window)
+    overlapped = length(both(computing, exchanging))
+    whole = window[1] - window[0]
+    alone, open_ = length(computing) - overlapped, length(exchanging) - overlapped
+    return StepTime(
+        name,
+        whole * US,
+        alone * US,
+        open_ * US,
+        overlapped * US,
+        max(0.0, whole - alone - open_ - overlapped) * US,
+        length(within(seen.optimizer, window)) * US,
+    )
+
+
+def _techniques(seen: StepIntervals, steps: list[Interval]) -> tuple[TechniqueTime, ...]:
+    whole, count = merged(steps), len(steps)
+    taken = seen.computing
+    found = []
+    for technique in TECHNIQUES:
+        mine = both(merged((one.start, one.end) for one in seen.exchanges if one.technique == technique), whole)
+        exposed = without(mine, taken)
+        taken = merged([*taken, *exposed])
+        kinds = Counter(one.kind for one in seen.counted if one.technique == technique and _in(one, steps))
+        if mine or kinds:
+            each = {kind: number / count for kind, number in kinds.most_common()}
+            calls = kinds.total() / count
+            found.append(TechniqueTime(technique, calls, each, length(mine) * US / count, length(exposed) * US / count))
+    return tuple(found)
+
+
+def _in(one: Exchange | TracedPass, steps: list[Interval]) -> bool:
+    return any(start <= one.start < end for start, end in steps)
+
+
+def _actions(seen: StepIntervals, window: Interval, origin_us: float) -> tuple[TracedPass, ...]:
+    mine = sorted(one for one in seen.actions if _in(one, [window]))
+    return tuple(one._replace(start=one.start + origin_us, end=one.end + origin_us) for one in mine)
+
+
+def _reductions(seen: StepIntervals, steps: list[Interval]) -> Reductions | None:
+    """All-reduces of data parallelism, reduce-scatters of ZeRO; those that no host waited for apart from others count too."""
+    kinds = {"data": "all_reduce", "zero": "reduce_scatter"}
+    for technique, kind in kinds.items():
+        begun = [one for one in seen.counted if (one.technique, one.kind) == (technique, kind) and _in(one, steps)]
+        if not begun:
+            continue
+        spans = merged(
+            (one.start, one.end) for one in seen.exchanges if one.technique == technique and one.kind in (kind, "wait")
+        )
+        mine = both(spans, merged(steps))
+        sizes = [one.bytes for one in begun if one.bytes is not None]
+        backward = [one.busy for one in seen.actions if one.name != "forward" and _in(one, steps)]
+        count = len(steps)
+        return Reductions(
+            technique,
+            len(begun) / count,
+            length(mine) * US / count,
+            length(without(mine, seen.computing)) * US / count,
+            sum(backward) * US / count if backward else None,
+            sum(sizes) / count if sizes else None,
+        )
+    return None
+
+
+@dataclass(frozen=True)
+class Bubble:
+    measured: float
+    """idle share of all ranks' time between the step's first and last action"""
+    scheduled: float
+    """of the same schedule with the same stage times, where messages take no time and stages never vary"""
+    schedule: str
+    makespan_s: float
+    stage_s: tuple[float, ...]
+    """what all passes of one micro-batch take, by stage"""
+
+
+def bubble(ranks: Sequence[RankTime]) -> Bubble | None:
+    """None where no rank tells a pipeline's actions, or where not all of its ranks were traced."""
+    pipelines: dict[tuple[int, ...], list[RankTime]] = defaultdict(list)
+    for one in ranks:
+        if one.run is not None and any(one.actions) and _layout(one)["pp"] > 1:
+            place = one.run["place"]
+            pipelines[place["dp"], place["cp"], place["tp"]].append(one)
+    whole = [group for group in pipelines.values() if len(group) == _layout(group[0])["pp"]]
+    if not whole:
+        return None
+    shares, spans = [], []
+    for group in whole:
+        for step in range(min(len(one.actions) for one in group)):
+            found = [one.actions[step] for one in group]
+            if all(found):
+                span = max(one.end for rank in found for one in rank) - min(one.start for rank in found for one in rank)
+                shares.append(1 - sum(one.busy for rank in found for one in rank) / (len(found) * span))
+                spans.append(span)
+    if not shares:
+        return None
+    layout = _layout(whole[0][0])
+    times = _stage_times([one for group in whole for rank in group for step in rank.actions for one in step], layout)
+    schedule = build(layout["schedule"], layout["pp"], layout["gas"], layout["virtual_stages"])
+    stages = [sum(parts) for parts in zip(times.forward_s, times.input_grad_s, times.weight_grad_s, strict=True)]
+    return Bubble(mean(shares), simulate(schedule, times).bubble_fraction, layout["schedule"], mean(spans) * US, tuple(stages))
+
+
+def _layout(one: RankTime) -> dict[str, Any]:
+    assert one.run is not None
+    layout = one.run.get("layout")
+    if not isinstance(layout, dict):
+        raise SpecError(f"--trace {one.file} does not say how its run was cut: profile it again")
+    return layout
+
+
+def _stage_times(actions: Iterable[TracedPass], layout: dict[str, Any]) -> StageTimes:
+    took: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for one in actions:
+        took[one.name, one.stage].append(one.busy * US)
+
+    def typical(name: str, stage: int) -> float:
+        return mean(took[name, stage]) if took[name, stage] else 0.0
+
+    stages = range(layout["pp"] * layout["virtual_stages"])
+    weights = tuple(typical("weight gradients", stage) for stage in stages)
+    inputs = tuple(
+        typical("input gradients", stage) or max(0.0, typical("backward", stage) - weights[stage]) for stage in stages
+    )
+    return StageTimes(tuple(typical("forward", stage) for stage in stages), inputs, weights)

@@ -1,0 +1,280 @@
+"""Does a layout compute what one process computes? Losses, norms and every gradient; where they differ, the first module.
+
+One process runs the whole batch and writes what it made to a file; each rank of the layout compares its own parts with slices
+of that file, within bounds that rounding explains (recording.py). A layout that differs runs again with every module traced.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from ultrascale.measure.verify_recording import PERTURBED_RUNS, Bounds, Item, StepPlan, StepRunner, record, rounding
+from ultrascale.parallel import local
+from ultrascale.parallel.mesh import Mesh, RankCoordinates
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.errors import RunError
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.training import Training
+from ultrascale.train.data import Batches, corpus
+from ultrascale.train.engine import Engine
+from ultrascale.train.optimizer import Weight
+from ultrascale.train.rank_info import RankInfo
+from ultrascale.train.run import join, leave
+
+STEPS = 3
+TIMEOUT_S = 300.0
+EMBEDDING = "embed.tokens.weight"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One layout beside one process."""
+
+    layout: Layout
+    loss_error: float
+    """largest relative difference of a step's loss, or of its gradient norm"""
+    grad_error: float
+    """largest difference of a gradient's entry, relative to the largest of that gradient; first and last step"""
+    excess: float
+    """the largest difference over the bound that rounding explains: up to 1 is the same computation"""
+    worst: str
+    """what has it"""
+    problem: str = ""
+    """why nothing could be compared"""
+    where: str = ""
+    """the first module and tensor that differ"""
+
+    @property
+    def ok(self) -> bool:
+        return not self.problem and self.excess <= 1
+
+
+@dataclass
+class RankResult:
+    """What one rank of a layout found."""
+
+    errors: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """by key: relative difference, and the same over its bound"""
+    squares: dict[str, float] = field(default_factory=dict)
+    """by key: what this rank adds to the square of the gradient norm"""
+    parts: tuple[int, ...] = ()
+    """ranks whose squares add up to the norm"""
+    rows: dict[str, set[int]] = field(default_factory=dict)
+    """by key: sequences of the batch that reached a module on this rank"""
+    elements: int = 0
+    """gradient entries that were compared and count once in the whole model"""
+
+    def to_json(self) -> str:
+        return json.dumps({**vars(self), "rows": {key: sorted(rows) for key, rows in self.rows.items()}})
+
+    @classmethod
+    def from_json(cls, text: str) -> RankResult:
+        data = json.loads(text)
+        errors = {key: (error, excess) for key, (error, excess) in data.pop("errors").items()}
+        rows = {key: set(rows) for key, rows in data.pop("rows").items()}
+        return cls(errors=errors, rows=rows, **data)
+
+
+def verify(job: Job, layouts: Iterable[Layout], training: Training | None = None) -> Iterator[Difference]:
+    """Each layout against one process, one after the other. The job's batch and precision are those of the comparison."""
+    training = training or Training(steps=STEPS, warmup_steps=0, eps=1e-5, graphs="never")
+    with tempfile.TemporaryDirectory(prefix="ultrascale-") as folder:
+        references: dict[tuple[int, bool], Reference] = {}
+
+        def reference(layout: Layout, trace: bool) -> Reference:
+            sequences = layout.dp * layout.mbs * layout.gas
+            key = (sequences, trace)
+            if key not in references:
+                steps = [_plan(training, number, trace) for number in range(training.steps)]
+                references[key] = make_reference(job, sequences, steps, Path(folder) / f"{sequences}-{trace}.pt")
+            return references[key]
+
+        # In fp32 gradients alone tell; the wider bounds of other formats hide in them what a module's own output shows.
+        traced = job.precision != "fp32"
+        for layout in layouts:
+            difference = _compare(job, layout, reference(layout, traced))
+            if not difference.ok and not traced:
+                found = _compare(job, layout, reference(layout, True))
+                difference = replace(difference, where=found.where, problem=difference.problem or found.problem)
+            yield difference
+
+
+def _plan(training: Training, number: int, trace: bool) -> StepPlan:
+    return StepPlan(number, training, gradients=trace or number in (0, training.steps - 1), trace=trace, weights=trace)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What one process made of some steps, on the disk, and how far rounding moves it."""
+
+    file: Path
+    steps: Sequence[StepPlan]
+    bounds: Bounds
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        tensors: dict[str, torch.Tensor] = torch.load(self.file, weights_only=True, mmap=True)
+        return tensors
+
+    @property
+    def keys(self) -> list[str]:
+        """In the order in which they were computed."""
+        return list(self.bounds.by_key)
+
+
+def make_reference(job: Job, sequences: int, steps: Sequence[StepPlan], file: Path) -> Reference:
+    alone = job.changed(cluster=Cluster.load("1xh100"), batch_tokens=sequences * job.seq)
+    arguments = (alone, Layout(mbs=sequences), list(steps), file)
+    (bounds,) = local.run(_alone, 1, *arguments, timeout_s=TIMEOUT_S)
+    return Reference(file, steps, bounds)
+
+
+def _alone(rank: int, nproc: int, store: str, job: Job, layout: Layout, steps: list[StepPlan], file: Path) -> Bounds:
+    def run(seed: int | None) -> dict[str, torch.Tensor]:
+        engine = make_engine(RankInfo(), job, layout, steps[0].training)
+        return record(StepRunner(engine, any(step.trace for step in steps), seed), steps)
+
+    whole = run(None)
+    torch.save(whole, file)
+    return Bounds.measured(whole, [run(seed) for seed in range(PERTURBED_RUNS)], rounding(job.precision))
+
+
+def _compare(job: Job, layout: Layout, reference: Reference) -> Difference:
+    cut = job.changed(cluster=Cluster.load(f"{layout.gpus}xh100"), batch_tokens=layout.batch_tokens(job.seq))
+    try:
+        ranks: list[RankResult] = local.run(_rank, layout.gpus, cut, layout, reference, timeout_s=TIMEOUT_S)
+    except (local.RankError, RunError) as failure:
+        return Difference(layout, math.inf, math.inf, math.inf, "", problem=str(failure).strip().splitlines()[-1])
+    by_rank = all_errors(reference, ranks)
+    largest = {key: max(errors.get(key, (0.0, 0.0)) for errors in by_rank) for key in reference.keys}
+    worst = max(largest, key=lambda key: largest[key][1])
+
+    def error(*sections: str) -> float:
+        return max((value for key, (value, _) in largest.items() if key.split("/")[1] in sections), default=0.0)
+
+    return Difference(
+        layout,
+        error("loss", "grad_norm"),
+        error("gradient"),
+        largest[worst][1],
+        worst,
+        _not_compared(reference, ranks),
+        first_difference(layout, reference, ranks),
+    )
+
+
+def _rank(rank: int, nproc: int, store: str, job: Job, layout: Layout, reference: Reference) -> RankResult:
+    steps = reference.steps
+    engine = make_engine(RankInfo(rank, nproc, rank, nproc, store), job, layout, steps[0].training)
+    whole = reference.whole()
+    runner, result = StepRunner(engine, any(step.trace for step in steps)), RankResult(parts=engine.mesh.parts.ranks)
+    result.elements = sum(step.gradients for step in steps) * sum(
+        weight.master.numel() for weight in engine.weights if weight.counted and _first_replica(weight)
+    )
+    for step in steps:
+        compare_items(runner.run(step), reference, whole, result)
+    leave()
+    return result
+
+
+def compare_items(items: Iterable[Item], reference: Reference, whole: Mapping[str, torch.Tensor], result: RankResult) -> None:
+    """Adds to `result` how far each of a rank's items is from one process's."""
+    for item in items:
+        section = item.key.split("/")[1]
+        if section == "norm":
+            result.squares[item.key] = float(item.value)
+            continue
+        key = item.key if item.key in whole else _tied(item.key)
+        found = reference.bounds.excess(key, item.value, item.slice(whole[key]))
+        result.errors[key] = max(found, result.errors.get(key, (0.0, 0.0)))
+        if item.rows:
+            result.rows.setdefault(key, set()).update(item.rows)
+
+
+def _tied(key: str) -> str:
+    """A tied head on a stage of its own has the embedding's gradient."""
+    return f"{key.rpartition('/')[0]}/{EMBEDDING}"
+
+
+def all_errors(reference: Reference, ranks: Sequence[RankResult]) -> list[dict[str, tuple[float, float]]]:
+    """By rank and key; what parameters add to the norm is summed over the ranks that a rank sums over."""
+    whole, bounds = reference.whole(), reference.bounds
+    found = []
+    for result in ranks:
+        errors = dict(result.errors)
+        for key in bounds.by_key:
+            if result.squares and key.split("/")[1] == "norm":
+                total = sum(ranks[rank].squares.get(key, 0.0) for rank in result.parts)
+                errors[key] = bounds.excess(key, torch.tensor(total, dtype=torch.float64), whole[key])
+        found.append(errors)
+    return found
+
+
+def _not_compared(reference: Reference, ranks: Sequence[RankResult]) -> str:
+    exist = sum(value.numel() for key, value in reference.whole().items() if key.split("/")[1] == "gradient")
+    compared = sum(result.elements for result in ranks)
+    return "" if compared == exist else f"{compared:,} gradient entries were compared, {exist:,} exist"
+
+
+def first_difference(layout: Layout, reference: Reference, ranks: Sequence[RankResult]) -> str:
+    """The first key that differs, in the order in which a step computes."""
+    batch, by_rank = layout.dp * layout.mbs * layout.gas, all_errors(reference, ranks)
+    for key in reference.keys:
+        at, section, *name = key.split("/")
+        reached = [result.rows[key] for result in ranks if key in result.rows]
+        if reached and (left_out := sorted(set(range(batch)) - set().union(*reached))):
+            return (
+                f"step {at}, {_SECTIONS[section]} {name[0]}: missing for sequences {_listed(left_out)} of the batch's {batch}"
+            )
+        differ = [rank for rank, errors in enumerate(by_rank) if errors.get(key, (0.0, 0.0))[1] > 1]
+        if differ:
+            error = max(by_rank[rank][key][0] for rank in differ)
+            return (
+                f"step {at}, {_SECTIONS.get(section, section)}{f' {name[0]}' if name else ''}: off by {error:.1e} of its "
+                f"largest entry (bound {reference.bounds.by_key[key].largest:.1e}) on {_places(layout, differ)}"
+            )
+    return ""
+
+
+_SECTIONS = {
+    "forward": "forward output of",
+    "backward": "gradient by the output of",
+    "gradient": "gradient of",
+    "norm": "share in the gradient norm of",
+    "weight": "updated weight",
+    "grad_norm": "gradient norm",
+    "eval_loss": "evaluation loss",
+    "expert_tokens": "tokens per expert",
+}
+
+
+def _places(layout: Layout, ranks: Sequence[int]) -> str:
+    if len(ranks) == layout.gpus:
+        return "every rank"
+    named = [f"{rank} ({RankCoordinates.of(layout, rank).words(layout)})" for rank in ranks]
+    return f"rank {_listed(named)} of {layout.gpus}"
+
+
+def _listed(values: Sequence[object], most: int = 4) -> str:
+    rest = f" and {len(values) - most} more" if len(values) > most else ""
+    return ", ".join(map(str, values[:most])) + rest
+
+
+def _first_replica(weight: Weight) -> bool:
+    """Among data ranks that hold the same gradients, one counts them."""
+    return weight.shard.copies is not None and weight.shard.copies.rank == 0
+
+
+def make_engine(rank_info: RankInfo, job: Job, layout: Layout, training: Training) -> Engine:
+    device = join(rank_info, training.timeout_s)
+    torch.set_num_threads(1)
+    mesh = Mesh.build(layout, job.model.kv_heads, rank_info.rank, device)
+    batches = Batches(corpus(training, job.model.vocab), job.seq, layout.dp * layout.mbs * layout.gas, training.seed)
+    return Engine(job, mesh, training, batches)

@@ -1,1 +1,0 @@
-"""Proof that a layout computes what one process computes."""

@@ -1,0 +1,227 @@
+"""The layouts that `verify` tries for a number of processes: every way to cut, every variant on every way. No torch.
+
+What may interact is crossed in full: axes (experts' too), ZeRO stage, schedule, way of context parallelism. The rest
+(sequence parallelism, recomputation, ways of data parallelism, HSDP, micro-batch) takes turns, so that each value meets many
+of the others.
+
+
+What `verify` runs: the layouts that were asked for, at sizes that this machine runs in seconds. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+from typing import Any
+
+from ultrascale.cost.legality import divisors
+from ultrascale.schedules import REGISTRY
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.errors import SpecError, nearest
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.model import Model, MoE
+from ultrascale.specs.plan import Plan
+from ultrascale.specs.training import Training
+from ultrascale.train.request import Overrides, from_plan
+from ultrascale.train.supported import PRECISIONS, factors, layout_problem
+
+AXES = ("dp", "tp", "pp", "cp", "ep")
+TECHNIQUES = (*AXES, "zero", "recompute")
+_CONTEXT = ("allgather", "ring", "zigzag", "ulysses")
+_RECOMPUTE = ("none", "selective", "full")
+_DATA = ("bucketed", "hooks", "naive", "ddp")
+
+
+def compositions(job: Job, world: int, only: Sequence[str] = ()) -> list[Layout]:
+    """Every layout of `world` processes that the job can take; `only`: those that use each of these techniques."""
+    for word in only:
+        if word not in TECHNIQUES:
+            raise SpecError(f"--only names '{word:.40}': {nearest(word, TECHNIQUES)}")
+    found = dict.fromkeys(layout for axes in factors(world) for layout in _of_axes(job, axes))
+    return [layout for layout in found if all(_uses(layout, word) for word in only)]
+
+
+def _of_axes(job: Job, axes: tuple[int, int, int, int]) -> Iterable[Layout]:
+    dp, tp, pp, cp = axes
+    schedules = tuple(REGISTRY) if pp > 1 else ("1f1b",)
+    contexts = _CONTEXT if cp > 1 else ("zigzag",)
+    stages = range(4) if dp * cp > 1 else range(1)
+    alone = sum(size > 1 for size in axes) == 1  # one axis: the rest is crossed in full as well
+    for turn, (ep, zero, schedule, context) in enumerate(product(_expert_ranks(job, dp * cp), stages, schedules, contexts)):
+        turn += 3 * dp + 5 * tp + 7 * pp + 11 * cp  # another beginning for every way to cut
+        ways = _DATA if zero == 0 and dp * cp > 1 else ("bucketed",)
+        rests = product(_RECOMPUTE, (True, False) if tp > 1 else (True,), ways)
+        for recompute, sequence, way in (
+            rests if alone else [(_turn(_RECOMPUTE, turn), bool(turn % 2) or tp == 1, _turn(ways, turn))]
+        ):
+            fields: dict[str, Any] = {
+                "dp": dp,
+                "tp": tp,
+                "pp": pp,
+                "cp": cp,
+                "ep": ep,
+                "zero": zero,
+                "schedule": schedule,
+                "virtual_stages": REGISTRY[schedule].least_stages,
+                "context_parallel": context,
+                "recompute": recompute,
+                "sequence_parallel": sequence,
+                "data_parallel": way,
+                "zero_shards": dp * cp // 2 if zero and dp * cp >= 4 and dp * cp // 2 % ep == 0 and turn % 4 == 1 else None,
+                "keep_gathered": zero == 3 and turn % 5 == 0,
+            }
+            layout = _with_batch(job, Layout(**fields))
+            if way == "ddp" and layout_problem(job, layout, Training()) is not None:
+                layout = layout.model_copy(update={"data_parallel": "bucketed"})
+            if layout_problem(job, layout, Training()) is None:
+                yield layout
+
+
+def _expert_ranks(job: Job, data_ranks: int) -> list[int]:
+    moe = job.model.moe
+    return [1] if moe is None else [ep for ep in divisors(data_ranks) if moe.experts % ep == 0]
+
+
+def _turn(values: Sequence[Any], turn: int) -> Any:
+    return values[turn % len(values)]
+
+
+def _with_batch(job: Job, layout: Layout) -> Layout:
+    """As few micro-batches as accumulation or the schedule need: more repeat what these prove."""
+    each = job.sequences // layout.dp
+    least = max(2, layout.pp * max(1, REGISTRY[layout.schedule].least_rounds)) if layout.pp > 1 else 2
+    gas = next((count for count in divisors(max(1, each)) if count >= least), max(1, each))
+    return layout.model_copy(update={"mbs": max(1, each // gas), "gas": gas})
+
+
+def _uses(layout: Layout, technique: str) -> bool:
+    value = getattr(layout, technique)
+    return bool(value != "none") if technique == "recompute" else value > (0 if technique == "zero" else 1)
+
+
+def spread(layouts: Sequence[Layout], most: int) -> list[Layout]:
+    """A few of them that between them hold as many pairs of values as possible: the greedy choice of pairwise testing."""
+    left = list(layouts)
+    chosen: list[Layout] = []
+    seen: set[tuple[Any, ...]] = set()
+    while left and len(chosen) < most:
+        best = max(left, key=lambda layout: len(_pairs(layout) - seen))
+        chosen.append(best)
+        seen |= _pairs(best)
+        left.remove(best)
+    return chosen
+
+
+def _pairs(layout: Layout) -> set[tuple[Any, ...]]:
+    """Pairs of values that are at work: the schedule of one stage, or the ring of one rank, is none."""
+    idle = {
+        "mbs": True,
+        "gas": True,
+        "schedule": layout.pp == 1,
+        "virtual_stages": layout.pp == 1,
+        "context_parallel": layout.cp == 1,
+        "sequence_parallel": layout.tp == 1,
+        "data_parallel": layout.zero > 0 or layout.data_ranks == 1,
+    }
+    return set(combinations(sorted((name, value) for name, value in layout.model_dump().items() if not idle.get(name)), 2))
+
+
+MOST_PROCESSES = 16
+MOST_SEQUENCES = 32  # per data rank
+LARGEST = 5_000_000  # parameters of a model that is verified as it is
+SPREAD = 24  # layouts that `verify --world` tries without --all
+
+
+def to_verify(
+    words: list[str], world: int | None, only: str | None, everything: bool, model: str, precision: str = "fp32"
+) -> tuple[Job, list[Layout], tuple[str, ...]]:
+    """A plan and its changes, or every kind of layout of `world` processes: the job, its layouts, what was made smaller."""
+    if world is None:
+        plan, changes = Plan.load(words[0]), Overrides.parse(words[1:])
+        request = from_plan(plan, changes, plan.layout.changed(**changes.layout).gpus)
+        small = reduced(request.job, request.layout, _known(precision))
+        return small.job, [small.layout], small.notes
+    if not 1 <= world <= MOST_PROCESSES:
+        raise SpecError(f"--world is {world} but must be from 1 to {MOST_PROCESSES}, such as 8")
+    shape = Model.load(model)
+    if shape.parameters > LARGEST:
+        raise SpecError(f"--model is {model} with {shape.parameters:,} parameters, too many to try every layout: try tiny")
+    sequences = 16 if 16 % world == 0 else 4 * world
+    job = small_job(shape, world, sequences=sequences, precision=_known(precision))
+    layouts = compositions(job, world, [word.strip() for word in only.split(",") if word.strip()] if only else [])
+    if not layouts:
+        raise SpecError(f"no layout of {world} processes uses {only}: try --world 8, or fewer words in --only")
+    return job, layouts if everything else spread(layouts, SPREAD), ()
+
+
+def _known(precision: str) -> str:
+    if precision not in PRECISIONS:
+        raise SpecError(f"--precision is '{precision:.20}' but must be one of {', '.join(PRECISIONS)}: try fp32")
+    return precision
+
+
+def small_job(model: Model, world: int, seq: int = 64, sequences: int = 16, precision: str = "fp32") -> Job:
+    """A job for `verify`: a short sequence, a small batch."""
+    return Job(model=model, cluster=Cluster.load(f"{world}xh100"), seq=seq, batch_tokens=seq * sequences, precision=precision)
+
+
+@dataclass(frozen=True)
+class ReducedPlan:
+    """A plan at sizes that this machine runs in seconds, and what was made smaller for it."""
+
+    job: Job
+    layout: Layout
+    notes: tuple[str, ...]
+
+
+def reduced(job: Job, layout: Layout, precision: str = "fp32") -> ReducedPlan:
+    """Axes, stages, schedule and variants stay: what is proven is the layout, not the model's width."""
+    notes = []
+    model = job.model
+    if model.parameters > LARGEST:
+        model = _narrow(model, layout.tp, layout.ep)
+        widths = f"hidden {model.hidden}, ffn {model.ffn}, vocab {model.vocab}"
+        if model.moe is not None:
+            widths += f", {model.moe.experts} experts of {model.moe.expert_ffn}"
+        notes.append(f"{job.model.name} at {widths}; layers and heads as they are")
+    cut = layout
+    if layout.gpus > MOST_PROCESSES:
+        dp = max(1, min(layout.dp, MOST_PROCESSES // (layout.tp * layout.pp * layout.cp)))
+        cut = layout.model_copy(update={"dp": dp, "ep": math.gcd(layout.ep, dp * layout.cp), "zero_shards": None})
+        if cut.gpus > MOST_PROCESSES:
+            raise SpecError(
+                f"layout.tp·pp·cp is {layout.tp}·{layout.pp}·{layout.cp} = {layout.gpus // layout.dp}, but verify starts at "
+                f"most {MOST_PROCESSES} processes on one machine: try smaller ones, such as layout.pp=2"
+            )
+        notes.append(f"dp {cut.dp} instead of {layout.dp}: more replicas compute what these do")
+        if cut.ep != layout.ep:
+            notes.append(f"ep {cut.ep} instead of {layout.ep}")
+    if layout.mbs * layout.gas > MOST_SEQUENCES:
+        gas = min(layout.gas, max(2 * layout.pp, 2))
+        cut = cut.model_copy(update={"mbs": 1, "gas": gas})
+        notes.append(f"{gas} micro-batches of one sequence instead of {layout.gas} of {layout.mbs}")
+    seq = min(job.seq, max(64, 8 * layout.cp * layout.tp))
+    if seq < job.seq:
+        notes.append(f"sequences of {seq} tokens instead of {job.seq:,}")
+    if job.precision != precision:
+        notes.append(f"{precision} instead of {job.precision} (--precision {job.precision} verifies that, within wider bounds)")
+    return ReducedPlan(small_job(model, cut.gpus, seq, cut.dp * cut.mbs * cut.gas, precision), cut, tuple(notes))
+
+
+def _narrow(model: Model, tp: int, ep: int) -> Model:
+    width = 64 * tp
+    learned: dict[str, Any] = {"max_positions": min(model.max_positions or 4096, 4096)} if model.positions == "learned" else {}
+    sizes = {"hidden": 64, "head_dim": 8, "ffn": 2 * width, "vocab": -(-256 // tp) * tp}
+    if model.moe is not None:
+        learned["moe"] = _fewer(model.moe, ep, 8 * tp)
+        sizes["ffn"] = sizes["ffn"] if model.dense_layers else 0
+    return model.model_copy(update={"name": f"narrow {model.name}", **sizes, **learned})
+
+
+def _fewer(moe: MoE, ep: int, width: int) -> MoE:
+    """As many experts as a token chooses from and ep divides, and some more."""
+    experts = min(moe.experts, ep * -(-2 * moe.top_k // ep))
+    shared = {"shared_expert_ffn": width} if moe.shared_experts else {}
+    return moe.model_copy(update={"experts": experts, "expert_ffn": width, **shared})

@@ -1,0 +1,407 @@
+"""Programs that `verify --runs` runs: launches of one run that are killed, resumed, rolled back and cut otherwise. No torch.
+
+A program is what happens to a run between its first step and its last: each launch trains some steps under a layout, evaluates
+and saves on the way, and ends by itself, by a signal, or by kill -9 at a chosen point. Programs are drawn at random from what
+the engine accepts; of many that are drawn, those are taken that use the most pairs of features not used before.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict
+
+from ultrascale.measure.verify_layouts import compositions
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.files import read_mapping, write_text
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.model import Model
+from ultrascale.specs.training import Training
+from ultrascale.specs.validate import build
+from ultrascale.train.supported import job_problem, layout_problem
+
+STEPS, SEQ, SEQUENCES = 6, 32, 8
+LR = 2e-3  # at 1e-2, updates are as large as weights, and one rounding becomes half a gradient norm within five steps
+TIMEOUT_S = 60.0
+POOL = 64  # programs drawn for each one that is taken
+PHASES = ("reading", "forward and backward", "update", "saving", "evaluating")
+
+_DENSE: dict[str, Any] = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 256}
+_MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"qk_norm": True, "head_dim": 16, "tied_embeddings": True},
+    "gpt2": {
+        "norm": "layernorm",
+        "positions": "learned",
+        "activation": "gelu",
+        "max_positions": 64,
+        "kv_heads": 4,
+        "qkv_bias": True,
+        "attention_output_bias": True,
+        "mlp_bias": True,
+        "tied_embeddings": True,
+    },
+    "mistral": {"sliding_window": 12},
+    "mixtral": {"ffn": 0, "moe": {"experts": 4, "top_k": 2, "expert_ffn": 16}},
+    "deepseek": {
+        "moe": {
+            "experts": 8,
+            "top_k": 2,
+            "expert_ffn": 16,
+            "dense_layers": 1,
+            "shared_experts": 1,
+            "router": "sigmoid",
+            "router_bias": True,
+        }
+    },
+}
+MODELS = tuple(_MODELS)
+
+
+@cache
+def small_model(name: str) -> Model:
+    """A model of this family that trains in milliseconds."""
+    if name not in _MODELS:
+        raise SpecError(f"program.model is '{name:.40}' but must be one of {', '.join(MODELS)}")
+    return Model(name=name, **{**_DENSE, **_MODELS[name]})
+
+
+class Launch(BaseModel):
+    """One start of the run: how it is cut, what it does on the way, how it ends."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layout: Layout
+    steps: int = STEPS
+    lr: float = LR
+    eval_every: int = 0
+    save_every: int = 2
+    background: bool = True
+    roll_back: int | None = None
+    """resume from the last checkpoint up to this step; None: from the newest"""
+    end: Literal["done", "stop", "kill"] = "done"
+    at: int = 0
+    """the step during which it is stopped or killed"""
+    phase: str = "update"
+    rank: int | None = None
+    """that is killed; None: all of them and their launcher"""
+
+    def to_the_end(self) -> Launch:
+        return self.model_copy(update={"end": "done", "steps": STEPS, "at": 0, "rank": None, "phase": "update"})
+
+    def words(self, fields: Sequence[str]) -> list[str]:
+        """The overrides of `ultrascale train` that say so; `fields`: of the layout."""
+        values = self.layout.model_dump()
+        layout = [f"layout.{name}={_text(values[name])}" for name in fields]
+        return [
+            *layout,
+            f"train.lr={self.lr:g}",
+            f"train.eval_every={self.eval_every}",
+            f"checkpoint.every={self.save_every}",
+            f"checkpoint.background={_text(self.background)}",
+        ]
+
+    def ending(self) -> str:
+        if self.end == "done":
+            return ""
+        who = (
+            "SIGTERM" if self.end == "stop" else "kill -9 of " + ("every process" if self.rank is None else f"rank {self.rank}")
+        )
+        return f"{who} in step {self.at}, {self.phase}"
+
+
+class Program(BaseModel):
+    """What happens to a run, and what does not change on the way."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = "llama"
+    precision: str = "fp32"
+    optimizer: str = "adamw"
+    training: dict[str, Any] = {}
+    launches: tuple[Launch, ...]
+
+    @property
+    def base_training(self) -> Training:
+        """Without what a launch changes. A large eps keeps Adam from turning rounding into whole steps."""
+        fixed = {"steps": STEPS, "warmup_steps": 0, "eps": 1e-4, "seed": 1, "eval_batches": 1, "timeout_s": TIMEOUT_S}
+        return Training().changed(**{"data": "synthetic", **fixed, **self.training})
+
+    def job(self, world: int) -> Job:
+        return Job(
+            model=small_model(self.model),
+            cluster=Cluster.load(f"{world}xh100"),
+            seq=SEQ,
+            batch_tokens=SEQ * SEQUENCES,
+            precision=self.precision,
+            optimizer=self.optimizer,
+        )
+
+    def problem(self) -> str | None:
+        """Why the engine does not run it."""
+        training = self.base_training
+        for launch in self.launches:
+            job = self.job(launch.layout.gpus)
+            if (found := job_problem(job) or layout_problem(job, launch.layout, training)) is not None:
+                return found
+        return None
+
+    def words(self, number: int) -> list[str]:
+        """The overrides of launch `number`: what differs from the defaults, in this launch or one before it."""
+        plain = Layout().model_dump()
+        seen = [launch.layout.model_dump() for launch in self.launches[: number + 1]]
+        fields = [name for name in plain if any(layout[name] != plain[name] for layout in seen)]
+        launch = self.launches[number]
+        common = []
+        if number == 0:
+            given = self.base_training.model_dump(mode="json")
+            default = Training().model_dump(mode="json")
+            common = [
+                f"train.{name}={_text(value)}" for name, value in given.items() if value != default[name] and name != "steps"
+            ]
+            common += [f"job.seq={SEQ}", f"job.batch_tokens={SEQ * SEQUENCES}", "checkpoint.keep=0"]
+            common += [f"job.precision={self.precision}", f"job.optimizer={self.optimizer}"]
+        return [f"train.steps={launch.steps}", *common, *launch.words(fields)]
+
+    def commands(self, run: Path, model: Path) -> list[str]:
+        """The same by hand, as far as a shell can say when a process is killed."""
+        lines = []
+        for number, launch in enumerate(self.launches):
+            source = f"--model {model} --out {run}" if number == 0 else f"--resume {run}"
+            if launch.roll_back is not None and number:
+                source += f"/checkpoints/step-{launch.roll_back:06d}"
+            ending = launch.ending()
+            lines.append(
+                f"ultrascale train {source} --nproc {launch.layout.gpus} {' '.join(self.words(number))}"
+                + (f"  # {ending}" if ending else "")
+            )
+        return lines
+
+    def features(self) -> Iterator[frozenset[str]]:
+        """What each launch uses together."""
+        always = {self.model, self.precision, self.optimizer} | {name for name, value in self.training.items() if value}
+        always -= {"llama", "fp32", "adamw", "data"}
+        for number, launch in enumerate(self.launches):
+            before = self.launches[number - 1] if number else None
+            yield frozenset(always | set(_layout_features(launch.layout)) | set(_launch_features(launch, before)))
+
+    def pairs(self) -> set[tuple[str, str]]:
+        return {pair for features in self.features() for pair in combinations(sorted(features), 2)}
+
+    def save(self, folder: Path) -> tuple[Path, Path]:
+        """program.yaml and model.yaml in this folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        files = folder / "program.yaml", folder / "model.yaml"
+        model = small_model(self.model).model_dump(mode="json", exclude_defaults=True)
+        for file, data in zip(files, (self.model_dump(mode="json", exclude_defaults=True), model), strict=True):
+            write_text(file, yaml.safe_dump(data, sort_keys=False))
+        return files
+
+    @classmethod
+    def load(cls, file: Path) -> Program:
+        program = build(Program, read_mapping(file, "program"), "program")
+        small_model(program.model)
+        if not program.launches:
+            raise SpecError("program.launches is empty: give at least one launch, such as {layout: {dp: 2}}")
+        if (problem := program.problem()) is not None:
+            raise SpecError(problem)
+        return program
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else "none" if value is None else str(value)
+
+
+def _layout_features(layout: Layout) -> Iterator[str]:
+    yield from (axis for axis in ("dp", "tp", "pp", "cp", "ep") if getattr(layout, axis) > 1)
+    if layout.zero and layout.data_ranks > 1:
+        yield f"zero{layout.zero}"
+        if layout.shards < layout.data_ranks:
+            yield "hsdp"
+    if layout.zero == 0 and layout.data_ranks > 1 and layout.data_parallel != "bucketed":
+        yield layout.data_parallel
+    if layout.pp > 1:
+        yield layout.schedule
+    if layout.cp > 1:
+        yield layout.context_parallel
+    if layout.tp > 1 and not layout.sequence_parallel:
+        yield "no sp"
+    if layout.recompute != "none":
+        yield f"{layout.recompute} recompute"
+    if layout.offload != "none":
+        yield f"{layout.offload} offload"
+
+
+def _launch_features(launch: Launch, before: Launch | None) -> Iterator[str]:
+    if launch.eval_every:
+        yield "evaluate"
+    if launch.save_every:
+        yield "async save" if launch.background else "save"
+    if launch.end == "stop":
+        yield "stop"
+    if launch.end == "kill":
+        yield "kill all" if launch.rank is None else "kill rank"
+    if before is None:
+        return
+    yield "resume"
+    if launch.layout != before.layout:
+        yield "relayout"
+    if launch.roll_back is not None:
+        yield "roll back"
+    if launch.lr != before.lr:
+        yield "new lr"
+    if launch.steps > before.steps:
+        yield "more steps"
+
+
+class ProgramGenerator:
+    """Draws programs one after the other, each of the many that would bring the most new pairs of features."""
+
+    def __init__(self, seed: int, processes: int = 4) -> None:
+        self.random, self.processes = random.Random(seed), processes
+        self.covered: Counter[tuple[str, str]] = Counter()
+        self.possible: set[tuple[str, str]] = set()
+        """pairs that some program, drawn if not taken, uses"""
+        self._uncovered: dict[tuple[str, str], Program] = {}
+        """a program for each pair that was drawn and not taken: a rare pair need not be drawn a second time"""
+
+    def next(self) -> Program:
+        for program in (self._draw() for _ in range(POOL)):
+            pairs = program.pairs()
+            self.possible |= pairs
+            self._uncovered |= dict.fromkeys(sorted(pairs - self.covered.keys()), program)
+        candidates = list(self._uncovered.values()) or [program]
+        best = max(candidates, key=lambda program: len(program.pairs() - self.covered.keys()))
+        self.covered.update(best.pairs())
+        self._uncovered = {pair: program for pair, program in self._uncovered.items() if pair not in self.covered}
+        return best
+
+    def _draw(self) -> Program:
+        while True:
+            program = self._any()
+            if program.problem() is None:
+                return program
+
+    def _any(self) -> Program:
+        pick = self.random.choice
+        model = pick(MODELS)
+        precision = pick(("fp32", "fp32", "fp32", "bf16", "fp16", "fp8"))
+        optimizer = pick(("adamw", "adamw", "adamw", "sgd-momentum", "sgd"))
+        training = self._training(model)
+        launches: list[Launch] = []
+        for number in range(pick((1, 2, 2, 3, 3))):
+            before = launches[-1] if launches else None
+            same = before is not None and self.random.random() < 0.25
+            layout = before.layout if same and before is not None else self._layout(model)
+            launches.append(self._launch(layout, before, number))
+        # Whatever happened before, the last launch trains to the end.
+        launches[-1] = launches[-1].to_the_end()
+        return Program(model=model, precision=precision, optimizer=optimizer, training=training, launches=tuple(launches))
+
+    def _training(self, model: str) -> dict[str, Any]:
+        chance, found = self.random.random, dict[str, Any]()
+        if chance() < 0.2:
+            found |= {"document_mask": True, "data": "stdlib"}
+        if small_model(model).moe is not None:
+            if chance() < 0.4:
+                found["balance_loss"] = 0.01
+            if chance() < 0.3:
+                found["capacity_factor"] = 1.25
+            if chance() < 0.3:
+                found["expert_overlap"] = self.random.choice(("gradients", "rows"))
+        if chance() < 0.2:
+            found["reduce_every_microbatch"] = True
+        return found
+
+    def _launch(self, layout: Layout, before: Launch | None, number: int) -> Launch:
+        pick, chance = self.random.choice, self.random.random
+        fields: dict[str, Any] = {
+            "layout": layout,
+            "eval_every": pick((0, 1, 2, 2, 3)),
+            "save_every": pick((1, 2, 2, 3)),
+            "background": chance() < 0.7,
+            "steps": pick((STEPS, STEPS, STEPS - 2)) if number == 0 else STEPS,
+        }
+        if before is not None and chance() < 0.35:
+            fields["roll_back"] = pick((1, 2, 3, 4))
+        if before is not None:
+            fields["lr"] = pick((before.lr, before.lr, before.lr / 2))
+        fields["end"] = pick(("done", "stop", "kill", "kill", "kill")) if fields["steps"] == STEPS else "done"
+        if fields["end"] != "done":
+            at = fields["at"] = self.random.randint(2 if number == 0 else 3, STEPS - 1)
+            happens = list(PHASES[:3])
+            happens += ["saving"] if at % fields["save_every"] == 0 else []
+            happens += ["evaluating"] if fields["eval_every"] and at % fields["eval_every"] == 0 else []
+            fields["phase"] = pick(happens) if fields["end"] == "kill" else "update"
+            fields["rank"] = self.random.randrange(layout.gpus) if fields["end"] == "kill" and chance() < 0.5 else None
+        return Launch(**fields)
+
+    def _layout(self, model: str) -> Layout:
+        layouts = _layouts(model, self.random.choice([size for size in (1, 2, 2, 3, 4, 4, 4, 8) if size <= self.processes]))
+        layout = self.random.choice(layouts)
+        if layout.zero and layout.shards > 1 and self.random.random() < 0.15:
+            return layout.model_copy(update={"offload": self.random.choice(("optimizer", "parameters"))})
+        return layout
+
+
+@cache
+def _layouts(model: str, world: int) -> list[Layout]:
+    job = Program(model=model, launches=()).job(world)
+    if SEQUENCES % world:
+        return [layout for layout in compositions(job, world) if SEQUENCES % layout.dp == 0] or [Layout()]
+    return compositions(job, world)
+
+
+def simpler(program: Program) -> Iterator[Program]:
+    """Programs with one thing less, the largest steps first."""
+    launches = program.launches
+    for number in range(len(launches)):
+        if len(launches) > 1:
+            *earlier, last = launches[:number] + launches[number + 1 :]
+            yield program.model_copy(update={"launches": (*earlier, last.to_the_end())})
+    plain: dict[str, Any] = {"model": "llama", "precision": "fp32", "optimizer": "adamw"}
+    for name, value in plain.items():
+        if getattr(program, name) != value:
+            yield program.model_copy(update={name: value})
+    for name in program.training:
+        yield program.model_copy(update={"training": {key: value for key, value in program.training.items() if key != name}})
+    for number, launch in enumerate(launches):
+        for fields in _simpler_launch(launch):
+            changed = launch.model_copy(update=fields)
+            yield program.model_copy(update={"launches": (*launches[:number], changed, *launches[number + 1 :])})
+
+
+def _simpler_launch(launch: Launch) -> Iterator[dict[str, Any]]:
+    layout = launch.layout
+    for axis in ("pp", "cp", "tp", "dp"):
+        if getattr(layout, axis) > 1:
+            yield {"layout": _without(layout, axis), "rank": None}
+    if launch.end != "done":
+        yield {"end": "done", "at": 0, "rank": None, "phase": "update"}
+    for name, value in {"roll_back": None, "eval_every": 0, "lr": LR, "steps": STEPS, "background": False}.items():
+        if getattr(launch, name) != value:
+            yield {name: value}
+    plain = Layout()
+    for name in ("ep", "zero", "recompute", "offload", "zero_shards", "keep_gathered", "data_parallel", "context_parallel"):
+        if getattr(layout, name) != getattr(plain, name):
+            yield {"layout": layout.model_copy(update={name: getattr(plain, name)})}
+
+
+def _without(layout: Layout, axis: str) -> Layout:
+    fields: dict[str, Any] = {axis: 1, "zero_shards": None}
+    if axis == "pp":
+        fields |= {"schedule": "1f1b", "virtual_stages": 1}
+    if axis in ("dp", "cp"):
+        fields["ep"] = 1
+    if axis == "dp":
+        fields["gas"] = layout.gas * layout.dp
+    return layout.model_copy(update=fields)

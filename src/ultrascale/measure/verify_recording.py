@@ -1,0 +1,329 @@
+"""Activations and their gradients by module name, as one rank computes them, with their place in the whole tensor.
+
+A hook on every module of `MODULES` keeps its outputs in forward and the gradients of those outputs in backward. A rank knows
+which sequences of the batch, which positions and which features it holds, so that each of its tensors can be compared with
+the same slice of one process's tensor: no shard has to be gathered for it.
+
+
+What is compared: every number of a step, by a key, as one process makes it and as each rank of a layout does.
+
+Keys are `STEP/SECTION/NAME`, in the order in which a step computes them, so that the first key that differs is where a fault
+first shows. One process writes whole tensors to a file; a rank compares its own part with the slice of the whole tensor. How
+far a correct layout may differ is measured, not guessed: one process runs again with the output of every module and every
+gradient moved by one rounding of the format that computes, and what that changes bounds what another order of sums may change.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ultrascale.model.moe import RoutingResult
+from ultrascale.parallel import comm
+from ultrascale.parallel.mesh import Mesh
+from ultrascale.specs.training import Training
+from ultrascale.train.build import COMPUTE
+from ultrascale.train.data import rows_of
+from ultrascale.train.engine import Engine
+
+# Modules whose outputs have the same meaning under every layout. Inside experts a tensor-parallel rank holds partial sums.
+MODULES = re.compile(
+    r"embed|head\.(norm|linear)|blocks\.\d+(\.(attention_norm|mlp_norm|mlp|attention|attention\.(qkv|q_norm|k_norm|core|out)"
+    r"|mlp\.(inputs|down|router)))?"
+)
+SHARED_BY_QUERIES = re.compile(r".*\.(qkv\.[12]|k_norm)")
+"""keys and values, which ranks with other query heads share where there are fewer kv heads than ranks: gradients add up"""
+
+
+@dataclass(frozen=True)
+class ModuleShard:
+    """A rank's part of one module's output [batch, sequence, features, …], or of its gradient."""
+
+    rows: tuple[int, ...]
+    """sequences of the global batch"""
+    positions: Tensor
+    tensor: Tensor
+
+
+@dataclass
+class ModuleTrace:
+    """The modules' outputs and gradients of one step, in the order in which they were computed."""
+
+    forward: dict[str, list[ModuleShard]] = field(default_factory=dict)
+    backward: dict[str, list[ModuleShard]] = field(default_factory=dict)
+
+
+class Tracer:
+    """Hooks on an engine's modules that fill a Trace until they are removed."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.mesh = engine, engine.mesh
+        self.trace = ModuleTrace()
+        self._hooks = [
+            module.register_forward_hook(self._recorder(name))
+            for chunk in engine.pipeline.chunks.values()
+            for name, module in named_modules(chunk.gradients.module)
+        ]
+
+    def take(self) -> ModuleTrace:
+        """What was recorded since the last call; gradients as those of the mean loss over the whole batch."""
+        trace, self.trace = self.trace, ModuleTrace()
+        ranks = self.mesh.data.size  # the loss of each is weighed by it, since their gradients are averaged
+        trace.backward = {
+            name: [self._complete(name, ModuleShard(part.rows, part.positions, part.tensor / ranks)) for part in parts]
+            for name, parts in trace.backward.items()
+        }
+        return trace
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _recorder(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def record(module: nn.Module, inputs: Any, output: Any) -> None:
+            microbatch = self.engine.pipeline.microbatch
+            if microbatch is None or not torch.is_grad_enabled():
+                return  # computed again in backward, or evaluated
+            rows = tuple(rows_of(self.mesh.layout, self.mesh.place.dp, microbatch))
+            for key, tensor in tensors_of(name, output):
+                self._keep(self.trace.forward, key, rows, tensor)
+                if tensor.requires_grad and not name.endswith("router"):
+                    tensor.register_hook(partial(self._keep, self.trace.backward, key, rows))  # type: ignore[no-untyped-call]
+
+        return record
+
+    def _keep(self, where: dict[str, list[ModuleShard]], key: str, rows: tuple[int, ...], tensor: Tensor) -> None:
+        where.setdefault(key, []).append(ModuleShard(rows, self._positions(tensor.shape[1]), tensor.detach().clone()))
+
+    def _positions(self, length: int) -> Tensor:
+        """This rank's part of the sequence, or with sequence parallelism its slice of that."""
+        here = self.engine.here
+        return here if length == len(here) else here.chunk(self.mesh.tp.size)[self.mesh.tp.rank]
+
+    def _complete(self, key: str, part: ModuleShard) -> ModuleShard:
+        if self.mesh.kv.size == 1 or not SHARED_BY_QUERIES.fullmatch(key):
+            return part
+        return ModuleShard(part.rows, part.positions, comm.all_reduce(part.tensor.contiguous(), self.mesh.kv))
+
+
+def named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Those that are traced, by their names in the whole model."""
+    for name, one in module.named_modules():
+        plain = name.removeprefix("module.")  # DistributedDataParallel's
+        if MODULES.fullmatch(plain):
+            yield plain, one
+
+
+def tensors_of(name: str, output: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(output, Tensor):
+        yield name, output
+    elif isinstance(output, RoutingResult):
+        yield f"{name}.weights", output.weights
+    else:
+        for number, tensor in enumerate(output):
+            yield f"{name}.{number}", tensor
+
+
+def expected(part: ModuleShard, mesh: Mesh, whole: Tensor) -> Tensor:
+    """The slice of one process's tensor that a rank's part stands for."""
+    found = whole[list(part.rows)][:, part.positions]
+    features, here = found.shape[2], part.tensor.shape[2]
+    ranks_with_the_same = mesh.tp.size * here // features  # all of them where nothing is cut; kv heads may be shared by a few
+    return found.narrow(2, mesh.tp.rank // ranks_with_the_same * here, here)
+
+
+Recording = Mapping[str, Tensor]
+PERTURBED_RUNS = 2
+FACTOR = 8.0
+"""between what one rounding per module changes and the bound (docs/verify.md has the figures behind it)"""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What one step of a run is: its settings, whether an evaluation follows it, and how much of it is compared."""
+
+    number: int
+    """counted from 0"""
+    training: Training
+    evaluate: bool = False
+    gradients: bool = False
+    trace: bool = False
+    weights: bool = False
+    """weights and optimizer states after the update"""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One number or tensor of a step, as this rank has it."""
+
+    key: str
+    value: Tensor
+    slice: Callable[[Tensor], Tensor] = lambda whole: whole
+    """of one process's tensor, what this rank's value is compared with"""
+    rows: tuple[int, ...] = ()
+    """sequences of the batch, of a module's output"""
+
+
+class StepRunner:
+    """Runs steps of an engine and lists what they made."""
+
+    def __init__(self, engine: Engine, trace: bool = False, seed: int | None = None) -> None:
+        """`seed`: of a perturbation by one rounding; None: the engine as it is."""
+        self.engine = engine
+        self.perturb = None if seed is None else Perturbation(engine, seed)
+        self.tracer = Tracer(engine) if trace else None  # after it, to see what it moved
+
+    def run(self, step: StepPlan) -> Iterator[Item]:
+        engine, at = self.engine, step.number + 1
+        engine.training = step.training
+        loss = engine.backward(engine.read(step.number))
+        if self.perturb is not None:
+            self.perturb.gradients(engine)
+        trace = self.tracer.take() if self.tracer is not None else ModuleTrace()
+        yield from items_of(engine, at, trace if step.trace else ModuleTrace(), step.gradients, loss)
+        result = engine.update(step.number, loss)
+        yield Item(f"{at}/grad_norm", torch.tensor(result.grad_norm, dtype=torch.float64))
+        if result.loads is not None:
+            yield Item(f"{at}/expert_tokens", result.loads.tokens.double().clone())
+        if step.weights:
+            yield from self._states(at)
+        if step.evaluate:
+            yield Item(f"{at}/eval_loss", torch.tensor(engine.evaluate(step.training.eval_batches), dtype=torch.float64))
+
+    def _states(self, at: int) -> Iterator[Item]:
+        optimizer = self.engine.optimizer
+        for weight in self.engine.weights:
+            name, piece = weight.shard.name, weight.shard.piece
+            yield Item(f"{at}/weight/{name}", weight.exact().clone(), piece)
+            for moment in optimizer.moments if optimizer.updates else ():
+                yield Item(f"{at}/{moment}/{name}", optimizer.moment(weight, moment).clone(), piece)
+
+
+def items_of(engine: Engine, at: int, trace: ModuleTrace, gradients: bool, loss: Tensor | None = None) -> Iterator[Item]:
+    """What forward and backward of a step left, before the update."""
+    yield from _parts(engine, at, "forward", trace.forward)
+    if loss is not None:
+        yield Item(f"{at}/loss", loss.detach().double().cpu())
+    yield from _parts(engine, at, "backward", trace.backward)
+    if gradients:
+        for weight in reversed(engine.weights):
+            yield Item(f"{at}/gradient/{weight.shard.name}", weight.gradient.clone(), weight.shard.piece)
+        for weight in reversed(engine.weights):  # what each adds to the square of the norm on this rank
+            square = weight.gradient.double().square().sum() if weight.counted else torch.zeros((), dtype=torch.float64)
+            yield Item(f"{at}/norm/{weight.shard.name}", square)
+
+
+def _parts(engine: Engine, at: int, section: str, parts: Mapping[str, list[ModuleShard]]) -> Iterator[Item]:
+    for name, several in parts.items():
+        for part in several:
+            yield Item(f"{at}/{section}/{name}", part.tensor, partial(expected, part, engine.mesh), part.rows)
+
+
+def record(runner: StepRunner, steps: Sequence[StepPlan]) -> dict[str, Tensor]:
+    """Of one process: whole tensors, the sequences of the batch in order."""
+    parts: dict[str, list[Item]] = {}
+    for step in steps:
+        for item in runner.run(step):
+            parts.setdefault(item.key, []).append(item)
+    return {
+        key: torch.cat([item.value for item in sorted(items, key=lambda item: item.rows)]) if items[0].rows else items[0].value
+        for key, items in parts.items()
+    }
+
+
+class Perturbation:
+    """Moves module outputs, their gradients and weight gradients by one rounding, up or down at random."""
+
+    def __init__(self, engine: Engine, seed: int) -> None:
+        self.random = torch.Generator(engine.mesh.device).manual_seed(seed)
+        self.eps = rounding(engine.job.precision)
+        # fp8 rounds the operands of matmuls alone, and to the nearest: by half the spacing at most.
+        matmul = float(torch.finfo(torch.float8_e4m3fn).eps) / 2 if engine.job.precision == "fp8" else self.eps
+        for chunk in engine.pipeline.chunks.values():
+            for name, module in named_modules(chunk.gradients.module):
+                if not name.endswith("router"):
+                    eps = matmul if name.endswith(("qkv", "out", "inputs", "down")) else self.eps
+                    module.register_forward_hook(partial(self._hook, eps))
+
+    def gradients(self, engine: Engine) -> None:
+        for weight in engine.weights:
+            weight.gradient.copy_(self._moved(self.eps, weight.gradient))
+
+    def _hook(self, eps: float, module: nn.Module, inputs: Any, output: Any) -> Any:
+        moved = tuple(self._both_ways(eps, tensor) for _, tensor in tensors_of("", output))
+        return moved[0] if isinstance(output, Tensor) else moved
+
+    def _both_ways(self, eps: float, tensor: Tensor) -> Tensor:
+        moved = tensor + (self._moved(eps, tensor) - tensor).detach()
+        if moved.requires_grad:
+            moved.register_hook(partial(self._moved, eps))  # type: ignore[no-untyped-call]
+        return moved
+
+    @torch.no_grad()
+    def _moved(self, eps: float, tensor: Tensor) -> Tensor:
+        signs = torch.randint(0, 2, tensor.shape, generator=self.random, device=tensor.device) * 2 - 1
+        return (tensor.float() * (1 + eps * signs.double()).float()).to(tensor.dtype)
+
+
+def rounding(precision: str) -> float:
+    """The relative spacing of numbers between matmuls: around fp8, a CPU computes in fp32 and a GPU in bf16."""
+    around = "bf16" if torch.cuda.is_available() else "fp32"
+    return float(torch.finfo(COMPUTE[around if precision == "fp8" else precision]).eps)
+
+
+class RelativeError(NamedTuple):
+    """How far a tensor is from another, over the size of that."""
+
+    largest: float
+    """of an entry's difference, over the largest entry"""
+    rms: float
+    """root mean square of the differences, over that of the entries"""
+
+    @classmethod
+    def between(cls, value: Tensor, wanted: Tensor, size: RelativeError) -> RelativeError:
+        """`size`: the largest entry and the root mean square of the whole tensor that `wanted` is a slice of."""
+        if not wanted.numel():
+            return cls(0.0, 0.0)
+        difference = value.double() - wanted.double()
+        finite = wanted.isfinite()
+        if not bool((value.isfinite() == finite).all()):
+            return cls(math.inf, math.inf)
+        found = cls.size(difference[finite])
+        return cls(*(error / whole if whole else math.inf if error else 0.0 for error, whole in zip(found, size, strict=True)))
+
+    @classmethod
+    def size(cls, tensor: Tensor) -> RelativeError:
+        if not tensor.numel():
+            return cls(0.0, 0.0)
+        wide = tensor.double()
+        return cls(float(wide.abs().max()), float(wide.square().mean().sqrt()))
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The largest error of each key that rounding explains."""
+
+    by_key: Mapping[str, RelativeError]
+    sizes: Mapping[str, RelativeError]
+    """the largest entry and the root mean square of each key's tensor"""
+
+    @classmethod
+    def measured(cls, reference: Recording, perturbed: Sequence[Recording], eps: float) -> Bounds:
+        sizes = {key: RelativeError.size(value[value.isfinite()]) for key, value in reference.items()}
+        bounds = {}
+        for key, whole in reference.items():
+            errors = [RelativeError.between(run[key], whole, sizes[key]) for run in perturbed]
+            bounds[key] = RelativeError(*(FACTOR * (max(found) + eps) for found in zip(*errors, strict=True)))
+        return cls(bounds, sizes)
+
+    def excess(self, key: str, value: Tensor, wanted: Tensor) -> tuple[float, float]:
+        """The largest relative difference of an entry, and the larger of both errors over its bound."""
+        error = RelativeError.between(value, wanted, self.sizes[key])
+        return error.largest, max(found / bound for found, bound in zip(error, self.by_key[key], strict=True))

@@ -1,0 +1,346 @@
+"""Runs a program and holds all that the run recorded, and its last checkpoint, to one uninterrupted process.
+
+Each launch is `ultrascale train` as a user starts it, in a process group of its own that can be killed as a whole. The
+reference takes the same steps in one process, each with the settings of the launch that computed it. A program that fails is
+made shorter while it still fails, and runs once more with every module traced in the first step that differs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ultrascale.measure.verify import RankResult, Reference, compare_items, first_difference, make_reference
+from ultrascale.measure.verify_programs import SEQUENCES, STEPS, TIMEOUT_S, Launch, Program, simpler
+from ultrascale.measure.verify_recording import StepPlan, Tracer, items_of
+from ultrascale.parallel import local
+from ultrascale.specs.errors import RunError, SpecError
+from ultrascale.specs.training import Training
+from ultrascale.train import checkpoint, launch
+from ultrascale.train.checkpoint import Checkpoint
+from ultrascale.train.dcp_io import TensorSlice, load
+from ultrascale.train.engine import Engine
+from ultrascale.train.log import FILE
+from ultrascale.train.loop import Observer
+from ultrascale.train.lr import learning_rate
+from ultrascale.train.request import from_words
+
+LONGEST_LAUNCH_S = 3 * TIMEOUT_S
+MOST_TRIES = 60  # of shorter programs
+
+
+@dataclass(frozen=True)
+class ProgramResult:
+    """A program beside one process."""
+
+    program: Program
+    excess: float = 0.0
+    """the largest difference over what rounding explains: up to 1 is the same run"""
+    worst: str = ""
+    problem: str = ""
+    """why there is nothing to compare, or what the run's files say wrongly"""
+    difference: str = ""
+    """the first number that differs"""
+    first: tuple[int, int] | None = None
+    """its step and launch"""
+    where: str = ""
+    """the first module of that step that differs"""
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return not self.problem and self.excess <= 1
+
+
+@dataclass(frozen=True)
+class History:
+    """The launches that computed each step of the run as it is now."""
+
+    starts: tuple[tuple[int, int], ...] = ()
+    """of each launch that ran: the steps done before it, and its number in the program"""
+    rows: tuple[dict[str, Any], ...] = ()
+    """of metrics.jsonl, as the last of these launches left it"""
+
+    def launch_of(self, step: int) -> int:
+        """The launch that computed a step, counted from 1: the last that began before it."""
+        return next(number for start, number in reversed(self.starts) if start < step)
+
+
+def _rows(run: Path) -> tuple[dict[str, Any], ...]:
+    try:
+        lines = (run / FILE).read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:  # killed before its first step
+        return ()
+    return tuple(json.loads(line) for line in lines if line.endswith("}"))  # a kill may cut the last one short
+
+
+def check_program(program: Program) -> ProgramResult:
+    """Runs it in a folder of its own and compares."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="ultrascale-") as folder:
+        run = Path(folder) / "run"
+        try:
+            histories = execute(program, run)
+            verdict: ProgramResult
+            (verdict,) = local.run(_judge, 1, program, run, histories, Path(folder), timeout_s=LONGEST_LAUNCH_S)
+        except (RunError, SpecError) as failure:
+            verdict = ProgramResult(program, math.inf, problem=str(failure).strip().splitlines()[-1])
+    return replace(verdict, seconds=time.monotonic() - began)
+
+
+def execute(program: Program, run: Path, observe: Callable[[int, Engine], Observer] | None = None) -> list[History]:
+    """All launches of a program, one after the other: the run's history after each.
+
+    RunError where one ends otherwise than it should.
+    """
+    _, model = program.save(run.parent / "program")
+    histories = [History()]
+    for number, one in enumerate(program.launches):
+        source = _source(run, one)
+        if source is None and run.exists():
+            shutil.rmtree(run)  # killed before its first checkpoint
+        start = 0 if source is None else checkpoint.step_of(source)
+        if start >= one.steps:
+            continue
+        before = histories[-1].starts if source is not None else ()
+        _launch(program, number, run, source, model, partial(_Events, one, observe and partial(observe, number)))
+        histories.append(History((*before, (start, number)), _rows(run)))
+    return histories[1:]
+
+
+def _source(run: Path, one: Launch) -> Path | None:
+    """The checkpoint that a launch resumes from."""
+    newest = checkpoint.newest(run)
+    if newest is None or one.roll_back is None:
+        return newest
+    steps = {checkpoint.step_of(folder): folder for folder in checkpoint.complete(run)}
+    return steps[max((step for step in steps if step <= one.roll_back), default=min(steps))]
+
+
+def _launch(
+    program: Program, number: int, run: Path, source: Path | None, model: Path, observe: Callable[[Engine], Observer]
+) -> None:
+    """One launch in a process of its own, as its own process group."""
+    one = program.launches[number]
+    first = number if source is not None else 0  # a run that begins anew needs the settings of its first launch too
+    words = [word for earlier in range(first, number + 1) for word in program.words(earlier)]
+    errors = run.parent / f"launch-{number}.txt"
+
+    def start() -> None:
+        os.setsid()
+        with errors.open("w") as file:
+            os.dup2(file.fileno(), 2)
+        try:
+            options: dict[str, Any] = {"model": str(model)} if source is None else {"resume": source}
+            request = from_words(words, {}, one.layout.gpus, False, **options)
+            launch.train(request, run, one.layout.gpus, quiet=True, observe=observe)
+        except (SpecError, RunError) as error:
+            sys.stderr.write(f"\n{error}\n")
+            sys.stderr.flush()
+            os._exit(1)
+        os._exit(0)
+
+    process = local.fork(start)
+    process.join(LONGEST_LAUNCH_S)
+    if process.is_alive():
+        os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+        raise RunError(f"launch {number + 1} was still running after {LONGEST_LAUNCH_S:g} s")
+    killed = one.end == "kill" and process.exitcode != 0
+    if process.exitcode != 0 and not killed:
+        raise RunError(f"launch {number + 1} ended with exit code {process.exitcode}: {_last_line(errors)}")
+
+
+def _last_line(file: Path) -> str:
+    lines = [line for line in file.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1].strip() if lines else ""
+
+
+class _Events(Observer):
+    """Ends a launch at its chosen moment."""
+
+    def __init__(self, one: Launch, other: Callable[[Engine], Observer] | None, engine: Engine) -> None:
+        super().__init__(engine)
+        self.launch, self.rank = one, engine.mesh.rank
+        self.other = other(engine) if other is not None else None
+
+    def phase(self, step: int, doing: str) -> None:
+        if self.other is not None:
+            self.other.phase(step, doing)
+        one = self.launch
+        if one.end == "done" or (step, doing) != (one.at, one.phase):
+            return
+        if one.end == "stop":
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif one.rank is None:
+            os.killpg(0, signal.SIGKILL)
+        elif one.rank == self.rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _judge(
+    rank: int, nproc: int, store: str, program: Program, run: Path, histories: list[History], folder: Path
+) -> ProgramResult:
+    """What the run's files say, beside a reference that this process makes."""
+    history, rows = histories[-1], histories[-1].rows
+    steps = [row["step"] for row in rows]
+    if steps != list(range(1, STEPS + 1)):
+        return ProgramResult(program, math.inf, problem=f"metrics.jsonl has the steps {steps}, not each of 1 to {STEPS} once")
+    plans = step_plans(program, history)
+    rates = [learning_rate(plan.training, plan.number) for plan in plans]
+    for row, wanted in zip(rows, rates, strict=True):
+        if wanted != row["lr"]:
+            return ProgramResult(
+                program, math.inf, problem=f"step {row['step']} has the learning rate {row['lr']}, not {wanted}"
+            )
+    reference = make_reference(program.job(1), SEQUENCES, plans, folder / "reference.pt")
+    whole = reference.whole()
+    errors: dict[str, tuple[float, float, int]] = {}
+    """by key: relative difference, the same over its bound, and the launch that made it"""
+
+    def compare(history: History, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for key, value in named:
+            if key in whole:
+                found = (*reference.bounds.excess(key, value, whole[key]), history.launch_of(int(key.split("/")[0])))
+                errors[key] = max(found, errors.get(key, found))
+
+    final = [*_recorded(rows), *_kept(checkpoint.latest(run), STEPS)]
+    if unknown := sorted({key for key, _ in final} ^ set(whole)):
+        return ProgramResult(program, math.inf, problem=f"of the run and one process, only one has {unknown[0]}")
+    compare(history, final)
+    for earlier in histories[:-1]:  # with what a kill lost or a roll-back abandoned, as far as it was to be the same
+        same = takewhile(lambda row: row["lr"] == rates[row["step"] - 1], earlier.rows)
+        compare(earlier, _recorded(list(same)))
+    worst = max(errors, key=lambda key: errors[key][1])
+    first = next((key for key in reference.keys if errors[key][1] > 1), None)
+    if first is None:
+        return ProgramResult(program, errors[worst][1], worst)
+    step, section, *name = first.split("/")
+    error, _, number = errors[first]
+    what = " ".join([section, *name]) + ("" if name else f" (in one process {float(whole[first].max()):.6g})")
+    told = f"step {step} of launch {number + 1}: {what} is off by {error:.1e} of its largest entry"
+    return ProgramResult(program, errors[worst][1], worst, difference=told, first=(int(step), number))
+
+
+def step_plans(program: Program, history: History, traced: int | None = None) -> list[StepPlan]:
+    """The run's steps for one process; `traced`: the step whose modules are recorded."""
+    plans = []
+    for step in range(1, STEPS + 1):
+        one = program.launches[history.launch_of(step)]
+        training = _settings(program, one)
+        evaluate = bool(one.eval_every) and step % one.eval_every == 0
+        trace = step == traced
+        plans.append(StepPlan(step - 1, training, evaluate, gradients=trace, trace=trace, weights=step == STEPS))
+    return plans
+
+
+def _settings(program: Program, one: Launch) -> Training:
+    return program.base_training.changed(steps=one.steps, lr=one.lr, eval_every=one.eval_every)
+
+
+def _recorded(rows: Sequence[dict[str, Any]]) -> list[tuple[str, torch.Tensor]]:
+    found = []
+    for row in rows:
+        for name in ("loss", "grad_norm", "expert_tokens", "eval_loss"):
+            if name in row:
+                value = math.inf if row[name] is None else row[name]
+                found.append((f"{row['step']}/{name}", torch.tensor(value, dtype=torch.float64)))
+    return found
+
+
+def _kept(source: Checkpoint, step: int) -> list[tuple[str, torch.Tensor]]:
+    """Weights and optimizer states of a checkpoint, whole."""
+    rooms: dict[str, torch.Tensor] = {}
+    pieces: dict[str, dict[str, TensorSlice]] = {}
+    sections = ("model", *(f"optimizer.{moment}" for moment in source.state.moments))
+    for stored, entry in source.names.items():
+        section = next((known for known in sections if stored.startswith(f"{known}.")), None)
+        if section is not None:
+            name, shape = stored.removeprefix(f"{section}."), tuple(entry.size)
+            key = f"{step}/{'weight' if section == 'model' else section.removeprefix('optimizer.')}/{name}"
+            rooms[key] = torch.empty(shape)
+            pieces.setdefault(section, {})[name] = TensorSlice.whole(shape, partial(_itself, rooms[key]))
+    load(pieces, source.folder, source.sums, None)
+    return list(rooms.items())
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def shortened(failed: ProgramResult, say: Callable[[str], None] = lambda text: None) -> ProgramResult:
+    """The shortest program found that still fails."""
+    best, tries = failed, 0
+    while tries < MOST_TRIES:
+        for candidate in simpler(best.program):
+            if candidate.problem() is not None:
+                continue
+            tries += 1
+            say(f"making it shorter: try {tries}, {len(best.program.launches)} launches")
+            verdict = check_program(candidate)
+            if not verdict.ok and bool(verdict.problem) == bool(failed.problem):
+                best = verdict
+                break
+            if tries >= MOST_TRIES:
+                break
+        else:
+            break
+    return replace(best, where=_located(best))
+
+
+def _located(failed: ProgramResult) -> str:
+    """The first module that differs in the first step that does, in the launch that computed it."""
+    if failed.first is None:
+        return ""
+    step, number = failed.first
+    with tempfile.TemporaryDirectory(prefix="ultrascale-") as folder:
+        run, program = Path(folder) / "run", failed.program
+        try:
+            history = next(one for one in reversed(execute(program, run)) if one.launch_of(step) == number)
+            plans = step_plans(program, history, traced=step)
+            reference = make_reference(program.job(1), SEQUENCES, plans, Path(folder) / "traced.pt")
+            out = Path(folder) / "traces"
+            out.mkdir()
+            shutil.rmtree(run)
+            execute(program, run, partial(_observer, number, step, reference, out))
+        except (RunError, SpecError):
+            return ""
+        ranks = [RankResult.from_json(file.read_text()) for file in sorted(out.iterdir())]
+        return first_difference(program.launches[number].layout, reference, ranks) if ranks else ""
+
+
+def _observer(traced: int, step: int, reference: Reference, out: Path, number: int, engine: Engine) -> Observer:
+    return _Traced(engine, step, reference, out) if number == traced else Observer(engine)
+
+
+class _Traced(Observer):
+    """Compares every module of one step with the reference."""
+
+    def __init__(self, engine: Engine, step: int, reference: Reference, out: Path) -> None:
+        super().__init__(engine)
+        self.step, self.reference, self.out = step, reference, out
+        self.tracer = Tracer(engine)
+
+    def phase(self, step: int, doing: str) -> None:
+        if doing != "update":
+            return
+        trace = self.tracer.take()
+        if step != self.step:
+            return
+        result = RankResult(parts=self.engine.mesh.parts.ranks)
+        compare_items(items_of(self.engine, step, trace, gradients=True), self.reference, self.reference.whole(), result)
+        (self.out / f"{self.engine.mesh.rank:04d}.json").write_text(result.to_json())
