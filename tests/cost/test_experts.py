@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ultrascale.cost import activations, memory, operators, stages
+from ultrascale.cost import operators, stages
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.components import pieces
 from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.memory import activations
+from ultrascale.cost.memory.estimate import peak_parts
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
@@ -43,7 +45,7 @@ def test_a_layer_keeps_what_transformer_engine_saves() -> None:
 def test_an_exchange_behind_another_micro_batch_has_its_layer_beside() -> None:
     row = LayoutColumns.of([Layout(dp=16, ep=16)])
     alone, beside = (
-        memory.peak_parts(of, row, stages.share_of(of, row, np.zeros(1, dtype=np.int64)))
+        peak_parts(of, row, stages.share_of(of, row, np.zeros(1, dtype=np.int64)))
         for of in (job(), job(expert_overlap="microbatches"))
     )
     assert beside.layer.buffers[0] - alone.layer.buffers[0] == pytest.approx(activations.layer(job(), row, moe=True).whole[0])

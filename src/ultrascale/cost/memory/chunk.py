@@ -281,6 +281,11 @@ class ChunkMemory:
 
     @cached_property
     def sent_gradient(self) -> Array:
-        """An input gradient on its way to the previous stage, live until that has used it."""
-        sends = (self.columns.pp > 1) & ((self.share.embedding == 0) | (self.columns.virtual_stages > 1))
+        """An input gradient on its way to the previous stage, live until that has used it; none was sent yet where the peak is
+        in the first backward, with all micro-batches in flight.
+        """
+        columns, several = self.columns, self.columns.virtual_stages > 1
+        all_in_flight = columns.schedule_has("holds_all") | (columns.gas <= columns.pp - self.share.rank)
+        sent_before = several | ~(all_in_flight | self.first_backward)
+        sends = (columns.pp > 1) & ((self.share.embedding == 0) | several) & sent_before
         return np.where(sends, self.residual, 0.0)

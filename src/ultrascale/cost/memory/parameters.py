@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
@@ -15,13 +14,13 @@ from ultrascale.specs.model import Model
 
 
 @dataclass(frozen=True)
-class Weight:
+class WeightShape:
     """One tensor: its rows, among which FSDP shards it, and the elements of a row."""
 
     rows: int
     width: float = 1.0
-    cut: Literal["rows", "kv rows", "width", "none"] = "none"
-    """what tp cuts; "kv rows" never below one kv head, which is repeated tp / kv_heads times; "none": every tp rank has all"""
+    cut: str = "none"
+    """what tp cuts: "rows"; "kv rows", never below one kv head, which is repeated tp / kv_heads times; "width"; or "none" """
     matmul: bool = True
     """multiplied by activations, so that a schedule with a split backward defers its gradient"""
     partial: bool = False
@@ -44,7 +43,7 @@ def _cut(cut: str, columns: LayoutColumns, kv_heads: int) -> Array | int:
     return np.minimum(columns.tp, kv_heads) if cut == "kv rows" else columns.tp
 
 
-def on_tp_rank(weights: Iterable[Weight], model: Model, columns: LayoutColumns, shards: Array | int = 1) -> Array:
+def on_tp_rank(weights: Iterable[WeightShape], model: Model, columns: LayoutColumns, shards: Array | int = 1) -> Array:
     """Elements of the weights on one tp rank, with FSDP's padding for `shards`."""
     by_cut: dict[str, float] = {}
     weights = tuple(weights)
@@ -58,87 +57,84 @@ def on_tp_rank(weights: Iterable[Weight], model: Model, columns: LayoutColumns, 
     return np.asarray(total)
 
 
-def norm(model: Model) -> Weight:
-    return Weight(model.hidden, 2 if model.norm == "layernorm" else 1, matmul=False)
+def norm(model: Model) -> WeightShape:
+    return WeightShape(model.hidden, 2 if model.norm == "layernorm" else 1, matmul=False)
 
 
-def attention(model: Model) -> list[Weight]:
-    h, bias = model.hidden, [Weight(model.hidden, matmul=False)] * model.attention_output_bias
+def attention(model: Model) -> list[WeightShape]:
+    h, bias = model.hidden, [WeightShape(model.hidden, matmul=False)] * model.attention_output_bias
     if model.mla is not None:
         return _latent_attention(model) + bias
-    rows: list[tuple[int, Literal["rows", "kv rows"]]] = [
-        (model.q_dim, "rows"),
-        (model.kv_dim, "kv rows"),
-        (model.kv_dim, "kv rows"),
-    ]
-    weights = [Weight(count, h, cut) for count, cut in rows] + [Weight(h, model.q_dim, "width")]
+    q, kv = (model.q_dim, "rows"), (model.kv_dim, "kv rows")
+    weights = [WeightShape(rows, h, cut) for rows, cut in (q, kv, kv)] + [WeightShape(h, model.q_dim, "width")]
     if model.qkv_bias:
-        weights += [Weight(count, 1, cut, matmul=False) for count, cut in rows]
-    return weights + [Weight(model.head_dim, matmul=False, partial=True)] * (2 * model.qk_norm) + bias
+        weights += [WeightShape(rows, 1, cut, matmul=False) for rows, cut in (q, kv, kv)]
+    return weights + [WeightShape(model.head_dim, matmul=False, partial=True)] * (2 * model.qk_norm) + bias
 
 
-def _latent_attention(model: Model) -> list[Weight]:
+def _latent_attention(model: Model) -> list[WeightShape]:
     """DeepSeek's: down-projections to latents on every tp rank, up-projections cut by heads, biases on the former."""
     mla, h, query = model.mla, model.hidden, model.heads * model.qk_head_dim
     assert mla is not None
     down = mla.kv_lora_rank + mla.qk_rope_head_dim
     weights = [
-        Weight(down, h),
-        Weight(mla.kv_lora_rank, matmul=False),
-        Weight(model.heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank, "rows"),
-        Weight(h, model.heads * mla.v_head_dim, "width"),
+        WeightShape(down, h),
+        WeightShape(mla.kv_lora_rank, matmul=False),
+        WeightShape(model.heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank, "rows"),
+        WeightShape(h, model.heads * mla.v_head_dim, "width"),
     ]
     biased = [down]
     if mla.q_lora_rank is None:
-        weights.append(Weight(query, h, "rows"))
+        weights.append(WeightShape(query, h, "rows"))
     else:
-        weights += [Weight(mla.q_lora_rank, h), Weight(mla.q_lora_rank, matmul=False), Weight(query, mla.q_lora_rank, "rows")]
+        weights += [WeightShape(mla.q_lora_rank, h), WeightShape(mla.q_lora_rank, matmul=False)]
+        weights.append(WeightShape(query, mla.q_lora_rank, "rows"))
         biased.append(mla.q_lora_rank)
-    return weights + [Weight(rows, matmul=False) for rows in biased if model.qkv_bias]
+    return weights + [WeightShape(rows, matmul=False) for rows in biased if model.qkv_bias]
 
 
-def mlp(model: Model, width: int) -> list[Weight]:
+def mlp(model: Model, width: int) -> list[WeightShape]:
     if not width:
         return []
-    inner = [Weight(width, model.hidden, "rows")] * (1 + model.gated)
-    biases = [Weight(width, 1, "rows", matmul=False)] * (1 + model.gated) + [Weight(model.hidden, matmul=False)]
-    return [*inner, Weight(model.hidden, width, "width"), *(biases if model.mlp_bias else [])]
+    inner = [WeightShape(width, model.hidden, "rows")] * (1 + model.gated)
+    biases = [WeightShape(width, 1, "rows", matmul=False)] * (1 + model.gated) + [WeightShape(model.hidden, matmul=False)]
+    return [*inner, WeightShape(model.hidden, width, "width"), *(biases if model.mlp_bias else [])]
 
 
-def router(model: Model) -> list[Weight]:
+def router(model: Model) -> list[WeightShape]:
     """What chooses experts in one layer, with the gate of a shared one. Its balancing bias is a buffer that no rank shards."""
     moe = model.moe
     if moe is None:
         return []
-    weights = [Weight(moe.experts, model.hidden, matmul=False, partial=True)]
-    return weights + [Weight(1, model.hidden, matmul=False, partial=True)] * moe.shared_gate
+    weights = [WeightShape(moe.experts, model.hidden, matmul=False, partial=True)]
+    return weights + [WeightShape(1, model.hidden, matmul=False, partial=True)] * moe.shared_gate
 
 
 def router_bias(model: Model) -> float:
     return float(model.moe.experts * model.moe.router_bias) if model.moe is not None else 0.0
 
 
-def shared_expert(model: Model) -> list[Weight]:
+def shared_expert(model: Model) -> list[WeightShape]:
     moe = model.moe
     return mlp(model, (moe.shared_expert_ffn or 0) if moe is not None and moe.shared_experts else 0)
 
 
-def layer_weights(model: Model, moe: bool) -> list[Weight]:
+def layer_weights(model: Model, moe: bool) -> list[WeightShape]:
     """Of one layer, routed experts left out."""
     trunk = [*attention(model), norm(model), norm(model)]
     return [*trunk, *(router(model) + shared_expert(model) if moe else mlp(model, model.ffn))]
 
 
-def positions(model: Model) -> list[Weight]:
-    return [Weight(model.max_positions or 0, model.hidden, matmul=False)] if model.positions == "learned" else []
+def positions(model: Model) -> list[WeightShape]:
+    return [WeightShape(model.max_positions or 0, model.hidden, matmul=False)] if model.positions == "learned" else []
 
 
-def vocabulary(model: Model) -> Weight:
+def vocabulary(model: Model) -> WeightShape:
     """The matrix of the embedding, and of the head."""
-    return Weight(model.vocab, model.hidden, "rows")
+    return WeightShape(model.vocab, model.hidden, "rows")
 
 
-def embedding(model: Model) -> list[Weight]:
+def embedding(model: Model) -> list[WeightShape]:
     return [vocabulary(model), *positions(model)]
 
 
@@ -236,7 +232,7 @@ def partial_on_tp(
     parallelism everything that tp does not cut sees a slice of the sequence.
     """
 
-    def wanted(weight: Weight) -> bool:
+    def wanted(weight: WeightShape) -> bool:
         return weight.partial or (sequence_parallel and weight.cut == "none")
 
     found = _of_layers(model, columns, share, shards, wanted)
@@ -253,7 +249,7 @@ def never_deferred(model: Model, columns: LayoutColumns, share: RankShare, shard
 
 
 def _of_layers(
-    model: Model, columns: LayoutColumns, share: RankShare, shards: Array | int, wanted: Callable[[Weight], bool]
+    model: Model, columns: LayoutColumns, share: RankShare, shards: Array | int, wanted: Callable[[WeightShape], bool]
 ) -> Array:
     """Elements of the wanted weights in all layers of a rank, routed experts left out."""
     dense, moe = (

@@ -150,13 +150,12 @@ def fp8_of_layer(job: Job, columns: LayoutColumns, moe: bool) -> Float8Gather:
 
 
 def fp8_on_rank(job: Job, columns: LayoutColumns, share: RankShare) -> Float8Gather:
-    model = job.model
-    found = fp8_of_layer(job, columns, moe=False).scaled(np.maximum(0, share.dense_layers - _end_layers(model, share, False)))
-    if model.moe is None:
-        return found
-    return found + fp8_of_layer(job, columns, moe=True).scaled(
-        np.maximum(0, share.moe_layers - _end_layers(model, share, True))
-    )
+    total = Float8Gather(np.zeros(len(columns)), np.zeros(len(columns)))
+    for layers, moe in ((share.dense_layers, False), (share.moe_layers, True)):
+        if np.any(layers):
+            inner = np.maximum(0, layers - _end_layers(job.model, share, moe))
+            total = total + fp8_of_layer(job, columns, moe).scaled(inner)
+    return total
 
 
 def fp8_layer_mean(job: Job, columns: LayoutColumns, moe: bool) -> Array:

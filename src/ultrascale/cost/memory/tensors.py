@@ -16,7 +16,7 @@ from ultrascale.cost.columns import Array
 from ultrascale.cost.memory.activations import LayerActivations
 from ultrascale.cost.memory.chunk import ChunkMemory
 from ultrascale.cost.memory.states import FP32, compute_bytes, fp8_on_rank, fp8_saving, gradient_bytes, lean, uncut
-from ultrascale.cost.memory.walker import Live, MemoryPoint, Tensor, fullest, walk
+from ultrascale.cost.memory.walker import Live, MemoryPoint, TensorLifetime, activation, buffer, fullest, walk
 
 
 class LayerEvent(IntEnum):
@@ -90,20 +90,21 @@ def layer_backward(chunk: ChunkMemory, gradients: Array, split: bool) -> MemoryP
     for count, moe, layer in chunk.layers:
         happens = _layer_events(chunk, moe, deferring)
         live = walk(_layer_tensors(chunk, layer, moe, deferring), LayerEvent.END, rows, deferring)
-        for done in _layers_done(chunk):
+        for done in _layers_done(chunk, moe):
             beside = walk(_beside_layer(chunk, layer, moe, gradients, done, deferring), LayerEvent.END, rows)
             found = fullest(found, (live + beside).peak(happens).where(count > 0, nothing))
     return found
 
 
-def _layers_done(chunk: ChunkMemory) -> list[Array]:
-    """Layers whose backward is over when a rank may peak: none, one, all but the last two, all but the last.
+def _layers_done(chunk: ChunkMemory, moe: bool) -> list[Array]:
+    """Layers of the chunk whose backward is over when one of this kind may peak: when it is the first of its kind in backward,
+    the second, the last but one, or the last. Dense layers come first in a model, so last in backward.
 
-    Where their parameters are freed with all that they saved, no more than one.
+    Where parameters are freed with all that a layer saved, no later than the second.
     """
-    layers = chunk.share.layers
-    most = np.minimum(np.where(chunk.frees_gathered & ~chunk.columns.split_backward, 1, layers), layers - 1)
-    return [np.maximum(0, np.minimum(done, most)) for done in (0, 1, layers - 2, layers - 1)]
+    own, before = (chunk.share.moe_layers, 0) if moe else (chunk.share.dense_layers, chunk.share.moe_layers)
+    most = np.minimum(np.where(chunk.frees_gathered & ~chunk.columns.split_backward, 1, own), own - 1)
+    return [before + np.maximum(0, np.minimum(number, most)) for number in (0, 1, own - 2, own - 1)]
 
 
 def _layer_events(chunk: ChunkMemory, moe: bool, split: Array) -> dict[int, Array | bool]:
@@ -129,10 +130,10 @@ def _layer_events(chunk: ChunkMemory, moe: bool, split: Array) -> dict[int, Arra
     }
 
 
-def _layer_tensors(chunk: ChunkMemory, layer: LayerActivations, moe: bool, split: Array) -> Iterator[Tensor]:
+def _layer_tensors(chunk: ChunkMemory, layer: LayerActivations, moe: bool, split: Array) -> Iterator[TensorLifetime]:
     if chunk.job.framework.fused_blocks:
-        yield Tensor("saved by a compiled block", "activations", layer.whole, LayerEvent.COMPILED, LayerEvent.COMBINE)
-        yield Tensor("gradients in a compiled block", "activations", layer.gradients, LayerEvent.COMPILED, LayerEvent.COMBINE)
+        yield activation("saved by a compiled block", layer.whole, LayerEvent.COMPILED, LayerEvent.COMBINE)
+        yield activation("gradients in a compiled block", layer.gradients, LayerEvent.COMPILED, LayerEvent.COMBINE)
         if not moe:
             yield from _fused_layer(chunk, layer)
     yield from _saved(chunk, layer, moe)
@@ -142,66 +143,66 @@ def _layer_tensors(chunk: ChunkMemory, layer: LayerActivations, moe: bool, split
     yield from _layer_reduce_scatter(chunk)
 
 
-def _fused_layer(chunk: ChunkMemory, layer: LayerActivations) -> Iterator[Tensor]:
+def _fused_layer(chunk: ChunkMemory, layer: LayerActivations) -> Iterator[TensorLifetime]:
     """A fused block's MLP is one autograd function: its inputs are live until it returns, its weight gradients are returned
     together. Nothing is recomputed; matmuls of parameters that ZeRO gathered one by one copy them together.
     """
     event, residual, wide = LayerEvent, chunk.residual, layer.modules["mlp activation"]
     weight = chunk.mlp_weight_gradient[False]
-    yield Tensor("saved for backward", "activations", layer.total, event.FUSED_GATE, event.COMPILED)
-    yield Tensor("residual gradient", "activations", residual, event.FUSED_GATE, event.COMPILED)
-    yield Tensor("gradients of gate and up", "activations", 2 * wide, event.FUSED_GATE, event.COMPILED)
-    yield Tensor("gradient of the activation", "activations", wide, event.FUSED_GATE, event.FUSED_DOWN_WEIGHT)
-    yield Tensor("activation, computed again", "activations", wide, event.FUSED_GATE, event.FUSED_NORM)
-    yield Tensor("gradient of the norm's output", "activations", residual, event.FUSED_NORM, event.COMPILED)
-    yield Tensor("norm's output, computed again", "activations", residual, event.FUSED_NORM, event.COMPILED)
-    yield Tensor("gradient of the norm's input", "activations", residual, event.FUSED_NORM, event.FUSED_UP_WEIGHTS)
-    yield Tensor("weight gradient of down", "buffers", weight, event.FUSED_DOWN_WEIGHT, event.COMPILED)
+    yield activation("saved for backward", layer.total, event.FUSED_GATE, event.COMPILED)
+    yield activation("residual gradient", residual, event.FUSED_GATE, event.COMPILED)
+    yield activation("gradients of gate and up", 2 * wide, event.FUSED_GATE, event.COMPILED)
+    yield activation("gradient of the activation", wide, event.FUSED_GATE, event.FUSED_DOWN_WEIGHT)
+    yield activation("activation, computed again", wide, event.FUSED_GATE, event.FUSED_NORM)
+    yield activation("gradient of the norm's output", residual, event.FUSED_NORM, event.COMPILED)
+    yield activation("norm's output, computed again", residual, event.FUSED_NORM, event.COMPILED)
+    yield activation("gradient of the norm's input", residual, event.FUSED_NORM, event.FUSED_UP_WEIGHTS)
+    yield buffer("weight gradient of down", weight, event.FUSED_DOWN_WEIGHT, event.COMPILED)
     copies = np.where(chunk.holds_fresh_gradients, 2 * weight, 0.0)
-    yield Tensor("gate and up weights, copied together", "buffers", copies, event.FUSED_NORM, event.FUSED_UP_WEIGHTS)
-    yield Tensor("weight gradients of gate and up", "buffers", 2 * weight, event.FUSED_UP_WEIGHTS, event.COMPILED)
+    yield buffer("gate and up weights, copied together", copies, event.FUSED_NORM, event.FUSED_UP_WEIGHTS)
+    yield buffer("weight gradients of gate and up", 2 * weight, event.FUSED_UP_WEIGHTS, event.COMPILED)
 
 
-def _saved(chunk: ChunkMemory, layer: LayerActivations, moe: bool) -> Iterator[Tensor]:
+def _saved(chunk: ChunkMemory, layer: LayerActivations, moe: bool) -> Iterator[TensorLifetime]:
     """Tensors saved for backward, recomputed ones included."""
     event = LayerEvent
     for name, size in layer.modules.items():
         freed, freed_if_split = _FREED.get(name, (event.REDUCE_SCATTER, event.END))
         if moe and name == "mlp input":  # the router's copy serves no matmul whose weight gradient is deferred
-            yield Tensor("router input in fp32", "activations", chunk.router_input, event.COMBINE, freed)
+            yield activation("router input in fp32", chunk.router_input, event.COMBINE, freed)
             size = size - chunk.router_input
-        yield Tensor(name, "activations", size, event.COMBINE, freed, freed_if_split)
+        yield activation(name, size, event.COMBINE, freed, freed_if_split)
 
 
-def _mlp_backward(chunk: ChunkMemory, layer: LayerActivations, moe: bool) -> Iterator[Tensor]:
+def _mlp_backward(chunk: ChunkMemory, layer: LayerActivations, moe: bool) -> Iterator[TensorLifetime]:
     """Gradients of activations. A gate writes its activation once more. Matmuls of one input add to its gradient in turns."""
     event, gated = LayerEvent, chunk.job.model.gated
     wide = layer.modules["expert activation" if moe else "mlp activation"]
     rows = layer.modules["expert input"] if moe else chunk.full_sequence
     gathered = chunk.gathered_sequence
-    yield Tensor("residual gradient", "activations", chunk.residual, event.COMBINE, event.END)
+    yield activation("residual gradient", chunk.residual, event.COMBINE, event.END)
     if moe:
         out = layer.modules["expert output"]
         kept = event.DOWN_MATMUL if chunk.routed_only(moe) else event.END  # for the weights of a shared expert
-        yield Tensor("gathered output gradient", "activations", gathered, event.COMBINE, event.DOWN_MATMUL, kept)
-        yield Tensor("gradient of weighted expert output", "activations", out, event.COMBINE, event.DOWN_MATMUL)
-        yield Tensor("gradient of expert output", "activations", out, event.COMBINE, event.GATE, event.END)
-        yield Tensor("input gradients of each expert", "activations", rows, event.EXPERT_ROWS, event.UP_MATMUL)
+        yield activation("gathered output gradient", gathered, event.COMBINE, event.DOWN_MATMUL, kept)
+        yield activation("gradient of weighted expert output", out, event.COMBINE, event.DOWN_MATMUL)
+        yield activation("gradient of expert output", out, event.COMBINE, event.GATE, event.END)
+        yield activation("input gradients of each expert", rows, event.EXPERT_ROWS, event.UP_MATMUL)
     else:
-        yield Tensor("gathered output gradient", "activations", gathered, event.DOWN_MATMUL, event.GATE, event.END)
-        yield Tensor("gathered input", "activations", gathered, event.UP_MATMUL, event.MLP_NORM, event.UP_MATMUL)
-    yield Tensor("gradient of the activation", "activations", wide, event.DOWN_MATMUL, event.EXPERT_ROWS)
-    yield Tensor("gradient of up", "activations", wide, event.GATE, event.GATE_MATMUL, event.END)
-    yield Tensor("input gradient", "activations", rows, event.EXPERT_ROWS, event.MLP_NORM)
-    yield Tensor("scattered input gradient", "activations", chunk.residual, event.INPUT_SUM, event.GATE_MATMUL)
+        yield activation("gathered output gradient", gathered, event.DOWN_MATMUL, event.GATE, event.END)
+        yield activation("gathered input", gathered, event.UP_MATMUL, event.MLP_NORM, event.UP_MATMUL)
+    yield activation("gradient of the activation", wide, event.DOWN_MATMUL, event.EXPERT_ROWS)
+    yield activation("gradient of up", wide, event.GATE, event.GATE_MATMUL, event.END)
+    yield activation("input gradient", rows, event.EXPERT_ROWS, event.MLP_NORM)
+    yield activation("scattered input gradient", chunk.residual, event.INPUT_SUM, event.GATE_MATMUL)
     if gated:
-        yield Tensor("activation, computed again", "activations", wide, event.GATE, event.EXPERT_ROWS)
-        yield Tensor("gradient of gate", "activations", wide, event.GATE, event.MLP_NORM, event.END)
-        yield Tensor("input gradient through up", "activations", rows, event.EXPERT_ROWS, event.INPUT_SUM)
-        yield Tensor("input gradient through gate", "activations", rows, event.GATE_MATMUL, event.MLP_NORM)
+        yield activation("activation, computed again", wide, event.GATE, event.EXPERT_ROWS)
+        yield activation("gradient of gate", wide, event.GATE, event.MLP_NORM, event.END)
+        yield activation("input gradient through up", rows, event.EXPERT_ROWS, event.INPUT_SUM)
+        yield activation("input gradient through gate", rows, event.GATE_MATMUL, event.MLP_NORM)
 
 
-def _mlp_weight_gradients(chunk: ChunkMemory, moe: bool, split: Array) -> Iterator[Tensor]:
+def _mlp_weight_gradients(chunk: ChunkMemory, moe: bool, split: Array) -> Iterator[TensorLifetime]:
     """Fresh weight gradients, which FSDP holds until its group's backward ends. Experts' are stacked from those of each."""
     event, gated = LayerEvent, chunk.job.model.gated
     fresh = np.where(split, 0.0, chunk.mlp_weight_gradient[moe])
@@ -209,30 +210,30 @@ def _mlp_weight_gradients(chunk: ChunkMemory, moe: bool, split: Array) -> Iterat
     own_group = moe & (chunk.columns.ep > 1)  # experts that ep cuts are an FSDP group, whose backward ends with them
     until_end = np.where(own_group, 0.0, held)
     stacked = (2 if moe else 1) * fresh
-    yield Tensor("weight gradient of down", "buffers", stacked, event.DOWN_MATMUL, event.GATE)
-    yield Tensor("weight gradient of down, held", "buffers", held, event.GATE, event.MLP_NORM)
-    yield Tensor("weight gradient of up", "buffers", fresh, event.UP_MATMUL, event.GATE_MATMUL)
-    yield Tensor("weight gradient of up, held", "buffers", held, event.GATE_MATMUL, event.MLP_NORM)
+    yield buffer("weight gradient of down", stacked, event.DOWN_MATMUL, event.GATE)
+    yield buffer("weight gradient of down, held", held, event.GATE, event.MLP_NORM)
+    yield buffer("weight gradient of up", fresh, event.UP_MATMUL, event.GATE_MATMUL)
+    yield buffer("weight gradient of up, held", held, event.GATE_MATMUL, event.MLP_NORM)
     if gated:
-        yield Tensor("weight gradient of gate, with up's", "buffers", fresh, event.INPUT_SUM, event.GATE_MATMUL)
-        yield Tensor("weight gradient of gate", "buffers", stacked, event.GATE_MATMUL, event.MLP_NORM)
-    yield Tensor("MLP's weight gradients, held", "buffers", (2 + gated) * until_end, event.MLP_NORM, event.ATTENTION_NORM)
+        yield buffer("weight gradient of gate, with up's", fresh, event.INPUT_SUM, event.GATE_MATMUL)
+        yield buffer("weight gradient of gate", stacked, event.GATE_MATMUL, event.MLP_NORM)
+    yield buffer("MLP's weight gradients, held", (2 + gated) * until_end, event.MLP_NORM, event.ATTENTION_NORM)
 
 
-def _norm_and_attention_backward(chunk: ChunkMemory, moe: bool, split: Array) -> Iterator[Tensor]:
+def _norm_and_attention_backward(chunk: ChunkMemory, moe: bool, split: Array) -> Iterator[TensorLifetime]:
     event, residual = LayerEvent, chunk.residual
     workspace = chunk.norm_workspace(residual)
     for norm, end in ((event.MLP_NORM, event.ATTENTION), (event.ATTENTION_NORM, event.REDUCE_SCATTER)):
-        yield Tensor("gradient of the norm's output", "activations", residual, norm, end)
-        yield Tensor("norm in fp32", "activations", workspace, norm, end)
+        yield activation("gradient of the norm's output", residual, norm, end)
+        yield activation("norm in fp32", workspace, norm, end)
     gradients = _attention_gradients(chunk)
-    yield Tensor("gradients of output, q, k, v", "activations", gradients, event.ATTENTION, event.ATTENTION_NORM)
+    yield activation("gradients of output, q, k, v", gradients, event.ATTENTION, event.ATTENTION_NORM)
     # Deferred weight gradients keep what the last matmuls of attention and MLP were given: gathered, or the residual's
     # gradient as it was then. Attention's takes the place of the MLP norm's input.
     of_attention = np.where(split, chunk.gathered_sequence, 0.0)
-    yield Tensor("gathered output gradient of attention", "activations", of_attention, event.ATTENTION, event.END)
+    yield activation("gathered output gradient of attention", of_attention, event.ATTENTION_NORM, event.END)
     of_mlp = np.where(split & (chunk.columns.sequence_cut == 1) & (not chunk.routed_only(moe)), residual, 0.0)
-    yield Tensor("output gradient of the MLP", "activations", of_mlp, event.ATTENTION, event.END)
+    yield activation("output gradient of the MLP", of_mlp, event.ATTENTION, event.END)
 
 
 def _attention_gradients(chunk: ChunkMemory) -> Array:
@@ -266,7 +267,7 @@ def _attention_gradients(chunk: ChunkMemory) -> Array:
     return np.maximum(found, chunk.norm_workspace(query)) if model.qk_norm else found
 
 
-def _layer_reduce_scatter(chunk: ChunkMemory) -> Iterator[Tensor]:
+def _layer_reduce_scatter(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     """The end of a layer's backward: fresh gradients, copied into the reduce-scatter's input unless that has their format and
     comes after deferred weight gradients.
     """
@@ -274,14 +275,14 @@ def _layer_reduce_scatter(chunk: ChunkMemory) -> Iterator[Tensor]:
     late = chunk.columns.split_backward
     copied, reduced = chunk.reduce_scatters & ~(late & (g == b)), chunk.reduce_scatters & ~late
     output = np.where(reduced, chunk.reduce_scatter_output(block), 0.0)
-    yield Tensor("layer's weight gradients", "buffers", b * block, at, LayerEvent.END)
-    yield Tensor("reduce-scatter input", "buffers", np.where(copied, g * block, 0.0), at, LayerEvent.END)
-    yield Tensor("reduce-scatter output", "buffers", output, at, LayerEvent.END)
+    yield buffer("layer's weight gradients", b * block, at, LayerEvent.END)
+    yield buffer("reduce-scatter input", np.where(copied, g * block, 0.0), at, LayerEvent.END)
+    yield buffer("reduce-scatter output", output, at, LayerEvent.END)
 
 
 def _beside_layer(
     chunk: ChunkMemory, layer: LayerActivations, moe: bool, gradients: Array, done: Array, split: Array
-) -> Iterator[Tensor]:
+) -> Iterator[TensorLifetime]:
     """Live beside a layer in backward when `done` layers of the chunk are through.
 
     What is in flight was counted for the whole chunk, this layer included: saved tensors of layers that are done are freed.
@@ -291,38 +292,38 @@ def _beside_layer(
     held, columns, late = chunk.held, chunk.columns, chunk.columns.split_backward
     b, g, share_done = compute_bytes(chunk.job), gradient_bytes(chunk.job), done / np.maximum(1, chunk.share.layers)
     freed = np.where(split, chunk.deferred - share_done * chunk.deferred_layers, share_done * chunk.saved_layers)
-    yield Tensor("of what is in flight: this layer, and those done", "activations", -layer.total - freed, start, end)
+    yield activation("of what is in flight: this layer, and those done", -layer.total - freed, start, end)
     # The gradient that the chunk received is the residual's own until attention of the first layer in backward; a deferred
     # weight gradient of that layer may need it anyway, unless it was gathered.
     received = (chunk.share.head == 0) & (~split | (columns.sequence_cut > 1) | chunk.routed_only(moe))
-    yield Tensor("received gradient", "activations", np.where(received & (done > 0), chunk.residual, 0.0), start, end)
+    yield activation("received gradient", np.where(received & (done > 0), chunk.residual, 0.0), start, end)
     separate = np.where(received & (done == 0), chunk.residual, 0.0)
-    yield Tensor("received gradient", "activations", separate, LayerEvent.ATTENTION, end)
+    yield activation("received gradient", separate, LayerEvent.ATTENTION, end)
     # This layer and the one prefetched. Its parameters are freed before its gradients are reduce-scattered.
     blocks = np.minimum(2, np.maximum(1, chunk.share.layers) - done) * held.block
     both = chunk.unsharded(held.ends + blocks + (held.layer - held.block), chunk.fp8_prefetched(done))
     next_one = held.ends + blocks + (held.layer - 2 * held.block)
     prefetched = chunk.unsharded(next_one, chunk.fp8_prefetched(done, this_layer=False))
-    yield Tensor("unsharded parameters", "buffers", both, start, scatter)
-    yield Tensor("unsharded parameters", "buffers", prefetched, scatter, end)
+    yield buffer("unsharded parameters", both, start, scatter)
+    yield buffer("unsharded parameters", prefetched, scatter, end)
     through = share_done * (chunk.own.total - chunk.own.ends)
     frees = chunk.frees_gathered
-    yield Tensor("freed parameters of layers done", "parameters", np.where(frees, -b * through, 0.0), start, end)
-    yield Tensor("freed parameters of this layer", "parameters", np.where(frees, -b * held.block, 0.0), scatter, end)
-    yield Tensor("gradient sent to the previous stage", "buffers", chunk.sent_gradient, start, end)
-    yield Tensor("head's weight gradient", "buffers", chunk.head_gradient, start, end)
+    yield TensorLifetime("freed parameters of layers done", "parameters", np.where(frees, -b * through, 0.0), start, end)
+    yield TensorLifetime("freed parameters of this layer", "parameters", np.where(frees, -b * held.block, 0.0), scatter, end)
+    yield buffer("gradient sent to the previous stage", chunk.sent_gradient, start, end)
+    yield buffer("head's weight gradient", chunk.head_gradient, start, end)
     # FSDP frees the input of a reduce-scatter when the next one begins.
     others = chunk.rank_reduce_scatter_inputs - chunk.reduce_scatter_input
-    yield Tensor("reduce-scatter inputs of other chunks", "buffers", others, start, end)
+    yield buffer("reduce-scatter inputs of other chunks", others, start, end)
     last_layer = np.where(chunk.reduce_scatters, g * held.block, 0.0)
     last = np.where(late | (done == 0), chunk.reduce_scatter_input, last_layer)
-    yield Tensor("last reduce-scatter input", "buffers", last, start, scatter)
-    yield Tensor("last reduce-scatter input", "buffers", np.where(late, last, 0.0), scatter, end)
+    yield buffer("last reduce-scatter input", last, start, scatter)
+    yield buffer("last reduce-scatter input", np.where(late, last, 0.0), scatter, end)
     # A whole backward of a chunk whose others are split reduce-scatters all its gradients at its end, as theirs do.
     whole = np.where(late & ~split & chunk.reduce_scatters, g * through, np.where(late, 0.0, chunk.first_gradients(through)))
-    yield Tensor("gradients of layers done", "buffers", whole, start, end)
+    yield buffer("gradients of layers done", whole, start, end)
     made = (gradients - gradients * held.ends / held.total) * share_done
-    yield Tensor("gradients", "gradients", np.where(chunk.single_backward, made, gradients), start, end)
+    yield TensorLifetime("gradients", "gradients", np.where(chunk.single_backward, made, gradients), start, end)
 
 
 CHUNK_LOSS = (ChunkEvent.LOSS_FORWARD, ChunkEvent.LOSS, ChunkEvent.FINAL_NORM)
@@ -347,38 +348,34 @@ def loss_of(chunk: ChunkMemory, live: Live) -> MemoryPoint:
     return fullest(live.at(ChunkEvent.LOSS), *(live.at(event) for event in events if event != ChunkEvent.LOSS))
 
 
-def _chunk_tensors(chunk: ChunkMemory, gradients: Array) -> Iterator[Tensor]:
+def _chunk_tensors(chunk: ChunkMemory, gradients: Array) -> Iterator[TensorLifetime]:
     event, head = ChunkEvent, chunk.share.head
     none = np.zeros(len(chunk.columns))
     yield from _forward_end(chunk)
     yield from _loss(chunk)
     # ZeRO-3 and the last reduce-scatter, in a forward and while deferred weight gradients are computed.
     between = chunk.unsharded_between_layers + chunk.rank_reduce_scatter_inputs
-    yield Tensor("unsharded parameters, reduce-scatter inputs", "buffers", between, event.FORWARD_END, event.LOSS_FORWARD)
-    yield Tensor(
-        "unsharded parameters, reduce-scatter inputs", "buffers", head * between, event.LOSS_FORWARD, event.BACKWARD_START
-    )
-    yield Tensor(
-        "unsharded parameters, reduce-scatter inputs", "buffers", between, event.WEIGHT_GRADS, event.ROOT_REDUCE_SCATTER
-    )
+    yield buffer("unsharded parameters, reduce-scatter inputs", between, event.FORWARD_END, event.LOSS_FORWARD)
+    yield buffer("unsharded parameters, reduce-scatter inputs", head * between, event.LOSS_FORWARD, event.BACKWARD_START)
+    yield buffer("unsharded parameters, reduce-scatter inputs", between, event.WEIGHT_GRADS, event.ROOT_REDUCE_SCATTER)
     frees = chunk.columns.split_backward & chunk.frees_gathered & (chunk.columns.zero == 3)
     freed = np.where(frees, -compute_bytes(chunk.job) * chunk.own.total, 0.0)
-    yield Tensor(
+    yield TensorLifetime(
         "parameters freed with the input gradients", "parameters", freed, event.WEIGHT_GRADS, event.ROOT_REDUCE_SCATTER
     )
     yield from _backward_start(chunk)
     yield from _backward_end(chunk)
     accumulated = np.where(chunk.single_backward, none, gradients)
-    yield Tensor("gradients", "gradients", accumulated, event.FORWARD_END, event.BACKWARD_START)
-    yield Tensor("gradients", "gradients", gradients, event.BACKWARD_START, event.WEIGHT_GRADS)
-    yield Tensor("gradients", "gradients", accumulated, event.WEIGHT_GRADS, event.ROOT_REDUCE_SCATTER)
+    yield TensorLifetime("gradients", "gradients", accumulated, event.FORWARD_END, event.BACKWARD_START)
+    yield TensorLifetime("gradients", "gradients", gradients, event.BACKWARD_START, event.WEIGHT_GRADS)
+    yield TensorLifetime("gradients", "gradients", accumulated, event.WEIGHT_GRADS, event.ROOT_REDUCE_SCATTER)
     # Of a step's only backward, shards whose reduce-scatter is running were not there before.
     arriving = np.where(chunk.columns.split_backward, chunk.own.total, chunk.own.ends) / chunk.held.total
     there = gradients * (1 - np.where(chunk.single_backward, arriving, 0.0))
-    yield Tensor("gradients", "gradients", there, event.ROOT_REDUCE_SCATTER, event.END)
+    yield TensorLifetime("gradients", "gradients", there, event.ROOT_REDUCE_SCATTER, event.END)
 
 
-def _forward_end(chunk: ChunkMemory) -> Iterator[Tensor]:
+def _forward_end(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     """Where the last layer has experts: rows that return from them; the layer's output is not there yet."""
     start, end = ChunkEvent.FORWARD_END, ChunkEvent.LOSS_FORWARD
     for _, moe, layer in chunk.layers:
@@ -393,57 +390,57 @@ def _forward_end(chunk: ChunkMemory) -> Iterator[Tensor]:
             "output to send, not there yet": np.where(chunk.sends_output, -chunk.residual, 0.0),
         }
         for name, size in sizes.items():
-            yield Tensor(name, "activations", np.where(there, size, 0.0), start, end)
-        yield Tensor("last all-gather", "buffers", np.where(there, chunk.last_all_gather, 0.0), start, end)
+            yield activation(name, np.where(there, size, 0.0), start, end)
+        yield buffer("last all-gather", np.where(there, chunk.last_all_gather, 0.0), start, end)
 
 
-def _loss(chunk: ChunkMemory) -> Iterator[Tensor]:
+def _loss(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     """Buffers of ZeRO-3 hold one layer: prefetched for backward or, where the loss peaks in forward, not yet freed."""
     event, head, columns = ChunkEvent, chunk.share.head, chunk.columns
     normed = 2 * chunk.residual + chunk.norm_workspace(chunk.residual)
-    yield Tensor("head and loss, in forward", "activations", head * chunk.head.forward, event.LOSS_FORWARD, event.LOSS)
-    yield Tensor("head and loss", "activations", head * chunk.head.peak, event.LOSS, event.FINAL_NORM)
-    yield Tensor("final norm's input, gradient, fp32", "activations", head * normed, event.FINAL_NORM, event.BACKWARD_START)
+    yield activation("head and loss, in forward", head * chunk.head.forward, event.LOSS_FORWARD, event.LOSS)
+    yield activation("head and loss", head * chunk.head.peak, event.LOSS, event.FINAL_NORM)
+    yield activation("final norm's input, gradient, fp32", head * normed, event.FINAL_NORM, event.BACKWARD_START)
     stays = (columns.zero < 3) | (columns.keep_gathered == 1)  # else that layer is freed already
     gathered = np.where(stays, chunk.last_all_gather, 0.0)
     in_forward = head * np.where(gathered > 0, gathered, chunk.sent_gradient)
     in_backward = head * chunk.sent_gradient
-    yield Tensor("last all-gather, or gradient sent", "buffers", in_forward, event.LOSS_FORWARD, event.LOSS)
+    yield buffer("last all-gather, or gradient sent", in_forward, event.LOSS_FORWARD, event.LOSS)
     at_loss = np.where(columns.tp > 1, in_forward, in_backward)  # over a cut vocabulary the loss peaks in forward
-    yield Tensor("last all-gather, or gradient sent", "buffers", at_loss, event.LOSS, event.FINAL_NORM)
-    yield Tensor("gradient sent", "buffers", in_backward, event.FINAL_NORM, event.BACKWARD_START)
-    yield Tensor("head's weight gradient", "buffers", chunk.head_gradient, event.FINAL_NORM, event.BACKWARD_START)
+    yield buffer("last all-gather, or gradient sent", at_loss, event.LOSS, event.FINAL_NORM)
+    yield buffer("gradient sent", in_backward, event.FINAL_NORM, event.BACKWARD_START)
+    yield buffer("head's weight gradient", chunk.head_gradient, event.FINAL_NORM, event.BACKWARD_START)
 
 
-def _backward_start(chunk: ChunkMemory) -> Iterator[Tensor]:
+def _backward_start(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     """ZeRO-3 gathers embedding and head again: as they arrive, and as they are used."""
     start, end, held = ChunkEvent.BACKWARD_START, ChunkEvent.WEIGHT_GRADS, chunk.held
     gathers = (chunk.columns.zero == 3) & (chunk.columns.keep_gathered == 0)
     unsharded = chunk.unsharded(2 * held.ends + 2 * held.block, chunk.fp8_prefetched(0 * chunk.share.layers))
     sizes = unsharded + chunk.rank_reduce_scatter_inputs
-    yield Tensor("residual gradient", "activations", np.where(gathers, chunk.residual, 0.0), start, end)
-    yield Tensor("unsharded parameters, reduce-scatter inputs", "buffers", np.where(gathers, sizes, 0.0), start, end)
+    yield activation("residual gradient", np.where(gathers, chunk.residual, 0.0), start, end)
+    yield buffer("unsharded parameters, reduce-scatter inputs", np.where(gathers, sizes, 0.0), start, end)
 
 
-def _backward_end(chunk: ChunkMemory) -> Iterator[Tensor]:
+def _backward_end(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     """Activations are freed. Root's gradients are FSDP's last group. After deferred weight gradients root is the first, and all
     of the chunk's gradients are there; those of the first layer are freed as they are copied for its reduce-scatter.
     """
     root, layer, end = ChunkEvent.ROOT_REDUCE_SCATTER, ChunkEvent.LAYER_REDUCE_SCATTER, ChunkEvent.END
     own, b, g, late = chunk.own, compute_bytes(chunk.job), gradient_bytes(chunk.job), chunk.columns.split_backward
     in_flight = chunk.saved + np.where(late, chunk.deferred, 0.0)
-    yield Tensor("this micro-batch, in flight until now", "activations", -in_flight, root, end)
+    yield activation("this micro-batch, in flight until now", -in_flight, root, end)
     made = np.where(late, g * (own.total - own.padding), b * own.ends)
-    yield Tensor("weight gradients", "buffers", made, root, end)
-    yield Tensor("reduce-scatter input", "buffers", g * own.ends, root, layer)
-    yield Tensor("reduce-scatter output", "buffers", chunk.reduce_scatter_output(own.ends), root, layer)
-    yield Tensor("reduce-scatter input, less the root's gradients", "buffers", g * (own.block - own.ends), layer, end)
+    yield buffer("weight gradients", made, root, end)
+    yield buffer("reduce-scatter input", g * own.ends, root, layer)
+    yield buffer("reduce-scatter output", chunk.reduce_scatter_output(own.ends), root, layer)
+    yield buffer("reduce-scatter input, less the root's gradients", g * (own.block - own.ends), layer, end)
     first_layers = np.where(late, 0.0, chunk.first_gradients(own.total - own.ends))
-    yield Tensor("gradients of the layers", "buffers", first_layers, root, end)
-    yield Tensor("gradients of the root", "buffers", chunk.first_gradients(own.ends), layer, end)
+    yield buffer("gradients of the layers", first_layers, root, end)
+    yield buffer("gradients of the root", chunk.first_gradients(own.ends), layer, end)
     others = chunk.rank_reduce_scatter_inputs - chunk.reduce_scatter_input
-    yield Tensor("reduce-scatter inputs of other chunks", "buffers", others, root, end)
-    yield Tensor("freed parameters", "parameters", np.where(chunk.frees_gathered, -b * own.total, 0.0), root, end)
+    yield buffer("reduce-scatter inputs of other chunks", others, root, end)
+    yield TensorLifetime("freed parameters", "parameters", np.where(chunk.frees_gathered, -b * own.total, 0.0), root, end)
 
 
 def backward_end(chunk: ChunkMemory, live: Live) -> MemoryPoint:

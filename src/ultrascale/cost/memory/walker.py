@@ -15,7 +15,7 @@ OWNERS: tuple[Owner, ...] = ("activations", "buffers", "gradients", "parameters"
 
 
 @dataclass(frozen=True)
-class Tensor:
+class TensorLifetime:
     """One tensor of every row of a table of layouts, and the events between which it is live."""
 
     name: str
@@ -28,6 +28,14 @@ class Tensor:
     """the first event at which it no longer is"""
     freed_if_split: int | None = None
     """the same in rows whose backward is split, where that differs: what weight gradients need lives on"""
+
+
+def activation(name: str, bytes_: Array, allocated: int, freed: int, freed_if_split: int | None = None) -> TensorLifetime:
+    return TensorLifetime(name, "activations", bytes_, allocated, freed, freed_if_split)
+
+
+def buffer(name: str, bytes_: Array, allocated: int, freed: int) -> TensorLifetime:
+    return TensorLifetime(name, "buffers", bytes_, allocated, freed)
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,7 @@ class Live:
         return MemoryPoint(*np.take_along_axis(self.bytes, fullest_event, axis=1)[:, 0])
 
 
-def walk(tensors: Iterable[Tensor], events: int, rows: int, split: Array | bool = False) -> Live:
+def walk(tensors: Iterable[TensorLifetime], events: int, rows: int, split: Array | bool = False) -> Live:
     """`split`: rows whose backward is split."""
     by_lifetime: dict[tuple[Owner, int, int], Array] = {}
     for tensor in tensors:

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ultrascale.cost import float8
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.memory.states import fp8_on_rank
 from ultrascale.cost.stages import share_of
 from ultrascale.cost.traffic import of_stage
 from ultrascale.specs.cluster import Cluster
@@ -32,7 +32,7 @@ def job_of(model: Model = MODEL, engine: str = "ultrascale-eager", precision: st
 
 def narrow(job: Job, stage: int = 0, **fields: Any) -> tuple[float, float]:
     columns = LayoutColumns.of([Layout(**{"dp": 4, "zero": 3, **fields})])
-    found = float8.on_rank(job, columns, share_of(job, columns, np.asarray([stage])))
+    found = fp8_on_rank(job, columns, share_of(job, columns, np.asarray([stage])))
     return float(found.elements[0]), float(found.scales[0])
 
 
