@@ -11,7 +11,7 @@ from ultrascale.show.compare import show_terms
 from ultrascale.show.lines import labelled
 
 if TYPE_CHECKING:
-    from ultrascale.train.launch import Run
+    from ultrascale.launch.launcher import Run
 
 
 def show_end(console: Console, run: Run) -> None:

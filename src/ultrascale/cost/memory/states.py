@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ultrascale.cost import fused
 from ultrascale.cost.columns import Array, LayoutColumns
+from ultrascale.cost.legality import fused_blocks_problem
 from ultrascale.cost.memory.parameters import RankParameters
 from ultrascale.cost.stages import RankShare
 from ultrascale.specs.job import OPTIMIZER_STATE_BYTES, Job
@@ -54,7 +54,7 @@ def eager(job: Job, columns: LayoutColumns) -> Array:
 def lean(job: Job, columns: LayoutColumns) -> Array:
     """Layers whose backward kernels write norm and gate outputs again without being asked to recompute."""
     fits = job.framework.fused_blocks and job.attention == "flash"  # compiled blocks in fp8 save as little (docs/fp8.md)
-    return np.asarray(uncut(columns) & (fits and fused.why_not(job.model, job.seq) is None))
+    return np.asarray(uncut(columns) & (fits and fused_blocks_problem(job.model, job.seq) is None))
 
 
 def on_one_gpu(job: Job, columns: LayoutColumns) -> Array:
