@@ -50,24 +50,22 @@ def kernels(
     [cyan]slower[/].
     """
     from ultrascale.launch import launcher
-    from ultrascale.measure.bench_kernels import chosen, shapes
+    from ultrascale.measure import bench_kernels as measure
     from ultrascale.show import kernels as show
     from ultrascale.show.lines import progress, terminal
     from ultrascale.specs.errors import SpecError
     from ultrascale.specs.units import tokens as count
     from ultrascale.train import import_torch
 
-    names, asked = chosen(only), shapes(None if tokens is None else count(tokens, "--tokens", "16k"), hidden)
+    names, asked = measure.chosen(only), measure.shapes(None if tokens is None else count(tokens, "--tokens", "16k"), hidden)
     if not launcher.has_gpu():
         raise SpecError(
             "bench kernels races kernels on a GPU but nvidia-smi shows none here: run it on a machine that has one; "
             "docs/kernels/README.md holds the table of an H200"
         )
     import_torch()
-    from ultrascale.measure.bench_kernels import measure
-
     with progress() as say:
-        for report in measure(names, asked, say):
+        for report in measure.measure(names, asked, say):
             write_json(json_file, show.kernels_json(report))  # after each, so that a bench that is ended keeps what it found
     show.show_kernels(terminal(), report)
 
@@ -166,7 +164,7 @@ def collectives(
     """
     from ultrascale.launch import machine
     from ultrascale.launch.rank_info import rank_info_from_env
-    from ultrascale.measure import bench_collectives as asking
+    from ultrascale.measure import bench_collectives as measure
     from ultrascale.show import bench_collectives as show
     from ultrascale.show.lines import progress, terminal
     from ultrascale.specs.errors import SpecError
@@ -178,11 +176,9 @@ def collectives(
         raise SpecError(f"{alone}, so there is nobody to talk to: on CPUs try CUDA_VISIBLE_DEVICES= with --nproc 2")
     if mine is None and gpus and world > gpus:
         raise SpecError(f"--nproc is {world} but this machine shows {gpus} GPUs: try {gpus}")
-    asked = asking.chosen(only), asking.sizes(sizes), asking.groups(groups, world)
-    from ultrascale.measure import bench_collectives as timed
-
+    asked = measure.chosen(only), measure.sizes(sizes), measure.groups(groups, world)
     with progress() as say:
-        report = timed.measure_as(mine, *asked, bool(gpus)) if mine else timed.measure(*asked, world, bool(gpus), say)
+        report = measure.measure_as(mine, *asked, bool(gpus)) if mine else measure.measure(*asked, world, bool(gpus), say)
     if report is None:
         return
     write_json(json_file, show.collectives_json(report))
@@ -209,7 +205,7 @@ def hardware(
     many processes as will train.
     """
     from ultrascale.launch import launcher
-    from ultrascale.measure import bench_hardware as measuring
+    from ultrascale.measure import bench_hardware
     from ultrascale.show.hardware import hardware_json, show_hardware
     from ultrascale.show.lines import progress, terminal
     from ultrascale.train import import_torch
@@ -222,7 +218,7 @@ def hardware(
 
         found = detect(nproc)
         if launcher.has_gpu():
-            found = measuring.measured(found)
+            found = bench_hardware.measured(found)
             if nproc > 1:
                 say(f"timing all-reduces between {nproc} GPUs")
                 found = linked(found, measure(["all_reduce"], sizes("1k..256M"), [nproc], nproc, True, say).points)

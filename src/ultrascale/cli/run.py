@@ -235,20 +235,20 @@ def _verify_layouts(
     from ultrascale.train import import_torch
 
     import_torch()
-    from ultrascale.measure import verify as check
-    from ultrascale.measure import verify_layouts as small
+    from ultrascale.measure import verify as measure
+    from ultrascale.measure.verify_layouts import to_verify
 
-    job, layouts, notes = small.to_verify(words, world, only, everything, model, precision)
+    job, layouts, notes = to_verify(words, world, only, everything, model, precision)
     for note in notes:
         echo(f"note: {note}", err=True)
     found = []
     echo(show.HEADING)
-    for number, difference in enumerate(check.verify(job, layouts), 1):
+    for number, difference in enumerate(measure.verify(job, layouts), 1):
         found.append(difference)
         echo(f"{number:>{len(str(len(layouts)))}}/{len(layouts)}  {show.layout_row(difference)}")
     same = sum(one.ok for one in found)
     write_json(json_file, show.layouts_json(found))
-    echo(f"{same} of {len(found)} layouts compute what one process computes ({check.STEPS} steps, {job.precision})")
+    echo(f"{same} of {len(found)} layouts compute what one process computes ({measure.STEPS} steps, {job.precision})")
     return same == len(found)
 
 
@@ -260,17 +260,17 @@ def _verify_runs(runs: int | None, seed: int, processes: int, program: Path | No
 
     given = None if program is None else Program.load(program)
     import_torch()
-    from ultrascale.measure import verify_runs as verifying
+    from ultrascale.measure.verify_runs import check_program, shortened
 
     drawing, verdicts, count = ProgramGenerator(seed, processes), [], runs or 1
     echo(show.RUNS_HEADING)
     with progress() as say:
         for number in range(1, count + 1):
             say(f"run {number} of {count}")
-            verdict = verifying.check_program(given or drawing.next())
+            verdict = check_program(given or drawing.next())
             echo(f"{number:>{len(str(count))}}/{count}  {show.program_row(verdict)}")
             if not verdict.ok:
-                verdict = verifying.shortened(verdict, say)
+                verdict = shortened(verdict, say)
                 folder = Path("verify-failed") / f"seed-{seed}-{number}"
                 for line in show.failure(verdict, folder):
                     echo(line)
