@@ -178,7 +178,7 @@ def exchanged(engine: Engine) -> dict[Any, Any]:
     watch = OperatorTracker(engine, {str(group.group_name): name for name, group in axes.items()})
     with watch:
         engine.step(1)
-    return dict(watch.seen.calls)
+    return dict(watch.counts.calls)
 
 
 @pytest.mark.slow

@@ -130,7 +130,7 @@ def exchanged(engine: Engine) -> Counter[tuple[str, int]]:
     with watch:
         engine.step(1)
     found: Counter[tuple[str, int]] = Counter()
-    for calls in watch.seen.calls.values():
+    for calls in watch.counts.calls.values():
         for call, count in calls.items():
             found[call.kind, call.sent] += count
     return found

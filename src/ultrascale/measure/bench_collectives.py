@@ -162,11 +162,11 @@ def chosen(only: str | None) -> list[str]:
 
 def linked(cluster: Cluster, points: Iterable[CollectiveTiming]) -> Cluster:
     """The cluster with link constants for which the law predicts its smallest and largest all-reduce."""
-    seen = [point for point in points if point.op == "all_reduce" and point.ranks <= cluster.fast_domain]
-    if not seen:
+    all_reduces = [point for point in points if point.op == "all_reduce" and point.ranks <= cluster.fast_domain]
+    if not all_reduces:
         return cluster
-    ranks = max(point.ranks for point in seen)
-    small, *_, large = sorted((point for point in seen if point.ranks == ranks), key=lambda point: point.bytes) * 2
+    ranks = max(point.ranks for point in all_reduces)
+    small, *_, large = sorted((point for point in all_reduces if point.ranks == ranks), key=lambda point: point.bytes) * 2
     latency = share = 0.0
     for _ in range(3):  # either moves the other a little
         share = _searched(lambda value: _law_s(cluster, large, latency, value), large.median_s, 1e-3, 1.0)  # noqa: B023

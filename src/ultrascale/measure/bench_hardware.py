@@ -159,6 +159,6 @@ def _launch_s(times: int = 2000) -> float:
     start = time.perf_counter()
     for _ in range(times):
         small.add_(1)
-    gone = time.perf_counter() - start
+    elapsed_s = time.perf_counter() - start
     torch.cuda.synchronize()
-    return gone / times
+    return elapsed_s / times

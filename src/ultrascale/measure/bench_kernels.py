@@ -238,12 +238,12 @@ def time_ms(runners: dict[str, KernelCandidate], say: Callable[[str], None]) -> 
         return [start.elapsed_time(end) for start, end in zip(starts, ends, strict=True)]
 
     turns = {way: max(FEWEST, round(ROUND_MS / min(turn(one, FEWEST)))) for way, one in runners.items()}
-    seen: dict[str, list[float]] = {way: [] for way in runners}
+    samples: dict[str, list[float]] = {way: [] for way in runners}
     for number in range(ROUNDS):
         for way, one in runners.items():
             say(f"timing, round {number + 1} of {ROUNDS}, {way}")
-            seen[way] += turn(one, turns[way])
-    return {way: statistics.median(times) for way, times in seen.items()}
+            samples[way] += turn(one, turns[way])
+    return {way: statistics.median(times) for way, times in samples.items()}
 
 
 def difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:

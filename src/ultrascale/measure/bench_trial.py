@@ -200,8 +200,8 @@ def failure(error: BaseException) -> TrialFailure:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if isinstance(error, RunError):
         errors = [line for line in lines if _ERROR.match(line)]  # of a traceback, which may end in notes
-        said = errors[-1] if errors else " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-        return TrialFailure(_kind(text), said)
+        line = errors[-1] if errors else " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+        return TrialFailure(_kind(text), line)
     return TrialFailure("crashed", f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)
 
 

@@ -248,8 +248,8 @@ def measured_peak(base: Base, run: CalibrationRun) -> MeasuredPeak | None:
     if run.memory is None:
         return None
     predicted = estimate(base.job(run.job, base.cluster.efficiency), run.layout).memory[run.stage].memory
-    seen, runtime = run.memory, run.memory.runtime
-    tensors = seen.total - (runtime or 0.0)
+    runtime = run.memory.runtime
+    tensors = run.memory.total - (runtime or 0.0)
     return MeasuredPeak(predicted.total - predicted.runtime, predicted.activations + predicted.buffers, tensors, runtime)
 
 

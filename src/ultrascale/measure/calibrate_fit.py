@@ -193,8 +193,8 @@ def fit(model: StepTimeModel, of: Sequence[int]) -> FitResult:
 
 def refit(model: StepTimeModel, of: Sequence[int], found: FitResult) -> tuple[Moves, list[Constant]]:
     """The same constants from fewer runs, and those that these runs no longer determine, which keep their old values."""
-    told, _, _ = _chosen(model, of, found.moves, most=len(of))
-    lost = [constant for constant in found.moves if constant not in told]
+    determined, _, _ = _chosen(model, of, found.moves, most=len(of))
+    lost = [constant for constant in found.moves if constant not in determined]
     return _solved(model, of, {constant: by for constant, by in found.moves.items() if constant not in lost}, AGAIN), lost
 
 
@@ -274,8 +274,8 @@ def _chosen(
             break
         k = inside.pop(worst)
         blurred = _blurred(info, inside, k, prior)
-        told = f"cannot tell it from {constants[blurred].name}" if blurred is not None else "tell it too loosely"
-        why[constants[k]] = f"these runs {told}"
+        reason = f"cannot tell it from {constants[blurred].name}" if blurred is not None else "tell it too loosely"
+        why[constants[k]] = f"these runs {reason}"
     known = {constants[k]: float(sd) for k, sd in zip(inside, _deviations(info, inside, prior), strict=True)}
     return [constants[k] for k in inside], known, why
 
@@ -318,7 +318,7 @@ def _solved(model: StepTimeModel, of: Sequence[int], moves: Moves, rounds: int =
                 break
         else:
             break
-        gone, best, cost = float(np.max(np.abs(moved - theta))), tried, its
-        if gone < SETTLED:
+        shift, best, cost = float(np.max(np.abs(moved - theta))), tried, its
+        if shift < SETTLED:
             break
     return best

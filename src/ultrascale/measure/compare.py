@@ -74,19 +74,16 @@ class ComparedTerm:
         return self.first / self.second - 1 if self.first is not None and self.second else None
 
 
-Seen = Estimate | Measurement
-
-
 @dataclass(frozen=True)
 class ComparisonSide:
     name: str
     plan: Plan
-    seen: Seen
-    """the plan's estimate, or what was measured"""
+    result: Estimate | Measurement
+    """the plan's estimate, or the run's measurement"""
 
     @property
     def word(self) -> str:
-        return "measured" if isinstance(self.seen, Measurement) else "planned"
+        return "measured" if isinstance(self.result, Measurement) else "planned"
 
 
 @dataclass(frozen=True)
@@ -107,7 +104,7 @@ class Comparison:
         sides = {side.word: side for side in (self.first, self.second)}
         if len(sides) < 2:
             return None
-        planned, measured = sides["planned"].seen, sides["measured"].seen
+        planned, measured = sides["planned"].result, sides["measured"].result
         assert isinstance(planned, Estimate)
         assert isinstance(measured, Measurement)
         slower = (gap > 0) == (self.first.word == "measured")
@@ -134,7 +131,7 @@ def compare(first: ComparisonSide, second: ComparisonSide) -> Comparison:
             f"{first.name} is of {models[0].name} and {second.name} of {models[1].name}: a plan is compared with a run of its "
             "own model; two runs, or two plans, may differ in it"
         )
-    found = list(terms(first.seen, second.seen))
+    found = list(terms(first.result, second.result))
     one, other = (_attention_s(side) for side in (first, second))
     if one and other:
         place = next((number for number, term in enumerate(found) if term.name == "computing"), len(found) - 1) + 1
@@ -144,14 +141,14 @@ def compare(first: ComparisonSide, second: ComparisonSide) -> Comparison:
 
 def _attention_s(side: ComparisonSide) -> float | None:
     """Of a step. A run on a GPU timed attention of one layer, forward and backward, when it selected a kernel."""
-    if isinstance(side.seen, Estimate):
-        return side.seen.time.attention_s
-    layers = max(stage.layers for stage in side.seen.memory)
-    told = (re.match(r"attention: \w+ ([\d.]+) ms", note) for note in side.seen.notes)
-    return next((layers * side.plan.layout.gas * float(match[1]) / 1e3 for match in told if match), None)
+    if isinstance(side.result, Estimate):
+        return side.result.time.attention_s
+    layers = max(stage.layers for stage in side.result.memory)
+    matches = (re.match(r"attention: \w+ ([\d.]+) ms", note) for note in side.result.notes)
+    return next((layers * side.plan.layout.gas * float(match[1]) / 1e3 for match in matches if match), None)
 
 
-def terms(first: Seen | None, second: Seen | None) -> Iterator[ComparedTerm]:
+def terms(first: Estimate | Measurement | None, second: Estimate | Measurement | None) -> Iterator[ComparedTerm]:
     """Every term that a side knows: rates, time by cause, memory of the fullest stage by owner."""
 
     def both(name: str, unit: str, values: tuple[float | None, float | None], part: bool = True) -> Iterator[ComparedTerm]:
@@ -176,14 +173,14 @@ def terms(first: Seen | None, second: Seen | None) -> Iterator[ComparedTerm]:
         yield from both(owner, "B", (held[0].get(owner), held[1].get(owner)))
 
 
-def _time(side: Seen | None, name: str) -> float | None:
-    seen, causes = TIMES[name]
+def _time(side: Estimate | Measurement | None, name: str) -> float | None:
+    measured, causes = TIMES[name]
     if isinstance(side, Measurement):
-        return getattr(side.time, seen)  # type: ignore[no-any-return]
+        return getattr(side.time, measured)  # type: ignore[no-any-return]
     return sum(getattr(side.time, cause) for cause in causes) if side is not None and causes else None
 
 
-def _held(side: Seen | None, stage: int | None) -> dict[str, float]:
+def _held(side: Estimate | Measurement | None, stage: int | None) -> dict[str, float]:
     """Tensors only, without CUDA context and allocator."""
     if side is None:
         return {}

@@ -48,8 +48,8 @@ def _ask(*words: str) -> tuple[str, str]:
     except OSError:
         return "", ""
     if done.returncode:
-        told = (done.stdout + done.stderr).strip().splitlines() or [f"exit code {done.returncode}"]
-        return "", f"{words[0]}: {told[0][:160]}"
+        lines = (done.stdout + done.stderr).strip().splitlines() or [f"exit code {done.returncode}"]
+        return "", f"{words[0]}: {lines[0][:160]}"
     return done.stdout, ""
 
 
@@ -328,9 +328,9 @@ def try_disk(place: Path) -> Disk:
                 file.flush()
                 os.fsync(file.fileno())
                 written += BLOCK
-            gone = time.perf_counter() - start
+            elapsed_s = time.perf_counter() - start
             os.utime(file.fileno())
             ahead = os.fstat(file.fileno()).st_mtime - time.time()
     except OSError as error:
         return Disk(str(folder), free, f"{folder} cannot be written ({(error.strerror or str(error)).lower()})")
-    return Disk(str(folder), free, write_bytes_s=written / gone if written else None, clock_ahead_s=ahead)
+    return Disk(str(folder), free, write_bytes_s=written / elapsed_s if written else None, clock_ahead_s=ahead)

@@ -41,7 +41,7 @@ class RankProfile:
     """What one rank sends to rank 0."""
 
     rank: int
-    seen: RankTime | None
+    times: RankTime | None
     peak_bytes: float | None
     """of the step whose memory was recorded"""
     before_s: float | None
@@ -87,12 +87,12 @@ class Profiler(Observer):
 
     def _mine(self) -> RankProfile:
         rank = self.engine.mesh.rank
-        seen = self._trace(rank) if self.done > self.first else None
+        times = self._trace(rank) if self.done > self.first else None
         if self.memory is not None:
             self._tried(f"the memory timeline of rank {rank}", lambda: self._write_memory(rank))
         peak = None if self.memory is None else sum(self.memory.timeline.peak[1:])
         before_s = self._ended[self.first] - self._ended[self.first - 1] if self.done >= self.first else None
-        return RankProfile(rank, seen, peak, before_s, tuple(self.problems))
+        return RankProfile(rank, times, peak, before_s, tuple(self.problems))
 
     def _trace(self, rank: int) -> RankTime | None:
         """Export to a temporary file, analyse that, and keep it compressed in the run's folder."""
@@ -165,22 +165,22 @@ def facts(engine: Engine) -> dict[str, Any]:
 def together(run: Run) -> Analysis:
     """The traces of all ranks together, beside the prediction for this machine."""
     ranks: list[RankProfile] = run.outcome.observed
-    seen = [one.seen for one in ranks if one.seen is not None]
+    times = [one.times for one in ranks if one.times is not None]
     problems = [problem for one in ranks for problem in one.problems]
     if run.outcome.stopped is not None:
         problems.append(f"the run was stopped by {run.outcome.stopped} after step {run.outcome.step}")
-    if not seen:
+    if not times:
         raise RunError(f"nothing was profiled: {'; '.join(problems) or 'no step was recorded'}")
     request, plan = run.request, None
     if run.predicted is not None:
         plan = Plan(job=request.job, layout=request.layout, estimate=run.predicted)
-    return analyse(seen, plan, [*problems, *_slowed(ranks), *_files(run, ranks)])
+    return analyse(times, plan, [*problems, *_slowed(ranks), *_files(run, ranks)])
 
 
 def _slowed(ranks: list[RankProfile]) -> Iterator[str]:
     first = ranks[0]
-    if first.before_s is not None and first.seen is not None:
-        recorded_s = first.seen.mean(lambda step: step.step_s)
+    if first.before_s is not None and first.times is not None:
+        recorded_s = first.times.mean(lambda step: step.step_s)
         yield f"recording costs time too: {seconds(first.before_s)} in the step before, {seconds(recorded_s)} while recording"
 
 
@@ -190,7 +190,7 @@ def _files(run: Run, ranks: list[RankProfile]) -> Iterator[str]:
     peak = max((one.peak_bytes for one in ranks if one.peak_bytes is not None), default=0.0)
     on_gpu = run.outcome.measured is not None and run.outcome.measured.device != "cpu"
     snapshot = "beside it PyTorch's snapshot (pytorch.org/memory_viz)" if on_gpu else "a CPU has no snapshot of an allocator"
-    kept = sum(one.seen is not None and bool(one.seen.file) for one in ranks)
+    kept = sum(one.times is not None and bool(one.times.file) for one in ranks)
     if kept:
         yield f"{kept} {'trace' if kept == 1 else 'traces'} in {run.folder / TRACES}, for ui.perfetto.dev"
     yield f"memory by owner over one step is in {run.folder / MEMORY}, {peak / GIB:,.3f} GiB at the peak; {snapshot}"

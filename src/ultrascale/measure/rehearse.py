@@ -289,24 +289,24 @@ def notes(job: Job, layout: Layout, device: str, kernels: str) -> list[str]:
     return found
 
 
-def compared(job: Job, layout: Layout, predicted: Estimate, seen: Rehearsal) -> list[RehearsedTerm]:
+def compared(job: Job, layout: Layout, predicted: Estimate, rehearsed: Rehearsal) -> list[RehearsedTerm]:
     """Every term that either side has."""
-    law = predicted.memory[seen.place.pp].memory
-    job = even(job).changed(framework=engine_of(seen.kernels))
+    law = predicted.memory[rehearsed.place.pp].memory
+    job = even(job).changed(framework=engine_of(rehearsed.kernels))
     # Gradients are compared when all of them exist, which need not be at the peak.
     as_made = job.framework.fused_blocks and bool(accumulates_nothing(job, LayoutColumns.of([layout]))[0])
-    held = law.model_copy(update={"gradients": 0.0 if as_made else whole_gradients(job, layout, seen.place.pp)})
-    terms = [RehearsedTerm(owner, getattr(held, owner), getattr(seen.memory, owner), "B") for owner in STATES]
+    held = law.model_copy(update={"gradients": 0.0 if as_made else whole_gradients(job, layout, rehearsed.place.pp)})
+    terms = [RehearsedTerm(owner, getattr(held, owner), getattr(rehearsed.memory, owner), "B") for owner in STATES]
     # A rehearsal cannot tell buffers from activations: they are compared together.
-    moving = law.activations + law.buffers + gone_at_peak(job, layout, seen.place.pp) + as_made * law.gradients
-    terms.append(RehearsedTerm("activations, buffers", moving, seen.memory.activations + seen.memory.buffers, "B"))
+    moving = law.activations + law.buffers + gone_at_peak(job, layout, rehearsed.place.pp) + as_made * law.gradients
+    terms.append(RehearsedTerm("activations, buffers", moving, rehearsed.memory.activations + rehearsed.memory.buffers, "B"))
     tensors = sum(getattr(law, owner) for owner in (*STATES, "activations", "buffers"))
-    terms.append(RehearsedTerm("all tensors at the peak", tensors, seen.peak, "B"))
-    terms.append(RehearsedTerm("FLOPs", predicted_flops(job, layout, seen.place), sum(seen.flops.values()), "FLOP"))
-    sent = list(of_stage(job, layout, ClusterRates(job), seen.place.pp))
+    terms.append(RehearsedTerm("all tensors at the peak", tensors, rehearsed.peak, "B"))
+    terms.append(RehearsedTerm("FLOPs", predicted_flops(job, layout, rehearsed.place), sum(rehearsed.flops.values()), "FLOP"))
+    sent = list(of_stage(job, layout, ClusterRates(job), rehearsed.place.pp))
     for technique in TECHNIQUES:
-        said = sum(one.bytes for one in sent if one.technique == technique)
-        terms.append(RehearsedTerm(f"sent by {technique}", said, seen.sent(technique), "sent"))
+        predicted_bytes = sum(one.bytes for one in sent if one.technique == technique)
+        terms.append(RehearsedTerm(f"sent by {technique}", predicted_bytes, rehearsed.sent(technique), "sent"))
     return [term for term in terms if term.predicted or term.rehearsed]
 
 

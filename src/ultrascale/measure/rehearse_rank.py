@@ -145,7 +145,7 @@ def _gather_once(engine: Engine) -> None:
 
 def _flops(watch: OperatorTracker, short: ShortSchedule) -> dict[str, int]:
     total: Counter[str] = Counter()
-    for (place, _), found in watch.seen.flops.items():
+    for (place, _), found in watch.counts.flops.items():
         for name, count in found.items():
             total[name] += count * short.weight(place)
     return dict(total.most_common())
@@ -153,7 +153,7 @@ def _flops(watch: OperatorTracker, short: ShortSchedule) -> dict[str, int]:
 
 def _collectives(watch: OperatorTracker, short: ShortSchedule) -> tuple[Collective, ...]:
     calls: Counter[tuple[CollectiveCall, str]] = Counter()
-    for (place, where), found in watch.seen.calls.items():
+    for (place, where), found in watch.counts.calls.items():
         for call, count in found.items():
             calls[call, where] += count * short.weight(place)
     together: dict[tuple[str, str, int, str], tuple[int, float]] = {}

@@ -93,7 +93,7 @@ class OperatorTracker(LiveBytes):  # type: ignore[no-untyped-call]
         self.peak_moment = StepPosition("", None, "")
         self.most: Counter[str] = Counter()
         """maximum of each owner, at the peak or not"""
-        self.seen = StepCounts()
+        self.counts = StepCounts()
 
     def track(self, tensors: Iterable[Tensor], owner: str) -> None:
         super().track(tensors, owner)
@@ -132,7 +132,7 @@ class OperatorTracker(LiveBytes):  # type: ignore[no-untyped-call]
         formula = _formula(func)
         if formula is not None:
             place = self.moment.place
-            self.seen.flops[place, self._where(place)][_name(func)] += int(formula(args, kwargs, result))
+            self.counts.flops[place, self._where(place)][_name(func)] += int(formula(args, kwargs, result))
         elif func.namespace == "c10d":
             self._exchanged(func, args)
 
@@ -145,7 +145,7 @@ class OperatorTracker(LiveBytes):  # type: ignore[no-untyped-call]
         place = self.moment.place
         size = sum(tensor.nbytes for tensor in _listed(args[buffer]))
         sent = float(wire_bytes(kind, size, group.size()))
-        self.seen.calls[place, self._where(place)][
+        self.counts.calls[place, self._where(place)][
             CollectiveCall(self.techniques[group.group_name], kind, group.size(), sent)
         ] += 1
 

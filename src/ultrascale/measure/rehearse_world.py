@@ -129,11 +129,11 @@ def without_values(engine: Engine) -> None:
 
 def kernel_times(step: Callable[[], object]) -> dict[str, float]:
     """Seconds by kernel of one step on a GPU, the longest first."""
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:  # else it warns of a second cycle
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:  # else it warns of a second cycle
         step()
         torch.cuda.synchronize()
     times: Counter[str] = Counter()
-    for event in seen.key_averages():
+    for event in profiled.key_averages():
         times[event.key] += event.self_device_time_total / 1e6
     return dict(times.most_common())
 

@@ -39,8 +39,8 @@ ADVICE = {
 def findings(ranks: Sequence[RankTime], bubble: Bubble | None, predicted_bubble: float | None) -> list[str]:
     """Sentences: where the time went, and what would change it."""
     buckets = list(_buckets(ranks))
-    said = {"data": bool(buckets), "pipeline": bubble is not None}  # these have a sentence of their own
-    found = [_overall(ranks), *_exposed(ranks, {technique for technique, known in said.items() if known}), *buckets]
+    known = {"data": bool(buckets), "pipeline": bubble is not None}  # these have a sentence of their own
+    found = [_overall(ranks), *_exposed(ranks, {technique for technique, has in known.items() if has}), *buckets]
     if bubble is not None:
         found.append(_bubble(bubble, predicted_bubble))
     return found + [sentence for make in (_uneven, _launches, _waits, _pageable, _operators) for sentence in make(ranks)]
@@ -87,33 +87,33 @@ def _buckets(ranks: Sequence[RankTime]) -> Iterator[str]:
     found = [(one.reductions, one.run or {}) for one in ranks if one.reductions and one.reductions.technique == "data"]
     if not found:
         return
-    step, open_s = _step_s(ranks), mean(seen.exposed_s for seen, _ in found)
+    step, open_s = _step_s(ranks), mean(last.exposed_s for last, _ in found)
     # The last rank to arrive does not wait: its time is the reduction's own.
-    seen, run = min(found, key=lambda pair: pair[0].time_s)
+    last, run = min(found, key=lambda pair: pair[0].time_s)
     layout = run.get("layout", {})
-    number = max(1, round(seen.calls))
+    number = max(1, round(last.calls))
     what = f"{number:,} {'bucket' if number == 1 else 'buckets'}"
-    behind_s = None if seen.backward_s is None else seen.backward_s / max(1, layout.get("gas", 1))
+    behind_s = None if last.backward_s is None else last.backward_s / max(1, layout.get("gas", 1))
     if open_s < WORTH * step:
         return
     if layout.get("data_parallel") == "naive":
         yield f"Gradients are reduced after backward, {seconds(open_s)} in the open: try layout.data_parallel=bucketed"
-    elif len(found) > 1 and open_s > 2 * seen.time_s:
+    elif len(found) > 1 and open_s > 2 * last.time_s:
         yield (
-            f"Gradient reduction leaves {seconds(open_s)} in the open ({open_s / step:.0%}) but takes {seconds(seen.time_s)} "
+            f"Gradient reduction leaves {seconds(open_s)} in the open ({open_s / step:.0%}) but takes {seconds(last.time_s)} "
             f"on the rank that comes last ({what}): data ranks are out of step; look for what slows that one down"
         )
-    elif behind_s is not None and seen.time_s > behind_s:
+    elif behind_s is not None and last.time_s > behind_s:
         yield (
-            f"Gradient reduction takes {seconds(seen.time_s)} ({what}), longer than the backward of the last micro-batch that "
+            f"Gradient reduction takes {seconds(last.time_s)} ({what}), longer than the backward of the last micro-batch that "
             f"could hide it ({seconds(behind_s)}): try {ADVICE['data']}"
         )
-    elif open_s > seen.time_s / 2:
-        better = min(MOST_BUCKETS, max(4 * number, math.ceil(seen.time_s / (WORTH * step))))
-        held = run.get("gradient_bytes") or seen.bytes
+    elif open_s > last.time_s / 2:
+        better = min(MOST_BUCKETS, max(4 * number, math.ceil(last.time_s / (WORTH * step))))
+        held = run.get("gradient_bytes") or last.bytes
         how = f" (train.bucket_mb={max(0.1, held / better / 1e6):.2g})" if run and held else " (bucket_cap_mb of torch's DDP)"
         yield (
-            f"Gradient reduction bunches at the end: {what}, {seconds(open_s)} of {seconds(seen.time_s)} in the open, "
+            f"Gradient reduction bunches at the end: {what}, {seconds(open_s)} of {seconds(last.time_s)} in the open, "
             f"try {better}{how}"
         )
 
@@ -268,11 +268,11 @@ def _notes(ranks: Sequence[RankTime]) -> Iterator[str]:
 def _same_model(ranks: Sequence[RankTime], plan: Plan) -> None:
     model = plan.job.model
     for one in ranks:
-        said = one.run
-        if said is not None and (said.get("model"), said.get("layers")) != (model.name, model.layers):
+        run = one.run
+        if run is not None and (run.get("model"), run.get("layers")) != (model.name, model.layers):
             raise SpecError(
-                f"the plan is of {model.name} ({model.layers} layers) but {one.file or 'the trace'} is of {said.get('model')} "
-                f"({said.get('layers')} layers): give the run's own plan, which its folder has as plan.yaml"
+                f"the plan is of {model.name} ({model.layers} layers) but {one.file or 'the trace'} is of {run.get('model')} "
+                f"({run.get('layers')} layers): give the run's own plan, which its folder has as plan.yaml"
             )
 
 

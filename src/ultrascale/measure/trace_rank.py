@@ -200,8 +200,8 @@ class RankTrace:
     @property
     def ours(self) -> dict[str, Any] | None:
         """Our engine's metadata of the run."""
-        said = self.facts.get(OURS)
-        return said if isinstance(said, dict) else None
+        metadata = self.facts.get(OURS)
+        return metadata if isinstance(metadata, dict) else None
 
     @property
     def origin_us(self) -> float:
@@ -246,8 +246,8 @@ def _add(trace: RankTrace, event: dict[str, Any]) -> None:
     correlation = correlation if isinstance(correlation, int) else None
     if kind == "kernel":
         collective = is_collective_kernel(name)
-        told = {key: facts[key] for key in _TOLD if key in facts} if collective else None
-        trace.kernels.append(Kernel(start, end, stream, correlation, name if collective else None, told))
+        metadata = {key: facts[key] for key in _COLLECTIVE_KEYS if key in facts} if collective else None
+        trace.kernels.append(Kernel(start, end, stream, correlation, name if collective else None, metadata))
     elif kind in ("gpu_memcpy", "gpu_memset"):
         trace.kernels.append(Kernel(start, end, stream, correlation, None, None))
         way = _COPY.match(name)
@@ -262,8 +262,10 @@ def _add(trace: RankTrace, event: dict[str, Any]) -> None:
         (trace.background if name.startswith("gloo:") else trace.ranges).append(TraceRange(start, end, name, thread))
     elif kind == "cpu_op":
         if is_collective_op(name):
-            told = {key: facts[key] for key in _TOLD if key in facts}
-            trace.calls.append(CollectiveLaunch(start, end, kind_of(str(told.get("Collective name") or name)), thread, told))
+            metadata = {key: facts[key] for key in _COLLECTIVE_KEYS if key in facts}
+            trace.calls.append(
+                CollectiveLaunch(start, end, kind_of(str(metadata.get("Collective name") or name)), thread, metadata)
+            )
         elif is_optimizer(name):
             trace.ranges.append(TraceRange(start, end, name, thread))
         elif computes(name):
@@ -290,7 +292,7 @@ def _microseconds(trace: RankTrace, event: dict[str, Any], name: str, least: flo
     return float(value)
 
 
-_TOLD = (
+_COLLECTIVE_KEYS = (
     "Collective name",
     "Process Group Name",
     "Process Group Description",

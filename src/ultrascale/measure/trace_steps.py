@@ -139,7 +139,7 @@ class StepIntervals:
     actions: list[TracedPass]
 
 
-def view(trace: RankTrace) -> StepIntervals:
+def step_intervals(trace: RankTrace) -> StepIntervals:
     return _of_gpu(trace) if trace.on_gpu else _of_cpu(trace)
 
 
@@ -165,7 +165,7 @@ def _of_cpu(trace: RankTrace) -> StepIntervals:
     pairs = trace.ops.get(main, array("d"))
     operators = merged(zip(pairs[::2], pairs[1::2], strict=True))
     held = [(one, our_comm_range(one.name)) for one in trace.ranges if one.thread == main]
-    waits = [CommInterval(one.start, one.end, *said) for one, said in held if said is not None]
+    waits = [CommInterval(one.start, one.end, *comm) for one, comm in held if comm is not None]
     calls = [CommInterval(one.start, one.end, *technique_of.call(one)) for one in trace.calls if one.thread == main]
     running = sorted(one for one in trace.background if not waits or _collective(one))
     background = [CommInterval(one.start, one.end, *technique_of.background(one)) for one in running]

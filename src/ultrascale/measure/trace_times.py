@@ -20,7 +20,7 @@ from ultrascale.measure.trace_steps import (
     covered,
     length,
     merged,
-    view,
+    step_intervals,
     within,
     without,
 )
@@ -214,30 +214,30 @@ class RankTime:
 
 
 def analyse(trace: RankTrace) -> RankTime:
-    seen = view(trace)
-    if not seen.steps:
+    intervals = step_intervals(trace)
+    if not intervals.steps:
         raise SpecError(f"--trace {trace.path} marks steps in which nothing ran: profile steps that compute")
-    inside = [window for _, window in seen.steps]
+    inside = [window for _, window in intervals.steps]
     count = len(inside)
-    exchanging = covered(seen.communication)
+    exchanging = covered(intervals.communication)
     return RankTime(
         file=str(trace.path),
         rank=trace.rank,
         device="gpu" if trace.on_gpu else "cpu",
         events=trace.events,
         broken=trace.broken,
-        steps=tuple(_step(name, window, seen, exchanging) for name, window in seen.steps),
-        techniques=_techniques(seen, inside),
-        actions=tuple(_actions(seen, window, trace.origin_us) for window in inside),
-        reductions=_reductions(seen, inside),
+        steps=tuple(_step(name, window, intervals, exchanging) for name, window in intervals.steps),
+        techniques=_techniques(intervals, inside),
+        actions=tuple(_actions(intervals, window, trace.origin_us) for window in inside),
+        reductions=_reductions(intervals, inside),
         launches=launches(trace, inside) if trace.on_gpu else None,
         copies=copies(trace, inside, count) if trace.on_gpu else None,
         run=trace.ours,
     )
 
 
-def _step(name: str, window: Interval, seen: StepIntervals, exchanges: Intervals) -> StepTime:
-    computing, exchanging = within(seen.computing, window), within(exchanges, window)
+def _step(name: str, window: Interval, intervals: StepIntervals, exchanges: Intervals) -> StepTime:
+    computing, exchanging = within(intervals.computing, window), within(exchanges, window)
     overlapped = length(both(computing, exchanging))
     whole = window[1] - window[0]
     alone, open_ = length(computing) - overlapped, length(exchanging) - overlapped
@@ -248,19 +248,19 @@ def _step(name: str, window: Interval, seen: StepIntervals, exchanges: Intervals
         open_ * US,
         overlapped * US,
         max(0.0, whole - alone - open_ - overlapped) * US,
-        length(within(seen.optimizer, window)) * US,
+        length(within(intervals.optimizer, window)) * US,
     )
 
 
-def _techniques(seen: StepIntervals, steps: list[Interval]) -> tuple[TechniqueTime, ...]:
+def _techniques(intervals: StepIntervals, steps: list[Interval]) -> tuple[TechniqueTime, ...]:
     whole, count = merged(steps), len(steps)
-    taken = seen.computing
+    taken = intervals.computing
     found = []
     for technique in TECHNIQUES:
-        mine = both(covered(one for one in seen.communication if one.technique == technique), whole)
+        mine = both(covered(one for one in intervals.communication if one.technique == technique), whole)
         exposed = without(mine, taken)
         taken = merged([*taken, *exposed])
-        kinds = Counter(one.kind for one in seen.collectives if one.technique == technique and _in(one, steps))
+        kinds = Counter(one.kind for one in intervals.collectives if one.technique == technique and _in(one, steps))
         if mine or kinds:
             each = {kind: number / count for kind, number in kinds.most_common()}
             calls = kinds.total() / count
@@ -272,28 +272,28 @@ def _in(one: CommInterval | TracedPass, steps: list[Interval]) -> bool:
     return any(start <= one.start < end for start, end in steps)
 
 
-def _actions(seen: StepIntervals, window: Interval, origin_us: float) -> tuple[TracedPass, ...]:
-    mine = sorted(one for one in seen.actions if _in(one, [window]))
+def _actions(intervals: StepIntervals, window: Interval, origin_us: float) -> tuple[TracedPass, ...]:
+    mine = sorted(one for one in intervals.actions if _in(one, [window]))
     return tuple(one._replace(start=one.start + origin_us, end=one.end + origin_us) for one in mine)
 
 
-def _reductions(seen: StepIntervals, steps: list[Interval]) -> Reductions | None:
+def _reductions(intervals: StepIntervals, steps: list[Interval]) -> Reductions | None:
     """All-reduces of data parallelism, or reduce-scatters of ZeRO, with the waits for them."""
     kinds = {"data": "all_reduce", "zero": "reduce_scatter"}
     for technique, kind in kinds.items():
-        started = [one for one in seen.collectives if (one.technique, one.kind) == (technique, kind) and _in(one, steps)]
+        started = [one for one in intervals.collectives if (one.technique, one.kind) == (technique, kind) and _in(one, steps)]
         if not started:
             continue
-        spans = covered(one for one in seen.communication if one.technique == technique and one.kind in (kind, "wait"))
+        spans = covered(one for one in intervals.communication if one.technique == technique and one.kind in (kind, "wait"))
         mine = both(spans, merged(steps))
         sizes = [one.bytes for one in started if one.bytes is not None]
-        backward = [one.busy for one in seen.actions if one.name != "forward" and _in(one, steps)]
+        backward = [one.busy for one in intervals.actions if one.name != "forward" and _in(one, steps)]
         count = len(steps)
         return Reductions(
             technique,
             len(started) / count,
             length(mine) * US / count,
-            length(without(mine, seen.computing)) * US / count,
+            length(without(mine, intervals.computing)) * US / count,
             sum(backward) * US / count if backward else None,
             sum(sizes) / count if sizes else None,
         )

@@ -10,7 +10,7 @@ from typing import Any
 from ultrascale.figures import evidence, time
 from ultrascale.measure import compare, trace_analysis
 from ultrascale.measure import trace_rank as trace
-from ultrascale.measure.trace_steps import view
+from ultrascale.measure.trace_steps import step_intervals
 from ultrascale.report.of_plan import Say, footer, plan_sections
 from ultrascale.report.page import Section, bullets, chart, details, page, table, tiles, words
 from ultrascale.show.compare import rows as compared
@@ -121,7 +121,7 @@ def _lanes(folder: Path) -> Iterator[str]:
     """Of the first rank: the others' files may be large, and look alike."""
     try:
         first, *others = trace_analysis.files([folder])
-        yield chart(evidence.lanes(view(trace.read(first))), "lanes")
+        yield chart(evidence.lanes(step_intervals(trace.read(first))), "lanes")
         if others:
             yield words(
                 f"{first.name}; {len(others)} more are beside it: ultrascale profile --trace {folder} reads all of them."

@@ -105,7 +105,7 @@ class Runs:
             return None
         try:
             sides = [compare.load(self.folder / name) for name in chosen]
-            sides = [compare.ComparisonSide(name, side.plan, side.seen) for name, side in zip(chosen, sides, strict=True)]
+            sides = [compare.ComparisonSide(name, side.plan, side.result) for name, side in zip(chosen, sides, strict=True)]
             if len(sides) == 1:
                 sides = [compare.ComparisonSide("its plan", sides[0].plan, sides[0].plan.estimate), sides[0]]
             return compare.compare(sides[0], sides[1])
