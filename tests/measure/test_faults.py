@@ -124,7 +124,7 @@ def ties_not_summed(patch: Patch) -> None:
 
 
 def combined_in_wrong_order(patch: Patch) -> None:
-    wrapped(patch, TokenDispatcher, "return_", lambda original, self: original(self).roll(1, 0))
+    wrapped(patch, TokenDispatcher, "combine", lambda original, self: original(self).roll(1, 0))
 
 
 def ring_gradients_stay_away(patch: Patch) -> None:

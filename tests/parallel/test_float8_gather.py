@@ -115,7 +115,7 @@ def test_an_evaluation_sees_the_weights_as_they_are() -> None:
 
 def test_a_scale_is_that_of_the_numbers_that_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     """449 is 448 in bf16, which just fits: with a scale of the fp32 weight, half of fp8's range would be lost."""
-    monkeypatch.setattr("ultrascale.parallel.float8_gather._local", lambda weight: weight.data)
+    monkeypatch.setattr("ultrascale.parallel.float8_gather.local_tensor", lambda weight: weight.data)
     weight = torch.nn.Parameter(torch.tensor([[449.0, -1.0], [3.0, 0.3]]))
     scales = Float8GatherScales([[weight]], ALONE, torch.bfloat16, torch.device("cpu"))
     scales.update()

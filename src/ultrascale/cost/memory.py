@@ -16,7 +16,7 @@ from ultrascale.cost.chunk_memory import ChunkMemory
 from ultrascale.cost.columns import Array, LayoutColumns
 from ultrascale.cost.memory_point import MemoryPoint
 from ultrascale.cost.stages import RankShare
-from ultrascale.specs.job import OPTIMIZER_STATE_BYTES, Job
+from ultrascale.specs.job import OPTIMIZERS, Job
 from ultrascale.specs.units import GIB
 
 
@@ -74,7 +74,7 @@ def states(job: Job, columns: LayoutColumns, held: params.RankParameters, narrow
         parameters=np.where(columns.is_("offload", "parameters"), 0.0, parameters),
         master=np.where(on_gpu, master, 0.0),
         gradients=gradients,
-        optimizer=np.where(on_gpu, sharded(OPTIMIZER_STATE_BYTES[job.optimizer], 1), 0.0),
+        optimizer=np.where(on_gpu, sharded(OPTIMIZERS[job.optimizer].state_bytes, 1), 0.0),
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ultrascale.model.moe import Sorted
+from ultrascale.parallel.expert_layer import Sorted
 from ultrascale.parallel.token_dispatch import AllToAllExchange, BeginAllToAll, TokenDispatcher, by_expert
 
 

@@ -7,6 +7,7 @@ sequence. The cost model is cost/tensor.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -19,6 +20,7 @@ from ultrascale.model.transformer import IGNORED, MLP, CrossEntropy, Embedding, 
 from ultrascale.parallel import comm
 from ultrascale.parallel.autograd_collectives import copy_to, gather_from, reduce_from, scatter_to
 from ultrascale.parallel.comm import Axis
+from ultrascale.parallel.expert_layer import ParallelExperts
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.parallel.multi_linear import ALONE, SEQUENCE, DeferredWeightGrads, Result, multi_linear, row_parallel_linear
 from ultrascale.parallel.shards import Shard
@@ -156,12 +158,14 @@ class TensorParallelExperts(MixtureOfExperts):
         for name in ("shared", "shared_gate"):
             if getattr(plain, name) is None:
                 setattr(self, name, None)
-        self.make_dispatcher, self.axis, self.sequence = plain.make_dispatcher, axis, sequence
+        self.axis, self.sequence = axis, sequence
+        self.local_forward: Callable[[torch.Tensor], torch.Tensor] = super().forward
+        """replaced by expert parallelism"""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.sequence:
-            return scatter_to(super().forward(gather_from(x, self.axis, SEQUENCE)), self.axis, SEQUENCE)
-        return reduce_from(super().forward(copy_to(x, self.axis)), self.axis)
+            return scatter_to(self.local_forward(gather_from(x, self.axis, SEQUENCE)), self.axis, SEQUENCE)
+        return reduce_from(self.local_forward(copy_to(x, self.axis)), self.axis)
 
 
 def apply(model: Transformer, mesh: Mesh, deferred: DeferredWeightGrads) -> dict[str, Shard]:
@@ -234,7 +238,7 @@ def _parallel_mlp(
         mlp.down = RowParallelLinear(mlp.down, axis, sequence, deferred)
         return mlp
     if deferred.used:
-        mlp.experts.push_deferred = deferred.push
+        ParallelExperts.of(mlp).push_deferred = deferred.push
         if isinstance(mlp.shared, MLP):
             mlp.shared = cast(MLP, _parallel_mlp(mlp.shared, ALONE, False, deferred))
     return TensorParallelExperts(mlp, axis, sequence) if axis.size > 1 else mlp

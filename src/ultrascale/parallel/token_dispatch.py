@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ultrascale.model.moe import LocalDispatcher, Sorted
 from ultrascale.parallel import comm
 from ultrascale.parallel.comm import AsyncCollective, Axis
+from ultrascale.parallel.expert_layer import Sorted
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,11 @@ class _EndAllToAll(torch.autograd.Function):
         return grads[0], None  # the placeholder has no values: any gradient of its shape is valid
 
 
-class TokenDispatcher(LocalDispatcher):
+class TokenDispatcher:
     """Sends rows to the ranks of an axis and back; rank 0 holds the first experts, rank 1 the next ones."""
 
     def __init__(self, axis: Axis, rows: Tensor, counts: Tensor) -> None:
+        """Starts to dispatch rows, which are sorted by expert; counts: number of rows of each expert."""
         outgoing = counts.view(axis.size, -1)
         incoming = comm.all_to_all(counts, axis, 0, 0).view(axis.size, -1)
         sent, received = torch.stack([outgoing.sum(1), incoming.sum(1)]).tolist()
@@ -106,6 +107,7 @@ class TokenDispatcher(LocalDispatcher):
         return self.exchange.end(incoming)[self.order], self.counts
 
     def run_experts(self, experts: nn.Module) -> None:
+        """Runs the local experts on their rows, and starts to send back their outputs."""
         self.begin_combine(experts(*self.receive(self.rows))[self.order.argsort()])
 
     def begin_combine(self, rows: Tensor) -> None:
@@ -114,6 +116,7 @@ class TokenDispatcher(LocalDispatcher):
         self.rows = self.exchange.begin(rows)
 
     def combine(self) -> Tensor:
+        """The outputs, in the order of the dispatched rows."""
         return self.exchange.end(self.rows)
 
 

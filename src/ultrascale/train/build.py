@@ -7,7 +7,6 @@ from itertools import accumulate
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 
 from ultrascale.cost import expert as expert_cost
@@ -28,6 +27,7 @@ from ultrascale.parallel.mesh import Mesh
 from ultrascale.parallel.multi_linear import DeferredWeightGrads
 from ultrascale.parallel.pipeline import Pipeline, StageChunk
 from ultrascale.parallel.shards import Shard
+from ultrascale.parallel.torch_private import unset_fake_temporarily
 from ultrascale.schedules import ActionKind, Schedule
 from ultrascale.schedules import build as build_schedule
 from ultrascale.specs.framework import Framework

@@ -15,6 +15,7 @@ from ultrascale.parallel.comm import Axis
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.parallel.pipeline import Batch
 from ultrascale.parallel.ranges import profile_range
+from ultrascale.parallel.torch_private import foreach_mul_
 from ultrascale.specs.errors import RunError
 from ultrascale.specs.job import Job
 from ultrascale.specs.training import Training
@@ -170,7 +171,7 @@ class Engine:
         """Sums partial gradients of ranks with the same parameter: norms on slices, replicated kv heads, tied embeddings."""
         experts = [weight.gradient for weight in self.weights if weight.shard.rows is not None]
         if experts:  # they were averaged over the ranks that hold them, but got tokens from all data ranks
-            torch._foreach_mul_(experts, 1 / self.mesh.ep.size)
+            foreach_mul_(experts, 1 / self.mesh.ep.size)
         by_axis: dict[int, tuple[Axis, list[torch.Tensor]]] = {}
         for weight in self.weights:
             axis = weight.shard.partial
