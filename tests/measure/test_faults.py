@@ -20,8 +20,8 @@ from ultrascale.measure.verify import verify
 from ultrascale.measure.verify_layouts import small_job
 from ultrascale.parallel import context, tensor
 from ultrascale.parallel.data import BucketedGrads
-from ultrascale.parallel.multi_linear import ALONE
 from ultrascale.parallel.pipeline import Pipeline
+from ultrascale.parallel.tensor import ALONE
 from ultrascale.parallel.token_dispatch import TokenDispatcher
 from ultrascale.parallel.zero import FSDPGrads
 from ultrascale.specs.layout import Layout

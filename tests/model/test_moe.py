@@ -11,8 +11,7 @@ from torch import Tensor
 from builders import initialize
 from ultrascale.model.grouped import grouped_gemm, has_kernel, why_not
 from ultrascale.model.moe import MixtureOfExperts
-from ultrascale.model.permute import ExpertPermutation
-from ultrascale.model.route import _BF16GemmToFP32
+from ultrascale.model.route import ExpertPermutation, _BF16GemmToFP32
 from ultrascale.model.transformer import Transformer
 from ultrascale.specs.model import Model, MoE
 

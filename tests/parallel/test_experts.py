@@ -19,10 +19,9 @@ from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.transformer import MLP
 from ultrascale.parallel import token_dispatch
 from ultrascale.parallel.comm import Axis
-from ultrascale.parallel.dispatch_overlap import LocalTokensFirst
 from ultrascale.parallel.expert import DISPATCHERS, dispatched_forward
 from ultrascale.parallel.expert_layer import ParallelExperts
-from ultrascale.parallel.token_dispatch import AllToAllExchange, TokenDispatcher
+from ultrascale.parallel.token_dispatch import AllToAllExchange, LocalTokensFirst, TokenDispatcher
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout

@@ -18,7 +18,7 @@ from ultrascale.kernels.selection import Kernels
 from ultrascale.measure.rehearse_tracker import OperatorTracker
 from ultrascale.model.transformer import Transformer
 from ultrascale.parallel.float8_gather import Float8GatherScales
-from ultrascale.parallel.multi_linear import ALONE
+from ultrascale.parallel.tensor import ALONE
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
@@ -85,7 +85,7 @@ def test_nothing_but_the_way_changes_beside_experts() -> None:
 
 def test_a_fused_block_takes_what_was_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a weight then share a scale, a power of two as theirs were: no entry is so small that it rounds otherwise."""
-    monkeypatch.setattr("ultrascale.train.build.kernels.choose", lambda *_: Kernels(fused=True, loss=True))
+    monkeypatch.setattr("ultrascale.train.build.selection.choose", lambda *_: Kernels(fused=True, loss=True))
     narrow, wide = both(MODEL, {"dp": 2}, fp8_keep="none")
     assert narrow[0].losses == pytest.approx(wide[0].losses, rel=1e-6)
     for one, other in zip(narrow[0].pieces, wide[0].pieces, strict=True):

@@ -13,12 +13,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from ultrascale.launch import cpu_rates
 from ultrascale.launch.rank_info import RankInfo
 from ultrascale.parallel.mesh import group_timeout_s
+from ultrascale.parallel.torch_private import PrefixStore, Store, TCPStore
 from ultrascale.specs.errors import RunError
 
 POLL_S = 0.05

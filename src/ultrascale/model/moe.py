@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from ultrascale.model.grouped import grouped_gemm
 from ultrascale.model.operators import ACTIVATIONS
-from ultrascale.model.permute import ExpertPermutation
-from ultrascale.model.route import RouterStats, choose, counts_of, first, logits_of
+from ultrascale.model.route import ExpertPermutation, RouterStats, choose, counts_of, first, logits_of
 from ultrascale.specs.model import Model, MoE
 
 
@@ -123,7 +122,7 @@ class MixtureOfExperts(nn.Module):
         self.shared_gate = nn.Linear(model.hidden, 1, bias=False) if moe.shared_gate else None
 
     def forward(self, x: Tensor) -> Tensor:
-        routes = self.router(x)
+        routes: RoutingResult = self.router(x)
         order = routes.order()
         rows = order.permute(x.flatten(0, 1))
         shared = None if self.shared is None else self.gate_shared(self.shared(x), x)

@@ -1,7 +1,7 @@
 """Expert parallelism: each rank of the ep axis holds some of the experts; an all-to-all dispatches tokens to them.
 
 Shared experts overlap with the all-to-all: their first GEMMs with the dispatch, their last with the combine, in forward and in
-backward. Routed experts can overlap too (dispatch_overlap.py). The ep axis runs over data ranks, which have different tokens:
+backward. Routed experts can overlap too (token_dispatch.py). The ep axis runs over data ranks, which have different tokens:
 the gradient of an expert is complete on its rank, except for the ranks that hold the same experts. The cost model is
 cost/expert.py.
 """
@@ -16,15 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ultrascale.model.moe import MixtureOfExperts
+from ultrascale.model.moe import MixtureOfExperts, RoutingResult
 from ultrascale.model.transformer import Transformer
 from ultrascale.parallel.data import GradientReducer
-from ultrascale.parallel.dispatch_overlap import LocalTokensFirst, OverlapWeightGrads
 from ultrascale.parallel.expert_layer import ParallelExperts
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.parallel.shards import Shard
 from ultrascale.parallel.tensor import TensorParallelExperts
-from ultrascale.parallel.token_dispatch import TokenDispatcher
+from ultrascale.parallel.token_dispatch import LocalTokensFirst, OverlapWeightGrads, TokenDispatcher
 from ultrascale.specs.training import ExpertOverlap
 
 DISPATCHERS: dict[ExpertOverlap, type[TokenDispatcher]] = {
@@ -55,13 +54,13 @@ def apply(model: Transformer, mesh: Mesh, shards: dict[str, Shard], overlap: Exp
             block.mlp.forward = forward  # type: ignore[method-assign]
 
 
-@torch.compiler.disable  # the numbers of rows are read by the host
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the numbers of rows are read by the host
 def dispatched_forward(mlp: MixtureOfExperts, dispatch: Callable[[Tensor, Tensor], TokenDispatcher], x: Tensor) -> Tensor:
     """The forward of an MoE layer with its experts on several ranks.
 
     The shared experts are computed in two halves: one overlaps with the dispatch, the other with the combine.
     """
-    routes = mlp.router(x)
+    routes: RoutingResult = mlp.router(x)
     order = routes.order()
     dispatcher = dispatch(order.permute(x.flatten(0, 1)), routes.counts)
     shared: Any = mlp.shared

@@ -55,7 +55,7 @@ class ParallelExperts(Experts):
         stored, out, into = self.get_parameter(name).shape
         return stored // self.slices, out * self.slices, into
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         rows: Tensor,
         counts: Tensor | None = None,

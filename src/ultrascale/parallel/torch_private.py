@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined]
+from torch._C._distributed_c10d import OpType, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager, unset_fake_temporarily
 from torch.autograd import profiler
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
@@ -23,7 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "FakeTensor",  # tensors without memory, for rehearsals
     "FakeTensorMode",
+    "PrefixStore",  # torch.distributed has the stores too, but does not declare them to type checkers
     "StorageInfo",  # the place of a tensor in a checkpoint's files; its own writer has to return it
+    "Store",
+    "TCPStore",
     "TorchDispatchMode",  # sees every operator: live memory, selective recomputation, rehearsals
     "in_kernel_invocation_manager",
     "unset_fake_temporarily",
@@ -35,7 +38,7 @@ foreach_mul_ = torch._foreach_mul_
 foreach_copy_ = torch._foreach_copy_
 
 
-def fake_store() -> dist.Store:
+def fake_store() -> Store:
     """A store for a process group without peers, for rehearsals. The import registers its backend, `fake`."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
