@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # processes that warm caches side by side are enough of them
 
 from ultrascale.cost.estimate import estimate
-from ultrascale.cost.fused import why_not
+from ultrascale.cost.legality import fused_blocks_problem
 from ultrascale.launch import launcher, local
 from ultrascale.launch.machine import detect
 from ultrascale.measure import bench_hardware as hardware
@@ -86,7 +86,7 @@ def others(cluster: Cluster, seed: int) -> list[Asked]:
 
 def _same(one: Asked, other: Asked) -> bool:
     """Fused blocks drop by themselves all that selective recomputation would: the two are one run."""
-    if why_not(Model.load(one.model), one.seq) is None:
+    if fused_blocks_problem(Model.load(one.model), one.seq) is None:
         one, other = (each._replace(recompute=each.recompute.replace("selective", "none")) for each in (one, other))
     return one == other
 

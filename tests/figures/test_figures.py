@@ -8,7 +8,7 @@ from ultrascale import Cluster, Job, Layout, Model, Plan, SpecError, estimate, p
 from ultrascale.cost.timeline import simulated
 from ultrascale.figures import choice, evidence, memory, pipeline, style, time
 from ultrascale.measure import compare
-from ultrascale.measure.trace_steps import Exchange, StepIntervals
+from ultrascale.measure.trace_steps import CommInterval, StepIntervals
 from ultrascale.plan import survey
 from ultrascale.plan.reasons import neighbours
 from ultrascale.schedules.actions import ActionKind
@@ -143,8 +143,8 @@ def test_lanes_of_a_trace() -> None:
         steps=[("ProfilerStep#3", (1000.0, 3000.0))],
         computing=[(500.0, 1500.0), (1500.5, 2000.0)],
         optimizer=[(1900.0, 2000.0)],
-        exchanges=[Exchange(1800.0, 2600.0, "zero", "all_gather"), Exchange(2500.0, 2700.0, "zero", "all_gather")],
-        counted=[],
+        communication=[CommInterval(1800.0, 2600.0, "zero", "all_gather"), CommInterval(2500.0, 2700.0, "zero", "all_gather")],
+        collectives=[],
         actions=[],
     )
     figure = evidence.lanes(seen)
@@ -172,4 +172,4 @@ def test_a_page_draws_what_a_themed_figure_says(theme: style.Theme, four_stages:
 
 
 def test_owners_have_colours_of_their_own() -> None:
-    assert len(set(style.OWNERS.values())) == len(style.OWNERS)
+    assert len(set(style.OWNER_COLORS.values())) == len(style.OWNER_COLORS)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from conftest import Run
-from ultrascale.cost.collectives import collective_time_s
 from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.network import collective_time_s
 from ultrascale.launch import machine
 from ultrascale.measure import bench_collectives as collectives
 from ultrascale.measure import bench_collectives as collectives_timed

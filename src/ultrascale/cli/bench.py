@@ -64,7 +64,7 @@ def kernels(
             "docs/kernels/README.md holds the table of an H200"
         )
     import_torch()
-    from ultrascale.measure.bench_kernel_timing import measure
+    from ultrascale.measure.bench_kernels import measure
 
     with progress() as say:
         for report in measure(names, asked, say):
@@ -110,7 +110,7 @@ def ladders(
     from functools import cache
 
     from ultrascale.launch import launcher, machine
-    from ultrascale.measure import bench_ladders as climb
+    from ultrascale.measure import bench_ladders as measure
     from ultrascale.show import bench_ladders as show
     from ultrascale.show.lines import progress, terminal
     from ultrascale.specs.errors import SpecError
@@ -118,19 +118,21 @@ def ladders(
     from ultrascale.specs.units import tokens as count
     from ultrascale.train import import_torch
 
-    names, gpus = climb.chosen(only), len(machine.gpu_names())
+    names, gpus = measure.chosen(only), len(machine.gpu_names())
     usual = ("llama-3.2-1b", "4096", 8, gpus) if gpus else ("tiny", "128", 2, 2)
     world = nproc or usual[3]
     if gpus and world > gpus:
         raise SpecError(f"--nproc is {world} but this machine shows {gpus} GPUs: try {gpus}")
     length, size = count(seq or usual[1], "--seq", "4096"), mbs or usual[2]
-    here = climb.LadderMachine(Model.load(model or usual[0]), length, size, steps, world, gpus, cache(launcher.detect_cluster))
+    here = measure.LadderMachine(
+        Model.load(model or usual[0]), length, size, steps, world, gpus, cache(launcher.detect_cluster)
+    )
     import_torch()
-    found, console = list[climb.Ladder](), terminal()
+    found, console = list[measure.Ladder](), terminal()
     with progress() as say:
-        for ladder in climb.climbed(names, here, say):
-            found.append(ladder)
-            show.show_ladder(console, ladder)
+        for name in names:
+            found.append(measure.climb(name, here, say))
+            show.show_ladder(console, found[-1])
             write_json(json_file, show.ladders_json(found))  # after each, so that a bench that is ended keeps what it found
     if not any(rung.measured for ladder in found for rung in ladder.rungs):
         raise typer.Exit(NO)

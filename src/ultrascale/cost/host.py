@@ -22,10 +22,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 
 from ultrascale.cost.activations import compute_bytes, lean
-from ultrascale.cost.columns import Array, LayoutColumns
+from ultrascale.cost.columns import Array, LayoutColumns, Passes
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.memory import alone, on_one_gpu
-from ultrascale.cost.passes import Passes
 from ultrascale.cost.stages import RankShare
 from ultrascale.specs.job import Job
 from ultrascale.specs.model import Model

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ultrascale.cost.columns import CHOICES, Array, LayoutColumns
-from ultrascale.schedules import legal, legal_mask
+from ultrascale.schedules import DEFAULT_SCHEDULE, legal, legal_mask
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
+from ultrascale.specs.model import Model
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def _schedule_legal(job: Job, c: LayoutColumns) -> Array:
         rows = c.schedule == code
         name = CHOICES["schedule"][code]
         legal_rows = legal_mask(name, c.pp[rows], c.gas[rows], c.virtual_stages[rows])
-        result[rows] = np.where(c.pp[rows] == 1, (c.virtual_stages[rows] == 1) & (name == "1f1b"), legal_rows)
+        result[rows] = np.where(c.pp[rows] == 1, (c.virtual_stages[rows] == 1) & (name == DEFAULT_SCHEDULE), legal_rows)
     return result
 
 
@@ -135,7 +136,7 @@ def _schedule_sentence(job: Job, layout: Layout) -> str:
     if layout.pp == 1:
         return (
             f"layout.schedule is {layout.schedule} with virtual_stages = {layout.virtual_stages} but pp = 1 has no "
-            "pipeline: try schedule=1f1b and virtual_stages=1"
+            f"pipeline: try schedule={DEFAULT_SCHEDULE} and virtual_stages=1"
         )
     reason = legal(layout.schedule, layout.pp, layout.gas, layout.virtual_stages) or ""
     return "layout." + reason.replace("microbatches", "gas", 1)
@@ -240,3 +241,18 @@ def check(job: Job, layout: Layout) -> None:
     sentence = problem(job, layout)
     if sentence is not None:
         raise SpecError(sentence)
+
+
+def fused_blocks_problem(model: Model, seq: int) -> str | None:
+    """What keeps a model's whole layers from being fused, in words; None: nothing does."""
+    if model.moe is not None:
+        return f"{model.name} has experts"
+    if model.norm != "rmsnorm" or model.activation != "swiglu" or model.positions != "rotary":
+        return f"{model.name} is not of RMSNorm, SwiGLU and rotary positions"
+    if model.qkv_bias or model.attention_output_bias or model.mlp_bias or model.qk_norm:
+        return f"{model.name} has biases, or norms of queries and keys"
+    if model.sliding_window is not None and model.sliding_window < seq:
+        return f"attention sees a window of {model.sliding_window} tokens"
+    if model.head_dim & (model.head_dim - 1):
+        return f"heads of {model.head_dim} are no power of two"
+    return None

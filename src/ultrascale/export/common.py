@@ -10,24 +10,14 @@ from typing import Any
 
 from ultrascale.export.table import Setting, SettingsReader, World, written
 from ultrascale.specs.errors import SpecError
-from ultrascale.specs.hf_config import ARCHITECTURES, config_of, family_of
+from ultrascale.specs.hf import WRITTEN
+from ultrascale.specs.hf_config import config_of, family_of
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 from ultrascale.specs.validate import shown
 
 OWN = "ultrascale"  # the key of what a file without comments cannot say in its engine's settings
-_BLOCKS = {
-    "llama": "LlamaDecoderLayer",
-    "mistral": "MistralDecoderLayer",
-    "qwen2": "Qwen2DecoderLayer",
-    "qwen3": "Qwen3DecoderLayer",
-    "mixtral": "MixtralDecoderLayer",
-    "qwen2_moe": "Qwen2MoeDecoderLayer",
-    "qwen3_moe": "Qwen3MoeDecoderLayer",
-    "gpt2": "GPT2Block",
-}
-assert set(_BLOCKS) == set(ARCHITECTURES)
 
 
 @dataclass(frozen=True)
@@ -91,7 +81,7 @@ def hugging_face_config(model: Model) -> tuple[File, ...]:
 def hugging_face_block(model: Model) -> str | None:
     """The class of one of its layers in transformers."""
     try:
-        return _BLOCKS[family_of(model)]
+        return WRITTEN[family_of(model)].layer
     except SpecError:
         return None
 

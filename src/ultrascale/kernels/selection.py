@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ultrascale.cost import fused
+from ultrascale.cost.legality import fused_blocks_problem
 from ultrascale.schedules import REGISTRY
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -71,7 +71,7 @@ def why_not_fused(job: Job, layout: Layout, training: Training) -> str | None:
         return plain
     if training.document_mask:
         return "attention stays within documents"
-    return fused.why_not(job.model, job.seq)
+    return fused_blocks_problem(job.model, job.seq)
 
 
 def why_not_graphed(job: Job, layout: Layout, training: Training) -> str | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from ultrascale.cost import host
-from ultrascale.cost.attention import BACKWARD_FLOPS, SCORES_BACKWARD
+from ultrascale.cost.kernels import BACKWARD_FLOPS, SCORES_BACKWARD
 from ultrascale.specs.model import Model
 
 _SIDE = 512  # of the GEMMs

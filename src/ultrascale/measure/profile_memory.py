@@ -1,6 +1,4 @@
-"""Memory over one step as a picture (SVG) and as JSON. No torch.
-
-Memory over one step by owner: every change on a CPU, where storages are followed; the allocator's own record on a GPU."""
+"""Memory over one step by owner, as JSON and SVG: every change on a CPU, the allocator's record on a GPU."""
 
 from __future__ import annotations
 
@@ -12,10 +10,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from ultrascale.specs.estimate import MEASURED_OWNERS
 from ultrascale.specs.measurement import MeasuredMemory
 from ultrascale.specs.units import GIB, seconds
 from ultrascale.train.engine import Engine
-from ultrascale.train.memory import OWNERS, LiveBytes, account, states
+from ultrascale.train.memory import LiveBytes, account, states
 
 MOST, DRAWN = 2000, 400  # rows that are kept, and that a picture shows
 
@@ -32,14 +31,14 @@ class MemoryTimeline:
     owners: tuple[str, ...]
     rows: tuple[Row, ...]
     how: str
-    """how it was seen"""
+    """how it was measured"""
 
     @property
     def peak(self) -> Row:
         return max(self.rows, key=lambda row: sum(row[1:]), default=(0.0, *(0.0 for _ in self.owners)))
 
     def as_json(self, capacity: float | None = None) -> dict[str, Any]:
-        """A row of `bytes` per moment of `time_s`, in the order of `owners`."""
+        """A row of `bytes` for each of `time_s`, in the order of `owners`."""
         peak = self.peak
         return {
             "owners": list(self.owners),
@@ -52,7 +51,7 @@ class MemoryTimeline:
 
 
 def thinned(rows: Sequence[Row], most: int = MOST) -> tuple[Row, ...]:
-    """About so many rows: the first, and of neighbours the one with most bytes, so that the peak stays."""
+    """About `most` rows: the first, and of neighbours the one with most bytes, so that the peak stays."""
     if len(rows) <= most:
         return tuple(rows)
     each = -(-len(rows) // most)
@@ -61,7 +60,7 @@ def thinned(rows: Sequence[Row], most: int = MOST) -> tuple[Row, ...]:
 
 
 def draw(timeline: MemoryTimeline, title: str, capacity: float | None = None) -> str:
-    """Owners stacked over time, parameters at the bottom; the capacity as a line where it is near enough to show."""
+    """An SVG of owners stacked over time, parameters at the bottom; the capacity is a line where it is near the peak."""
     rows = thinned(timeline.rows, DRAWN)
     peak = sum(timeline.peak[1:])
     shows = capacity is not None and capacity <= 4 * peak
@@ -137,14 +136,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StepMemory:
-    """What a step held over time, and PyTorch's snapshot of it where there is one."""
+    """Memory of a step over time, and PyTorch's snapshot of it where there is one."""
 
     timeline: MemoryTimeline
     snapshot: Any = None
 
 
 def followed(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T, StepMemory]:
-    """Runs the step whose memory is counted."""
+    """Run a step and record its memory."""
     return _on_cpu(engine, step) if engine.mesh.device.type == "cpu" else _on_gpu(engine, step)
 
 
@@ -157,7 +156,7 @@ def write_snapshot(seen: StepMemory, path: Path) -> None:
 
 
 class _Recorder(LiveBytes):  # type: ignore[no-untyped-call]
-    """Live bytes, written down whenever they change."""
+    """Live bytes, recorded whenever they change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +176,7 @@ class _Recorder(LiveBytes):  # type: ignore[no-untyped-call]
     def _write(self) -> None:
         assert self._began is not None
         held = self._by_owner
-        self.rows.append((time.perf_counter() - self._began, *(held.get(owner, 0) for owner in OWNERS)))
+        self.rows.append((time.perf_counter() - self._began, *(held.get(owner, 0) for owner in MEASURED_OWNERS)))
 
 
 def _on_cpu(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T, StepMemory]:
@@ -188,7 +187,7 @@ def _on_cpu(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T, S
         return step()
 
     memory, result = account(engine, recorded, live)
-    return memory, result, StepMemory(MemoryTimeline(OWNERS, thinned(live.rows), FOLLOWED))
+    return memory, result, StepMemory(MemoryTimeline(MEASURED_OWNERS, thinned(live.rows), FOLLOWED))
 
 
 def _on_gpu(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T, StepMemory]:
@@ -203,11 +202,11 @@ def _on_gpu(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T, S
     index = device.index if device.index is not None else torch.cuda.current_device()
     events = snapshot["device_traces"][index] if snapshot["device_traces"] else []
     rows = from_record(events, before, after, base)
-    return memory, result, StepMemory(MemoryTimeline(OWNERS, thinned(rows), RECORD), snapshot)
+    return memory, result, StepMemory(MemoryTimeline(MEASURED_OWNERS, thinned(rows), RECORD), snapshot)
 
 
 Held = Mapping[int, tuple[str, int]]
-"""whose the memory at an address is, and how much"""
+"""owner and size of the memory at an address"""
 
 
 def _addresses(owned: Mapping[str, Iterable[torch.Tensor]], device: torch.device) -> dict[int, tuple[str, int]]:
@@ -221,8 +220,8 @@ def _addresses(owned: Mapping[str, Iterable[torch.Tensor]], device: torch.device
 
 
 def from_record(events: Iterable[Mapping[str, Any]], before: Held, after: Held, base: int) -> list[tuple[float, ...]]:
-    """Rows of time and bytes by owner. `before`, `after`: the states around the step; `base`: what was allocated at first."""
-    held = dict.fromkeys(OWNERS, 0)
+    """Rows of time and bytes by owner. `before`, `after`: states around the step; `base`: bytes allocated at its start."""
+    held = dict.fromkeys(MEASURED_OWNERS, 0)
     for owner, size in before.values():
         held[owner] += size
     held["activations"] += max(0, base - sum(held.values()))

@@ -1,4 +1,4 @@
-"""The device mesh of a layout: tp innermost, then cp, then dp, and pp outermost, in the order of cost/mesh.py.
+"""The device mesh of a layout: tp innermost, then cp, then dp, and pp outermost, in the order of cost/network.py.
 
 A mesh is built once and passed as an argument; there is no global mesh.
 """

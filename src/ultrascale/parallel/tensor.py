@@ -3,7 +3,8 @@
 Megatron's pairs (Shoeybi 2019, Korthikanti 2022) applied to a plain model from outside: parameters are replaced by this rank's
 shard, and the modules around a sharded region by ones that communicate. With sequence parallelism, norms run on slices of the
 sequence, and the gathered input of a linear is not saved: backward gathers it again while it computes the input gradient
-(Korthikanti 2022, section 4.2.2). Schedules with a split backward defer weight gradients. The cost model is cost/tensor.py.
+(Korthikanti 2022, section 4.2.2). Schedules with a split backward defer weight gradients. The cost
+model is cost/communication.py.
 """
 
 from __future__ import annotations

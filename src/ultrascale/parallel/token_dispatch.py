@@ -6,7 +6,7 @@ counts: nothing is padded or dropped.
 Routed experts can overlap with the all-to-all beyond what shared experts do. `OverlapWeightGrads`: backward computes the row
 gradients first, and the weight gradients of the experts while the row gradients are sent back. Nothing is computed twice or in
 smaller pieces. `LocalTokensFirst`: rows whose experts are on this rank are computed while the others are received. Two grouped
-GEMMs take longer than one, so whether that is faster depends on sizes. The cost model is cost/expert.py.
+GEMMs take longer than one, so whether that is faster depends on sizes. The cost model is cost/communication.py.
 """
 
 from __future__ import annotations

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ultrascale.schedules import formulas
-from ultrascale.schedules.actions import ActionArrays
-from ultrascale.schedules.blocks import V_HALF, V_MIN, v_half_makespan, v_min_makespan
-from ultrascale.schedules.orders import dualpipe_v, looped, rounds, v_shaped, zb_v
+from ultrascale.schedules.actions import KINDS, Action, ActionArrays, Schedule
+from ultrascale.schedules.formulas import Floats, Shape
+from ultrascale.schedules.orders import V_HALF, V_MIN, Ints, dualpipe_v, looped, rounds, v_shaped, zb_v
 from ultrascale.specs.errors import SpecError, nearest
 
-Ints = NDArray[np.int64]
 Counts = Callable[[Ints, Ints, Ints, Ints], Ints]
 
 
@@ -31,7 +30,7 @@ class ScheduleSpec:
     label: str  # a sentence for people: what it does, gains and costs
     lists: Callable[[int, int, int], ActionArrays]  # of P, m and v
     in_flight: Counts  # chunks held at the peak
-    makespan: Callable[[formulas.Shape], formulas.Floats]
+    makespan: Callable[[Shape], Floats]
     least_stages: int = 1  # per rank, and how many there are unless others are asked for
     most_stages: int | None = 1  # None: as many as there are layers
     least_rounds: int = 0  # micro-batches over ranks
@@ -39,6 +38,7 @@ class ScheduleSpec:
     v_shaped: bool = False  # rank r holds stages r and 2·P − 1 − r
     deferred: Counts | None = None  # the most chunks that wait for their weight gradient; None: the backward is not split
     holds_all: bool = False  # no backward begins before the last forward has ended
+    ladder: tuple[str, str] | None = None  # its rung in the playbook's ladder of schedules: name, and what it changes
     torch_name: str | None = None  # its class in torch.distributed.pipelining, less the word Schedule
 
     @property
@@ -63,6 +63,7 @@ REGISTRY = {
             in_flight=lambda p, r, m, v: m + 0 * (p + r),
             makespan=formulas.afab,
             holds_all=True,
+            ladder=("AFAB", "all forwards, then all backwards"),
             torch_name="GPipe",
         ),
         ScheduleSpec(  # Narayanan 2019; 2021, section 2.2.1: forwards until the first gradient can be back
@@ -72,6 +73,7 @@ REGISTRY = {
             in_flight=lambda p, r, m, v: np.minimum(m, p - r),
             makespan=formulas.one_f_one_b,
             least_rounds=1,
+            ladder=("1F1B", "backwards as early as they can: fewer micro-batches are held"),
             torch_name="1F1B",
         ),
         ScheduleSpec(  # Narayanan 2021, section 2.2.2: a forward and a backward hop for every rank further from the loss
@@ -83,6 +85,7 @@ REGISTRY = {
             least_stages=2,
             most_stages=None,
             in_rounds=True,
+            ladder=("interleaved", "two chunks of layers each: half the bubble"),
             torch_name="Interleaved1F1B",
         ),
         ScheduleSpec(  # ZB-H1 of Qi 2023: the gradient comes back without waiting for weight gradients on its way
@@ -95,6 +98,7 @@ REGISTRY = {
             most_stages=None,
             in_rounds=True,
             deferred=lambda p, r, m, v: np.minimum(r + 1, m * v),
+            ladder=("zero bubble", "weight gradients apart, where the bubble was"),
             torch_name="InterleavedZeroBubble",
         ),
         _VShaped(  # Qi 2024
@@ -114,6 +118,7 @@ REGISTRY = {
             makespan=formulas.dualpipe_v,
             least_rounds=2,
             deferred=lambda p, r, m, v: np.minimum(r + 1, m * v),
+            ladder=("DualPipe", "two chunks folded to a V, weight gradients apart"),
             torch_name="DualPipeV",
         ),
         _VShaped(  # Qi, Wan, Huang, Lin 2024, with V-Min
@@ -121,7 +126,7 @@ REGISTRY = {
             label="A V whose passes follow each other closely: half the activations of 1f1b, and half its bubble.",
             lists=V_HALF.lists,
             in_flight=V_HALF.in_flight,
-            makespan=v_half_makespan,
+            makespan=formulas.v_half,
             deferred=V_HALF.deferred,
         ),
         _VShaped(
@@ -129,13 +134,21 @@ REGISTRY = {
             label="A V whose passes follow each other at once: a third of the activations of 1f1b, if F, I and W are alike.",
             lists=V_MIN.lists,
             in_flight=V_MIN.in_flight,
-            makespan=v_min_makespan,
+            makespan=formulas.v_min,
             deferred=V_MIN.deferred,
         ),
     )
 }
 
 SCHEDULES = tuple(REGISTRY)
+DEFAULT_SCHEDULE = "1f1b"  # of a layout that names none, and of one without a pipeline
+
+
+def unnamed_schedule(ranks: int, microbatches: int, virtual_stages: int) -> str:
+    """What an engine runs that names none: 1F1B; interleaved with several stages per rank; AFAB with too few micro-batches."""
+    if ranks == 1 or (virtual_stages == 1 and microbatches >= ranks):
+        return DEFAULT_SCHEDULE
+    return "interleaved" if virtual_stages > 1 else "afab"
 
 
 def _unknown(name: str) -> str:
@@ -192,3 +205,86 @@ def legal_mask(name: str, ranks: ArrayLike, microbatches: ArrayLike, virtual_sta
     if spec.in_rounds:
         mask &= m % rounds(np.maximum(p, 1), m) == 0
     return mask
+
+
+# ------------------------------------------------------------------------------------------------------------- lists of actions
+
+
+@lru_cache(maxsize=256)
+def build(name: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
+    """The schedule `name` (one of `SCHEDULES`) for so many ranks, micro-batches and stages per rank."""
+    made = lists(name, ranks, microbatches, virtual_stages)
+    columns = (made.kind.tolist(), made.stage.tolist(), made.microbatch.tolist(), made.paired.tolist())
+    actions = [Action(KINDS[kind], stage, k, paired) for kind, stage, k, paired in zip(*columns, strict=True)]
+    by_rank = (tuple(actions[start:end]) for start, end in zip(made.start, made.start[1:], strict=False))
+    return Schedule(name, ranks, virtual_stages, microbatches, tuple(by_rank), REGISTRY[name].v_shaped)
+
+
+@lru_cache(maxsize=512)
+def lists(name: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> ActionArrays:
+    """The same as arrays."""
+    problem = legal(name, ranks, microbatches, virtual_stages)
+    if problem is not None:
+        raise SpecError(problem)
+    return REGISTRY[name].lists(ranks, microbatches, virtual_stages)
+
+
+# ----------------------------------------------------------------------------------------------------------------- closed forms
+# The search asks these for 10⁵ to 10⁶ layouts at once and simulates only the few that remain. `in_flight` is exact; how far
+# `makespan` is from the simulator stands in formulas.py.
+
+
+def in_flight(name: str, ranks: ArrayLike, rank: ArrayLike, microbatches: ArrayLike, virtual_stages: ArrayLike = 1) -> Ints:
+    """Chunk activations (one stage's share of one micro-batch) that `rank` holds at its peak, all chunks alike: exact."""
+    p, r, m, v = (np.asarray(x, dtype=np.int64) for x in (ranks, rank, microbatches, virtual_stages))
+    return spec_of(name).in_flight(p, r, m, v)
+
+
+def deferred(name: str, ranks: ArrayLike, rank: ArrayLike, microbatches: ArrayLike, virtual_stages: ArrayLike = 1) -> Ints:
+    """The most chunks of `rank` whose input gradient is done and whose weight gradient still waits; 0 without a split.
+
+    A waiting chunk keeps what its weight gradients need: with recomputation that is more than what it kept before.
+    """
+    p, r, m, v = (np.asarray(x, dtype=np.int64) for x in (ranks, rank, microbatches, virtual_stages))
+    owed = spec_of(name).deferred
+    return 0 * (p + r + m) if owed is None else owed(p, r, m, v)
+
+
+def makespan(
+    name: str,
+    ranks: ArrayLike,
+    microbatches: ArrayLike,
+    virtual_stages: ArrayLike,
+    total_f: ArrayLike,
+    total_i: ArrayLike,
+    total_w: ArrayLike,
+    slowest_f: ArrayLike,
+    slowest_i: ArrayLike,
+    slowest_w: ArrayLike,
+    send_s: ArrayLike = 0.0,
+) -> Floats:
+    """Seconds from the first forward to the last backward of a step.
+
+    `total_*` is the time of one micro-batch summed over all stages, `slowest_*` over the stages of the slowest rank.
+    Times of F, I and W are those of one micro-batch; a full backward is I + W.
+    """
+    p, m, v, tf, ti, tw, sf, si, sw, send = (
+        np.asarray(x, dtype=np.float64)
+        for x in (
+            *(ranks, microbatches, virtual_stages),
+            *(total_f, total_i, total_w),
+            *(slowest_f, slowest_i, slowest_w),
+            send_s,
+        )
+    )
+
+    def others(total: Floats, slowest: Floats) -> Floats:
+        return np.where(p > 1, total - slowest, slowest) / (v * np.maximum(p - 1, 1))
+
+    send = np.where(p > 1, send, 0.0)  # one rank sends to nobody
+    x = Shape(
+        *(p, m, v),
+        *(others(tf, sf), others(ti, si), others(tw, sw)),
+        *(sf + si + sw, sw / v, tf + ti + tw, send),
+    )
+    return spec_of(name).makespan(x)

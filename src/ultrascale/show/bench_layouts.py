@@ -12,8 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ultrascale.measure.bench_layouts import Asked
-from ultrascale.measure.bench_layouts_sweep import RaceVerdict, TrialProgress, TrialRow
+from ultrascale.measure.bench_layouts import CandidateSet, SweepProgress, SweepVerdict, TrialRow
 from ultrascale.measure.bench_trial import tensors_gib
 from ultrascale.show.lines import bullets, labelled, terminal
 
@@ -21,7 +20,7 @@ STYLES = {"measured": "green", "running": "yellow", "stopped early": "cyan", "fa
 
 
 @contextmanager
-def watching(asked: Asked) -> Iterator[Callable[[TrialProgress], None]]:
+def watching(asked: CandidateSet) -> Iterator[Callable[[SweepProgress], None]]:
     """On a terminal a table that is redrawn; elsewhere a line for each trial that ends. Both on the error stream."""
     console = terminal(to_errors=True)
     if not console.is_terminal:
@@ -37,23 +36,23 @@ class _Lines:
         self.console, self.told = console, dict[str, int]()
         self.first = True
 
-    def __call__(self, progress: TrialProgress) -> None:
+    def __call__(self, progress: SweepProgress) -> None:
         for row in progress.rows:
             record = row.record
-            if record is None or not record.ended or self.told.get(row.configuration.name) == record.number:
+            if record is None or not record.ended or self.told.get(row.candidate.name) == record.number:
                 continue
-            self.told[row.configuration.name] = record.number
+            self.told[row.candidate.name] = record.number
             known = "known: " if self.first else ""
-            self.console.print(f"{known}{row.configuration.name}: {_outcome(row)}{_left(progress)}", soft_wrap=True)
+            self.console.print(f"{known}{row.candidate.name}: {_outcome(row)}{_left(progress)}", soft_wrap=True)
         self.first = False
 
 
-def _left(progress: TrialProgress) -> str:
+def _left(progress: SweepProgress) -> str:
     counted = f"; {progress.finished} of {len(progress.rows)}"
     return counted if progress.eta_s is None else f"{counted}, about {_time(progress.eta_s)} left"
 
 
-def _now(progress: TrialProgress) -> Text:
+def _now(progress: SweepProgress) -> Text:
     doing = f"{progress.doing}: step {progress.step} of {progress.of_steps}" if progress.doing else "looking"
     return Text(f"{doing}{_left(progress)}")
 
@@ -68,13 +67,13 @@ def _outcome(row: TrialRow) -> str:
 
 
 def show_layouts(
-    console: Console, asked: Asked, rows: Sequence[TrialRow], found: RaceVerdict | None, winner: Path | None
+    console: Console, asked: CandidateSet, rows: Sequence[TrialRow], found: SweepVerdict | None, winner: Path | None
 ) -> None:
     console.print(_table(asked, rows))
     for row in rows:
         record = row.record
         if record is not None and record.state == "failed":
-            labelled(console, f"{row.configuration.name}:", "bold red", f"{record.kind}: {record.reason}")
+            labelled(console, f"{row.candidate.name}:", "bold red", f"{record.kind}: {record.reason}")
     if asked.left_out:
         labelled(console, "left out", "yellow", "since the engine does not run them here:")
         bullets(console, asked.left_out)
@@ -89,8 +88,8 @@ def show_layouts(
         console.print(f"The winner is in {winner}: ultrascale train {winner}", soft_wrap=True)
 
 
-def _sentence(asked: Asked, found: RaceVerdict) -> str:
-    best, first = found.winner.configuration, found.first.configuration
+def _sentence(asked: CandidateSet, found: SweepVerdict) -> str:
+    best, first = found.winner.candidate, found.first.candidate
     said = "the planner's first choice" if asked.ranked else "the plan"
     if best is first:
         return f"Fastest: {best.layout}. It is {said}: no regret."
@@ -105,24 +104,24 @@ def _slower(regret: float) -> str:
     return f"{1 - 1 / (1 + regret):.1%}"
 
 
-def _table(asked: Asked, rows: Sequence[TrialRow]) -> Table:
+def _table(asked: CandidateSet, rows: Sequence[TrialRow]) -> Table:
     job, training = asked.base.job, asked.base.training
     title = f"{job.model.name}, {job.sequences} × {job.seq:,} tokens a step, {asked.base.layout.gpus} processes, "
     table = Table(title=f"{title}{training.steps} steps", title_justify="left", title_style="bold")
     table.add_column("")
     table.add_column("layout", overflow="fold")
-    heads = ("tokens/s predicted", "measured", "off by", f"over {rows[0].configuration.name}", "GiB predicted", "measured")
+    heads = ("tokens/s predicted", "measured", "off by", f"over {rows[0].candidate.name}", "GiB predicted", "measured")
     for head in heads:
         table.add_column(head, justify="right", overflow="fold")
     table.add_column("state")
     base = rows[0].record.tokens_per_s if rows[0].record is not None else None
     for row in rows:
-        table.add_row(row.configuration.name, str(row.configuration.layout), *_figures(row, base), _state(row))
+        table.add_row(row.candidate.name, str(row.candidate.layout), *_figures(row, base), _state(row))
     return table
 
 
 def _figures(row: TrialRow, base: float | None) -> tuple[str, ...]:
-    predicted, record = row.configuration.predicted, row.record
+    predicted, record = row.candidate.predicted, row.record
     rate = None if predicted is None else predicted.tokens_per_s
     seen = record.tokens_per_s if record is not None else None
     held = record.tensors_gib if record is not None else None
@@ -151,23 +150,25 @@ def _time(value: float) -> str:
     return f"{value:.0f} s" if value < 90 else f"{value / 60:.0f} min" if value < 5400 else f"{value / 3600:.1f} h"
 
 
-def layouts_json(asked: Asked, rows: Sequence[TrialRow], found: RaceVerdict | None, storage: str, study: str) -> dict[str, Any]:
+def layouts_json(
+    asked: CandidateSet, rows: Sequence[TrialRow], found: SweepVerdict | None, storage: str, study: str
+) -> dict[str, Any]:
     return {
         "storage": storage,
         "study": study,
         "trials": [_row_json(row) for row in rows],
         "left_out": list(asked.left_out),
-        "winner": None if found is None else found.winner.configuration.name,
-        "first": rows[0].configuration.name,
+        "winner": None if found is None else found.winner.candidate.name,
+        "first": rows[0].candidate.name,
         "regret": None if found is None else found.regret,
     }
 
 
 def _row_json(row: TrialRow) -> dict[str, Any]:
-    predicted, record = row.configuration.predicted, row.record
+    predicted, record = row.candidate.predicted, row.record
     return {
-        "name": row.configuration.name,
-        "layout": row.configuration.layout.model_dump(mode="json"),
+        "name": row.candidate.name,
+        "layout": row.candidate.layout.model_dump(mode="json"),
         "predicted": None
         if predicted is None
         else {

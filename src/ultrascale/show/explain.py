@@ -18,15 +18,6 @@ from ultrascale.specs.estimate import CAUSES, OWNERS, Estimate
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import GIB, gib, seconds
 
-OWNER_WORDS = {
-    "parameters": "parameters",
-    "master": "fp32 master",
-    "gradients": "gradients",
-    "optimizer": "optimizer states",
-    "activations": "activations",
-    "buffers": "buffers",
-    "runtime": "runtime",
-}
 MOMENTS = 14  # lines of the memory timeline; a step has thousands of actions
 MODULES = 8
 
@@ -91,7 +82,7 @@ def memory_table(e: Estimate) -> Table:
         ("stage", "right"),
         ("layers", "right"),
         ("in\nflight", "right"),
-        *((OWNER_WORDS[owner].replace(" ", "\n"), "right") for owner in OWNERS),
+        *((words.replace(" ", "\n"), "right") for words in OWNERS.values()),
         ("total", "right"),
         ("moment", "left"),
     )
@@ -249,7 +240,7 @@ def show_what_if(console: Console, plan: Plan, answers: list[WhatIf]) -> None:
         table.add_row(name, *cells, style="bold" if bold else None)
 
     for owner in OWNERS:
-        row(OWNER_WORDS[owner], [getattr(e.memory[e.peak_stage].memory, owner) / GIB for e in estimates], "GiB")
+        row(OWNERS[owner], [getattr(e.memory[e.peak_stage].memory, owner) / GIB for e in estimates], "GiB")
     row("peak", [e.peak_gib for e in estimates], "GiB", bold=True)
     table.add_row("fits", *("yes" if e.fits else "NO" for e in estimates))
     table.add_section()

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ultrascale.cost import expert as expert_cost
-from ultrascale.cost import mesh as cost_mesh
+from ultrascale.cost import communication, network
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.stages import chunk_layers
@@ -221,12 +220,12 @@ def _bias(layer: int, router: Router, job: Job, mesh: Mesh, training: Training, 
 
 
 def expert_overlap(job: Job, layout: Layout, training: Training, device: str) -> ExpertOverlap:
-    """What experts compute during the all-to-all; `auto` follows the cost model (cost/expert.py)."""
+    """What experts compute during the all-to-all; `auto` follows the cost model (cost/communication.py)."""
     if training.expert_overlap != "auto":
         return training.expert_overlap
     if device != "cuda" or layout.ep == 1 or job.model.moe is None:
         return "none"
     engine = job.changed(framework=Framework.load("ultrascale-gpu"))
     row, machine = LayoutColumns.of([layout]), ClusterRates(engine)
-    first = expert_cost.rows_first(engine, row, cost_mesh.mesh(row, machine.cluster), machine)[0]
+    first = communication.local_tokens_first(engine, row, network.mesh(row, machine.cluster), machine)[0]
     return "rows" if first else "gradients"

@@ -22,10 +22,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ultrascale.parallel.torch_private import FakeTensor, TorchDispatchMode
 from ultrascale.parallel.zero import FSDPGrads
+from ultrascale.specs.estimate import MEASURED_OWNERS
 from ultrascale.specs.measurement import MeasuredMemory
 from ultrascale.train.engine import Engine
 
-OWNERS = ("parameters", "master", "gradients", "optimizer", "activations", "buffers")
 TRIM_EVERY = 20  # steps: `mini` stays below 1.08 GiB, with 276 s of CPU time instead of 291, which is noise
 UNLABELLED = "activations"
 T = TypeVar("T")
@@ -200,7 +200,7 @@ def states(engine: Engine) -> dict[str, list[Tensor]]:
     layout, device = engine.mesh.layout, engine.mesh.device
     # ZeRO-3's shards are the parameters, unless a gathered copy or another dtype is used in forward.
     shards_compute = layout.zero == 3 and not layout.keep_gathered and engine.job.precision == "fp32"
-    found: dict[str, list[Tensor]] = {owner: [] for owner in OWNERS}
+    found: dict[str, list[Tensor]] = {owner: [] for owner in MEASURED_OWNERS}
     for weight in engine.weights:
         sharded = isinstance(weight.parameter, DTensor)
         found["parameters" if not sharded or shards_compute else "master"].append(weight.local)
@@ -240,7 +240,7 @@ def _by_storages(engine: Engine, step: Callable[[], T], live: LiveBytes) -> tupl
         hook.remove()
     for chunk in engine.pipeline.chunks.values():
         vars(chunk.gradients).pop("after_backward", None)
-    return MeasuredMemory(**{owner: live.peak_by_owner.get(owner, 0) for owner in OWNERS}), result
+    return MeasuredMemory(**{owner: live.peak_by_owner.get(owner, 0) for owner in MEASURED_OWNERS}), result
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -272,7 +272,7 @@ def _track(live: LiveBytes, owner: str, parameter: Tensor) -> None:
 
 
 def _by_allocator(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T]:
-    device, sizes = engine.mesh.device, dict.fromkeys(OWNERS, 0)
+    device, sizes = engine.mesh.device, dict.fromkeys(MEASURED_OWNERS, 0)
     torch.cuda.reset_peak_memory_stats(device)
 
     def sample() -> None:

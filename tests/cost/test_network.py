@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ultrascale.cost.collectives import (
+from ultrascale.cost.network import (
     TREE_BANDWIDTH,
     Link,
     Op,
     collective_time_s,
-    hierarchical_all_reduce_time_s,
     load_fabric,
     ring_time_s,
     tree_all_reduce_time_s,
@@ -78,13 +77,6 @@ def test_tree_wins_small_messages_and_ring_large_ones() -> None:
     assert collective_time_s("all_reduce", 1e6, 512, **place) == tree_all_reduce_time_s(1e6, 512, **place)
     assert collective_time_s("all_reduce", 1e12, 512, **place) == ring_time_s("all_reduce", 1e12, 512, **place)
     assert tree_all_reduce_time_s(400 * GB, 512, **place) == pytest.approx(2 / TREE_BANDWIDTH + 74e-6)
-
-
-def test_hierarchical_moves_the_same_bytes_over_the_nics() -> None:
-    """4 domains of 8, 8 GB: 2 · 7 GB inside at 400 GB/s, then 2 · 3/4 of a 1 GB shard at 50 GB/s."""
-    flat_latency = Link(400, 0.0), Link(50, 0.0)
-    time = hierarchical_all_reduce_time_s(8 * GB, 32, per_node=8, intra=flat_latency[0], inter=flat_latency[1])
-    assert time == pytest.approx(14 / 400 + 1.5 / 50)
 
 
 def test_all_to_all_is_bound_by_its_nic() -> None:

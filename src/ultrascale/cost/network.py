@@ -1,4 +1,4 @@
-"""How many bytes a collective moves and how long it takes, inside a fast (NVLink) domain and across domains.
+"""Network: bytes and time of collectives by algorithm and tier, where groups sit, and what communication is exposed.
 
 Volumes are the bus-bandwidth factors of nccl-tests (doc/PERFORMANCE.md); the ring and tree laws are those of Thakur,
 Rabenseifner & Gropp 2005, "Optimization of Collective Communication Operations in MPICH", §4, with the hop counts that
@@ -21,12 +21,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ultrascale.cost.columns import Array, LayoutColumns
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.errors import SpecError, nearest
+
+if TYPE_CHECKING:
+    from ultrascale.cost.hardware import ClusterRates
+
 
 Floats = NDArray[np.float64]
 Op = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send_recv"]
@@ -114,16 +121,6 @@ def tree_all_reduce_time_s(bytes: ArrayLike, n: ArrayLike, *, per_node: ArrayLik
     base = intra.base_s + np.where(spans, inter.base_s, 0.0)
     volume_s = 2.0 * size / (rate * TREE_BANDWIDTH)
     return np.where(ranks > 1.0, base + latency + _pipelined(volume_s, max(intra.fill_s, inter.fill_s)), 0.0)
-
-
-def hierarchical_all_reduce_time_s(bytes: ArrayLike, n: ArrayLike, *, per_node: ArrayLike, intra: Link, inter: Link) -> Floats:
-    """Three collectives one after the other, as hybrid sharding does it: reduce_scatter inside the domain, all_reduce
-    of each member's shard across the domains over its own NIC, all_gather inside."""
-    size, ranks = np.asarray(bytes, dtype=np.float64), np.asarray(n, dtype=np.float64)
-    local, domains = _domains(ranks, np.asarray(per_node, dtype=np.float64))
-    inside = collective_time_s("reduce_scatter", size, local, per_node=local, intra=intra, inter=inter)
-    inside = inside + collective_time_s("all_gather", size, local, per_node=local, intra=intra, inter=inter)
-    return inside + collective_time_s("all_reduce", size / local, domains, per_node=1.0, intra=intra, inter=inter)
 
 
 def _all_to_all_time_s(size: Floats, ranks: Floats, per_node: Floats, intra: Link, inter: Link) -> Floats:
@@ -223,3 +220,91 @@ def load_fabric(gpu_table: str) -> FabricFit:
             fields = {**row, "ops": {op: FabricOp(**fit) for op, fit in row["ops"].items()}}
             return FabricFit(**fields, source=tables["source"])
     raise SpecError(f"no measured collectives for {gpu_table}; {nearest(gpu, [row['gpu'] for row in tables['fabrics']])}")
+
+
+# --------------------------------------------------------------------------------------------------------------------- groups
+
+
+@dataclass(frozen=True)
+class CommGroup:
+    """A communication group per row: its size, and how many of its members share one fast-link domain and one node."""
+
+    size: Array
+    per_domain: Array
+    per_node: Array
+
+    @property
+    def leaves_domain(self) -> Array:
+        return np.asarray(self.size > self.per_domain)
+
+
+def group(size: Array, stride: Array, cluster: Cluster) -> CommGroup:
+    """`stride` is the distance in ranks between neighbours of the group; domains and nodes hold consecutive ranks."""
+
+    def members(ranks: int) -> Array:
+        return np.asarray(np.clip(ranks // np.maximum(stride, 1), 1, size))
+
+    return CommGroup(size, members(cluster.fast_domain), members(cluster.gpus_per_node))
+
+
+@dataclass(frozen=True)
+class GroupPlacement:
+    tensor: CommGroup
+    context: CommGroup
+    data: CommGroup
+    """every rank with the same non-expert weights: dp × cp"""
+    shard: CommGroup
+    """the data ranks that ZeRO shards over"""
+    replica: CommGroup
+    """HSDP: the ranks that hold the same shard"""
+    expert: CommGroup
+    expert_data: CommGroup
+    """every rank with the same experts"""
+    pipeline: CommGroup
+
+
+def mesh(columns: LayoutColumns, cluster: Cluster) -> GroupPlacement:
+    tp, cp, data = columns.tp, columns.cp, columns.data_ranks
+    return GroupPlacement(
+        tensor=group(tp, np.ones_like(tp), cluster),
+        context=group(cp, tp, cluster),
+        data=group(data, tp, cluster),
+        shard=group(columns.shards, tp, cluster),
+        replica=group(data // columns.shards, tp * columns.shards, cluster),
+        expert=group(columns.ep, columns.expert_cut, cluster),
+        expert_data=group(columns.expert_ranks // columns.ep, columns.expert_cut * columns.ep, cluster),
+        pipeline=group(columns.pp, tp * data, cluster),
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------------- overlap
+
+
+def exposed(transfer_s: Array, window_s: Array, constants: Efficiency) -> Array:
+    """Beyond `overlap` of the window the transfer waits; while it hides, computing is slowed (it shares SMs and HBM)."""
+    hidden = np.minimum(transfer_s, constants.overlap * window_s)
+    return np.asarray(transfer_s - hidden + constants.overlap_slowdown * hidden)
+
+
+@dataclass(frozen=True)
+class CollectiveTransfer:
+    """A collective that a technique calls: on which group, with how large a buffer, and how long one call takes."""
+
+    technique: str
+    collective: Op
+    group: CommGroup
+    buffer_bytes: Array
+    time_s: Array
+
+    @property
+    def wire_bytes(self) -> Array:
+        return wire_bytes(self.collective, self.buffer_bytes, self.group.size)
+
+
+def transfer(
+    machine: ClusterRates, technique: str, collective: Op, buffer_bytes: Array, group: CommGroup
+) -> CollectiveTransfer:
+    """Nothing to send is no call: a dense model has no experts to gather, and waits for no latency of theirs."""
+    send = collective == "send_recv"
+    time = machine.send_s(buffer_bytes, group) if send else machine.collective_s(collective, buffer_bytes, group)
+    return CollectiveTransfer(technique, collective, group, buffer_bytes, np.where(np.asarray(buffer_bytes) > 0, time, 0.0))

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ultrascale.cost import uncertainty
-from ultrascale.cost.estimate import estimate
-from ultrascale.cost.uncertainty import ENOUGH, PredictionError, estimate_range, quantile, similar, time_range
+from ultrascale.cost import estimate as estimate_module
+from ultrascale.cost.estimate import ENOUGH, PredictionError, estimate, estimate_range, quantile, similar, time_range
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
@@ -137,7 +136,7 @@ def rows(count: int, sources: int = 2, **fields: Any) -> list[Any]:
 def runs(monkeypatch: pytest.MonkeyPatch) -> Any:
     def use(*lists: list[Any]) -> None:
         table = {"time": [one for some in lists for one in some], "memory": [{"id": "m", "source": "a/a", "log": 0.0}]}
-        monkeypatch.setattr(uncertainty, "_table", lambda: table)
+        monkeypatch.setattr(estimate_module, "_residuals", lambda: table)
 
     return use
 
@@ -198,5 +197,5 @@ def test_runs_predicted_too_fast_put_the_truth_above(runs: Any) -> None:
 def test_the_odds_of_fitting_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three runs, one used a quarter more than predicted; 70 GiB would then be 87.5: (2 + 1) / (3 + 2)."""
     memory = [{"id": str(x), "source": "a/a", "log": math.log(x)} for x in (0.95, 1.0, 1.25)]
-    monkeypatch.setattr(uncertainty, "_table", lambda: {"time": rows(ENOUGH), "memory": memory})
+    monkeypatch.setattr(estimate_module, "_residuals", lambda: {"time": rows(ENOUGH), "memory": memory})
     assert estimate_range(job(), 1.0, 70.0, 80.0).fit_probability == pytest.approx(3 / 5)
