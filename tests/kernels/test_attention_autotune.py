@@ -109,10 +109,9 @@ def test_a_run_on_a_gpu_says_what_it_chose_and_where_a_mask_stays_dense() -> Non
     narrow = job.model_copy(update={"model": job.model.model_copy(update={"sliding_window": 4, "head_dim": 8})})
 
     def notes(job: Job, device: torch.device, chosen: autotune.AttentionTimes | None) -> str:
-        mesh = SimpleNamespace(device=device, layout=Layout())
-        return "; ".join(
-            rank._notes(cast(Engine, SimpleNamespace(job=job, mesh=mesh, training=training_of(), attention=chosen, gates=None)))
-        )
+        mesh, autotuned = SimpleNamespace(device=device, layout=Layout()), () if chosen is None else (chosen,)
+        engine = SimpleNamespace(job=job, mesh=mesh, training=training_of(), autotuned=autotuned)
+        return "; ".join(rank._notes(cast(Engine, engine)))
 
     assert notes(job, GPU, autotune.AttentionTimes({FLASH: 4.9})) == "attention: flash 4.90 ms"
     assert "attention's mask is dense: heads of 8" in notes(narrow, GPU, None)

@@ -77,6 +77,20 @@ def test_a_store_without_peers() -> None:
     assert callable(private.in_kernel_invocation_manager)
 
 
+def test_a_fake_tensor_from_a_meta_tensor() -> None:
+    with private.FakeTensorMode():
+        vars_of = vars(torch.empty(LENGTH))
+    meta, cpu = torch.empty(LENGTH, device="meta"), torch.device("cpu")
+    fake = private.make_subclass(private.FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=cpu)
+    vars(fake).update(vars_of)
+    assert (fake.shape, fake.device) == (meta.shape, cpu)
+
+
+def test_what_records_memory_has_the_same_arguments() -> None:
+    assert {"enabled", "stacks", "max_entries"} <= set(inspect.signature(private.record_memory_history).parameters)
+    assert "device" in inspect.signature(private.memory_snapshot).parameters
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch multiplies fp8 on a GPU")
 def test_fp8_products() -> None:
     left, right = (float8_gemm.quantise(torch.ones(16, 16, device="cuda"), "tensor", float8_gemm.NARROW) for _ in range(2))

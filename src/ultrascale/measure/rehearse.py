@@ -24,7 +24,7 @@ from ultrascale.cost.memory import alone, peak_parts
 from ultrascale.cost.operators import layer_matmuls
 from ultrascale.cost.peaks import peaks
 from ultrascale.cost.traffic import of_stage
-from ultrascale.launch.cpu_rates import cores
+from ultrascale.launch.machine import cores
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.framework import Framework

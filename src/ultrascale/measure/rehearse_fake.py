@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, UntypedStorage
 
-from ultrascale.parallel.torch_private import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from ultrascale.parallel.torch_private import FakeTensor, FakeTensorMode, in_kernel_invocation_manager, make_subclass
 
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 CPU = torch.device("cpu")
@@ -117,7 +117,7 @@ class QuickFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             meta.set_(args[made.of].untyped_storage(), made.offset, made.shape, made.stride)
         if self._attributes is None:
             self._attributes = dict(vars(FakeTensor(self, meta, CPU)))
-        fake = Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=CPU)
+        fake = make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=CPU)
         vars(fake).update(self._attributes)
         return fake
 

@@ -38,6 +38,14 @@ foreach_mul_ = torch._foreach_mul_
 foreach_copy_ = torch._foreach_copy_
 
 
+# The allocator's events, with stacks: the file that pytorch.org/memory_viz shows has no public writer.
+record_memory_history = torch.cuda.memory._record_memory_history
+memory_snapshot = torch.cuda.memory._snapshot
+
+# A fake tensor without the checks of its constructor, which take as long as an operator.
+make_subclass = Tensor._make_subclass
+
+
 def fake_store() -> Store:
     """A store for a process group without peers, for rehearsals. The import registers its backend, `fake`."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
