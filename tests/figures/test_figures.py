@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from builders import make_job
 from ultrascale import Cluster, Job, Layout, Model, Plan, SpecError, estimate, plan
 from ultrascale.cost.timeline import simulated
 from ultrascale.figures import choice, evidence, memory, pipeline, style, time
@@ -19,7 +20,7 @@ pytest.importorskip("plotly")
 
 @pytest.fixture(scope="module")
 def job() -> Job:
-    return Job(model=Model.load("llama-3.2-1b"), cluster=Cluster.load("16xh100"), seq=4096, batch_tokens=2**18)
+    return make_job("llama-3.2-1b", "16xh100", 4096)
 
 
 def made(job: Job, **fields: object) -> Plan:

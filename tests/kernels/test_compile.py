@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from builders import initialize
+from model.builders import initialize
 from ultrascale.kernels import compile, loss
 from ultrascale.model import grouped
 from ultrascale.model.transformer import Transformer

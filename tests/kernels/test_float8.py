@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from builders import initialize
+from model.builders import initialize
 from ultrascale.kernels import float8, loss
 from ultrascale.kernels.float8 import Float8Linear
 from ultrascale.kernels.float8_gemm import NARROW, WIDE, Float8Gemms, PlainGemms, multiply, quantise, quantise_transposed

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from builders import initialize
+from model.builders import initialize
 from parallel.harness import job_of, training_of
 from ultrascale.kernels import float8, float8_block, fused
 from ultrascale.kernels.float8_block import Float8Block

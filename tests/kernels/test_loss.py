@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from builders import initialize
-from ultrascale.cost import activations
+from model.builders import initialize
+from ultrascale.cost.memory import activations
 from ultrascale.kernels import loss
 from ultrascale.kernels.loss import ChunkedHead, linear_cross_entropy
 from ultrascale.model.transformer import IGNORED, Transformer

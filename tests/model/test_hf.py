@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from builders import initialize
+from model.builders import initialize
 from ultrascale.model.hf import from_hf, to_hf
 from ultrascale.model.transformer import Transformer
 from ultrascale.specs.errors import SpecError

@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from builders import initialize
+from model.builders import initialize
 from ultrascale.model.hf_folder import CONFIG, INDEX, SINGLE, HFFolder
 from ultrascale.model.hf_write import write
 from ultrascale.model.transformer import Transformer

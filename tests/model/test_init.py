@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from builders import initialize
+from model.builders import initialize
 from ultrascale.model.init import full_weight
 from ultrascale.model.transformer import Transformer
 from ultrascale.specs.model import Model

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from builders import initialize
+from model.builders import initialize
 from ultrascale.model.grouped import grouped_gemm, has_kernel, why_not
 from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.route import ExpertPermutation, _BF16GemmToFP32

@@ -10,9 +10,9 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from builders import initialize
-from ultrascale.cost import activations
+from model.builders import initialize
 from ultrascale.cost.columns import LayoutColumns
+from ultrascale.cost.memory import activations
 from ultrascale.model.hf import from_hf, to_hf
 from ultrascale.model.rotary import tables
 from ultrascale.model.transformer import Block, CausalAttention, CrossEntropy, Transformer

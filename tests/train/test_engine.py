@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from builders import initialize
+from model.builders import initialize
 from parallel.harness import (
     SEQ,
     assert_same,
