@@ -394,12 +394,7 @@ def _read_dropout(s: SettingsReader) -> bool:
 
 
 _NUMBERS = (
-    Setting(
-        "--attention-backend",
-        "job.attention",
-        lambda p: "unfused" if p.job.attention == "plain" else "flash",
-        lambda s: s.word("--attention-backend", _BACKENDS, "auto"),
-    ),
+    row.word("--attention-backend", "job.attention", _BACKENDS, "auto"),
     row.cases("job.precision", _PRECISIONS, read=_precision),
     row.flag("--grad-reduce-in-bf16", "job.gradients", "bf16", "fp32"),
     Setting("--accumulate-allreduce-grads-in-fp32", write=lambda p: p.job.gradients != "bf16"),
