@@ -193,7 +193,7 @@ ENGINE = EngineFormat(
     },
     files=files,
     parse=lambda text, where: mapping_of(text, where, "JSON"),
-    follows=lambda folder, job: f"deepspeed train.py --deepspeed_config {folder}/ds_config.json",
+    next_command=lambda folder, job: f"deepspeed train.py --deepspeed_config {folder}/ds_config.json",
     also_known=(
         *("gradient_clipping", "steps_per_print", "wall_clock_breakdown", "scheduler.type", "prescale_gradients"),
         *("zero_allow_untested_optimizer", "zero_optimization.sub_group_size"),

@@ -514,7 +514,7 @@ ENGINE = EngineFormat(
     },
     files=files,
     parse=parse,
-    follows=lambda folder, job: f"MEGATRON_LM=/path/to/Megatron-LM bash {folder}/run.sh",
+    next_command=lambda folder, job: f"MEGATRON_LM=/path/to/Megatron-LM bash {folder}/run.sh",
     passed=(
         *("--expert-tensor-parallel-size", "--recompute-method", "--recompute-num-layers", "--ckpt-format", "--eval-iters"),
         *("--overlap-param-gather", "--no-gradient-accumulation-fusion", "--fp8-recipe", "--exp-avg-sq-dtype"),

@@ -190,6 +190,6 @@ ENGINE = EngineFormat(
     },
     files=files,
     parse=lambda text, where: mapping_of(text, where, "YAML"),
-    follows=lambda folder, job: f"{torchrun(job)} run_train.py --config-file {folder}/config.yaml",
+    next_command=lambda folder, job: f"{torchrun(job)} run_train.py --config-file {folder}/config.yaml",
     also_known=("optimizer.weight_decay", "optimizer.clip_grad", "general.project", "general.run", "general.seed"),
 )

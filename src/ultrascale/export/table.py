@@ -32,7 +32,7 @@ class PlanFields:
         self.job, self.layout, self.model = job, layout, job.model
         self.sequences = layout.dp * layout.mbs * layout.gas
         self.training = Training().changed(steps=steps)
-        self._fields = fields.of(job, layout)
+        self._fields = fields.plan_fields(job, layout)
 
     def __getitem__(self, path: str) -> Any:
         return self._fields.get(path)
@@ -142,7 +142,7 @@ def written(table: Iterable[Setting], job: Job, layout: Layout) -> dict[str, Any
 
 @dataclass(frozen=True)
 class World:
-    """What is known beside the file when it is read: how many GPUs, and of how many tokens."""
+    """What is known beside the file that is read: the number of GPUs and the size of the vocabulary."""
 
     gpus: int | None = None
     vocab: int | None = None

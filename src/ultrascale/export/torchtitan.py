@@ -5,7 +5,7 @@ from __future__ import annotations
 from ultrascale.export import table as row
 from ultrascale.export import torchtitan_text as text
 from ultrascale.export.common import EngineFormat, torchrun
-from ultrascale.export.fields import Fields, of_model
+from ultrascale.export.fields import Fields, model_fields
 from ultrascale.export.table import PlanFields, Setting, SettingsReader
 from ultrascale.schedules import REGISTRY
 from ultrascale.specs.layout import Layout
@@ -61,7 +61,7 @@ def _read_model(s: SettingsReader) -> Model | None:
 
 def _model_fields(s: SettingsReader) -> Fields:
     model = _read_model(s)
-    return {} if model is None else of_model(model)
+    return {} if model is None else model_fields(model)
 
 
 def _batch(s: SettingsReader) -> Fields:
@@ -263,7 +263,7 @@ TOML = EngineFormat(
     lost={**_LOST, "layout.sequence_parallel": "torchtitan 0.2 always cuts the sequence over tp"},
     files=text.toml_files,
     parse=text.parse_toml,
-    follows=lambda folder, job: f"{torchrun(job)} -m torchtitan.train --job.config_file {folder}/config.toml",
+    next_command=lambda folder, job: f"{torchrun(job)} -m torchtitan.train --job.config_file {folder}/config.toml",
     passed=_PASSED,
     also_known=_ALSO_KNOWN,
 )
@@ -277,7 +277,7 @@ CURRENT = EngineFormat(
     lost=_LOST,
     files=text.python_files,
     parse=text.parse_python,
-    follows=lambda folder, job: (
+    next_command=lambda folder, job: (
         f"PYTHONPATH={folder} {torchrun(job)} -m torchtitan.train "
         f"--module {text.MODULE.removesuffix('.py')} --config {text.FUNCTION}"
     ),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.model import Model
-from ultrascale.specs.validate import build
+from ultrascale.specs.validate import FrozenSpec, build
 
 Precision = Literal["fp32", "fp16", "bf16", "fp8"]
 Optimizer = Literal["adamw", "adamw-bf16", "adamw-8bit", "muon", "sgd-momentum", "sgd"]
@@ -20,10 +20,8 @@ Optimizer = Literal["adamw", "adamw-bf16", "adamw-8bit", "muon", "sgd-momentum",
 OPTIMIZER_STATE_BYTES: dict[str, float] = {"adamw": 8, "adamw-bf16": 4, "adamw-8bit": 2, "muon": 4, "sgd-momentum": 4, "sgd": 0}
 
 
-class Job(BaseModel):
+class Job(FrozenSpec):
     """Model, cluster, sequence length, tokens per batch, precision, optimizer, total tokens."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: Model
     cluster: Cluster
