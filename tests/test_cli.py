@@ -217,7 +217,7 @@ def test_largest_says_how_far_and_what_stops_it(run: Run, plan_file: Path, axis:
     code, out, _ = run("explain", plan_file, "--largest", axis)
     assert code == 0
     assert "Largest that fits: " in out
-    assert "What stops it: " in out
+    assert "Limit: " in out
     found = json.loads(run("explain", plan_file, "--largest", axis, "--json")[1])
     assert found["axis"] == axis
     assert words in found["largest"]

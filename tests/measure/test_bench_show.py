@@ -20,7 +20,7 @@ from ultrascale.measure.bench_collectives import CollectivesReport, CollectiveTi
 from ultrascale.measure.bench_layouts import Asked
 from ultrascale.measure.bench_layouts_study import Record
 from ultrascale.measure.bench_layouts_sweep import TrialProgress, TrialRow, verdict
-from ultrascale.show import bench_layouts as show
+from ultrascale.show import bench as show
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout

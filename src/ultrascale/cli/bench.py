@@ -50,7 +50,7 @@ def kernels(
     [cyan]slower[/].
     """
     from ultrascale.measure.bench_kernels import chosen, shapes
-    from ultrascale.show import kernels as show
+    from ultrascale.show import bench as show
     from ultrascale.show.lines import progress, terminal
     from ultrascale.specs.errors import SpecError
     from ultrascale.specs.units import tokens as count
@@ -109,7 +109,7 @@ def ladders(
     from functools import cache
 
     from ultrascale.measure import bench_ladders as climb
-    from ultrascale.show import bench_ladders as show
+    from ultrascale.show import bench as show
     from ultrascale.show.lines import progress, terminal
     from ultrascale.specs.errors import SpecError
     from ultrascale.specs.model import Model
@@ -161,7 +161,7 @@ def collectives(
     a bandwidth (beta), fitted to the relative errors of all sizes.
     """
     from ultrascale.measure import bench_collectives as asking
-    from ultrascale.show import bench_collectives as show
+    from ultrascale.show import bench as show
     from ultrascale.show.lines import progress, terminal
     from ultrascale.specs.errors import SpecError
     from ultrascale.train import machine
@@ -205,7 +205,7 @@ def hardware(
     many processes as will train.
     """
     from ultrascale.measure import bench_hardware as measuring
-    from ultrascale.show.hardware import hardware_json, show_hardware
+    from ultrascale.show.bench import hardware_json, show_hardware
     from ultrascale.show.lines import progress, terminal
     from ultrascale.train import launch
 

@@ -70,7 +70,7 @@ def layouts(
     asking.import_optuna()
     from ultrascale.measure.bench_layouts_study import Study, ours, study_name
     from ultrascale.measure.bench_layouts_sweep import Sweep, verdict
-    from ultrascale.show import bench_layouts as show
+    from ultrascale.show import bench as show
 
     folder = out or Path("runs") / f"layouts-{folder_name(base.job.model.name)}"
     address = storage or f"sqlite:///{folder / 'study.db'}"

@@ -22,8 +22,8 @@ def quickstart(
     """Close the loop on this machine: detect it, plan a small model, train it on real text, predicted beside measured."""
     from ultrascale import asked
     from ultrascale.plan.search import plan as search
+    from ultrascale.show import compare as show
     from ultrascale.show import plan as show_plan
-    from ultrascale.show import run as show
     from ultrascale.show.lines import heading, progress
     from ultrascale.train import launch
     from ultrascale.train.log import batch_line
@@ -50,7 +50,7 @@ def quickstart(
     console.print(f"{request.layout}; {batch_line(request.layout, request.job.seq)}; text: Python's standard library, as bytes")
     run = launch.train(request, folder, world, job.cluster)
     assert run is not None  # only ranks of torchrun get nothing back
-    show.show_comparison(console, run)
+    show.show_measured(console, run)
     console.print(
         f"The plan is in {output}, the run in {folder}. Next: ultrascale verify {output}, ultrascale explain {output}"
     )
@@ -107,8 +107,8 @@ def train(
     recompute offload; [cyan]train.[/] steps seed lr lr_schedule warmup_steps weight_decay clip eval_every data compress log …;
     [cyan]job.[/] seq batch_tokens precision gradients optimizer; [cyan]checkpoint.[/] every keep background save.
     """
-    from ultrascale.show import run as show
-    from ultrascale.show.lines import progress, told_now_and_then
+    from ultrascale.show import compare as show
+    from ultrascale.show.lines import periodic_progress, progress
     from ultrascale.specs.folders import folder_name
     from ultrascale.train import launch
     from ultrascale.train.checkpoint import run_named, run_of
@@ -132,7 +132,7 @@ def train(
         weights,
         allow_changed,
         first,
-        told_now_and_then("comparing train.data with the run's"),
+        periodic_progress("comparing train.data with the run's"),
     )
     if out is None:
         new = Path("runs") / f"{folder_name(request.job.model.name)}-{datetime.now():%Y%m%d-%H%M%S}"
