@@ -27,14 +27,15 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 import calibration
-from ultrascale.parallel import local
+from ultrascale.launch import cpu_rates, launcher, local
+from ultrascale.launch.cpu_rates import LinkRate
+from ultrascale.launch.machine import cpu_cluster, detect, measure_cpu, memory_bytes
+from ultrascale.specs import folders
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.files import read_mapping
 from ultrascale.specs.model import Model
 from ultrascale.specs.plan import Plan, job_to_mapping
-from ultrascale.train import launch
-from ultrascale.train.machine import cpu_cluster, cpu_rates, detect, memory_bytes
-from ultrascale.train.rates import LinkRate
+from ultrascale.train import import_torch
 from ultrascale.train.request import Overrides, Request, from_model
 
 SEED, OTHERS, TURNS = 20, 20, 40
@@ -114,25 +115,25 @@ def train(one: Asked, folder: Path, predict: Cluster) -> None:
     processes = predict.gpus
     asked = request(one, processes, STEPS)
     if processes > 1:
-        launch.train(asked, folder, processes, predict, quiet=True)
+        launcher.train(asked, folder, processes, predict, quiet=True)
     else:
         local.run(_rank, 1, asked, folder, predict)
 
 
 def _rank(_: int, __: int, ___: str, asked: Request, folder: Path, predict: Cluster) -> None:
-    launch.train(asked, folder, None, predict, quiet=True)
+    launcher.train(asked, folder, None, predict, quiet=True)
 
 
 def in_turns(rank: int, world: int, store: str, wanted: Sequence[Asked], turns: int) -> dict[str, Any]:
     """Seconds of every action that tells a rate, and of every run's steps, a list of each turn."""
     import torch.distributed as dist
 
+    from ultrascale.data.mixture import corpus
+    from ultrascale.launch.rank_info import RankInfo
+    from ultrascale.launch.rendezvous import join
     from ultrascale.parallel.mesh import Mesh
-    from ultrascale.train import rates
-    from ultrascale.train.data import Batches, corpus
+    from ultrascale.train.data import Batches
     from ultrascale.train.engine import Engine
-    from ultrascale.train.rank_info import RankInfo
-    from ultrascale.train.run import join
 
     def build(one: Asked) -> Engine:
         asked = request(one, world, 1)
@@ -145,13 +146,13 @@ def in_turns(rank: int, world: int, store: str, wanted: Sequence[Asked], turns: 
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)  # rates are measured between barriers
     engines = {one.name: build(one) for one in wanted}
     counts = dict.fromkeys(engines, 1)
-    todo = rates.actions()
+    todo = cpu_rates.actions()
     seen: dict[str, Any] = {"rates": [], "links": [], "steps": {name: [] for name in engines}}
     names, began = list(engines), time.monotonic()
     for turn in range(turns + 1):
-        rates.one_turn(todo)  # caches and heap were another's
-        took = rates.one_turn(todo)
-        link = [asdict(rates.link_now())] if world > 1 else []
+        cpu_rates.one_turn(todo)  # caches and heap were another's
+        took = cpu_rates.one_turn(todo)
+        link = [asdict(cpu_rates.link_now())] if world > 1 else []
         if turn:  # the first warms up, and tells how many steps of a run count
             seen["rates"].append(took)
             seen["links"] += link
@@ -183,16 +184,15 @@ def _agreed(count: int) -> int:
 
 
 def machine(everyone: Sequence[dict[str, Any]]) -> Cluster:
-    """All processes in the mean, as `ultrascale.train.machine` has it."""
-    from ultrascale.train import rates
+    """All processes in the mean, as `ultrascale.launch.machine` has it."""
 
     each = []
     for seen in everyone:
         took = {name: min(turn[name] for turn in seen["rates"]) for name in seen["rates"][0]}
-        each.append(asdict(rates.from_times(took)))
+        each.append(asdict(cpu_rates.from_times(took)))
     links = everyone[0]["links"]
     link = LinkRate(max(link["bytes_s"] for link in links), min(link["latency_s"] for link in links))
-    together = rates.CPURates(**{name: mean(one[name] for one in each) for name in each[0]})
+    together = cpu_rates.CPURates(**{name: mean(one[name] for one in each) for name in each[0]})
     return cpu_cluster(len(everyone), together, link, memory_bytes())
 
 
@@ -200,8 +200,8 @@ def gather(wanted: Sequence[Asked], out: Path, everyone: Sequence[dict[str, Any]
     """A line for each run on the machine as it was measured in all turns, with each turn's mean step."""
     file, lines, cluster = out / "runs.jsonl", [], machine(everyone)
     for index, one in enumerate(wanted):
-        plan = Plan.load(out / one.name / launch.PLAN)
-        measured = read_mapping(out / one.name / launch.MEASUREMENT, "measurement")
+        plan = Plan.load(out / one.name / folders.PLAN)
+        measured = read_mapping(out / one.name / folders.MEASUREMENT, "measurement")
         turns = everyone[0]["steps"][one.name]
         line = {
             "run": one.name,
@@ -223,18 +223,18 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=SEED, help="of the draw of others")
     parser.add_argument("--turns", type=int, default=TURNS)
     options = parser.parse_args()
-    launch.import_torch()
+    import_torch()
     fit = to_fit(options.processes)
     wanted = [*fit, *others(options.processes, options.seed)]
     for number, one in enumerate(wanted, 1):
-        if not (options.out / one.name / launch.MEASUREMENT).exists():
+        if not (options.out / one.name / folders.MEASUREMENT).exists():
             train(one, options.out / one.name, detect(options.processes))
             print(f"{number} of {len(wanted)}: {one.name}", flush=True)
     file = options.out / "turns.json"
     if not file.exists():
         seen = local.run(in_turns, options.processes, wanted, options.turns)
         if options.processes == 1:  # it sends nothing; a plan of more processes on this cluster would
-            seen[0]["links"] = [asdict(cpu_rates(1, 240.0)[1])]
+            seen[0]["links"] = [asdict(measure_cpu(1, 240.0)[1])]
         file.write_text(json.dumps(seen), encoding="utf-8")
     everyone = json.loads(file.read_text(encoding="utf-8"))
     calibration.show(gather(wanted, options.out, everyone, len(fit)), draws=0)

@@ -21,7 +21,8 @@ import torch.distributed.checkpoint
 from rich.console import Console
 from rich.table import Table
 
-from ultrascale.parallel import local
+from ultrascale.data.mixture import corpus
+from ultrascale.launch import local
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.specs.checkpointing import Checkpointing
 from ultrascale.specs.cluster import Cluster
@@ -31,7 +32,7 @@ from ultrascale.specs.model import Model
 from ultrascale.specs.training import Training
 from ultrascale.specs.units import GIB
 from ultrascale.train.async_checkpoint import CheckpointManager
-from ultrascale.train.data import Batches, corpus
+from ultrascale.train.data import Batches
 from ultrascale.train.engine import Engine
 
 TURNS = 5

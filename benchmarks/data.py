@@ -21,10 +21,11 @@ from rich.table import Table
 
 from ultrascale import Model
 from ultrascale.data.corpora import library_sources
+from ultrascale.data.mixture import corpus
 from ultrascale.data.sets import open_set
+from ultrascale.launch import launcher
 from ultrascale.specs.training import Training
-from ultrascale.train import launch
-from ultrascale.train.data import Batches, corpus
+from ultrascale.train.data import Batches
 from ultrascale.train.request import Overrides, from_model
 
 VOCAB, SEQ, ROWS = 8192, 4096, 64
@@ -108,7 +109,7 @@ def reading(folder: Path) -> Table:
         ("the folder, document_mask", str(made), ["train.document_mask=true"]),
     ):
         words = ["train.steps=12", f"train.data={data}", "layout.dp=2", "job.seq=256", *more]
-        run = launch.train(from_model(Model.load("mini"), Overrides.parse(words), 2), None, 2, quiet=True)
+        run = launcher.train(from_model(Model.load("mini"), Overrides.parse(words), 2), None, 2, quiet=True)
         assert run is not None
         read_s, step_s = run.measured.time.overhead_s, run.measured.step_time_s
         assert read_s is not None  # every run of ours counts it

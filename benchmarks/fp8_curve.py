@@ -21,12 +21,13 @@ from rich.console import Console
 from rich.table import Table
 
 from ultrascale import Cluster, Job, Layout, Model
-from ultrascale.parallel import local
+from ultrascale.data.mixture import corpus
+from ultrascale.launch import local
+from ultrascale.launch.machine import gpu_names
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.specs.training import Training
-from ultrascale.train.data import Batches, corpus
+from ultrascale.train.data import Batches
 from ultrascale.train.engine import Engine
-from ultrascale.train.machine import gpu_names
 
 WINDOW = 20  # steps whose mean is one point of a smoothed curve
 BOUND = 0.005  # how far fp8 may be from bf16

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from ultrascale import cli
-from ultrascale.train import machine, rates
+from ultrascale.launch import cpu_rates, machine
 
 # Ranks are forked from this process, and OpenMP's threads do not survive a fork: a child that needs them waits for ever.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -31,6 +31,12 @@ Run = Callable[..., tuple[int, str, str]]
 TESTS = Path(__file__).parent
 SLOW_FILES = {
     "kernels/test_interpreted.py",
+    "launch/test_elastic.py",
+    "launch/test_failing.py",
+    "launch/test_kill_random.py",
+    "launch/test_killed.py",
+    "launch/test_phases.py",
+    "launch/test_watchdog.py",
     "measure/test_bench_layouts.py",
     "measure/test_calibrate.py",
     "measure/test_heatmap.py",
@@ -42,14 +48,8 @@ SLOW_FILES = {
     "measure/test_rehearse_drawn.py",
     "measure/test_rehearse_kernels.py",
     "measure/test_rehearse_sweep.py",
-    "train/test_elastic.py",
-    "train/test_failing.py",
-    "train/test_kill_random.py",
-    "train/test_killed.py",
-    "train/test_live_memory.py",
+    "train/test_live_bytes.py",
     "train/test_memory.py",
-    "train/test_phases.py",
-    "train/test_watchdog.py",
 }
 
 
@@ -76,7 +76,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def one_thread() -> Iterator[None]:
     """Runs in this process, too, keep to one thread, however many cores there are."""
     with pytest.MonkeyPatch.context() as patched:
-        for place in (rates, machine):
+        for place in (cpu_rates, machine):
             patched.setattr(place, "cores", lambda: 1)
         yield
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from ultrascale import Plan, __version__, estimate
-from ultrascale.train.launch import has_gpu
+from ultrascale.launch.launcher import has_gpu
 
 Run = Callable[..., tuple[int, str, str]]
 JOB = ["llama-3-8b", "--cluster", "8xh100", "--batch-tokens", "1M", "--seq", "8192"]

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from conftest import Run
-from ultrascale.measure import bench_kernel_timing as kernels_timed
+from ultrascale.launch import machine
+from ultrascale.measure import bench_kernels as kernels
 from ultrascale.measure import bench_ladders as ladders
 from ultrascale.measure.bench_kernels import KernelResult, KernelsReport
 from ultrascale.measure.bench_ladders import Figures, Ladder, LadderMachine, Rung
-from ultrascale.train import machine
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_kernels_to_a_terminal_and_a_file(run: Run, tmp_path: Path, monkeypatch:
         asked.append((names, len(shapes)))
         yield KernelsReport("a GPU", (row,), ())
 
-    monkeypatch.setattr(kernels_timed, "measure", measure)
+    monkeypatch.setattr(kernels, "measure", measure)
     file = tmp_path / "out.json"
     code, out, _ = run("bench", "kernels", "--only", "gate", "--json", file)
     assert code == 0

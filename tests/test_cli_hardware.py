@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from conftest import Run
+from ultrascale.launch import launcher, local, machine
 from ultrascale.measure import bench_hardware as hardware
 from ultrascale.measure.bench_hardware import GemmShape, HardwareTimes
-from ultrascale.parallel import local
 from ultrascale.specs.cluster import Cluster
-from ultrascale.train import launch, machine
 
 
 def test_a_cpu_is_measured_and_planned_with(run: Run, tmp_path: Path) -> None:
@@ -33,7 +32,7 @@ def test_a_cpu_is_measured_and_planned_with(run: Run, tmp_path: Path) -> None:
 def test_a_gpus_constants_are_put_into_its_kind(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = HardwareTimes(((GemmShape(16384, 8192, 2048), 8e-4),), 1.1e-3, 3.2e-3, 5e-4, 4e-6)
     monkeypatch.setattr(machine, "gpu_names", lambda: ["NVIDIA H200"])
-    monkeypatch.setattr(launch, "has_gpu", lambda: True)
+    monkeypatch.setattr(launcher, "has_gpu", lambda: True)
     monkeypatch.setattr(local, "run", lambda *_, **__: [seen])
     file = tmp_path / "cluster.yaml"
     code, out, error = run("bench", "hardware", "-o", file)

@@ -11,9 +11,9 @@ import pytest
 
 from conftest import Run
 from ultrascale.data import binary
+from ultrascale.launch.trainer import Trainer
 from ultrascale.specs.errors import SpecError
 from ultrascale.train import checkpoint
-from ultrascale.train.trainer import Trainer
 
 WORDS = ("--seq", 32, "train.data=synthetic", "train.lr=1e-3", "train.warmup_steps=0")
 
@@ -21,13 +21,13 @@ WORDS = ("--seq", 32, "train.data=synthetic", "train.lr=1e-3", "train.warmup_ste
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four of six steps in two processes, stopped as it were; checkpoints of steps 2, 3 and 4."""
+    from ultrascale.launch import launcher
     from ultrascale.specs.model import Model
-    from ultrascale.train import launch
     from ultrascale.train.request import Overrides, from_model
 
     run = tmp_path_factory.mktemp("kept") / "run"
     words = [*(str(word) for word in WORDS[2:]), "job.seq=32", "train.steps=4", "checkpoint.every=1", "layout.tp=2"]
-    launch.train(from_model(Model.load("tiny"), Overrides.parse(words), 2), run, 2, quiet=True)
+    launcher.train(from_model(Model.load("tiny"), Overrides.parse(words), 2), run, 2, quiet=True)
     return run
 
 
@@ -262,14 +262,14 @@ def test_a_folder_that_is_being_trained_is_left_alone(run: Run, copied: Path) ->
 def test_a_disk_without_room_for_a_checkpoint_is_told_before_the_first_step(
     run: Run, copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ultrascale.train import launch
+    from ultrascale.launch import launcher
 
-    monkeypatch.setattr(launch, "free_bytes", lambda _: 10_000)
+    monkeypatch.setattr(launcher, "free_bytes", lambda _: 10_000)
     code, _, said = run("train", "--model", "tiny", "--steps", 1, "--out", tmp_path / "new")
     assert code == 2
     assert "a checkpoint of tiny takes" in said
     assert not (tmp_path / "new").exists()
-    monkeypatch.setattr(launch, "free_bytes", lambda _: 10_000_000)
+    monkeypatch.setattr(launcher, "free_bytes", lambda _: 10_000_000)
     code, _, said = run("train", "--model", "tiny", "--steps", 1, "--out", tmp_path / "new", "checkpoint.every=1")
     assert code == 0
     assert "warning: 3 checkpoints of" in said

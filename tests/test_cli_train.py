@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch._dynamo
 
+from ultrascale.launch import cpu_rates, launcher
+from ultrascale.launch.cpu_rates import CPURates, LinkRate
+from ultrascale.launch.machine import cpu_cluster
 from ultrascale.specs.measurement import Measurement
 from ultrascale.specs.plan import Plan
-from ultrascale.train import launch, rates
-from ultrascale.train.machine import cpu_cluster
-from ultrascale.train.rates import CPURates, LinkRate
 
 Run = Callable[..., tuple[int, str, str]]
 FIELDS = ["step", "tokens", "loss", "grad_norm", "lr", "tokens_per_s_per_gpu", "mfu", "peak_gib"]
@@ -28,7 +28,7 @@ FIELDS = ["step", "tokens", "loss", "grad_norm", "lr", "tokens_per_s_per_gpu", "
 def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that need not be measured again for every test."""
     rates, link = CPURates(1e10, 1e10, 5e-6, 5e9, 5e9, 5e8), LinkRate(1e9, 1e-4)
-    monkeypatch.setattr(launch, "machine", lambda world, precision, *_: cpu_cluster(world, rates, link, 2.0**34))
+    monkeypatch.setattr(launcher, "detect_cluster", lambda world, precision, *_: cpu_cluster(world, rates, link, 2.0**34))
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -164,7 +164,7 @@ def test_a_run_in_this_process_leaves_its_threads_as_they_were(
 ) -> None:
     """Counted, not set: threads that a test had used would be missing in the ranks that later ones fork."""
     asked: list[int] = []
-    monkeypatch.setattr(rates, "cores", lambda: 3)
+    monkeypatch.setattr(cpu_rates, "cores", lambda: 3)
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     before = torch.get_num_threads()
     code, _, said = run("train", "--model", "tiny", "--steps", "2", "--seq", "32", "--out", tmp_path / "x")
@@ -192,7 +192,7 @@ def test_a_loss_that_is_no_number_ends_the_run_with_step_and_parameter(run: Run,
 
 
 def test_a_rank_that_dies_fails_the_run(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ultrascale.train import run as loop
+    from ultrascale.launch import rank as loop
 
     def die(request: Any, rank_info: Any, *_: Any) -> None:
         if rank_info.rank == 1:

@@ -779,9 +779,9 @@ CASES = [*LARGE, *QUICK[len(LARGE[::7]) :]]
 @pytest.fixture(autouse=True, scope="module")
 def _torch() -> None:
     """Imported without an alarm, which would leave it half imported; a loaded machine takes a minute."""
-    from ultrascale.train import launch
+    from ultrascale.train import import_torch
 
-    launch.import_torch()
+    import_torch()
 
 
 def test_the_table_is_large_and_names_each_case_once() -> None:

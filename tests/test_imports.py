@@ -12,8 +12,9 @@ import pytest
 import ultrascale
 
 ROOT = Path(ultrascale.__file__).parent
-# What each room may import of the others: specs ← schedules ← cost ← plan, and specs ← model ← kernels ← parallel ← train;
-# measure, the renderers and the command line are on top. A file beside the rooms is a room of its own.
+# What each room may import of the others: specs ← schedules ← cost ← plan, and
+# specs ← model ← kernels ← parallel ← train ← launch; measure, the renderers and the command line are on top.
+# A file beside the rooms is a room of its own.
 ALLOWED = {
     "specs": {"specs"},
     "schedules": {"schedules", "specs.errors"},
@@ -22,11 +23,13 @@ ALLOWED = {
     "export": {"export", "plan", "cost", "schedules", "specs"},
     "data": {"data", "specs"},
     "model": {"model", "specs"},
-    "kernels": {"kernels", "model", "specs"},
+    "kernels": {"kernels", "model", "cost", "schedules", "specs"},
     "parallel": {"parallel", "kernels", "model", "schedules", "specs"},
     "train": {"train", "data", "parallel", "kernels", "model", "cost", "schedules", "specs"},
+    "launch": {"launch", "train", "data", "parallel", "kernels", "model", "cost", "specs"},
     "measure": {
         "measure",
+        "launch",
         "train",
         "data",
         "parallel",
@@ -39,11 +42,11 @@ ALLOWED = {
         "__version__",
     },
     "figures": {"figures", "measure", "plan", "cost", "schedules", "specs"},
-    "show": {"show", "measure", "export", "train", "plan", "cost", "specs", "__version__"},
+    "show": {"show", "measure", "export", "launch", "train", "plan", "cost", "specs", "__version__"},
     "report": {"report", "figures", "show", "measure", "plan", "cost", "specs", "__version__"},
     "studio": {"studio", "report", "figures", "show", "export", "measure", "plan", "cost", "schedules", "specs"},
-    "asked.py": {"train", "specs"},
-    "__init__.py": {"train", "plan", "cost", "specs"},
+    "asked.py": {"launch", "train", "specs"},
+    "__init__.py": {"launch", "plan", "cost", "specs"},
     "__main__.py": {"cli"},
 }
 ON_TOP = {"cli"}

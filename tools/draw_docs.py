@@ -42,7 +42,7 @@ def recomputation() -> str:
             found = estimate(job, Layout(recompute=policy))
             bars.append(memory_bar(f"{words} {policy}", found, f"{found.step_time_s / plain - 1:+.0%} time"))
     title = "Llama-3.2-1B on one H100: memory by owner, one sequence at a time"
-    return stacked(title, bars, style.OWNERS, "GiB", capacity(found))
+    return stacked(title, bars, style.OWNER_COLORS, "GiB", capacity(found))
 
 
 def accumulation() -> str:
@@ -51,7 +51,7 @@ def accumulation() -> str:
         found = estimate(job, Layout(mbs=mbs, gas=16 // mbs))
         bars.append(memory_bar(f"mbs {mbs} × gas {16 // mbs}", found, f"{found.tokens_per_s_per_gpu:,.0f} tokens/s"))
     title = "The same 16 sequences of 4,096 tokens in ever smaller micro-batches: Llama-3.2-1B on one H100"
-    return stacked(title, bars, style.OWNERS, "GiB", capacity(found))
+    return stacked(title, bars, style.OWNER_COLORS, "GiB", capacity(found))
 
 
 def data_parallelism() -> str:
@@ -76,7 +76,7 @@ def zero_stages() -> str:
             sent = sum(one.bytes for one in found.traffic) / GIB
             bars.append(memory_bar(f"dp {gpus} ZeRO-{stage}", found, f"sends {sent:,.0f} GiB"))
     title = "Llama-3-8B, sequences of 8,192, 4 micro-batches: memory by owner, and what a GPU sends in a step"
-    return stacked(title, bars, style.OWNERS, "GiB", capacity(found))
+    return stacked(title, bars, style.OWNER_COLORS, "GiB", capacity(found))
 
 
 def time_parts(found: Estimate, attention_apart: bool = False) -> dict[str, float]:
@@ -124,7 +124,7 @@ def expert() -> str:
         share = found.time.expert_s / found.step_time_s
         bars.append(memory_bar(f"ep {ep}", found, f"all-to-all {share:.1%} of a step"))
     title = "Mixtral-8x7B on 64 H100, ZeRO-1, full recomputation: memory by owner"
-    return stacked(title, bars, style.OWNERS, "GiB", capacity(found))
+    return stacked(title, bars, style.OWNER_COLORS, "GiB", capacity(found))
 
 
 PICTURES: dict[str, Callable[[], str]] = {

@@ -6,10 +6,9 @@ import numpy as np
 
 from svg import curves
 from ultrascale import Cluster, Job, Model
-from ultrascale.cost import data, zero
-from ultrascale.cost.collectives import Op, wire_bytes
+from ultrascale.cost import cheatsheet
 from ultrascale.cost.hardware import ClusterRates
-from ultrascale.cost.mesh import group
+from ultrascale.cost.network import Op, group, wire_bytes
 from ultrascale.plan import survey
 
 COLLECTIVES: tuple[tuple[Op, int], ...] = (
@@ -72,8 +71,10 @@ def overlap() -> str:
     series: dict[str, list[tuple[float, float]]] = {}
     peak = asked("llama-3-8b", "8xh100", 8192, 8).peak_flops
     for place, bandwidth in (("NVLink", 450e9), ("network", 50e9)):
-        series[f"DP, {place}"] = [(n, data.ratio(64, 1.0, n, peak, bandwidth).corrected or 0.0) for n in tokens]
-        series[f"ZeRO-2, {place}"] = [(n, zero.ratio_2(64, 1.0, n, peak, bandwidth).corrected or 0.0) for n in tokens]
+        series[f"DP, {place}"] = [(n, cheatsheet.data_ratio(64, 1.0, n, peak, bandwidth).corrected or 0.0) for n in tokens]
+        series[f"ZeRO-2, {place}"] = [
+            (n, cheatsheet.zero_2_ratio(64, 1.0, n, peak, bandwidth).corrected or 0.0) for n in tokens
+        ]
     ticks = {float(count): f"{count:,}" for count in tokens}
     title = "Transfer over computing, 64 H100: below 1 the reduction of gradients can hide"
     unit = "tokens of a rank's last micro-batch"

@@ -20,8 +20,8 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import least_squares
 
-from ultrascale.cost.collectives import SWITCH_REDUCES_FROM, Link, collective_time_s
-from ultrascale.cost.gemm import Coefficients, Surface, gemm_time_s
+from ultrascale.cost.kernels import Coefficients, Surface, gemm_time_s
+from ultrascale.cost.network import SWITCH_REDUCES_FROM, Link, collective_time_s
 
 SOURCE = "ai-dynamo/aiconfigurator (Apache-2.0) kernel measurements, made for inference engines"
 

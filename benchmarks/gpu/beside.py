@@ -23,7 +23,7 @@ from rich.table import Table
 from step import MBS, MODELS, SEQ, WARM_UP, Numbers, machine, measure
 
 from ultrascale import Model
-from ultrascale.parallel import local
+from ultrascale.launch import local
 from ultrascale.specs.units import GIB
 
 

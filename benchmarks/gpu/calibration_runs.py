@@ -23,9 +23,11 @@ from typing import Any, NamedTuple
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # processes that warm caches side by side are enough of them
 
 from ultrascale.cost.estimate import estimate
-from ultrascale.cost.fused import why_not
+from ultrascale.cost.legality import fused_blocks_problem
+from ultrascale.launch import launcher, local
+from ultrascale.launch.machine import detect
 from ultrascale.measure import bench_hardware as hardware
-from ultrascale.parallel import local
+from ultrascale.specs import folders
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError
 from ultrascale.specs.files import read_mapping
@@ -34,8 +36,7 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.measurement import Measurement
 from ultrascale.specs.model import Model
 from ultrascale.specs.plan import Plan, job_to_mapping
-from ultrascale.train import launch
-from ultrascale.train.machine import detect
+from ultrascale.train import import_torch
 from ultrascale.train.request import Overrides, Request, from_model
 
 SEED = 20
@@ -85,7 +86,7 @@ def others(cluster: Cluster, seed: int) -> list[Asked]:
 
 def _same(one: Asked, other: Asked) -> bool:
     """Fused blocks drop by themselves all that selective recomputation would: the two are one run."""
-    if why_not(Model.load(one.model), one.seq) is None:
+    if fused_blocks_problem(Model.load(one.model), one.seq) is None:
         one, other = (each._replace(recompute=each.recompute.replace("selective", "none")) for each in (one, other))
     return one == other
 
@@ -117,7 +118,7 @@ def train(one: Asked, folder: Path, cluster: Cluster) -> None:
 
 
 def _rank(_: int, __: int, ___: str, asked: Request, folder: Path, cluster: Cluster) -> None:
-    launch.train(asked, folder, None, cluster, quiet=True)
+    launcher.train(asked, folder, None, cluster, quiet=True)
 
 
 def warm(wanted: Sequence[Asked]) -> None:
@@ -128,8 +129,8 @@ def warm(wanted: Sequence[Asked]) -> None:
 
 
 def _warm_rank(rank: int, _: int, __: str, some: Sequence[Asked]) -> None:
-    from ultrascale.train.rank_info import RankInfo
-    from ultrascale.train.run import run_rank
+    from ultrascale.launch.rank import run_rank
+    from ultrascale.launch.rank_info import RankInfo
 
     try:
         run_rank(request(some[rank], 2, layers=1), RankInfo(), None, None, quiet=True)
@@ -140,7 +141,7 @@ def _warm_rank(rank: int, _: int, __: str, some: Sequence[Asked]) -> None:
 def measure(wanted: Sequence[Asked], out: Path, cluster: Cluster, until: float) -> None:
     for number, one in enumerate(wanted, 1):
         folder = out / one.name
-        if (folder / launch.MEASUREMENT).exists():
+        if (folder / folders.MEASUREMENT).exists():
             continue
         if time.monotonic() > until:
             print(f"time is up: {len(wanted) - number + 1} runs are left; the same command goes on with them", flush=True)
@@ -154,7 +155,7 @@ def measure(wanted: Sequence[Asked], out: Path, cluster: Cluster, until: float) 
         line = kept(folder, "fit" if one in wanted[:6] else "other")
         with (out / "runs.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        plan, seen = Plan.load(folder / launch.PLAN), Measurement.load(folder / launch.MEASUREMENT)
+        plan, seen = Plan.load(folder / folders.PLAN), Measurement.load(folder / folders.MEASUREMENT)
         print(
             f"{number:2} {one.name:44} {plan.estimate.step_time_s * 1e3:8.1f} ms predicted, {seen.step_time_s * 1e3:8.1f} "
             f"measured, {time.monotonic() - began:5.1f} s",
@@ -164,14 +165,14 @@ def measure(wanted: Sequence[Asked], out: Path, cluster: Cluster, until: float) 
 
 def kept(folder: Path, use: str) -> dict[str, Any]:
     """What a calibration needs of a run, and how long each of its steps took."""
-    plan = Plan.load(folder / launch.PLAN)
+    plan = Plan.load(folder / folders.PLAN)
     return {
         "run": folder.name,
         "use": use,
         "job": job_to_mapping(plan.job),
         "layout": plan.layout.model_dump(mode="json", exclude_defaults=True),
-        "measurement": read_mapping(folder / launch.MEASUREMENT, "measurement"),
-        "steps_s": [round(each, 6) for each in _steps(folder / launch.METRICS)],
+        "measurement": read_mapping(folder / folders.MEASUREMENT, "measurement"),
+        "steps_s": [round(each, 6) for each in _steps(folder / folders.METRICS)],
     }
 
 
@@ -195,7 +196,7 @@ def main() -> None:
     parser.add_argument("--only", type=int, help="so many of the runs, for a try")
     options = parser.parse_args()
     until = time.monotonic() + options.limit
-    launch.import_torch()
+    import_torch()
     options.out.mkdir(parents=True, exist_ok=True)
     cluster = machine(options.out)
     wanted = [*TO_FIT, *others(Cluster.load("1xh200"), options.seed)][: options.only]

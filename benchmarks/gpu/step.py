@@ -27,14 +27,15 @@ from rich.table import Table
 
 from ultrascale import Cluster, Job, Layout, Model
 from ultrascale.cost.flops import model_flops
+from ultrascale.data.mixture import corpus
 from ultrascale.kernels import flash, gated_gemm
-from ultrascale.parallel import local
+from ultrascale.kernels import selection as own
+from ultrascale.launch import local
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.specs.model import MoE
 from ultrascale.specs.training import Training
 from ultrascale.specs.units import GIB
-from ultrascale.train import kernels as own
-from ultrascale.train.data import Batches, corpus
+from ultrascale.train.data import Batches
 from ultrascale.train.engine import Engine
 
 SEQ = 4096

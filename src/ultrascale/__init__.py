@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ultrascale.cost.estimate import estimate
+    from ultrascale.launch.launcher import Run
+    from ultrascale.launch.trainer import Trainer
     from ultrascale.plan import Result, plan
     from ultrascale.specs.cluster import Cluster
     from ultrascale.specs.errors import RunError, SpecError
@@ -29,8 +31,6 @@ if TYPE_CHECKING:
     from ultrascale.specs.model import Model
     from ultrascale.specs.plan import Plan
     from ultrascale.specs.training import Training
-    from ultrascale.train.launch import Run
-    from ultrascale.train.trainer import Trainer
 
 __version__ = "0.1.0"
 
@@ -46,8 +46,8 @@ _HOME = {
     "RunError": "ultrascale.specs.errors",
     "Measurement": "ultrascale.specs.measurement",
     "Training": "ultrascale.specs.training",
-    "Trainer": "ultrascale.train.trainer",
-    "Run": "ultrascale.train.launch",
+    "Trainer": "ultrascale.launch.trainer",
+    "Run": "ultrascale.launch.launcher",
     "estimate": "ultrascale.cost.estimate",
     "Result": "ultrascale.plan",
 }

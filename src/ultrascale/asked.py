@@ -47,7 +47,8 @@ def cluster_named(name: str) -> Cluster:
     count, _, place = name.strip().lower().rpartition("x")
     if place != "here" or not (count == "" or (count.isascii() and count.isdigit() and 1 <= len(count) <= 4 and int(count))):
         return Cluster.load(name)
-    from ultrascale.train import launch, machine
+    from ultrascale.launch import machine
+    from ultrascale.train import import_torch
 
-    launch.import_torch()
+    import_torch()
     return machine.detect(int(count) if count else len(machine.gpu_names()) or 2)

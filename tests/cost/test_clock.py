@@ -8,8 +8,8 @@ import pytest
 from ultrascale import Cluster, Job, Layout, Model, estimate
 from ultrascale.cost import operators
 from ultrascale.cost.columns import LayoutColumns
-from ultrascale.cost.components import pieces as pieces_of
 from ultrascale.cost.hardware import FULL_WORK, ClusterRates
+from ultrascale.cost.step import component_times as pieces_of
 from ultrascale.cost.table import evaluate
 from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.framework import Framework

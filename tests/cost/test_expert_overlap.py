@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ultrascale.cost import expert
+from ultrascale.cost import communication
 from ultrascale.cost.columns import LayoutColumns
+from ultrascale.cost.communication import ExpertTraffic
 from ultrascale.cost.estimate import estimate
-from ultrascale.cost.expert import ExpertTraffic
 from ultrascale.cost.hardware import ClusterRates
-from ultrascale.cost.mesh import mesh
+from ultrascale.cost.network import mesh
 from ultrascale.cost.operators import layer_matmuls, matmul_passes
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.framework import Framework
@@ -30,7 +30,9 @@ def job_of(name: str, seq: int, behind: bool = True, gpus: int = 8) -> Job:
 def of(job: Job, **fields: Any) -> tuple[ExpertTraffic, bool]:
     row, machine = LayoutColumns.of([Layout(**{"dp": job.cluster.gpus, **fields})]), ClusterRates(job)
     places = mesh(row, machine.cluster)
-    return expert.traffic(job, row, places, machine), bool(expert.rows_first(job, row, places, machine)[0])
+    return communication.expert_traffic(job, row, places, machine), bool(
+        communication.local_tokens_first(job, row, places, machine)[0]
+    )
 
 
 def one(value: Any) -> float:

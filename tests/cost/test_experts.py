@@ -7,8 +7,8 @@ import pytest
 
 from ultrascale.cost import activations, memory, operators, stages
 from ultrascale.cost.columns import LayoutColumns
-from ultrascale.cost.components import pieces
 from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.step import component_times
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
@@ -71,7 +71,7 @@ def test_selective_recomputation_moves_no_token_again() -> None:
     of, layout = job(), Layout(dp=16, ep=16, recompute="selective")
     machine = ClusterRates(of)
     row = LayoutColumns.of([layout])
-    moe = pieces(of, row, machine).moe
+    moe = component_times(of, row, machine).moe
     assert moe is not None
     again = machine.stream_s(operators.memory_bound_bytes(of, row, moe=True)) * of.framework.elementwise
     assert moe.recompute.input_grad == pytest.approx(again)
@@ -86,7 +86,7 @@ def test_latents_alone_give_back_queries_keys_and_values_and_repeat_two_products
     assert gone == {"qkv input", "mlp input", "expert activation"}
     assert other.kept["q, k, v"][0] == 0
     machine = ClusterRates(latents)
-    piece = pieces(latents, row, machine).moe
+    piece = component_times(latents, row, machine).moe
     assert piece is not None
     up = [one for one in operators.layer(latents, row, machine, moe=True).matmuls if one.name in ("q up", "kv up")]
     assert len(up) == 2

@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ultrascale.cost import attention, host, operators
-from ultrascale.cost.collectives import Op
+from ultrascale.cost import host, kernels, operators
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import ClusterRates
-from ultrascale.cost.mesh import mesh
+from ultrascale.cost.network import Op, mesh
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.gpu import GPU
@@ -42,7 +41,7 @@ def job(model: Model, layout: Layout, seq: int, constants: Efficiency = ON_HOST)
 
 def attended(model: str, seq: int, constants: Efficiency = ON_HOST) -> tuple[float, float]:
     asked = job(Model.load(model), Layout(), seq, constants)
-    passes = attention.passes(asked, LayoutColumns.of([Layout()]), ClusterRates(asked))
+    passes = kernels.attention_passes(asked, LayoutColumns.of([Layout()]), ClusterRates(asked))
     return float(passes.forward[0]), float(passes.input_grad[0])
 
 

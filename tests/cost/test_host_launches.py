@@ -7,9 +7,8 @@ import pytest
 
 from ultrascale import Cluster, Job, Layout, Model, estimate
 from ultrascale.cost import host
-from ultrascale.cost.columns import LayoutColumns
+from ultrascale.cost.columns import LayoutColumns, Passes
 from ultrascale.cost.hardware import ClusterRates
-from ultrascale.cost.passes import Passes
 from ultrascale.cost.stages import constant_share
 from ultrascale.cost.table import evaluate
 from ultrascale.cost.timeline import simulated

@@ -9,7 +9,7 @@ import pytest
 import torch
 from plans_made import exported, planned
 
-from ultrascale.export.megatron_read import parse
+from ultrascale.export.megatron import parse
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -19,7 +19,7 @@ from ultrascale.specs.model import Model
 def arguments(name: str, folder: Path) -> dict[str, Any]:
     job = Job(model=Model.load(name), cluster=Cluster.load("1xh100"), seq=64, batch_tokens=128)
     file = exported(planned(job, Layout(mbs=2)), "megatron", folder) / "run.sh"
-    return parse(file.read_text(), "run.sh").arguments
+    return parse(file.read_text(), "run.sh")
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_flavors_are_the_presets(module: str) -> None:
     """Built by torchtitan on the meta device: the same shape, and the same number of parameters to the digit."""
     import torch
 
-    from ultrascale.export.torchtitan_read import FLAVORS
+    from ultrascale.export.torchtitan import FLAVORS
     from ultrascale.specs.model import Model
 
     models = importlib.import_module(f"torchtitan.models.{module}")
@@ -130,10 +130,10 @@ def test_megatron_core_takes_the_shape_and_the_cut(name: str, tmp_path: Path) ->
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
     from megatron_built import number
 
-    from ultrascale.export.megatron_read import parse
+    from ultrascale.export.megatron import parse
 
     plan = plan_of(name)
-    given = parse((exported(plan, "megatron", tmp_path) / "run.sh").read_text(), "run.sh").arguments
+    given = parse((exported(plan, "megatron", tmp_path) / "run.sh").read_text(), "run.sh")
     fields = {key[2:].replace("-", "_"): value for key, value in given.items()}
     fields["num_moe_experts"] = fields.pop("num_experts", None)
     cls = MLATransformerConfig if "multi_latent_attention" in fields else TransformerConfig

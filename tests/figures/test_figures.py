@@ -172,4 +172,4 @@ def test_a_page_draws_what_a_themed_figure_says(theme: style.Theme, four_stages:
 
 
 def test_owners_have_colours_of_their_own() -> None:
-    assert len(set(style.OWNERS.values())) == len(style.OWNERS)
+    assert len(set(style.OWNER_COLORS.values())) == len(style.OWNER_COLORS)

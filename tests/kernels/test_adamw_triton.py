@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from parallel.harness import engine_of, job_of, training_of
-from ultrascale.kernels import split_master
+from ultrascale.kernels import selection, split_master
+from ultrascale.kernels.selection import Kernels
 from ultrascale.specs.layout import Layout
-from ultrascale.train import kernels
 from ultrascale.train.engine import Engine
-from ultrascale.train.kernels import Kernels
 
 # Before anything imports Triton: test_interpreted.py starts this file so.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -77,7 +76,7 @@ def test_an_engine_steps_as_with_torchs_adamw(precision: str, kernel: ModuleType
         return engine_of(job_of("gpt2", precision=precision), Layout(), training_of(clip=0.1, steps=3))
 
     plain = engine()
-    monkeypatch.setattr(kernels, "choose", lambda *_: Kernels(adamw=True))
+    monkeypatch.setattr(selection, "choose", lambda *_: Kernels(adamw=True))
     ours = engine()
     # Weights that differ in their last digit are rounded to another bf16 now and then, and the next losses show it.
     close = 1e-6 if precision == "fp32" else 3e-4

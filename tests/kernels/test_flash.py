@@ -14,7 +14,7 @@ from ultrascale.kernels import flash, fused, optional_kernels
 from ultrascale.measure import rehearse_tracker as operator_tracker
 from ultrascale.model.attention import attend, attend_backward, causal_attention
 from ultrascale.model.transformer import CausalAttention, Transformer
-from ultrascale.train import recompute
+from ultrascale.parallel import recompute
 
 
 class Package:

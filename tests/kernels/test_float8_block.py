@@ -13,12 +13,12 @@ from parallel.harness import job_of, training_of
 from ultrascale.kernels import float8, float8_block, fused
 from ultrascale.kernels.float8_block import Float8Block
 from ultrascale.kernels.float8_gemm import WIDE
+from ultrascale.kernels.selection import choose, why_not_fused
 from ultrascale.model.init import initialize
 from ultrascale.model.transformer import Transformer
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 from ultrascale.specs.training import Fp8Keep
-from ultrascale.train.kernels import choose, why_not_fused
 
 SMALL = Model(name="small", layers=3, hidden=64, heads=4, kv_heads=2, ffn=96, vocab=64)
 SIZES = {"attention.out": 0.25, "inputs": 4.0, "down": 0.0625}

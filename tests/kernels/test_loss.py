@@ -14,7 +14,7 @@ from ultrascale.kernels.loss import ChunkedHead, linear_cross_entropy
 from ultrascale.model.init import initialize
 from ultrascale.model.transformer import IGNORED, Transformer
 from ultrascale.specs.model import Model
-from ultrascale.train.live_memory import LiveBytes
+from ultrascale.train.memory import LiveBytes
 
 Made = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

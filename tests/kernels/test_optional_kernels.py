@@ -15,12 +15,11 @@ from torch import Tensor
 
 from kernels.test_fused import built, train_alike
 from parallel.harness import job_of, training_of
-from ultrascale.kernels import flash, fused, gated_gemm, optional_kernels
+from ultrascale.kernels import autotune, flash, fused, gated_gemm, optional_kernels
 from ultrascale.kernels.optional_kernels import FLASH_ATTENTION_4, QUACK, OptionalPackage
 from ultrascale.measure import doctor_facts as facts
 from ultrascale.model.attention import causal_attention
 from ultrascale.specs.layout import Layout
-from ultrascale.train import attention, gate_autotune
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 CTK = "No CTK flavor installed"
@@ -167,8 +166,8 @@ def test_a_choice_of_attention_says_what_failed(
     case: str, install: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     install(FLASH[case][0])
-    monkeypatch.setattr(attention, "TimedGraph", Once)
-    found = attention.timed(attention.AttentionShape(1, 16, 2, 2, 16, torch.bfloat16), CPU)
+    monkeypatch.setattr(autotune, "TimedGraph", Once)
+    found = autotune.time_attention(autotune.AttentionShape(1, 16, 2, 2, 16, torch.bfloat16), CPU)
     assert found is not None
     assert list(found.times_ms) == ["flash"]
     assert f"; FlashAttention 4 does not run here: {FLASH[case][1]}" in str(found)
@@ -181,13 +180,13 @@ def test_a_choice_of_gates_says_what_failed(
     case: str, install: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     install(QUACKS[case][0])
-    times = gate_autotune._times_ms
-    monkeypatch.setattr(gate_autotune, "TimedGraph", Once)
-    monkeypatch.setattr(gate_autotune, "in_turns_ms", lambda pieces, *_: dict.fromkeys(pieces, 1.0))
-    monkeypatch.setattr(gate_autotune, "_times_ms", lambda *given: times(*given[:-1], CPU))
+    times = autotune._gates_ms
+    monkeypatch.setattr(autotune, "TimedGraph", Once)
+    monkeypatch.setattr(autotune, "in_turns_ms", lambda pieces, *_: dict.fromkeys(pieces, 1.0))
+    monkeypatch.setattr(autotune, "_gates_ms", lambda *given: times(*given[:-1], CPU))
     small = job_of("llama")
     job = small.changed(model=small.model.model_copy(update={"hidden": 128, "ffn": 256, "head_dim": 32}), precision="bf16")
-    found = gate_autotune.fastest(job, Layout(), training_of(), GPU)
+    found = autotune.fastest_gates(job, Layout(), training_of(), torch.bfloat16, GPU)
     assert str(found).startswith(f"gates: between products; quack's kernels do not run here: {QUACKS[case][1]}")
     assert notes(capfd) == []
     assert not QUACK.failure

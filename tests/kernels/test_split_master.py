@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from parallel.harness import engine_of, job_of, training_of
-from ultrascale.kernels import split_master
+from ultrascale.kernels import selection, split_master
+from ultrascale.kernels.selection import Kernels
 from ultrascale.specs.checkpointing import Checkpointing
 from ultrascale.specs.layout import Layout
-from ultrascale.train import checkpoint, kernels
+from ultrascale.train import checkpoint
 from ultrascale.train.async_checkpoint import CheckpointManager, restore
 from ultrascale.train.engine import Engine
-from ultrascale.train.kernels import Kernels
 
 
 def test_the_two_halves_are_the_whole() -> None:
@@ -36,7 +36,7 @@ def test_ties_and_ends() -> None:
 
 
 def _engine(monkeypatch: pytest.MonkeyPatch, own: Kernels) -> Engine:
-    monkeypatch.setattr(kernels, "choose", lambda *_: own)
+    monkeypatch.setattr(selection, "choose", lambda *_: own)
     return engine_of(job_of("llama", precision="bf16"), Layout(), training_of(steps=3))
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from conftest import Run
-from ultrascale.cost.collectives import collective_time_s
 from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.network import collective_time_s
+from ultrascale.launch import machine
 from ultrascale.measure import bench_collectives as collectives
 from ultrascale.measure import bench_collectives as collectives_timed
 from ultrascale.measure.bench_collectives import CollectivesReport, CollectiveTiming, SkippedCollective
@@ -20,7 +21,6 @@ from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.job import Job
 from ultrascale.specs.model import Model
-from ultrascale.train import machine
 
 
 def test_bandwidths_are_those_of_nccl_tests() -> None:
@@ -93,7 +93,7 @@ def test_parts_are_whole_numbers_of_elements() -> None:
 
 
 def test_one_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ultrascale.parallel import local
+    from ultrascale.launch import local
 
     def run(function: object, nproc: int, op: str, *_: object, **__: object) -> list[list[CollectiveTiming]]:
         if op == "reduce":

@@ -21,13 +21,12 @@ import pytest
 
 from conftest import Run
 from ultrascale.cost.estimate import estimate
+from ultrascale.launch import launcher, machine
 from ultrascale.measure import bench_layouts as layouts
 from ultrascale.measure import bench_layouts_study as layouts_storage
-from ultrascale.measure import bench_layouts_sweep as layouts_run
 from ultrascale.measure import bench_trial as trial
-from ultrascale.measure.bench_layouts import Asked, Configuration
-from ultrascale.measure.bench_layouts_study import Record, Slower, Study, study_name
-from ultrascale.measure.bench_layouts_sweep import Sweep, TrialRow, verdict
+from ultrascale.measure.bench_layouts import CandidateSet, LayoutCandidate, Sweep, TrialRecord, TrialRow, verdict
+from ultrascale.measure.bench_layouts_study import Study, clearly_slower, study_name
 from ultrascale.measure.bench_trial import TrialFailure, TrialResult, TrialStep
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError, SpecError
@@ -36,7 +35,6 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.measurement import Measurement
 from ultrascale.specs.model import Model
 from ultrascale.specs.plan import Plan
-from ultrascale.train import launch, machine
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +45,7 @@ def plan() -> Plan:
 
 
 @pytest.fixture
-def asked(plan: Plan) -> Asked:
+def asked(plan: Plan) -> CandidateSet:
     return layouts.varied(plan, layouts.base_request(plan, None, 4, 0), "mbs=1:2:4", None)
 
 
@@ -95,25 +93,25 @@ def made(monkeypatch: pytest.MonkeyPatch, answers: dict[int, Any]) -> Made:
 def test_one_field_changes_and_the_batch_stays(plan: Plan) -> None:
     base = layouts.base_request(plan, None, 5, 0)
     found = layouts.varied(plan, base, "tp,mbs,recompute", None)
-    names = [one.name for one in found.configurations]
+    names = [one.name for one in found.candidates]
     assert names == ["the plan", "tp=2", "mbs=1", "mbs=4", "recompute=selective", "recompute=full"]
-    by_name = {one.name: one.layout for one in found.configurations}
+    by_name = {one.name: one.layout for one in found.candidates}
     assert by_name["the plan"] == plan.layout
     assert by_name["tp=2"] == plan.layout.changed(tp=2, dp=1, gas=4)
     assert by_name["mbs=4"] == plan.layout.changed(mbs=4, gas=1)
-    assert all(one.layout.batch_tokens(64) == 8 * 64 for one in found.configurations)
-    assert all(one.request.training.steps == 5 for one in found.configurations)
-    assert not any(one.request.checkpoint.save for one in found.configurations)
+    assert all(one.layout.batch_tokens(64) == 8 * 64 for one in found.candidates)
+    assert all(one.request.training.steps == 5 for one in found.candidates)
+    assert not any(one.request.checkpoint.save for one in found.candidates)
 
 
 def test_two_words_for_one_layout_are_measured_once(plan: Plan) -> None:
     found = layouts.varied(plan, layouts.base_request(plan, None, 5, 0), "mbs=4,gas=1", None)
-    assert [one.name for one in found.configurations] == ["the plan", "mbs=4"]
+    assert [one.name for one in found.candidates] == ["the plan", "mbs=4"]
 
 
 def test_what_cannot_run_is_left_out_and_says_why(plan: Plan) -> None:
     found = layouts.varied(plan, layouts.base_request(plan, None, 5, 0), "ep,schedule=1f1b:afab,mbs=3", None)
-    assert [one.name for one in found.configurations] == ["the plan"]
+    assert [one.name for one in found.candidates] == ["the plan"]
     assert [line.split(":")[0] for line in found.left_out] == ["ep=2", "schedule=afab", "mbs=3"]
     assert "experts" in found.left_out[0]
 
@@ -131,12 +129,12 @@ def test_the_planner_ranks_what_the_engine_runs(plan: Plan) -> None:
     base = layouts.base_request(plan, None, 5, 0)
     here = Cluster.load("2xh100")
     found = layouts.ranked(base, here, 3)
-    assert [one.name for one in found.configurations] == ["#1", "#2", "#3"]
-    predicted = [one.predicted.step_time_s for one in found.configurations if one.predicted]
+    assert [one.name for one in found.candidates] == ["#1", "#2", "#3"]
+    predicted = [one.predicted.step_time_s for one in found.candidates if one.predicted]
     assert predicted == sorted(predicted)
     assert found.ranked
-    won = layouts.winner(found, found.configurations[1], here)
-    assert won.layout == found.configurations[1].layout
+    won = layouts.winning_plan(found, found.candidates[1], here)
+    assert won.layout == found.candidates[1].layout
     assert won.estimate.step_time_s == predicted[1]
 
 
@@ -219,14 +217,14 @@ def test_a_killed_trial_is_a_reason_and_its_ranks_end(plan: Plan, tmp_path: Path
 
 def test_a_trial_without_memory_is_a_reason(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real refusal of the system: address space for 64 MiB more than there is."""
-    train = launch.train
+    train = launcher.train
 
     def limited(*words: Any, **more: Any) -> Any:
         held = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_AS, (held + 2**26, resource.RLIM_INFINITY))
         return train(*words, **more)
 
-    monkeypatch.setattr(launch, "train", limited)
+    monkeypatch.setattr(launcher, "train", limited)
     wide = Model.load("tiny").model_copy(update={"ffn": 64 * 1024, "name": "wide"})
     job = plan.job.changed(model=wide, cluster=Cluster.load("1xh100"))
     big = plan.model_copy(update={"job": job, "layout": Layout(mbs=8)})
@@ -238,7 +236,7 @@ def test_a_trial_without_memory_is_a_reason(plan: Plan, tmp_path: Path, monkeypa
 def test_a_trial_that_hangs_and_one_that_crashes_are_reasons(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "train", lambda *_, **__: time.sleep(60))
+    monkeypatch.setattr(launcher, "train", lambda *_, **__: time.sleep(60))
     request = layouts.base_request(plan, None, 4, 0)
     ended = trial.run(request, tmp_path / "a", None, 0.5)
     assert isinstance(ended, TrialFailure)
@@ -247,7 +245,7 @@ def test_a_trial_that_hangs_and_one_that_crashes_are_reasons(
     def broken(*_: Any, **__: Any) -> None:
         raise ValueError("no such kernel")
 
-    monkeypatch.setattr(launch, "train", broken)
+    monkeypatch.setattr(launcher, "train", broken)
     assert trial.run(request, tmp_path / "b", None, 60) == TrialFailure("crashed", "ValueError: no such kernel")
 
 
@@ -265,7 +263,9 @@ def test_reasons_are_one_sentence() -> None:
 # The study
 
 
-def test_every_end_is_recorded_and_nothing_is_repeated(asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_end_is_recorded_and_nothing_is_repeated(
+    asked: CandidateSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     failed = TrialFailure("out of memory", "rank 0 ran out of memory at step 1")
     runner = made(monkeypatch, {2: 100.0, 1: failed, 4: 150.0})
     rows = Sweep(asked, in_file(tmp_path), tmp_path, None, 60).run()
@@ -276,7 +276,7 @@ def test_every_end_is_recorded_and_nothing_is_repeated(asked: Asked, tmp_path: P
     assert rows[0].record.tensors_gib == 6 * 2**28 / 2**30
     found = verdict(rows)
     assert found is not None
-    assert found.winner.configuration.name == "mbs=4"
+    assert found.winner.candidate.name == "mbs=4"
     assert found.regret == pytest.approx(0.5)
     again = Sweep(asked, in_file(tmp_path), tmp_path, None, 60).run()  # as another process would
     assert runner.ran == [2, 1, 4]
@@ -284,7 +284,7 @@ def test_every_end_is_recorded_and_nothing_is_repeated(asked: Asked, tmp_path: P
 
 
 def test_ctrl_c_keeps_what_is_finished_and_the_rest_goes_on(
-    asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    asked: CandidateSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made(monkeypatch, {2: 100.0, 1: KeyboardInterrupt(), 4: 1.0})
     sweep = Sweep(asked, in_file(tmp_path), tmp_path, None, 60)
@@ -298,20 +298,20 @@ def test_ctrl_c_keeps_what_is_finished_and_the_rest_goes_on(
     assert [row.record.tokens_per_s for row in rows if row.record] == [100.0, 70.0, 80.0]
 
 
-def test_a_sweep_that_is_killed_goes_on(asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_that_is_killed_goes_on(asked: CandidateSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The owner of a running trial is dead: whoever looks next says so, and runs it again."""
 
     def claims_and_dies() -> None:
         study = in_file(tmp_path)
-        study.offer(asked.configurations, False)
-        study.claim([asked.configurations[0].layout])
+        study.offer(asked.candidates, False)
+        study.claim([asked.candidates[0].layout])
         os._exit(9)
 
     process = multiprocessing.get_context("fork").Process(target=claims_and_dies)
     process.start()
     process.join()
     study = in_file(tmp_path)
-    assert study.records()[asked.configurations[0].layout].state == "running"
+    assert study.records()[asked.candidates[0].layout].state == "running"
     runner = made(monkeypatch, {2: 100.0, 1: 1.0, 4: 2.0})
     rows = Sweep(asked, study, tmp_path, None, 60).run()
     assert sorted(runner.ran) == [1, 2, 4]
@@ -320,27 +320,27 @@ def test_a_sweep_that_is_killed_goes_on(asked: Asked, tmp_path: Path, monkeypatc
     assert [one.user_attrs["reason"] for one in dead] == ["the process that ran it is gone"]
 
 
-def test_a_silent_machine_loses_its_trial(asked: Asked, tmp_path: Path) -> None:
+def test_a_silent_machine_loses_its_trial(asked: CandidateSet, tmp_path: Path) -> None:
     study = in_file(tmp_path)
-    study.offer(asked.configurations, False)
-    claimed = study.claim([asked.configurations[0].layout])
+    study.offer(asked.candidates, False)
+    claimed = study.claim([asked.candidates[0].layout])
     assert claimed is not None
-    claimed[1].study.storage.set_trial_user_attr(claimed[1]._id, "owner", {"host": "another", "pid": 1})
-    study.bury()
+    study._note(claimed[1], owner={"host": "another", "pid": 1})
+    study.fail_orphans()
     assert study.records()[claimed[0]].state == "running"  # it beat a moment ago
     with sqlite3.connect(tmp_path / "study.db") as database:
         database.execute("update trial_heartbeats set heartbeat = datetime('now', '-2 minutes')")
-    study.bury()
+    study.fail_orphans()
     record = study.records()[claimed[0]]
     assert (record.state, record.kind, record.reason) == ("failed", "interrupted", "the machine that ran it fell silent")
-    late = claimed[1]  # it was only slow: what it says now changes nothing
-    assert not late.slower([TrialStep(3, 1.0)])
-    late.tell(seen(5.0), 1.0, tmp_path)
+    # It was only slow: what it says now changes nothing.
+    assert not study.report(claimed[1], [TrialStep(3, 1.0)])
+    study.finish(claimed[1], seen(5.0), 1.0, tmp_path)
     assert study.records()[claimed[0]] == record
 
 
 def test_slow_trials_stop_early_in_a_race_and_not_when_fields_are_varied(
-    asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    asked: CandidateSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = [30.0, 100.0, 70.0, 60.0, 99.0]  # medians of two, three, four steps: 65 is below 80 of the best's hundred
     made(monkeypatch, {2: [100.0] * 5, 1: slow, 4: [90.0] * 5})
@@ -353,23 +353,17 @@ def test_slow_trials_stop_early_in_a_race_and_not_when_fields_are_varied(
     assert [row.record.state for row in varied if row.record] == ["measured"] * 3
 
 
-def test_the_pruner_waits_for_enough_and_for_somebody_to_beat(tmp_path: Path) -> None:
-    study = optuna.create_study(direction="maximize", pruner=Slower())
-    first = study.ask()
-    for number in range(5):
-        first.report(1.0, number)
-        assert not first.should_prune()
-    study.tell(first, 100.0)
-    second = study.ask()
-    second.report(1.0, 3)
-    assert not second.should_prune()
-    second.report(1.0, 4)
-    assert second.should_prune()
+def test_a_trial_is_stopped_after_enough_steps_and_only_beside_a_better_one() -> None:
+    assert not clearly_slower([1.0] * 5, best=0.0)
+    assert not clearly_slower([1.0], best=100.0)
+    assert clearly_slower([1.0, 1.0], best=100.0)
 
 
-def test_a_budget_that_is_spent_leaves_the_rest_waiting(asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_that_is_spent_leaves_the_rest_waiting(
+    asked: CandidateSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = [0.0]
-    monkeypatch.setattr(layouts_run, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(layouts, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     limits: list[float] = []
 
     def slow(request: Any, folder: Path, cluster: Any, limit_s: float, look: Any) -> TrialFailure:
@@ -384,9 +378,9 @@ def test_a_budget_that_is_spent_leaves_the_rest_waiting(asked: Asked, tmp_path: 
     assert kinds == [("failed", "interrupted"), ("waiting", ""), ("waiting", "")]
 
 
-def test_regret_of_a_first_choice_that_failed_is_not_known(asked: Asked) -> None:
-    first, second, _ = asked.configurations
-    rows = (TrialRow(first, Record(0, "failed", reason="x")), TrialRow(second, Record(1, "measured", 10.0)))
+def test_regret_of_a_first_choice_that_failed_is_not_known(asked: CandidateSet) -> None:
+    first, second, _ = asked.candidates
+    rows = (TrialRow(first, TrialRecord(0, "failed", reason="x")), TrialRow(second, TrialRecord(1, "measured", 10.0)))
     found = verdict(rows)
     assert found is not None
     assert found.regret is None
@@ -410,21 +404,21 @@ def test_studies_are_of_one_job(plan: Plan) -> None:
 # Databases that cannot
 
 
-def test_a_locked_database_says_so(asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_locked_database_says_so(asked: CandidateSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layouts_storage, "LOCK_WAIT_S", 0.1)
     study = in_file(tmp_path)
     other = sqlite3.connect(tmp_path / "study.db", isolation_level=None)
     other.execute("begin exclusive")
     with pytest.raises(RunError, match=r"locked by another process.*the same command goes on"):
-        study.offer(asked.configurations, False)
+        study.offer(asked.candidates, False)
     other.close()
 
 
-def test_a_full_disk_keeps_what_is_finished(asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_what_is_finished(asked: CandidateSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SQLite's own word for it, from a file that may not grow."""
     study = in_file(tmp_path)
     made(monkeypatch, {2: 100.0, 1: 50.0, 4: 60.0})
-    sweep = Sweep(replace(asked, configurations=asked.configurations[:1]), study, tmp_path, None, 60)
+    sweep = Sweep(replace(asked, candidates=asked.candidates[:1]), study, tmp_path, None, 60)
     sweep.run()
 
     @optuna.storages._rdb.storage.sqlalchemy.event.listens_for(study.storage.engine, "connect")  # type: ignore[attr-defined]
@@ -434,23 +428,23 @@ def test_a_full_disk_keeps_what_is_finished(asked: Asked, tmp_path: Path, monkey
     more = [made_up(asked, number) for number in range(50)]
     with pytest.raises(RunError, match=r"disk of sqlite.*is full: make room.*goes on"):
         study.offer(more, False)
-    assert in_file(tmp_path).records()[asked.configurations[0].layout].tokens_per_s == 100.0
+    assert in_file(tmp_path).records()[asked.candidates[0].layout].tokens_per_s == 100.0
 
 
-def made_up(asked: Asked, number: int) -> Configuration:
-    one = asked.configurations[0]
+def made_up(asked: CandidateSet, number: int) -> LayoutCandidate:
+    one = asked.candidates[0]
     return replace(one, request=replace(one.request, layout=one.layout.changed(gas=100 + number)))
 
 
 def test_one_process_at_a_time_on_a_file(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'study.db'}"
-    code = "import sys, time\nfrom ultrascale.measure.bench_layouts_study import ours\n"
-    code += "with ours(sys.argv[1]):\n print(1, flush=True)\n time.sleep(60)"
+    code = "import sys, time\nfrom ultrascale.measure.bench_layouts_study import lock_file\n"
+    code += "with lock_file(sys.argv[1]):\n print(1, flush=True)\n time.sleep(60)"
     other = subprocess.Popen([sys.executable, "-c", code, url], stdout=subprocess.PIPE)
     try:
         assert other.stdout is not None
         other.stdout.readline()
-        with pytest.raises(SpecError, match="in use by another bench"), layouts_storage.ours(url):
+        with pytest.raises(SpecError, match="in use by another bench"), layouts_storage.lock_file(url):
             pass
     finally:
         other.kill()
@@ -476,7 +470,7 @@ def test_storage_that_is_none(url: str, said: str) -> None:
 
 def test_the_command_measures_and_goes_on(plan: Plan, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "gpu_names", list)
-    monkeypatch.setattr(launch, "machine", lambda *_: Cluster.load("2xh100"))
+    monkeypatch.setattr(launcher, "detect_cluster", lambda *_: Cluster.load("2xh100"))
     file = plan.save(tmp_path / "plan.yaml")
     words = ("bench", "layouts", file, "-o", tmp_path / "out", "--steps", "4")
     code, out, said = run(*words, "--budget", "2m", "--top", "2", "--json", tmp_path / "out.json")
@@ -521,7 +515,7 @@ def test_a_bench_that_is_killed_leaves_nobody_behind_and_goes_on(plan: Plan, tmp
     study = optuna.load_study(study_name=None, storage=f"sqlite:///{tmp_path / 'out' / 'study.db'}")
     reasons = [one.user_attrs.get("reason") for one in study.get_trials()]
     assert "the process that ran it is gone" in reasons
-    assert layouts_run.BUDGET in reasons
+    assert layouts.BUDGET in reasons
 
 
 @pytest.mark.parametrize(
@@ -534,7 +528,7 @@ def test_a_bench_that_is_killed_leaves_nobody_behind_and_goes_on(plan: Plan, tmp
 )
 def test_the_command_refuses(plan: Plan, run: Run, tmp_path: Path, words: tuple[str, ...], said: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(machine, "gpu_names", list)
-    monkeypatch.setattr(launch, "machine", lambda *_: None)
+    monkeypatch.setattr(launcher, "detect_cluster", lambda *_: None)
     monkeypatch.chdir(tmp_path)
     code, _, error = run("bench", "layouts", plan.save(tmp_path / "plan.yaml"), *words)
     assert code == 2

@@ -17,9 +17,8 @@ import pytest
 
 from ultrascale.cost.estimate import estimate
 from ultrascale.measure import bench_layouts as layouts
-from ultrascale.measure.bench_layouts import Asked
+from ultrascale.measure.bench_layouts import CandidateSet, Sweep
 from ultrascale.measure.bench_layouts_study import Study
-from ultrascale.measure.bench_layouts_sweep import Sweep
 from ultrascale.measure.bench_trial import TrialFailure
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError, SpecError
@@ -97,27 +96,27 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def asked() -> Asked:
+def asked() -> CandidateSet:
     job = Job(model=Model.load("tiny"), cluster=Cluster.load("2xh100"), seq=64, batch_tokens=8 * 64, precision="fp32")
     layout = Layout(dp=2, mbs=4, gas=1)
     plan = Plan(job=job, layout=layout, estimate=estimate(job, layout))
     return layouts.varied(plan, layouts.base_request(plan, None, 3, 0), "mbs,recompute", None)
 
 
-def work(url: str, asked: Asked, folder: Path, told: multiprocessing.Queue) -> None:  # type: ignore[type-arg]
+def work(url: str, asked: CandidateSet, folder: Path, told: multiprocessing.Queue) -> None:  # type: ignore[type-arg]
     """One machine: takes what waits until nothing does. Trials fail at once, which is a result too."""
     study = Study(url, "shared")  # all of them at once, on a server that has no tables yet
-    study.offer(asked.configurations, False)
+    study.offer(asked.candidates, False)
     mine = []
-    while (claimed := study.claim([one.layout for one in asked.configurations])) is not None:
-        mine.append(claimed[1].number)
-        claimed[1].tell(TrialFailure("crashed", "made up"), 0.1, folder)
+    while (claimed := study.claim([one.layout for one in asked.candidates])) is not None:
+        mine.append(claimed[1])
+        study.finish(claimed[1], TrialFailure("crashed", "made up"), 0.1, folder)
     told.put(mine)
 
 
 @pytest.mark.slow
-def test_machines_share_a_study_and_no_trial(server: Server, asked: Asked, tmp_path: Path) -> None:
-    assert len(asked.configurations) == 5
+def test_machines_share_a_study_and_no_trial(server: Server, asked: CandidateSet, tmp_path: Path) -> None:
+    assert len(asked.candidates) == 5
     context = multiprocessing.get_context("fork")
     told = context.Queue()
     machines = [context.Process(target=work, args=(server.url, asked, tmp_path, told)) for _ in range(3)]
@@ -129,16 +128,16 @@ def test_machines_share_a_study_and_no_trial(server: Server, asked: Asked, tmp_p
     assert sorted(number for one in taken for number in one) == list(range(5))
     records = Study(server.url, "shared").records()
     assert {record.state for record in records.values()} == {"failed"}
-    assert set(records) == {one.layout for one in asked.configurations}
+    assert set(records) == {one.layout for one in asked.candidates}
 
 
-def test_a_real_trial_is_kept_on_the_server(server: Server, asked: Asked, tmp_path: Path) -> None:
-    one = Asked(asked.base, asked.configurations[:1])
+def test_a_real_trial_is_kept_on_the_server(server: Server, asked: CandidateSet, tmp_path: Path) -> None:
+    one = CandidateSet(asked.base, asked.candidates[:1])
     (row,) = Sweep(one, Study(server.url, "real"), tmp_path, None, 120).run()
     assert row.record is not None
     assert row.record.state == "measured", row.record
     again = Study(server.url.replace("postgresql", "postgres"), "real")
-    assert again.records()[one.configurations[0].layout] == row.record
+    assert again.records()[one.candidates[0].layout] == row.record
 
 
 def test_a_database_that_is_not_there(server: Server) -> None:
@@ -146,9 +145,9 @@ def test_a_database_that_is_not_there(server: Server) -> None:
         Study(server.url.replace("/postgres", "/none"), "x")
 
 
-def test_a_server_that_ends_says_so(server: Server, asked: Asked) -> None:
+def test_a_server_that_ends_says_so(server: Server, asked: CandidateSet) -> None:
     """The last of this file: it ends the server."""
     study = Study(server.url, "ends")
     server.end()
     with pytest.raises(RunError, match=r"does not answer any more.*the same command goes on"):
-        study.offer(asked.configurations, False)
+        study.offer(asked.candidates, False)

@@ -12,21 +12,19 @@ from rich.console import Console
 
 from conftest import Run
 from ultrascale.cost.estimate import estimate
+from ultrascale.launch import launcher, machine
 from ultrascale.measure import bench_collectives as collectives_timed
 from ultrascale.measure import bench_hardware as hardware
 from ultrascale.measure import bench_layouts as layouts
 from ultrascale.measure import bench_trial as trial
 from ultrascale.measure.bench_collectives import CollectivesReport, CollectiveTiming
-from ultrascale.measure.bench_layouts import Asked
-from ultrascale.measure.bench_layouts_study import Record
-from ultrascale.measure.bench_layouts_sweep import TrialProgress, TrialRow, verdict
+from ultrascale.measure.bench_layouts import CandidateSet, SweepProgress, TrialRecord, TrialRow, verdict
 from ultrascale.show import bench as show
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 from ultrascale.specs.plan import Plan
-from ultrascale.train import launch, machine
 
 
 @pytest.fixture(scope="module")
@@ -37,28 +35,28 @@ def plan() -> Plan:
 
 
 @pytest.fixture(scope="module")
-def asked(plan: Plan) -> Asked:
+def asked(plan: Plan) -> CandidateSet:
     return layouts.varied(plan, layouts.base_request(plan, None, 4, 0), "mbs=1:2:4,mbs=3", Cluster.load("2xh100"))
 
 
-def rows(asked: Asked, *records: Record | None) -> tuple[TrialRow, ...]:
-    return tuple(TrialRow(one, record) for one, record in zip(asked.configurations, records, strict=True))
+def rows(asked: CandidateSet, *records: TrialRecord | None) -> tuple[TrialRow, ...]:
+    return tuple(TrialRow(one, record) for one, record in zip(asked.candidates, records, strict=True))
 
 
 RECORDS = (
-    Record(0, "measured", 1000.0, 0.25),
-    Record(1, "failed", kind="out of memory", reason="rank 1 ran out of memory at step 2"),
-    Record(2, "stopped early", 500.0, reason="stopped after step 4"),
+    TrialRecord(0, "measured", 1000.0, 0.25),
+    TrialRecord(1, "failed", kind="out of memory", reason="rank 1 ran out of memory at step 2"),
+    TrialRecord(2, "stopped early", 500.0, reason="stopped after step 4"),
 )
 
 
-def shown(asked: Asked, *records: Record | None) -> str:
+def shown(asked: CandidateSet, *records: TrialRecord | None) -> str:
     text, found = StringIO(), rows(asked, *records)
     show.show_layouts(Console(file=text, width=250), asked, found, verdict(found), None)
     return text.getvalue()
 
 
-def test_the_table_tells_of_every_end(asked: Asked) -> None:
+def test_the_table_tells_of_every_end(asked: CandidateSet) -> None:
     said = shown(asked, *RECORDS)
     for word in (
         "0.50×",
@@ -70,16 +68,16 @@ def test_the_table_tells_of_every_end(asked: Asked) -> None:
     ):
         assert word in said, word
     assert "It is the plan: no regret" in said
-    predicted = asked.configurations[0].predicted
+    predicted = asked.candidates[0].predicted
     assert predicted is not None
     assert f"{predicted.tokens_per_s / 1000 - 1:+.0%}" in said
 
 
-def test_regret_is_how_much_slower_the_first_was(asked: Asked) -> None:
+def test_regret_is_how_much_slower_the_first_was(asked: CandidateSet) -> None:
     """800 of 1000 tokens/s is a fifth less."""
-    faster = Record(1, "measured", 1000.0)
+    faster = TrialRecord(1, "measured", 1000.0)
     race = replace(asked, ranked=True)
-    assert "The planner's first choice is 20.0% slower" in shown(race, Record(0, "measured", 800.0), faster, None)
+    assert "The planner's first choice is 20.0% slower" in shown(race, TrialRecord(0, "measured", 800.0), faster, None)
     assert "the planner's first choice failed (crashed)" in shown(race, replace(RECORDS[1], kind="crashed"), faster, None)
     said = shown(asked, None, faster, None)
     assert "the plan was not measured" in said
@@ -87,24 +85,24 @@ def test_regret_is_how_much_slower_the_first_was(asked: Asked) -> None:
     assert "nothing was measured to its end" in shown(asked, RECORDS[1], None, None)
 
 
-def watched(asked: Asked, monkeypatch: pytest.MonkeyPatch, **console: Any) -> str:
+def watched(asked: CandidateSet, monkeypatch: pytest.MonkeyPatch, **console: Any) -> str:
     text = StringIO()
     monkeypatch.setattr(show, "terminal", lambda to_errors: Console(file=text, width=200, **console))
     with show.watching(asked) as changed:
-        changed(TrialProgress(rows(asked, RECORDS[0], None, None), "mbs=1", 3, 10, None))
-        changed(TrialProgress(rows(asked, *RECORDS), "", 0, 10, 150.0))
-        changed(TrialProgress(rows(asked, *RECORDS), "", 0, 10, 150.0))
+        changed(SweepProgress(rows(asked, RECORDS[0], None, None), "mbs=1", 3, 10, None))
+        changed(SweepProgress(rows(asked, *RECORDS), "", 0, 10, 150.0))
+        changed(SweepProgress(rows(asked, *RECORDS), "", 0, 10, 150.0))
     return text.getvalue()
 
 
-def test_on_a_terminal_the_table_is_redrawn(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_the_table_is_redrawn(asked: CandidateSet, monkeypatch: pytest.MonkeyPatch) -> None:
     said = watched(asked, monkeypatch, force_terminal=True)
     assert "mbs=1: step 3 of 10; 1 of 3" in said
     assert "3 of 3, about 2 min left" in said
     assert said.count("tokens/s predicted") >= 3
 
 
-def test_elsewhere_each_end_is_a_line(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elsewhere_each_end_is_a_line(asked: CandidateSet, monkeypatch: pytest.MonkeyPatch) -> None:
     assert watched(asked, monkeypatch).splitlines() == [
         "known: the plan: 1,000 tokens/s; 1 of 3",
         "mbs=1: failed, out of memory: rank 1 ran out of memory at step 2; 3 of 3, about 2 min left",
@@ -117,7 +115,7 @@ def test_ctrl_c_ends_with_a_table_and_a_word(plan: Plan, run: Run, tmp_path: Pat
         raise KeyboardInterrupt
 
     monkeypatch.setattr(machine, "gpu_names", list)
-    monkeypatch.setattr(launch, "machine", lambda *_: None)
+    monkeypatch.setattr(launcher, "detect_cluster", lambda *_: None)
     monkeypatch.setattr(trial, "run", interrupted)
     code, out, said = run("bench", "layouts", plan.save(tmp_path / "plan.yaml"), "--vary", "mbs", "-o", tmp_path / "out")
     assert code == 1

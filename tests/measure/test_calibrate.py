@@ -14,6 +14,8 @@ from rich.console import Console
 
 from conftest import Run
 from ultrascale import Cluster, Job, Layout, Model, estimate
+from ultrascale.launch.cpu_rates import CPURates, LinkRate
+from ultrascale.launch.machine import cpu_cluster
 from ultrascale.measure.calibrate import (
     CalibratedRun,
     Calibration,
@@ -33,8 +35,6 @@ from ultrascale.specs.framework import Framework
 from ultrascale.specs.measurement import MeasuredMemory, MeasuredStage, MeasuredTime, Measurement
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import GIB
-from ultrascale.train.machine import cpu_cluster
-from ultrascale.train.rates import CPURates, LinkRate
 
 TRUTH = Efficiency(matmul=0.95, attention_forward=0.44, attention_backward=0.344, kernel_launch_s=6e-5)
 SHAPES = (

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ultrascale.cost import attention
+from ultrascale.cost import kernels
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.measure import bench_hardware as hardware
@@ -40,7 +40,7 @@ def test_the_laws_give_back_what_was_seen(kind: str) -> None:
     machine = ClusterRates(job)
     m, n, k = np.array([(one.m, one.n, one.k) for one, _ in SEEN.products], dtype=float).T
     assert machine.matmul_s(m, n, k).sum() == pytest.approx(15.8e-4, rel=1e-3)
-    passes = attention.passes(job, LayoutColumns.of([Layout(mbs=4)]), machine)
+    passes = kernels.attention_passes(job, LayoutColumns.of([Layout(mbs=4)]), machine)
     assert passes.forward[0] == pytest.approx(1.1e-3, rel=1e-3)
     assert passes.input_grad[0] == pytest.approx(3.2e-3, rel=1e-3)
     assert machine.stream_s(np.array([2.0 * hardware.COPIED]))[0] == pytest.approx(5.3e-4, rel=1e-3)

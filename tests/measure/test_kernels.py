@@ -15,8 +15,7 @@ import torch
 from rich.console import Console
 from torch.nn.attention import flex_attention
 
-from ultrascale.measure import bench_kernel_cases as kernels_step
-from ultrascale.measure import bench_kernel_timing as kernels_timed
+from ultrascale.measure import bench_kernel_cases as cases
 from ultrascale.measure import bench_kernels as kernels
 from ultrascale.measure.bench_kernels import KernelCandidate, KernelComparison, KernelResult, KernelShape, KernelsReport
 from ultrascale.show import bench as show
@@ -37,7 +36,7 @@ def worst(asked: KernelComparison, ways: tuple[str, ...]) -> dict[str, float]:
         outputs = one.run()
         outputs = outputs if one.result is None else one.result()
         wanted = wanted or tuple(output.clone() for output in outputs)
-        found[way] = kernels_timed.difference(outputs, wanted)
+        found[way] = kernels.difference(outputs, wanted)
         assert all(bool(output.any()) for output in outputs)
     return found
 
@@ -48,13 +47,13 @@ def test_ours_computes_what_plain_operators_do(kernel: str, monkeypatch: pytest.
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     monkeypatch.setattr("ultrascale.measure.bench_kernel_cases.DOCUMENT", 6)
-    asked = kernels_timed.MAKERS[kernel](SMALL, CPU, torch.float32)
+    asked = cases.CASES[kernel](SMALL, CPU, torch.float32)
     assert worst(asked, ("eager", "ours"))["ours"] < 1e-5
     assert asked.moved > 0 or asked.flops > 0
 
 
 def test_a_run_that_overwrites_its_inputs_is_put_back() -> None:
-    asked = kernels_timed.MAKERS["rotary"](SMALL, CPU, torch.float32)
+    asked = cases.CASES["rotary"](SMALL, CPU, torch.float32)
     ours = asked.ways["ours"]()
     first = [output.clone() for output in ours.run()]
     turned_twice = ours.run()
@@ -64,7 +63,7 @@ def test_a_run_that_overwrites_its_inputs_is_put_back() -> None:
 
 
 def test_the_formula_of_adamw_is_torchs() -> None:
-    asked = kernels_step.adamw(SMALL, CPU, torch.bfloat16)
+    asked = cases.adamw(SMALL, CPU, torch.bfloat16)
     torchs = asked.ways["eager"]()
     torchs.run()
     assert torchs.result is not None
@@ -72,7 +71,7 @@ def test_the_formula_of_adamw_is_torchs() -> None:
         assert update.abs().max() > 1e-4, number
     masters, made = [torch.full((3,), 0.5)], [torch.tensor([1.0, -2.0, 0.0], dtype=torch.bfloat16)]
     mean, square, copy = [torch.zeros(3)], [torch.zeros(3)], [torch.zeros(3, dtype=torch.bfloat16)]
-    kernels_step.plain_steps(masters, made, mean, square, copy)
+    cases.plain_steps(masters, made, mean, square, copy)
     # By hand: decay takes 1e-4 of 0.5, and the first update is the gradient's sign.
     assert masters[0].tolist() == pytest.approx([0.49895, 0.50095, 0.49995], abs=1e-7)
     assert torch.equal(copy[0], masters[0].bfloat16())
@@ -134,10 +133,10 @@ def test_one_that_runs_out_of_memory_or_fails_is_said(monkeypatch: pytest.Monkey
         {"eager": lambda: KernelCandidate(full), "compile": lambda: fine, "liger": broken, "ours": lambda: fine},
         moved=10**9,
     )
-    monkeypatch.setattr(kernels_timed, "time_ms", lambda runners, _: dict.fromkeys(runners, 2.0))
+    monkeypatch.setattr(kernels, "time_ms", lambda runners, _: dict.fromkeys(runners, 2.0))
     for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
-    found = kernels_timed._row("norm", SMALL, asked, None, lambda _: None)
+    found = kernels._measure_one("norm", SMALL, asked, None, lambda _: None)
     assert found.missing == {"eager": "out of memory", "liger": "failed: TypeError"}
     assert found.times_ms == {"compile": 2.0, "ours": 2.0}
     assert found.gb_s == pytest.approx(500.0)  # a gigabyte in two milliseconds
@@ -150,7 +149,7 @@ def test_ours_may_not_fail_silently(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     with pytest.raises(TypeError, match="ours"):
-        kernels_timed._row("norm", SMALL, KernelComparison("2", {"ours": broken}), None, lambda _: None)
+        kernels._measure_one("norm", SMALL, KernelComparison("2", {"ours": broken}), None, lambda _: None)
 
 
 def test_shapes_are_those_of_two_models_or_of_one_width() -> None:
@@ -171,7 +170,7 @@ def test_shapes_that_cannot_be(tokens: int | None, hidden: int | None, words: st
 
 
 def test_kernels_are_named() -> None:
-    assert kernels.chosen(None) == list(kernels.KERNELS) == list(kernels_timed.MAKERS)
+    assert kernels.chosen(None) == list(kernels.KERNELS) == list(cases.CASES)
     assert kernels.chosen(" gate, NORM ") == ["norm", "gate"]
     with pytest.raises(SpecError, match="did you mean 'norm'"):
         kernels.chosen("norms")

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from ultrascale.kernels import fused
-from ultrascale.measure import bench_kernel_cases as kernels_block
-from ultrascale.measure import bench_kernel_cases as kernels_step
-from ultrascale.measure import bench_kernel_timing as kernels_timed
+from ultrascale.measure import bench_kernel_cases as cases
+from ultrascale.measure import bench_kernels as kernels
 from ultrascale.measure.bench_kernels import KernelShape
 from ultrascale.specs.model import Model
 
@@ -22,13 +21,13 @@ SMALL = KernelShape(
 
 
 def difference(kernel: str, way: str, dtype: torch.dtype) -> float:
-    asked = kernels_timed.MAKERS[kernel](SMALL, torch.device("cpu"), dtype)
+    asked = cases.CASES[kernel](SMALL, torch.device("cpu"), dtype)
     found = []
     for name in ("eager", way):
         one = asked.ways[name]()
         outputs = one.run()
         found.append(tuple(output.clone() for output in (outputs if one.result is None else one.result())))
-    return kernels_timed.difference(found[1], found[0])
+    return kernels.difference(found[1], found[0])
 
 
 @pytest.mark.parametrize("kernel", ["norm", "rotary", "gate"])
@@ -43,11 +42,11 @@ def test_ours(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels_step, "LAYERS", 1)
+    monkeypatch.setattr(cases, "LAYERS", 1)
     assert difference("adamw", "ours", torch.bfloat16) < 1e-4
 
 
-@pytest.mark.skipif(not kernels_block.LIGER, reason="Liger-Kernel is not installed")
+@pytest.mark.skipif(not cases.LIGER, reason="Liger-Kernel is not installed")
 @pytest.mark.parametrize("kernel", ["rotary", "loss"])
 def test_liger(kernel: str) -> None:
     """Its norm and its gate do not run under the interpreter."""

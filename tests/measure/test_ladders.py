@@ -83,7 +83,7 @@ def test_prediction_counts_each_reduction() -> None:
     """Four reductions a step: three more than an estimate has, each as exposed as its one."""
     job = Job(model=Model.load("tiny"), cluster=Cluster.load("2xh100"), seq=128, batch_tokens=8 * 128)
     predicted = estimate(job, Layout(dp=2, mbs=1, gas=4, data_parallel="naive"))
-    once, often = ladders.foretold(predicted), ladders.foretold(predicted, 4)
+    once, often = ladders.predicted_figures(predicted), ladders.predicted_figures(predicted, 4)
     assert predicted.time.data_s > 0
     assert once.step_s == predicted.step_time_s
     assert often.step_s == pytest.approx(once.step_s + 3 * predicted.time.data_s)

@@ -14,8 +14,7 @@ import torch._dynamo
 import torch.distributed.checkpoint
 
 from parallel.harness import family
-from ultrascale.parallel import local
-from ultrascale.train import launch
+from ultrascale.launch import launcher, local
 from ultrascale.train.request import Overrides, from_model
 
 torch.set_num_threads(1)
@@ -36,7 +35,7 @@ def losses(model: str, out: Path, *words: str, world: int) -> list[float]:
     request = from_model(shape, Overrides.parse([*WORDS, *words]), world)
 
     def train() -> None:
-        launch.train(request, out, world, quiet=True)
+        launcher.train(request, out, world, quiet=True)
         os._exit(0)
 
     process = local.fork(train)

@@ -16,19 +16,19 @@ import torch._dynamo  # before processes fork
 from torch.autograd import profiler
 
 from ultrascale.cost.estimate import estimate
+from ultrascale.launch import launcher
+from ultrascale.launch.cpu_rates import CPURates, LinkRate
+from ultrascale.launch.machine import cpu_cluster
 from ultrascale.measure.profile_memory import MOST, MemoryTimeline, draw, from_record, thinned
 from ultrascale.parallel import ranges
 from ultrascale.schedules import build
 from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.estimate import MEASURED_OWNERS
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.measurement import Measurement
 from ultrascale.specs.model import Model
 from ultrascale.specs.plan import Plan
-from ultrascale.train import launch
-from ultrascale.train.machine import cpu_cluster
-from ultrascale.train.memory_owners import OWNERS
-from ultrascale.train.rates import CPURates, LinkRate
 
 Run = Callable[..., tuple[int, str, str]]
 MODEL = Model(name="small", layers=4, hidden=64, heads=4, kv_heads=2, ffn=192, vocab=256)
@@ -38,7 +38,7 @@ MODEL = Model(name="small", layers=4, hidden=64, heads=4, kv_heads=2, ffn=192, v
 def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that need not be measured again for every test."""
     rates, link = CPURates(1e10, 1e10, 5e-6, 5e9, 5e9, 5e8), LinkRate(1e9, 1e-4)
-    monkeypatch.setattr(launch, "machine", lambda world, precision, *_: cpu_cluster(world, rates, link, 2.0**34))
+    monkeypatch.setattr(launcher, "detect_cluster", lambda world, precision, *_: cpu_cluster(world, rates, link, 2.0**34))
 
 
 def planned(path: Path, **fields: Any) -> Path:
@@ -156,7 +156,7 @@ def test_one_process_its_memory_and_a_full_disk(run: Run, tmp_path: Path) -> Non
     assert any("no snapshot" in note for note in found["notes"])
     assert not any("perfetto" in note for note in found["notes"])
     timeline = json.loads((out / "memory" / "rank0.json").read_text())
-    assert tuple(timeline["owners"]) == OWNERS
+    assert tuple(timeline["owners"]) == MEASURED_OWNERS
     assert len(timeline["time_s"]) == len(timeline["bytes"])
     assert timeline["time_s"] == sorted(timeline["time_s"])
     seen = Measurement.load(out / "measurement.json").memory[0].memory
@@ -166,7 +166,7 @@ def test_one_process_its_memory_and_a_full_disk(run: Run, tmp_path: Path) -> Non
     assert max(map(sum, timeline["bytes"])) == timeline["peak"]["bytes"]
     picture = (out / "memory" / "rank0.svg").read_text()
     assert picture.startswith("<svg")
-    assert all(owner in picture for owner in OWNERS)
+    assert all(owner in picture for owner in MEASURED_OWNERS)
     assert not (out / "checkpoints").exists()
 
 
@@ -237,7 +237,7 @@ def test_the_allocators_record_becomes_a_timeline() -> None:
     before = {1: ("parameters", 100), 2: ("optimizer", 40)}
     after = {**before, 4: ("gradients", 30)}
     rows = from_record(events, before, after, base=150)
-    held = [dict(zip(OWNERS, row[1:], strict=True)) for row in rows]
+    held = [dict(zip(MEASURED_OWNERS, row[1:], strict=True)) for row in rows]
     assert [round(row[0] * 1e6) for row in rows] == [0, 2, 4, 5]
     assert [one["activations"] for one in held] == [60, 60, 10, 0]
     assert [one["gradients"] for one in held] == [0, 30, 30, 30]

@@ -174,7 +174,7 @@ def test_an_optimizer_state_lost_on_resume_is_found(monkeypatch: pytest.MonkeyPa
         for weight in engine.weights:
             engine.optimizer.moment(weight, "exp_avg").zero_()
 
-    monkeypatch.setattr("ultrascale.train.run.restore", forgetful)
+    monkeypatch.setattr("ultrascale.launch.rank.restore", forgetful)
     verdict = check_program(
         Program(launches=(Launch(layout=Layout(mbs=8), end="kill", at=5, background=False), Launch(layout=Layout(dp=2, mbs=4))))
     )

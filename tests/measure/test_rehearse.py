@@ -25,7 +25,7 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model, MoE
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import GIB
-from ultrascale.train import memory_owners
+from ultrascale.train import memory
 from ultrascale.train.build import schedule_of
 
 MODEL = Model(name="small", layers=4, hidden=64, heads=4, kv_heads=2, ffn=192, vocab=256)
@@ -68,7 +68,7 @@ def test_a_gpus_account_has_the_states_that_come_and_go(fields: dict[str, Any], 
         monkeypatch.setattr(torch.cuda, name, lambda device: None)
     for name in ("max_memory_allocated", "max_memory_reserved"):
         monkeypatch.setattr(torch.cuda, name, lambda device: 2**40)
-    monkeypatch.setattr(memory_owners, "_by_storages", lambda engine, step, live: memory_owners._by_allocator(engine, step))
+    monkeypatch.setattr(memory, "_by_storages", lambda engine, step, live: memory._by_allocator(engine, step))
     found = rehearse_rank(*asked(fields), rank=0).memory
     names = ("parameters", "master", "gradients", "optimizer")
     assert {name: getattr(found, name) for name in names} == {name: getattr(wanted, name) for name in names}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rehearse_layouts import asked
 
-from ultrascale.kernels import fused, loss
+from ultrascale.kernels import fused, loss, selection
 from ultrascale.measure import rehearse_world as stand_ins
 from ultrascale.measure.calibrate_runs import CalibrationRun, load
 from ultrascale.measure.rehearse import COMPILED, EAGER, engine_of, kernels_of, notes, rehearse
@@ -20,7 +20,6 @@ from ultrascale.model import operators
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.units import GIB
-from ultrascale.train import kernels
 
 N, H, F, HEADS, KV, D = 6, 8, 12, 4, 2, 4
 CALIBRATION = Path(__file__).resolve().parents[2] / "data" / "calibration"
@@ -68,11 +67,11 @@ def test_a_stand_in_adds_a_product_without_another_tensor() -> None:
 
 
 def test_everything_is_put_back() -> None:
-    before = kernels.choose, fused.norm, loss.add_product, operators.rms_norm
+    before = selection.choose, fused.norm, loss.add_product, operators.rms_norm
     with stand_ins.as_on_a_gpu():
         assert fused.norm is stand_ins.norm
-        assert kernels.choose is not before[0]
-    assert (kernels.choose, fused.norm, loss.add_product, operators.rms_norm) == before
+        assert selection.choose is not before[0]
+    assert (selection.choose, fused.norm, loss.add_product, operators.rms_norm) == before
 
 
 def test_a_gpu_holds_less_than_operators_do() -> None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from ultrascale.model.hf import from_hf, to_hf
 from ultrascale.model.rotary import attention_factor, tables
 from ultrascale.model.transformer import Transformer
-from ultrascale.specs.hf import model_from_hf
 from ultrascale.specs.hf_config import config_of
 from ultrascale.specs.model import Model, RopeScaling
 
@@ -110,7 +109,7 @@ def test_what_is_written_is_read_by_both(case: str) -> None:
     """Model -> config.json -> transformers' tables; and -> Model again."""
     _, model = theirs("qwen2", rope_scaling=dict(SCALINGS[case]))
     written = config_of(model, "fp32")
-    again = model_from_hf(written)
+    again = Model.from_hf(written)
     assert again.model_dump(exclude={"name", "source"}) == model.model_dump(exclude={"name", "source"})
     config = transformers.AutoConfig.for_model(written.pop("model_type"), **written)
     reference = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -132,7 +131,7 @@ def test_the_exact_gelu_computes_what_transformers_does(family: str, fields: dic
     reference, model = theirs(family, **fields)
     assert model.activation == activation
     compare(reference, model, 20)
-    assert model_from_hf(config_of(model, "fp32")).activation == activation
+    assert Model.from_hf(config_of(model, "fp32")).activation == activation
 
 
 @pytest.mark.parametrize(("word", "activation"), [("gelu", "gelu_exact"), ("gelu_new", "gelu")])

@@ -11,7 +11,8 @@ import torch
 import torch._dynamo  # FSDP2 imports it late: once here, and not once in every fork
 import torch.distributed as dist
 
-from ultrascale.parallel import local
+from ultrascale.data.mixture import corpus
+from ultrascale.launch import local
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.parallel.shards import Shard
 from ultrascale.schedules import Action
@@ -21,7 +22,7 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 from ultrascale.specs.training import Training
 from ultrascale.train import supported
-from ultrascale.train.data import Batches, corpus
+from ultrascale.train.data import Batches
 from ultrascale.train.engine import Engine
 from ultrascale.train.optimizer import Weight
 

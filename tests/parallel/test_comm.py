@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ultrascale.parallel import autograd_collectives, comm, local
+from ultrascale.launch import local
+from ultrascale.parallel import autograd_collectives, comm
 from ultrascale.parallel.comm import Axis
 
 SIZE = 3

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ultrascale.launch import local
 from ultrascale.model.attention import attend
 from ultrascale.model.transformer import CausalAttention, Transformer
-from ultrascale.parallel import comm, context, local
+from ultrascale.parallel import comm, context
 from ultrascale.parallel.comm import Axis
 from ultrascale.parallel.context import ContextCore, positions
 from ultrascale.specs.errors import SpecError

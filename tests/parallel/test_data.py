@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 
 from parallel.harness import assert_same, check, gradient_errors, in_ranks, job_of, one_process, relative, train, training_of
-from ultrascale.kernels import loss
-from ultrascale.parallel import comm, data, local
+from ultrascale.kernels import loss, selection
+from ultrascale.kernels.selection import Kernels
+from ultrascale.launch import local
+from ultrascale.parallel import comm, data
 from ultrascale.parallel.comm import Axis
 from ultrascale.parallel.data import mean_start
 from ultrascale.parallel.multi_linear import ALONE
 from ultrascale.specs.layout import Layout
-from ultrascale.train import kernels
 from ultrascale.train.engine import Engine
-from ultrascale.train.kernels import Kernels
 
 VARIANTS = ["naive", "hooks", "bucketed", "ddp"]
 slow = pytest.mark.slow
@@ -242,7 +242,7 @@ def test_gradients_as_made_fused_blocks_and_a_chunked_loss(family: str, monkeypa
     """What one GPU does with one micro-batch, on a CPU: several steps, so that a gradient left over would be seen."""
     job, layout = job_of(family), Layout(mbs=2)
     reference = one_process(job, 2, training_of())
-    monkeypatch.setattr(kernels, "choose", lambda *_: Kernels(as_made=True, loss=True, fused=True))
+    monkeypatch.setattr(selection, "choose", lambda *_: Kernels(as_made=True, loss=True, fused=True))
     monkeypatch.setattr(loss, "linear_cross_entropy", partial(loss.linear_cross_entropy, chunk=7))
     assert_same(in_ranks(train, job, layout, training_of()), reference, job)
 
@@ -263,6 +263,6 @@ def test_fused_blocks_and_a_chunked_loss_give_their_gradients_through_the_usual_
 ) -> None:
     job, layout = job_of("tied"), Layout(**fields)
     reference = one_process(job, layout.dp * layout.gas, training_of())
-    monkeypatch.setattr(kernels, "choose", lambda *_: Kernels(loss=True, fused=True))
+    monkeypatch.setattr(selection, "choose", lambda *_: Kernels(loss=True, fused=True))
     monkeypatch.setattr(loss, "linear_cross_entropy", partial(loss.linear_cross_entropy, chunk=7))
     assert_same(in_ranks(train, job, layout, training_of()), reference, job)

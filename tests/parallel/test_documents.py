@@ -10,11 +10,12 @@ import pytest
 
 from parallel.harness import SEQ, check, engine_of, job_of, one_process, training_of
 from ultrascale.data import binary
+from ultrascale.data.mixture import corpus
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import Training
 from ultrascale.train import supported
-from ultrascale.train.data import Batches, corpus
+from ultrascale.train.data import Batches
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp": {"dp": 2, "gas": 2, "mbs": 2},

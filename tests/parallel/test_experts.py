@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 
 from parallel.harness import check, in_ranks, job_of, one_process, train, training_of
+from ultrascale.kernels import selection
+from ultrascale.launch import local
 from ultrascale.measure.rehearse_tracker import OperatorTracker
 from ultrascale.model import grouped
 from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.transformer import MLP
-from ultrascale.parallel import local, token_dispatch
+from ultrascale.parallel import token_dispatch
 from ultrascale.parallel.comm import Axis
 from ultrascale.parallel.dispatch_overlap import LocalTokensFirst
 from ultrascale.parallel.expert import DISPATCHERS
@@ -26,7 +28,7 @@ from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 from ultrascale.specs.training import ExpertOverlap, Training
-from ultrascale.train import kernels, supported
+from ultrascale.train import supported
 from ultrascale.train.engine import Engine
 
 slow = pytest.mark.slow
@@ -399,8 +401,8 @@ def test_the_law_chooses_on_a_gpu_alone() -> None:
     for tokens in (512, 16384):
         job = Job(model=model, cluster=Cluster.load("8xh100"), seq=tokens, batch_tokens=8 * tokens)
         layout = Layout(dp=8, ep=8)
-        assert kernels.expert_overlap(job, layout, Training(), "cpu") == "none"
-        assert kernels.expert_overlap(job, layout.changed(ep=1), Training(), "cuda") == "none"
-        assert kernels.expert_overlap(job, layout, Training(expert_overlap="none"), "cuda") == "none"
-        chosen[tokens] = kernels.expert_overlap(job, layout, Training(), "cuda")
+        assert selection.expert_overlap(job, layout, Training(), "cpu") == "none"
+        assert selection.expert_overlap(job, layout.changed(ep=1), Training(), "cuda") == "none"
+        assert selection.expert_overlap(job, layout, Training(expert_overlap="none"), "cuda") == "none"
+        chosen[tokens] = selection.expert_overlap(job, layout, Training(), "cuda")
     assert chosen == {512: "gradients", 16384: "rows"}

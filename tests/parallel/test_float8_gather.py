@@ -14,6 +14,7 @@ from ultrascale.kernels import float8, fused
 from ultrascale.kernels.float8 import Float8Linear
 from ultrascale.kernels.float8_gemm import NARROW, Float8Gemms, quantise
 from ultrascale.kernels.float8_weight import Float8Weight
+from ultrascale.kernels.selection import Kernels
 from ultrascale.measure.rehearse_tracker import OperatorTracker
 from ultrascale.model.transformer import Transformer
 from ultrascale.parallel.float8_gather import Float8GatherScales
@@ -24,7 +25,6 @@ from ultrascale.specs.model import Model
 from ultrascale.specs.training import Fp8Gather, Fp8Keep, Training
 from ultrascale.train import supported
 from ultrascale.train.engine import Engine
-from ultrascale.train.kernels import Kernels
 
 slow = pytest.mark.slow
 MODEL = Model(name="small", layers=4, hidden=64, heads=4, kv_heads=2, ffn=96, vocab=64)

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from parallel.harness import check
+from ultrascale.launch import local
 from ultrascale.model.transformer import IGNORED, CrossEntropy
-from ultrascale.parallel import local
 from ultrascale.parallel.comm import Axis
 from ultrascale.parallel.tensor import VocabParallelCrossEntropy
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ultrascale.specs.errors import SpecError
-from ultrascale.specs.hf import model_from_hf
-from ultrascale.specs.hf_config import ARCHITECTURES, config_of
+from ultrascale.specs.hf import WRITTEN
+from ultrascale.specs.hf_config import config_of
 from ultrascale.specs.model import ROPE_FIELDS, Model
 
 TOLD_ELSEWHERE = {"name", "source"}
@@ -20,7 +20,7 @@ TINY, GPT2 = Model.load("tiny"), Model.load("gpt2")
 @st.composite
 def models(draw: st.DrawFn) -> Model:
     """Any dense shape that some family can say."""
-    family = draw(st.sampled_from(sorted(ARCHITECTURES)))
+    family = draw(st.sampled_from(sorted(WRITTEN)))
     kv_heads = draw(st.integers(1, 8))
     heads = kv_heads * draw(st.integers(1, 4))
     head_dim = 2 * draw(st.integers(1, 64))
@@ -110,7 +110,7 @@ def experts(draw: st.DrawFn, family: str, fields: dict[str, Any]) -> dict[str, A
 
 @given(models())
 def test_what_is_written_reads_back_as_the_model(model: Model) -> None:
-    back = model_from_hf(config_of(model, "bf16"))
+    back = Model.from_hf(config_of(model, "bf16"))
     assert back.model_dump(exclude=TOLD_ELSEWHERE) == model.model_dump(exclude=TOLD_ELSEWHERE)
 
 
@@ -126,10 +126,10 @@ def test_a_preset_goes_out_as_its_own_family(name: str) -> None:
     expected = next(family for start, family in FAMILY.items() if name.startswith(start))
     assert (config["model_type"], config["architectures"], config["torch_dtype"]) == (
         expected,
-        [ARCHITECTURES[expected]],
+        [WRITTEN[expected].architecture],
         "float32",
     )
-    assert model_from_hf(config).parameters == model.parameters
+    assert Model.from_hf(config).parameters == model.parameters
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from ultrascale.specs import layout as specs
 from ultrascale.specs.errors import SpecError
-from ultrascale.specs.layout import Layout, field_value, from_mapping
+from ultrascale.specs.layout import Layout, field_value
+from ultrascale.specs.validate import build
 
 T = TypeVar("T")
 DEGREES = st.integers(1, 64)
@@ -55,7 +56,7 @@ def test_sizes_are_the_playbooks() -> None:
 
 @given(LAYOUTS)
 def test_a_layout_survives_its_mapping(layout: Layout) -> None:
-    assert from_mapping(layout.model_dump(mode="json")) == layout
+    assert build(Layout, layout.model_dump(mode="json"), "layout") == layout
     assert {layout: 1}[layout.changed()] == 1
 
 
@@ -76,7 +77,7 @@ def test_the_short_form_names_every_degree_above_one(layout: Layout) -> None:
 @settings(max_examples=200)
 @given(st.dictionaries(st.sampled_from([*Layout.model_fields, "tpp", ""]), ANYTHING, max_size=5))
 def test_any_mapping_is_a_layout_or_a_sentence(data: dict[str, Any]) -> None:
-    layout, sentence = attempt(lambda: from_mapping(data))
+    layout, sentence = attempt(lambda: build(Layout, data, "layout"))
     if layout is None:
         assert str(sentence).startswith("layout")
     else:
@@ -86,7 +87,7 @@ def test_any_mapping_is_a_layout_or_a_sentence(data: dict[str, Any]) -> None:
 @settings(max_examples=200)
 @given(st.sampled_from(sorted(Layout.model_fields)), st.text(max_size=10))
 def test_any_text_is_a_value_or_a_sentence(field: str, text: str) -> None:
-    layout, sentence = attempt(lambda: from_mapping({field: field_value(field, text)}))
+    layout, sentence = attempt(lambda: build(Layout, {field: field_value(field, text)}, "layout"))
     assert layout or str(sentence).startswith(f"layout.{field} is ")
 
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ultrascale.specs.errors import SpecError
-from ultrascale.specs.training import Training, from_mapping, training_value
+from ultrascale.specs.training import Training, training_value
+from ultrascale.specs.validate import build
 
 
 def test_defaults_are_a_small_pretraining_run() -> None:
@@ -32,13 +33,13 @@ def test_every_field_is_described() -> None:
 
 def test_it_goes_through_yaml_and_back() -> None:
     training = Training(steps=7, log=("wandb",), warmup_steps=2, lr=1e-3)
-    assert from_mapping(yaml.safe_load(yaml.safe_dump(training.model_dump(mode="json")))) == training
+    assert build(Training, yaml.safe_load(yaml.safe_dump(training.model_dump(mode="json"))), "train") == training
 
 
 def test_yaml_takes_a_power_of_ten_for_text_and_we_do_not() -> None:
-    assert from_mapping(yaml.safe_load("lr: 1e-3\neps: 1e-10")) == Training(lr=1e-3, eps=1e-10)
+    assert build(Training, yaml.safe_load("lr: 1e-3\neps: 1e-10"), "train") == Training(lr=1e-3, eps=1e-10)
     with pytest.raises(SpecError, match=r"train.lr is '0.001' but must be a number greater than 0: try 0.0003"):
-        from_mapping({"lr": "0.001"})
+        build(Training, {"lr": "0.001"}, "train")
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ def test_yaml_takes_a_power_of_ten_for_text_and_we_do_not() -> None:
 )
 def test_mistakes_are_told_with_a_value_that_works(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(SpecError, match=sentence):
-        from_mapping(fields)
+        build(Training, fields, "train")
 
 
 def test_the_value_that_a_refusal_names_works() -> None:

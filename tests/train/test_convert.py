@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from ultrascale.model.hf_folder import HFFolder
 from ultrascale.specs import hf
 from ultrascale.specs.errors import SpecError
-from ultrascale.specs.hf_config import ARCHITECTURES
+from ultrascale.specs.hf import WRITTEN
 from ultrascale.specs.model import RopeType
 from ultrascale.specs.plan import Plan
 from ultrascale.train import checkpoint
@@ -232,7 +232,7 @@ def families_of(text: str) -> set[str]:
 def test_help_and_docs_name_the_families_that_are_converted(run: Any) -> None:
     _, told, _ = run("convert", "--help")
     page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
-    known = {family.replace("_", "") for family in ARCHITECTURES}
+    known = {family.replace("_", "") for family in WRITTEN}
     assert families_of(told) == known
     assert families_of(page) == known
 

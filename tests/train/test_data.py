@@ -11,20 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ultrascale.data import binary
-from ultrascale.data.corpora import TokenFileCorpus
+from ultrascale.data.corpora import ByteCorpus, MixtureCorpus, SyntheticCorpus, TokenFileCorpus, standard_library
+from ultrascale.data.mixture import corpus
+from ultrascale.data.order import permuted
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import Training
-from ultrascale.train.data import (
-    Batches,
-    ByteCorpus,
-    MixtureCorpus,
-    SyntheticCorpus,
-    corpus,
-    permuted,
-    rows_of,
-    standard_library,
-)
+from ultrascale.train.data import Batches, rows_of
 
 COUNTING = ByteCorpus(np.arange(101, dtype=np.uint8))
 

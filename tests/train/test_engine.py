@@ -21,6 +21,7 @@ from parallel.harness import (
     train,
     training_of,
 )
+from ultrascale.data.mixture import corpus
 from ultrascale.model.init import initialize
 from ultrascale.model.transformer import Transformer
 from ultrascale.parallel.mesh import Mesh
@@ -28,9 +29,9 @@ from ultrascale.specs.errors import RunError
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import Training
 from ultrascale.train import engine as engines
-from ultrascale.train.data import Batches, corpus
+from ultrascale.train.data import Batches
 from ultrascale.train.engine import Engine, NotFiniteError
-from ultrascale.train.lr import learning_rate
+from ultrascale.train.optimizer import learning_rate
 
 FAMILIES = ["experts", "qwen2-moe", "llama", "tied", "gpt2", "qwen2", "qwen3", "window", "one-kv-head"]
 

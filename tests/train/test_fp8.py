@@ -14,15 +14,16 @@ from conftest import Run
 from parallel.harness import Seen, gradient_errors, in_ranks, job_of, one_process, relative, train, training_of
 from ultrascale.kernels import float8
 from ultrascale.kernels.float8 import Float8Linear
+from ultrascale.kernels.selection import left_in_bf16
+from ultrascale.launch import launcher
 from ultrascale.model.transformer import Transformer
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 from ultrascale.specs.training import Fp8Scaling
-from ultrascale.train import checkpoint, launch
+from ultrascale.train import checkpoint
 from ultrascale.train.request import Overrides, from_checkpoint, from_model, from_words
-from ultrascale.train.supported import left_in_bf16
 
 slow = pytest.mark.slow
 MODEL = Model(name="small", layers=4, hidden=64, heads=4, kv_heads=2, ffn=96, vocab=64)
@@ -106,7 +107,7 @@ WORDS = ["job.seq=32", "job.batch_tokens=64", "train.data=synthetic", "train.lr=
 
 def trained(out: Path, steps: int, precision: str) -> Path:
     words = [*WORDS, f"train.steps={steps}", f"job.precision={precision}"]
-    launch.train(from_model(Model.load("tiny"), Overrides.parse(words), 1), out, 1, quiet=True)
+    launcher.train(from_model(Model.load("tiny"), Overrides.parse(words), 1), out, 1, quiet=True)
     return out
 
 
@@ -115,7 +116,7 @@ def test_a_run_goes_on_in_another_precision(tmp_path: Path, first: str, second: 
     """A checkpoint holds wide weights under the plain model's names, whatever the products were in."""
     out, alone = trained(tmp_path / "run", 2, first), trained(tmp_path / "alone", 4, "fp32")
     changes = Overrides.parse([f"job.precision={second}", "train.steps=4"])
-    launch.train(from_checkpoint(checkpoint.latest(out), changes), out, 1, quiet=True)
+    launcher.train(from_checkpoint(checkpoint.latest(out), changes), out, 1, quiet=True)
     assert relative(curve(out), curve(alone)) < 5e-3
     assert curve(out)[2:] != curve(alone)[2:]
 

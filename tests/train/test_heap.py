@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ultrascale.parallel import local
-from ultrascale.train import heap
+from ultrascale.launch import local
+from ultrascale.train import memory
 
 PIECE, PIECES = 64 * 1024, 3000  # below what glibc maps apart
 
@@ -23,7 +23,7 @@ def fill_and_free(rank: int, nproc: int, store: str) -> tuple[int, int, int]:
     full = resident()
     del pieces[:-1]  # the last one lies at the top and pins what is below
     freed = resident()
-    heap.give_back()
+    memory.trim_heap()
     return full, freed, resident()
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from ultrascale.specs.training import Training
-from ultrascale.train.lr import learning_rate
+from ultrascale.train.optimizer import learning_rate
 
 
 def rates(**fields: object) -> list[float]:

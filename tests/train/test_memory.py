@@ -20,8 +20,7 @@ from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model, MoE
 from ultrascale.train.engine import Engine
-from ultrascale.train.live_memory import LiveBytes
-from ultrascale.train.memory_owners import account
+from ultrascale.train.memory import LiveBytes, account
 
 MODEL = Model(name="small", layers=4, hidden=64, heads=4, kv_heads=2, ffn=192, vocab=256)
 EXPERTS = Model(

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from ultrascale.train.prefetch import BatchPrefetcher
+from ultrascale.train.data import BatchPrefetcher
 
 
 def test_steps_in_order_skipped_and_again() -> None:

@@ -15,7 +15,7 @@ import pytest
 from conftest import Run
 from parallel.harness import family
 from ultrascale.specs.errors import SpecError
-from ultrascale.train import checkpoint, rollback
+from ultrascale.train import checkpoint, history
 from ultrascale.train.checkpoint import CheckpointState
 from ultrascale.train.request import Overrides, from_model
 
@@ -50,11 +50,11 @@ def three(tmp_path: Path) -> Path:
 
 
 def roll_back(run: Path, name: str) -> Path | None:
-    rollback.record(run, run / "checkpoints" / name)
-    return rollback.finish(run)
+    history.record_rollback(run, run / "checkpoints" / name)
+    return history.finish_rollback(run)
 
 
-def history(run: Path, file: str = "metrics.jsonl") -> list[tuple[int, str]]:
+def rows(run: Path, file: str = "metrics.jsonl") -> list[tuple[int, str]]:
     rows = [json.loads(line) for line in (run / file).read_text().splitlines()]
     return [(row["step"], row["branch"]) for row in rows]
 
@@ -66,32 +66,35 @@ def branches(run: Path) -> dict[str, str]:
 
 
 def test_a_rollback_sets_later_checkpoints_and_rows_aside(three: Path) -> None:
-    source, planned = rollback.record(three, three / "checkpoints" / "step-000002")
+    source, planned = history.record_rollback(three, three / "checkpoints" / "step-000002")
     assert planned is not None
     assert branches(three) == dict.fromkeys(["step-000002", "step-000004", "step-000006"], "first")  # nothing has moved yet
     assert checkpoint.newest(three) == source
-    said = rollback.described(three, planned)
+    said = history.describe_rollback(three, planned)
     assert said.startswith("step-000004, step-000006 of the branch that the run leaves are set aside in ")
     assert f"return to it with --resume {three}/checkpoints/abandoned-001/step-000006" in said
-    assert rollback.finish(three) == three / "checkpoints" / "step-000002"
+    assert history.finish_rollback(three) == three / "checkpoints" / "step-000002"
     assert list(branches(three)) == ["abandoned-001/step-000004", "abandoned-001/step-000006", "step-000002"]
     assert (three / "checkpoints" / "latest").read_text() == "step-000002\n"
-    assert [step for step, _ in history(three)] == [1, 2]
-    assert [step for step, _ in history(three, "metrics.abandoned-001.jsonl")] == [1, 2, 3, 4, 5, 6, 7]
+    assert [step for step, _ in rows(three)] == [1, 2]
+    assert [step for step, _ in rows(three, "metrics.abandoned-001.jsonl")] == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_resuming_from_the_newest_sets_nothing_aside(three: Path) -> None:
-    assert rollback.record(three, three / "checkpoints" / "step-000006") == (three / "checkpoints" / "step-000006", None)
+    assert history.record_rollback(three, three / "checkpoints" / "step-000006") == (
+        three / "checkpoints" / "step-000006",
+        None,
+    )
     assert not (three / "checkpoints" / "rollback.json").exists()
-    assert rollback.finish(three) is None
+    assert history.finish_rollback(three) is None
 
 
 def test_no_abandoned_checkpoint_is_the_newest_when_latest_is_unreadable(three: Path) -> None:
-    rollback.record(three, three / "checkpoints" / "step-000002")
+    history.record_rollback(three, three / "checkpoints" / "step-000002")
     for _ in range(2):  # recorded, then finished
         (three / "checkpoints" / "latest").write_bytes(b"\xff")
         assert checkpoint.latest(three).step == 2
-        rollback.finish(three)
+        history.finish_rollback(three)
     (three / "checkpoints" / "latest").unlink()
     assert checkpoint.latest(three).step == 2
 
@@ -107,11 +110,11 @@ def test_an_abandoned_checkpoint_that_is_named_returns_with_its_history(three: P
         "step-000002": "first",
         "step-000004": "first",
     }
-    assert history(three) == [(step, "first") for step in (1, 2, 3, 4)]
-    assert history(three, "metrics.abandoned-002.jsonl")[2:] == [(step, "second") for step in (3, 4, 5, 6)]
+    assert rows(three) == [(step, "first") for step in (1, 2, 3, 4)]
+    assert rows(three, "metrics.abandoned-002.jsonl")[2:] == [(step, "second") for step in (3, 4, 5, 6)]
     train(three, 5, 6, "third")
     assert roll_back(three, "abandoned-002/step-000006") == three / "checkpoints" / "step-000006"
-    assert history(three) == [(1, "first"), (2, "first"), *((step, "second") for step in (3, 4, 5, 6))]
+    assert rows(three) == [(1, "first"), (2, "first"), *((step, "second") for step in (3, 4, 5, 6))]
     assert branches(three)["step-000004"] == "second"
     assert branches(three)["abandoned-003/step-000004"] == "first"
     assert branches(three)["abandoned-003/step-000006"] == "third"
@@ -122,8 +125,8 @@ def test_rows_without_a_checkpoint_are_kept_when_the_run_returns_to_an_abandoned
     roll_back(three, "step-000002")
     train(three, 3, 3, "second")
     roll_back(three, "abandoned-001/step-000006")
-    assert [step for step, _ in history(three)] == [1, 2, 3, 4, 5, 6]
-    assert history(three, "metrics.abandoned-002.jsonl")[-1] == (3, "second")
+    assert [step for step, _ in rows(three)] == [1, 2, 3, 4, 5, 6]
+    assert rows(three, "metrics.abandoned-002.jsonl")[-1] == (3, "second")
 
 
 def test_keep_counts_steps_of_the_current_branch_and_no_clock(three: Path) -> None:
@@ -192,8 +195,8 @@ def test_a_kill_between_any_two_operations_loses_nothing(three: Path, tmp_path: 
         code = process.exitcode or 0
         found.append(source_of(run))
         if found[-1] == after:  # resumed by the run's folder, as a user or a launcher would
-            rollback.record(run, checkpoint.latest(run).folder)
-            rollback.finish(run)
+            history.record_rollback(run, checkpoint.latest(run).folder)
+            history.finish_rollback(run)
             assert contents(run) == contents(finished), calls
     assert code == 0
     assert found == sorted(found, key=[before, after].index)  # from the moment of the record on, it is the new one
@@ -267,5 +270,5 @@ def test_a_record_that_names_a_path_outside_the_run_is_refused(three: Path, fiel
     good = {"source": "step-000002", "moves": [], "history": "metrics.jsonl", "abandoned_metrics": None}
     (three / "checkpoints" / "rollback.json").write_text(json.dumps({**good, **fields}))
     with pytest.raises(SpecError, match=r"rollback\.json records a roll-back but cannot be read"):
-        rollback.finish(three)
+        history.finish_rollback(three)
     assert len(checkpoint.complete(three)) == 3

@@ -49,21 +49,22 @@ def kernels(
     number. A kernel of ours stays where it is faster than the best other: the last column says [cyan]keep[/] or
     [cyan]slower[/].
     """
+    from ultrascale.launch import launcher
     from ultrascale.measure.bench_kernels import chosen, shapes
     from ultrascale.show import bench as show
     from ultrascale.show.lines import progress, terminal
     from ultrascale.specs.errors import SpecError
     from ultrascale.specs.units import tokens as count
-    from ultrascale.train import launch
+    from ultrascale.train import import_torch
 
     names, asked = chosen(only), shapes(None if tokens is None else count(tokens, "--tokens", "16k"), hidden)
-    if not launch.has_gpu():
+    if not launcher.has_gpu():
         raise SpecError(
             "bench kernels races kernels on a GPU but nvidia-smi shows none here: run it on a machine that has one; "
             "docs/kernels/README.md holds the table of an H200"
         )
-    launch.import_torch()
-    from ultrascale.measure.bench_kernel_timing import measure
+    import_torch()
+    from ultrascale.measure.bench_kernels import measure
 
     with progress() as say:
         for report in measure(names, asked, say):
@@ -108,27 +109,30 @@ def ladders(
     """
     from functools import cache
 
-    from ultrascale.measure import bench_ladders as climb
+    from ultrascale.launch import launcher, machine
+    from ultrascale.measure import bench_ladders as measure
     from ultrascale.show import bench as show
     from ultrascale.show.lines import progress, terminal
     from ultrascale.specs.errors import SpecError
     from ultrascale.specs.model import Model
     from ultrascale.specs.units import tokens as count
-    from ultrascale.train import launch, machine
+    from ultrascale.train import import_torch
 
-    names, gpus = climb.chosen(only), len(machine.gpu_names())
+    names, gpus = measure.chosen(only), len(machine.gpu_names())
     usual = ("llama-3.2-1b", "4096", 8, gpus) if gpus else ("tiny", "128", 2, 2)
     world = nproc or usual[3]
     if gpus and world > gpus:
         raise SpecError(f"--nproc is {world} but this machine shows {gpus} GPUs: try {gpus}")
     length, size = count(seq or usual[1], "--seq", "4096"), mbs or usual[2]
-    here = climb.LadderMachine(Model.load(model or usual[0]), length, size, steps, world, gpus, cache(launch.machine))
-    launch.import_torch()
-    found, console = list[climb.Ladder](), terminal()
+    here = measure.LadderMachine(
+        Model.load(model or usual[0]), length, size, steps, world, gpus, cache(launcher.detect_cluster)
+    )
+    import_torch()
+    found, console = list[measure.Ladder](), terminal()
     with progress() as say:
-        for ladder in climb.climbed(names, here, say):
-            found.append(ladder)
-            show.show_ladder(console, ladder)
+        for name in names:
+            found.append(measure.climb(name, here, say))
+            show.show_ladder(console, found[-1])
             write_json(json_file, show.ladders_json(found))  # after each, so that a bench that is ended keeps what it found
     if not any(rung.measured for ladder in found for rung in ladder.rungs):
         raise typer.Exit(NO)
@@ -160,12 +164,12 @@ def collectives(
     Algorithm and bus bandwidth are those of nccl-tests. Each collective on each group also gets its line: a latency (alpha) and
     a bandwidth (beta), fitted to the relative errors of all sizes.
     """
+    from ultrascale.launch import machine
+    from ultrascale.launch.rank_info import rank_info_from_env
     from ultrascale.measure import bench_collectives as asking
     from ultrascale.show import bench as show
     from ultrascale.show.lines import progress, terminal
     from ultrascale.specs.errors import SpecError
-    from ultrascale.train import machine
-    from ultrascale.train.rank_info import rank_info_from_env
 
     mine, gpus = (rank_info_from_env() if nproc is None else None), len(machine.gpu_names())
     world = mine.world if mine else nproc or gpus or 2
@@ -204,19 +208,20 @@ def hardware(
     training; the links of several GPUs are timed by all-reduces. On a CPU, products, attention, copies and gloo are timed in as
     many processes as will train.
     """
+    from ultrascale.launch import launcher
     from ultrascale.measure import bench_hardware as measuring
     from ultrascale.show.bench import hardware_json, show_hardware
     from ultrascale.show.lines import progress, terminal
-    from ultrascale.train import launch
+    from ultrascale.train import import_torch
 
     with progress() as say:
         say("measuring this machine, some ten seconds")
-        launch.import_torch()
+        import_torch()
+        from ultrascale.launch.machine import detect
         from ultrascale.measure.bench_collectives import linked, measure, sizes
-        from ultrascale.train.machine import detect
 
         found = detect(nproc)
-        if launch.has_gpu():
+        if launcher.has_gpu():
             found = measuring.measured(found)
             if nproc > 1:
                 say(f"timing all-reduces between {nproc} GPUs")

@@ -54,51 +54,50 @@ def layouts(
     A trial that runs out of memory, crashes, hangs or is killed is a row that says so. The same command goes on where it was
     ended: what is measured or has failed is not repeated.
     """
-    from ultrascale.measure import bench_layouts as asking
+    from ultrascale.launch import launcher, machine
+    from ultrascale.measure import bench_layouts as measure
     from ultrascale.show.lines import progress, terminal
     from ultrascale.specs.errors import RunError, SpecError
     from ultrascale.specs.folders import folder_name
     from ultrascale.specs.plan import Plan
-    from ultrascale.train import launch, machine
 
     if vary is None and budget is None:
         raise SpecError("bench layouts wants to know what to measure: try --vary tp,mbs,recompute or --budget 30m")
-    budget_s = None if budget is None else asking.duration(budget, "--budget")
-    limit_s = asking.duration(timeout, "--timeout")
+    budget_s = None if budget is None else measure.duration(budget, "--budget")
+    limit_s = measure.duration(timeout, "--timeout")
     names, loaded = machine.gpu_names(), Plan.load(plan)
-    base = asking.base_request(loaded, nproc, steps, len(names))
-    asking.import_optuna()
-    from ultrascale.measure.bench_layouts_study import Study, ours, study_name
-    from ultrascale.measure.bench_layouts_sweep import Sweep, verdict
+    base = measure.base_request(loaded, nproc, steps, len(names))
+    measure.import_optuna()
+    from ultrascale.measure.bench_layouts_study import Study, lock_file, study_name
     from ultrascale.show import bench as show
 
     folder = out or Path("runs") / f"layouts-{folder_name(base.job.model.name)}"
     address = storage or f"sqlite:///{folder / 'study.db'}"
     console = terminal()
-    with ours(address):
+    with lock_file(address):
         study = Study(address, study_name(base, names[0] if names else "cpu"))
         with progress() as say:
             say("looking at this machine, for predictions to compare with")
-            cluster = launch.machine(base.layout.gpus, base.job.precision)
+            cluster = launcher.detect_cluster(base.layout.gpus, base.job.precision)
             if vary is not None:
-                asked = asking.varied(loaded, base, vary, cluster)
+                asked = measure.varied(loaded, base, vary, cluster)
             elif cluster is None:
                 raise SpecError(f"the planner knows no rates of {names[0] if names else 'this machine'}: try --vary tp,mbs")
             else:
                 say("asking the planner")
-                asked = asking.ranked(base, cluster, top)
+                asked = measure.ranked(base, cluster, top)
         for note in base.notes:
             terminal(to_errors=True).print(f"note: {note}")
         stopped = False
         with show.watching(asked) as changed:
-            sweep = Sweep(asked, study, folder, cluster, limit_s, budget_s, changed)
+            sweep = measure.Sweep(asked, study, folder, cluster, limit_s, budget_s, changed)
             try:
                 sweep.run()
             except KeyboardInterrupt:
                 stopped = True
-    rows, found, file = sweep.rows, verdict(sweep.rows), None
+    rows, found, file = sweep.rows, measure.verdict(sweep.rows), None
     if found is not None and asked.ranked:
-        file = asking.winner(asked, found.winner.configuration, cluster).save(folder / "winner.yaml")
+        file = measure.winning_plan(asked, found.winner.candidate, cluster).save(folder / "winner.yaml")
     write_json(json_file, show.layouts_json(asked, rows, found, study.shown, study.name))
     show.show_layouts(console, asked, rows, found, file)
     if stopped:

@@ -104,12 +104,12 @@ def rehearse(
     from ultrascale.show import rehearse as show
     from ultrascale.show.lines import progress
     from ultrascale.specs.plan import Plan
-    from ultrascale.train import launch
+    from ultrascale.train import import_torch
 
     plan = Plan.load(file)
     measure.check(plan.job, plan.layout, device)
     ranks, kernels = measure.ranks_of(plan.layout, rank, stage), measure.kernels_of(plan.job, device, kernels)
-    launch.import_torch()
+    import_torch()
     with progress() as say:
         say(f"rehearsing {len(ranks)} of {plan.layout.gpus:,} ranks")
         found = measure.rehearse(plan.job, plan.layout, ranks, device, say, kernels)
@@ -169,17 +169,18 @@ def _read(traces: list[Path], plan: Path | None) -> Analysis:
 
 def _profiled(words: list[str], steps: int, nproc: int | None, out: Path | None) -> Analysis | None:
     """None on every rank of torchrun but the first."""
+    from ultrascale.launch import launcher
+    from ultrascale.launch.rank_info import rank_info_from_env
     from ultrascale.measure import profile_request as profile_asked
     from ultrascale.show.lines import progress
     from ultrascale.specs.folders import folder_name
-    from ultrascale.train import launch
+    from ultrascale.train import import_torch
     from ultrascale.train.log import batch_line
-    from ultrascale.train.rank_info import rank_info_from_env
 
     mine = rank_info_from_env() if nproc is None else None
-    request = profile_asked.request(words, steps, mine.world if mine else nproc, launch.has_gpu())
+    request = profile_asked.request(words, steps, mine.world if mine else nproc, launcher.has_gpu())
     folder = out or Path("runs") / f"{folder_name(request.job.model.name)}-profile-{datetime.now():%Y%m%d-%H%M%S}"
-    launch.import_torch()
+    import_torch()
     from ultrascale.measure import profile as measure
 
     first = mine is None or mine.rank == 0
@@ -190,8 +191,8 @@ def _profiled(words: list[str], steps: int, nproc: int | None, out: Path | None)
             console.print(f"note: {note}")
     with progress() as say:
         say("measuring this machine, for a prediction to compare with")
-        machine = launch.machine(request.layout.gpus, request.job.precision) if first or launch.has_gpu() else None
-    run = launch.train(request, folder, nproc, machine, observe=partial(measure.Profiler, out=folder, steps=steps))
+        machine = launcher.detect_cluster(request.layout.gpus, request.job.precision) if first or launcher.has_gpu() else None
+    run = launcher.train(request, folder, nproc, machine, observe=partial(measure.Profiler, out=folder, steps=steps))
     return None if run is None else measure.together(run)
 
 

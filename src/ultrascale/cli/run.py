@@ -21,15 +21,15 @@ def quickstart(
 ) -> None:
     """Close the loop on this machine: detect it, plan a small model, train it on real text, predicted beside measured."""
     from ultrascale import asked
+    from ultrascale.launch import launcher
     from ultrascale.plan.search import plan as search
     from ultrascale.show import compare as show
     from ultrascale.show import plan as show_plan
     from ultrascale.show.lines import heading, progress
-    from ultrascale.train import launch
     from ultrascale.train.log import batch_line
     from ultrascale.train.request import Overrides, from_plan
 
-    console, gpu = terminal(), launch.has_gpu()
+    console, gpu = terminal(), launcher.has_gpu()
     precision = "bf16" if gpu else "fp32"
     heading(console, f"$ ultrascale plan mini --cluster here --batch-tokens 4k --seq 256 --precision {precision} -o {output}")
     with progress() as say:
@@ -48,7 +48,7 @@ def quickstart(
     )
     request = from_plan(best, Overrides.parse([f"train.steps={steps}", "train.lr=1e-3", f"train.eval_every={steps}"]), world)
     console.print(f"{request.layout}; {batch_line(request.layout, request.job.seq)}; text: Python's standard library, as bytes")
-    run = launch.train(request, folder, world, job.cluster)
+    run = launcher.train(request, folder, world, job.cluster)
     assert run is not None  # only ranks of torchrun get nothing back
     show.show_measured(console, run)
     console.print(
@@ -107,26 +107,26 @@ def train(
     recompute offload; [cyan]train.[/] steps seed lr lr_schedule warmup_steps weight_decay clip eval_every data compress log …;
     [cyan]job.[/] seq batch_tokens precision gradients optimizer; [cyan]checkpoint.[/] every keep background save.
     """
+    from ultrascale.launch import launcher
+    from ultrascale.launch.rank_info import rank_info_from_env
     from ultrascale.show import compare as show
     from ultrascale.show.lines import periodic_progress, progress
     from ultrascale.specs.folders import folder_name
-    from ultrascale.train import launch
     from ultrascale.train.checkpoint import run_named, run_of
     from ultrascale.train.log import batch_line
-    from ultrascale.train.rank_info import rank_info_from_env
     from ultrascale.train.request import from_words
 
     mine = rank_info_from_env() if nproc is None else None
     if resume is not None and mine is not None and (run_folder := run_named(resume)).resolve() == (out or run_folder).resolve():
         # A restart goes on from the newest checkpoint; the one on the command line may have been moved or deleted since.
-        resume = run_folder if launch.is_restart(run_folder, mine) else resume
+        resume = run_folder if launcher.is_restart(run_folder, mine) else resume
     options = {"train.steps": steps, "train.seed": seed, "train.data": data, "job.seq": seq}
     first = mine is None or mine.rank == 0
     request = from_words(
         words or [],
         options,
         mine.world if mine else nproc,
-        launch.has_gpu(),
+        launcher.has_gpu(),
         model,
         resume,
         weights,
@@ -146,9 +146,9 @@ def train(
             console.print(f"note: {note}")
     with progress() as say:
         say("measuring this machine, for a prediction to compare with")
-        needed, limit_s = first or launch.has_gpu(), request.training.timeout_s
-        machine = launch.machine(request.layout.gpus, request.job.precision, limit_s) if needed else None
-    run = launch.train(request, out, nproc, machine)
+        needed, limit_s = first or launcher.has_gpu(), request.training.timeout_s
+        machine = launcher.detect_cluster(request.layout.gpus, request.job.precision, limit_s) if needed else None
+    run = launcher.train(request, out, nproc, machine)
     if run is None:
         return
     if as_json:
@@ -232,9 +232,9 @@ def _verify_layouts(
     json_file: Path | None,
 ) -> bool:
     from ultrascale.show import verify as show
-    from ultrascale.train import launch
+    from ultrascale.train import import_torch
 
-    launch.import_torch()
+    import_torch()
     from ultrascale.measure import verify as check
     from ultrascale.measure import verify_layouts as small
 
@@ -256,10 +256,10 @@ def _verify_runs(runs: int | None, seed: int, processes: int, program: Path | No
     from ultrascale.measure.verify_programs import Program, ProgramGenerator
     from ultrascale.show import verify as show
     from ultrascale.show.lines import progress
-    from ultrascale.train import launch
+    from ultrascale.train import import_torch
 
     given = None if program is None else Program.load(program)
-    launch.import_torch()
+    import_torch()
     from ultrascale.measure import verify_runs as verifying
 
     drawing, verdicts, count = ProgramGenerator(seed, processes), [], runs or 1
@@ -307,6 +307,7 @@ def convert(
     [dim]ultrascale convert hf ./llama-dir runs/x && ultrascale train --resume runs/x --nproc 4 job.seq=2048 layout.tp=2[/]
     [dim]ultrascale convert runs/x hf ./out --tokenizer ./llama-dir[/]
     """
+    from ultrascale.launch import launcher
     from ultrascale.show.lines import progress
     from ultrascale.specs.units import GIB
     from ultrascale.train import convert as weights
@@ -317,6 +318,7 @@ def convert(
             dtype,
             tokenizer,
             progress=lambda done, total: say(f"{done / GIB:,.2f} of {total / GIB:,.2f} GiB"),
+            gpu=launcher.has_gpu(),
         )
     follows = f"ultrascale train --resume {made.folder}" if made.is_run else "transformers loads it with AutoModelForCausalLM"
     terminal().print(f"Wrote {made.folder}: {made.model.name}, {made.model.parameters:,} parameters; next: {follows}")

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ultrascale.cli.common import HAND_OVER, app, terminal
+from ultrascale.specs.folders import REPORT
 
 
 @app.command(rich_help_panel=HAND_OVER)
@@ -33,11 +34,11 @@ def report(
     style.graph_objects()
     if not source.exists():
         raise SpecError(f"{source} does not exist: give a plan file, such as plan.yaml, or a run's folder, such as runs/first")
-    target = output or (source if source.is_dir() else source.parent) / "report.html"
+    target = output or (source if source.is_dir() else source.parent) / REPORT
     with progress() as say:
         say("drawing")
         page = run_page(source, say) if source.is_dir() else plan_page(Plan.load(source), str(source), say)
-        write_text(target, page, example="report.html")
+        write_text(target, page, example=REPORT)
     terminal().print(f"Wrote {target} ({len(page.encode()) / 2**20:.1f} MiB); open it in any browser")
 
 

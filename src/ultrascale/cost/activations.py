@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ultrascale.cost import fused
 from ultrascale.cost.columns import Array, LayoutColumns
+from ultrascale.cost.legality import fused_blocks_problem
 from ultrascale.specs.job import Job
 from ultrascale.specs.model import Model
 
@@ -214,7 +214,7 @@ def eager(job: Job, columns: LayoutColumns) -> Array:
 def lean(job: Job, columns: LayoutColumns) -> Array:
     """Layers whose backward makes the cheap outputs again without being asked to recompute."""
     fits = job.framework.fused_blocks and job.attention == "flash"  # compiled blocks in fp8 keep as little (docs/fp8.md)
-    return np.asarray(uncut(columns) & (fits and fused.why_not(job.model, job.seq) is None))
+    return np.asarray(uncut(columns) & (fits and fused_blocks_problem(job.model, job.seq) is None))
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ultrascale.cost import context, data, expert, flops, params, pipeline, stages, tensor, zero
+from ultrascale.cost import flops, params, stages
 from ultrascale.cost.activations import compute_bytes, gradient_bytes
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.hardware import ClusterRates
-from ultrascale.cost.mesh import CommGroup, mesh
-from ultrascale.cost.overlap import OverlapRatio
+from ultrascale.cost.network import CommGroup, mesh
 from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
@@ -91,7 +90,7 @@ def strategies(plan: Plan) -> list[Strategy]:
             f"activations only, through mbs={x.mbs}",
             split_batch,
             talk("data", "backward: all-reduce of gradients"),
-            data.ratio(x.data_ranks, rank_parameters, tokens_met, peak, data_bw),
+            data_ratio(x.data_ranks, rank_parameters, tokens_met, peak, data_bw),
         ),
         (
             "DP + ZeRO-1",
@@ -100,7 +99,7 @@ def strategies(plan: Plan) -> list[Strategy]:
             f"fp32 parameters and optimizer states / {x.shards} (of {full})",
             split_batch,
             talk("zero", "step end: all-gather of parameters"),
-            data.ratio(x.shards, rank_parameters, tokens_met, peak, shard_bw),
+            data_ratio(x.shards, rank_parameters, tokens_met, peak, shard_bw),
         ),
         (
             "DP + ZeRO-2",
@@ -109,7 +108,7 @@ def strategies(plan: Plan) -> list[Strategy]:
             f"those and gradients ({gib(rank_parameters * g)}) / {x.shards}",
             split_batch,
             talk("zero", "backward: reduce-scatter of gradients"),
-            zero.ratio_2(x.shards, rank_parameters, tokens_met, peak, shard_bw),
+            zero_2_ratio(x.shards, rank_parameters, tokens_met, peak, shard_bw),
         ),
         (
             "DP + ZeRO-3",
@@ -118,7 +117,7 @@ def strategies(plan: Plan) -> list[Strategy]:
             f"those and bf16 parameters ({gib(rank_parameters * b)}) / {x.shards}",
             split_batch,
             talk("zero", "per layer: all-gather forward and backward, reduce-scatter backward"),
-            zero.ratio_3(x.shards, tokens_met, peak, shard_bw),
+            zero_3_ratio(x.shards, tokens_met, peak, shard_bw),
         ),
         (
             "Tensor parallelism",
@@ -127,7 +126,7 @@ def strategies(plan: Plan) -> list[Strategy]:
             f"parameters, states and activations / {x.tp}",
             f"products / {x.tp}",
             talk("tensor", "4 per layer and direction: all-gather, reduce-scatter of activations"),
-            tensor.ratio(x.tp, model.hidden, layer, peak, bandwidth(machine, places.tensor)),
+            tensor_ratio(x.tp, model.hidden, layer, peak, bandwidth(machine, places.tensor)),
         ),
         (
             "Pipeline parallelism",
@@ -136,7 +135,7 @@ def strategies(plan: Plan) -> list[Strategy]:
             f"parameters and states / {x.pp}",
             f"layers / {x.pp}",
             talk("pipeline", "per micro-batch: send and receive activations and gradients"),
-            pipeline.ratio(x.pp, model.hidden, model.layers, layer, peak, bandwidth(machine, places.pipeline)),
+            pipeline_ratio(x.pp, model.hidden, model.layers, layer, peak, bandwidth(machine, places.pipeline)),
         ),
         (
             "Context parallelism",
@@ -145,7 +144,7 @@ def strategies(plan: Plan) -> list[Strategy]:
             f"activations / {x.cp}",
             f"sequence / {x.cp} = {job.seq // x.cp:,} tokens",
             talk("context", "per layer, cp−1 times: keys and values forward, and their gradients backward"),
-            context.ratio(
+            context_ratio(
                 x.cp,
                 job.seq,
                 x.mbs,
@@ -161,7 +160,7 @@ def strategies(plan: Plan) -> list[Strategy]:
             ("Expert parallelism", f"ep={x.ep}", "data parallel for the rest of the model",
              f"experts / {x.ep}", f"{model.moe.experts // x.ep} of {model.moe.experts} experts a rank",
              talk("expert", "per MoE layer: all-to-all, twice forward and twice backward"),
-             expert.ratio(x.ep, model.moe.experts, model.hidden, model.expert_parameters, peak,
+             expert_ratio(x.ep, model.moe.experts, model.hidden, model.expert_parameters, peak,
                           bandwidth(machine, places.expert)))
         )  # fmt: skip
     return [Strategy(*entries, _verdict(entries[-1], x)) for entries in rows]
@@ -210,7 +209,7 @@ def formulas(plan: Plan) -> list[Formula]:
         Formula("compute, causal", "products + half attention",
                 f"{flops.model_flops(model, job.seq, causal=True) * per_gpu:.3g} FLOPs per GPU"),
         *([] if job.cluster.efficiency.synchronous else _utilisation(plan.estimate)),
-        Formula("bubble", "(p−1)/(v·m) of the work", f"{pipeline.textbook_bubble(x.pp, x.gas, x.virtual_stages):.2%}"),
+        Formula("bubble", "(p−1)/(v·m) of the work", f"{textbook_bubble(x.pp, x.gas, x.virtual_stages):.2%}"),
     ]  # fmt: skip
 
 
@@ -219,3 +218,119 @@ def _utilisation(found: Estimate) -> list[Formula]:
         Formula("MFU / HFU", "model / hardware FLOPs over peak", f"{found.mfu:.1%} / {found.hfu:.1%}"),
         Formula("MFU / HFU, causal", "the same, masked half not counted", f"{found.mfu_causal:.1%} / {found.hfu_causal:.1%}"),
     ]
+
+
+# -------------------------------------------------------------------------------------------------------------- overlap ratios
+
+
+@dataclass(frozen=True)
+class OverlapRatio:
+    """An overlap ratio of the cheat-sheet: transfer time over the computation that should hide it. Below 1 it can.
+
+    `printed` is the cheat-sheet's own form, `corrected` the derived one; both are numbers for one layout.
+    """
+
+    technique: str
+    printed_form: str
+    printed: float | None
+    corrected_form: str
+    corrected: float | None
+    slip: str
+
+
+def data_ratio(dp: int, parameters: float, tokens: float, peak_flops: float, bandwidth: float) -> OverlapRatio:
+    return OverlapRatio(
+        "data",
+        "(DP−1)·num_params·peak_flops / (2·peak_bw·num_tokens·DP)",
+        (dp - 1) * parameters * peak_flops / (2 * bandwidth * tokens * dp),
+        "(DP−1)/DP·peak_flops / (peak_bw·num_tokens)",
+        (dp - 1) / dp * peak_flops / (bandwidth * tokens),
+        "the printed form carries num_params, so it is no ratio; an all-reduce of 2N bytes moves 4N·(DP−1)/DP and meets "
+        "the 4N·tokens FLOPs of backward",
+    )
+
+
+def zero_2_ratio(dp: int, parameters: float, tokens: float, peak_flops: float, bandwidth: float) -> OverlapRatio:
+    return OverlapRatio(
+        "zero-2",
+        "(DP−1)·num_params·peak_flops / (4·peak_bw·num_tokens·DP)",
+        (dp - 1) * parameters * peak_flops / (4 * bandwidth * tokens * dp),
+        "(DP−1)/DP·peak_flops / (2·peak_bw·num_tokens)",
+        (dp - 1) / dp * peak_flops / (2 * bandwidth * tokens),
+        "the printed form carries num_params, so it is no ratio; a reduce-scatter of 2N bytes meets 4N·tokens FLOPs",
+    )
+
+
+def zero_3_ratio(dp: int, tokens: float, peak_flops: float, bandwidth: float) -> OverlapRatio:
+    return OverlapRatio(
+        "zero-3",
+        "(DP−1)·peak_flops / (2·seq·mbs·peak_bw)",
+        (dp - 1) * peak_flops / (2 * tokens * bandwidth),
+        "(DP−1)/DP·peak_flops / (seq·mbs·peak_bw)",
+        (dp - 1) / dp * peak_flops / (tokens * bandwidth),
+        "the printed form counts one byte a parameter and DP−1 whole layers; an all-gather of 2P bytes moves (DP−1)/DP of "
+        "them and meets the 2P·tokens FLOPs of the next layer's forward",
+    )
+
+
+def tensor_ratio(tp: int, hidden: int, layer_parameters: float, peak_flops: float, bandwidth: float) -> OverlapRatio:
+    """One exchange of s·mbs·h bf16 elements against the next region's share of the layer (half of it in the mean)."""
+    return OverlapRatio(
+        "tensor",
+        "(TP−1)·peak_flops / (24·h·peak_bw)",
+        (tp - 1) * peak_flops / (24 * hidden * bandwidth),
+        "2·h·(TP−1)·peak_flops / (layer_parameters·peak_bw)",
+        2 * hidden * (tp - 1) * peak_flops / (layer_parameters * bandwidth),
+        "the printed form counts one byte an element and a whole layer of 12h² parameters for each of its four exchanges",
+    )
+
+
+def context_ratio(cp: int, seq: int, mbs: int, kv_dim: int, q_dim: int, peak_flops: float, bandwidth: float) -> OverlapRatio:
+    """One ring step: 2·2·(s/CP)·kv_dim bytes against 4·(s/CP)²·q_dim FLOPs, of which the causal mask leaves half."""
+    return OverlapRatio(
+        "context",
+        "(CP−1)·B·L/CP·H_kv·(num_k + num_v)  [elements, not a ratio]",
+        printed_volume(cp, mbs, seq, kv_dim),
+        "2·CP·kv_dim·peak_flops / (seq·q_dim·peak_bw)",
+        2 * cp * kv_dim * peak_flops / (seq * q_dim * bandwidth) if cp > 1 else 0.0,
+        "the printed entry is the volume of a layer's exchange; the ratio is that of one ring step, causal mask counted",
+    )
+
+
+def printed_volume(cp: int, mbs: int, seq: int, kv_dim: int) -> float:
+    """The cheat-sheet's entry: (CP−1)·B·L/CP·H_kv·(num_k + num_v) elements that a rank sends per layer. A volume."""
+    return (cp - 1) * mbs * seq / cp * kv_dim * 2
+
+
+def expert_ratio(
+    ep: int, experts: int, hidden: int, expert_parameters: float, peak_flops: float, bandwidth: float
+) -> OverlapRatio:
+    """Dispatch and combine of a routed token (2·2·h bytes, (EP−1)/EP of them leave) against its expert's 2·parameters FLOPs."""
+    return OverlapRatio(
+        "expert",
+        "(EP−1)·peak_flops / (12·num_experts·h·peak_bw)",
+        (ep - 1) * peak_flops / (12 * experts * hidden * bandwidth),
+        "(EP−1)/EP·2·h·peak_flops / (expert_parameters·peak_bw)",
+        (ep - 1) / ep * 2 * hidden * peak_flops / (expert_parameters * bandwidth),
+        "the printed form counts one byte and one move an element, and lets every expert of a rank (6h² parameters each) see "
+        "every token; a routed token moves twice and meets one expert",
+    )
+
+
+def pipeline_ratio(
+    pp: int, hidden: int, layers: int, layer_parameters: float, peak_flops: float, bandwidth: float
+) -> OverlapRatio:
+    """One hop of 2·s·mbs·h bytes against the stage's 2·parameters FLOPs per token."""
+    return OverlapRatio(
+        "pipeline",
+        "PP·peak_flops / (32·h·num_layers·peak_bw)",
+        pp * peak_flops / (32 * hidden * layers * bandwidth),
+        "PP·h·peak_flops / (num_layers·layer_parameters·peak_bw)",
+        pp * hidden * peak_flops / (layers * layer_parameters * bandwidth) if pp > 1 else 0.0,
+        "the printed form counts one byte an element and 16h² parameters a layer, which holds for one shape only",
+    )
+
+
+def textbook_bubble(pp: int, microbatches: int, virtual_stages: int = 1) -> float:
+    """Playbook: idle over busy time, (p−1)/(v·m); AFAB and 1F1B share it with v = 1."""
+    return (pp - 1) / (virtual_stages * microbatches)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cache
-from importlib import resources
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
-import yaml
 
-from ultrascale.cost import collectives, gemm
-from ultrascale.cost.collectives import Link, Op
+from ultrascale.cost import kernels, network
 from ultrascale.cost.columns import Array
-from ultrascale.cost.mesh import CommGroup
+from ultrascale.cost.kernels import AttentionRate, attention_rate, attention_rates
+from ultrascale.cost.network import CommGroup, Link, Op
 from ultrascale.specs.gpu import GPU
 from ultrascale.specs.job import Job
 
@@ -22,35 +18,6 @@ UNMEASURED_MATMUL = 0.5
 # A chip without NVLink measurements gets this share of its link's data sheet and this latency per hop; the estimate says so.
 UNMEASURED_LINK = 0.75
 UNMEASURED_LATENCY_S = 2e-6
-
-
-@dataclass(frozen=True)
-class AttentionRate:
-    """Fraction of the bf16 peak for long causal rows and head size 128, and the row length at which half of it is reached."""
-
-    forward: float
-    backward: float
-    half_row: float
-    source: str
-    small_heads: float = 0.75
-    """head size 64 against 128"""
-
-
-@cache
-def attention_rates() -> dict[str, dict[str, AttentionRate]]:
-    """Rates by kernel and architecture, each with its source (surfaces/attention.yaml)."""
-    text = resources.files("ultrascale.cost").joinpath("surfaces/attention.yaml").read_text(encoding="utf-8")
-    kernels: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(text)
-    return {kernel: {name: AttentionRate(**fields) for name, fields in rates.items()} for kernel, rates in kernels.items()}
-
-
-def attention_line(kernel: str, architecture: str) -> str:
-    """The kernel whose rate is taken: its own, or the architecture's best where it has no line of its own."""
-    return kernel if architecture in attention_rates().get(kernel, {}) else "flash"
-
-
-def attention_rate(kernel: str, architecture: str) -> AttentionRate | None:
-    return attention_rates()[attention_line(kernel, architecture)].get(architecture)
 
 
 # Share of the product rate measured alone that a training step sustains, hour after hour at the power limit.
@@ -107,17 +74,17 @@ class ClusterRates:
         self.launch_s = 0.0 if gpu.architecture == "cpu" else self.efficiency.kernel_launch_s
         self.surface = self._surface("bf16")
         self.fp8_surface = self._surface("fp8") if self.is_fp8 else None
-        self.fabric = collectives.load_fabric(gpu.surface) if gpu.surface else None
+        self.fabric = network.load_fabric(gpu.surface) if gpu.surface else None
         self.inter = Link(cluster.network_gb_s * self.efficiency.network_bandwidth, self.efficiency.network_latency_s)
         host_gb_s = gpu.pcie_bandwidth_gb_s * self.efficiency.host_link
         self.host = Link(host_gb_s, self.efficiency.network_latency_s)
         self.attention = self._attention_rate()
         self.sustained = sustained(gpu)
 
-    def _surface(self, dtype: str) -> gemm.Surface | None:
+    def _surface(self, dtype: str) -> kernels.Surface | None:
         table = self.gpu.surface
-        known = table is not None and (table.removesuffix("_sxm"), dtype) in gemm.available()
-        return gemm.load_surface(table, dtype) if table and known else None
+        known = table is not None and (table.removesuffix("_sxm"), dtype) in kernels.gemm_surfaces()
+        return kernels.load_surface(table, dtype) if table and known else None
 
     def _attention_rate(self) -> AttentionRate:
         rate = attention_rate(self.framework.attention, self.gpu.architecture) or attention_rates()["flash"]["ampere"]
@@ -141,7 +108,7 @@ class ClusterRates:
         if surface is None:
             time = 2.0 * m * n * k / (peak * UNMEASURED_MATMUL * (self.efficiency.matmul or 1.0))
             return np.asarray(time + (self._operands_s(m, n, k) if self.efficiency.synchronous else 0.0))
-        time = gemm.gemm_time_s(
+        time = kernels.gemm_time_s(
             surface,
             m,
             n,
@@ -190,7 +157,7 @@ class ClusterRates:
             per_domain = np.where(group.leaves_domain, 1, per_domain)
 
         def over(inter: Link) -> Array:
-            return collectives.collective_time_s(op, bytes_, group.size, per_node=per_domain, intra=self.intra(op), inter=inter)
+            return network.collective_time_s(op, bytes_, group.size, per_node=per_domain, intra=self.intra(op), inter=inter)
 
         if self.cluster.link_domain >= self.cluster.gpus_per_node:
             return over(self.inter)

@@ -22,10 +22,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 
 from ultrascale.cost.activations import compute_bytes, lean
-from ultrascale.cost.columns import Array, LayoutColumns
+from ultrascale.cost.columns import Array, LayoutColumns, Passes
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.memory import alone, on_one_gpu
-from ultrascale.cost.passes import Passes
 from ultrascale.cost.stages import RankShare
 from ultrascale.specs.job import Job
 from ultrascale.specs.model import Model
@@ -226,7 +225,7 @@ def kernel_starts_s(job: Job, columns: LayoutColumns, share: RankShare) -> tuple
 
 
 def graphable(job: Job, columns: LayoutColumns) -> Array:
-    """Where our engine can replay a step as one CUDA graph (train/cuda_graphs.py says why not elsewhere)."""
+    """Where our engine can replay a step as one CUDA graph (kernels/selection.py says why not elsewhere)."""
     return on_one_gpu(job, columns) & (job.framework.cuda_graphs and job.precision != "fp16")
 
 

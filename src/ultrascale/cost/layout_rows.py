@@ -11,12 +11,11 @@ from functools import cached_property
 
 import numpy as np
 
-from ultrascale.cost import memory, padding, params, pipeline, stages, step
-from ultrascale.cost.columns import Array, LayoutColumns, rows_of
-from ultrascale.cost.components import ComponentTime, ComponentTimes, ComponentTotals, pieces
+from ultrascale.cost import communication, memory, padding, params, stages, step
+from ultrascale.cost.columns import Array, LayoutColumns, Passes, rows_of
 from ultrascale.cost.hardware import ClusterRates
-from ultrascale.cost.mesh import GroupPlacement, mesh
-from ultrascale.cost.passes import Passes
+from ultrascale.cost.network import GroupPlacement, mesh
+from ultrascale.cost.step import ComponentTime, ComponentTimes, ComponentTotals, component_times
 from ultrascale.schedules import REGISTRY, StageTimes, TimedSchedule, simulate_makespans
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -172,17 +171,17 @@ class _Together:
         return LayoutColumns.of(self.layouts)
 
     @cached_property
-    def pieces(self) -> ComponentTimes:
-        return pieces(self.job, self.rows, self.machine)
+    def components(self) -> ComponentTimes:
+        return component_times(self.job, self.rows, self.machine)
 
     @cached_property
     def totals(self) -> ComponentTotals:
-        return self.pieces.totals()
+        return self.components.totals()
 
     @cached_property
     def on_ranks(self) -> ComponentTime:
         """Of one micro-batch, on every rank of every layout."""
-        return self.pieces.take(self._row_of_rank).on(self.share)
+        return self.components.take(self._row_of_rank).on(self.share)
 
     @cached_property
     def rank_passes(self) -> Passes:
@@ -202,7 +201,7 @@ class _Together:
 
     @cached_property
     def hop_s(self) -> Array:
-        return pipeline.hop(self.job, self.rows, self.places, self.machine).time_s
+        return communication.pipeline_hop(self.job, self.rows, self.places, self.machine).time_s
 
     @cached_property
     def after(self) -> step.EndOfStep:

@@ -6,12 +6,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ultrascale.cost import attention, host
+from ultrascale.cost import host, kernels
 from ultrascale.cost.activations import compute_bytes, gradient_bytes, lean
-from ultrascale.cost.columns import Array, LayoutColumns
+from ultrascale.cost.columns import Array, LayoutColumns, Passes
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.memory import alone, has_master
-from ultrascale.cost.passes import Passes
 from ultrascale.specs.job import OPTIMIZER_STATE_BYTES, Job
 from ultrascale.specs.model import Model
 
@@ -222,7 +221,7 @@ def clock(job: Job, columns: LayoutColumns, machine: ClusterRates) -> Array:
         if layers:
             busy = _busy(job, columns, machine, moe)
             work = work + layers * (3 + again) * sum(product.flops for product in busy.matmuls)
-            work = work + layers * (1 + again / (1 + attention.BACKWARD_FLOPS)) * attention.done_flops(job, columns)
+            work = work + layers * (1 + again / (1 + kernels.BACKWARD_FLOPS)) * kernels.attention_flops(job, columns)
             seconds = seconds + layers * (busy.total.total + again * busy.total.forward)
     return machine.clock(np.asarray(work), np.asarray(seconds))
 
@@ -243,7 +242,7 @@ def _busy(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool) ->
     """A layer that nothing waits for, at the clock of products in a row."""
     products = layer_matmuls(job, columns, moe)
     matmul = matmul_passes(machine, as_run(job, columns, products))
-    scores = attention.passes(job, columns, machine)
+    scores = kernels.attention_passes(job, columns, machine)
     moved = machine.stream_s(permuted_bytes(job, columns, moe)) * job.framework.elementwise
     forward = machine.stream_s(memory_bound_bytes(job, columns, moe)) * job.framework.elementwise + moved
     zero = np.zeros_like(forward)

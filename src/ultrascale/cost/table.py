@@ -13,13 +13,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from ultrascale.cost import memory, pipeline, stages
-from ultrascale.cost.columns import Array, LayoutColumns, encode
-from ultrascale.cost.components import depends_on, pieces
+from ultrascale.cost import communication, memory, stages
+from ultrascale.cost.columns import Array, LayoutColumns, Passes, encode
 from ultrascale.cost.hardware import ClusterRates
-from ultrascale.cost.mesh import mesh
-from ultrascale.cost.passes import Passes
-from ultrascale.cost.step import end_of_step
+from ultrascale.cost.network import mesh
+from ultrascale.cost.step import component_times, depends_on, end_of_step
 from ultrascale.schedules import REGISTRY, closed, legal_mask
 from ultrascale.specs.job import Job
 
@@ -174,7 +172,7 @@ def _steps(
     """Which cores might take no longer, and their times: variants × those."""
     pp = int(cores.pp[0])
     distinct, inverse = cores.distinct(depends_on(job))
-    totals = pieces(job, distinct, machine).totals().take(inverse)
+    totals = component_times(job, distinct, machine).totals().take(inverse)
     model = job.model
     whole = totals.on(stages.constant_share((model.dense_layers, model.moe_layers, 1, 1), len(cores)))
     # No step is shorter than the slowest rank's work, which is no less than the mean rank's; the rest is for rounding.
@@ -185,7 +183,7 @@ def _steps(
     if not rows:
         return chosen, np.zeros((len(variants), 0))
     places = mesh(cores, machine.cluster)
-    send = pipeline.hop(job, cores, places, machine).time_s
+    send = communication.pipeline_hop(job, cores, places, machine).time_s
     by_share: dict[tuple[int, ...], Passes] = {}
     after: dict[tuple[int, ...], Array] = {}
     times = np.empty((len(variants), rows))

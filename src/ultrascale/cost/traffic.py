@@ -1,18 +1,24 @@
 """Every technique's communication of one step on one GPU: bytes sent, calls, time, and what of it is exposed.
 
-Ranks of one pipeline stage send the same; stages differ by their layers and by what the ends have besides.
+Ranks of one pipeline stage send the same; stages differ by their layers and by what the ends have besides. Beside the large
+collectives, which communication.py times, the small ones are here: a loss over a cut vocabulary, gradients of what every tp
+rank repeats, counts of tokens by expert. They take no time worth a law, but a rehearsal counts them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
-from ultrascale.cost import stages
-from ultrascale.cost.columns import LayoutColumns
+from ultrascale.cost import communication, float8, operators, padding, params, stages
+from ultrascale.cost.activations import FP32, gradient_bytes, sharded_gradient_bytes, split_backward
+from ultrascale.cost.columns import Array, LayoutColumns
 from ultrascale.cost.hardware import ClusterRates
-from ultrascale.cost.traffic_calls import Stage, calls_of, hops
+from ultrascale.cost.network import CollectiveTransfer, GroupPlacement, group, mesh, transfer
+from ultrascale.schedules import REGISTRY, ActionKind, build, stages_of
 from ultrascale.specs.estimate import Time, Traffic
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -58,4 +64,260 @@ def of_stage(job: Job, layout: Layout, machine: ClusterRates, stage: int) -> Ite
             calls=calls,
             time_s=calls * float(moved.time_s[0]),
             exposed_s=0.0,
+        )
+
+
+Calls = Iterator[tuple[CollectiveTransfer, float]]
+COUNT = 8  # bytes of a number of tokens
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline rank of one layout."""
+
+    job: Job
+    layout: Layout
+    machine: ClusterRates
+    index: int
+    row: LayoutColumns
+    places: GroupPlacement
+    share: stages.RankShare
+
+    @classmethod
+    def of(cls, job: Job, layout: Layout, machine: ClusterRates, index: int) -> Stage:
+        row = LayoutColumns.of([layout])
+        share = stages.share_of(job, row, np.asarray([index]))
+        return cls(job, layout, machine, index, row, mesh(row, machine.cluster), share)
+
+    @property
+    def layers(self) -> int:
+        return int(self.share.layers[0])
+
+    @property
+    def moe_layers(self) -> int:
+        return int(self.share.moe_layers[0])
+
+    @property
+    def embedding(self) -> int:
+        return int(self.share.embedding[0])
+
+    @property
+    def head(self) -> int:
+        return int(self.share.head[0])
+
+    @property
+    def held(self) -> params.RankParameters:
+        return params.on_rank(self.job.model, self.row, self.share, self.shards)
+
+    @property
+    def shards(self) -> Array:
+        return padding.shards_of(self.job, self.row)
+
+    @property
+    def last_gradient(self) -> float:
+        """Bytes of an element's gradient where those meet at the end: ZeRO has cut it in parts, FSDP's are in fp32."""
+        if self.layout.zero and self.layout.shards > 1:
+            return sharded_gradient_bytes(self.job) / self.layout.shards
+        return gradient_bytes(self.job)
+
+
+def calls_of(stage: Stage) -> Calls:
+    layout = stage.layout
+    if layout.tp > 1:
+        yield from _tensor(stage)
+        yield from _repeated_weights(stage)
+    if layout.cp > 1:
+        yield from _context(stage)
+    if layout.ep > 1 and stage.moe_layers:
+        yield from _expert(stage)
+    if layout.pp > 1:
+        yield from _pipeline(stage)
+    if layout.data_ranks > 1:
+        yield from _zero(stage) if layout.zero else _data(stage)
+
+
+def _anew(stage: Stage) -> tuple[int, int]:
+    """How often recomputation enters the regions of a stage's layers anew, and leaves them.
+
+    Selective recomputation keeps products with their exchanges, but what experts are sent is gathered to be sorted again.
+    torch.utils.checkpoint stops before a layer's last exchange, which no backward asks for.
+    """
+    if stage.layout.recompute == "full":
+        return communication.REGIONS * stage.layers, (
+            communication.REGIONS - stage.job.framework.exact_memory_trace
+        ) * stage.layers
+    return (stage.moe_layers if _repeats(stage) else 0), 0
+
+
+def _repeats(stage: Stage) -> bool:
+    """Does recomputation run a layer's exchanges again that are no part of a product?"""
+    policy = stage.layout.recompute
+    return policy == "full" or (policy == "selective" and stage.job.framework.exact_memory_trace)
+
+
+def _tensor(stage: Stage) -> Calls:
+    job, layout, gas = stage.job, stage.layout, stage.layout.gas
+    inside = communication.tensor_traffic(job, stage.row, stage.places, stage.machine)
+    entered, left = _anew(stage)
+    regions = communication.REGIONS * stage.layers
+    dense = stage.layers - stage.moe_layers
+    if layout.sequence_parallel:
+        # Each pass enters and leaves a region once; backward also gathers the saved inputs again, but for those of experts,
+        # which are kept as they were routed. Slices leave the embedding and enter the head.
+        kept_slices = stage.layers + dense
+        gathers = 2 * regions + kept_slices + entered + stage.embedding + 2 * stage.head
+        yield inside.gather, gas * gathers
+        yield inside.scatter, gas * (2 * regions + left + stage.embedding + stage.head)
+    else:
+        yield inside.reduce, gas * (2 * regions + left + stage.embedding + stage.head)
+    if stage.head:
+        # The maximum over the vocabulary; then the sum of exponentials and the target's logit.
+        one = FP32 * stage.row.tokens(job.seq)
+        yield transfer(stage.machine, "tensor", "all_reduce", one, stage.places.tensor), gas
+        yield transfer(stage.machine, "tensor", "all_reduce", 2 * one, stage.places.tensor), gas
+
+
+def _repeated_weights(stage: Stage) -> Calls:
+    """Gradients of weights that several tp ranks hold and each of which saw a part, summed once a step."""
+    layout, model, g = stage.layout, stage.job.model, stage.last_gradient
+    partial = params.partial_on_tp(model, stage.share, layout.sequence_parallel, stage.shards)
+    if float(partial[0]):
+        yield transfer(stage.machine, "tensor", "all_reduce", g * partial, stage.places.tensor), 1
+    copies = layout.tp // min(layout.tp, model.kv_heads)
+    if copies > 1 and model.mla is None:
+        each = stage.layers * (params.attention(model).kv / model.kv_heads + padding.keys(model, stage.row, stage.shards))
+        alike = group(np.asarray([copies]), np.asarray([1]), stage.machine.cluster)
+        yield transfer(stage.machine, "tensor", "all_reduce", g * each, alike), 1
+
+
+def _forwards(stage: Stage) -> int:
+    """How often a layer's forward exchanges, once more where recomputation repeats all but products and attention."""
+    return 2 if _repeats(stage) else 1
+
+
+def _context(stage: Stage) -> Calls:
+    job, layout, row = stage.job, stage.layout, stage.row
+    clock = operators.clock(job, row, stage.machine)
+    attention = operators.layer(job, row, stage.machine, moe=False, at=clock).attention
+    around = communication.context_traffic(job, row, stage.places, stage.machine, attention)
+    forwards, passes = _forwards(stage), stage.layers * layout.gas
+    if layout.context_parallel == "allgather":
+        yield around.gather, passes * (forwards + 1)
+        yield around.scatter, passes
+    elif layout.context_parallel == "ulysses":
+        yield around.switch, passes * (forwards + 1)
+    else:
+        # Backward's blocks carry the gradients too: two blocks' bytes each.
+        yield around.block, passes * (layout.cp - 1) * (forwards + 2)
+    if stage.moe_layers and job.model.moe is not None:
+        # How often each expert was chosen in a sequence, all of its parts together: what a balance loss pulls at.
+        counts = np.asarray([FP32 * layout.mbs * job.model.moe.experts])
+        yield transfer(stage.machine, "context", "all_reduce", counts, stage.places.context), stage.moe_layers * layout.gas
+
+
+def _expert(stage: Stage) -> Calls:
+    moe = stage.job.model.moe
+    assert moe is not None
+    exchange = communication.expert_traffic(stage.job, stage.row, stage.places, stage.machine).exchange
+    forwards, passes = _forwards(stage), stage.moe_layers * stage.layout.gas
+    yield exchange, communication.EXCHANGES * passes * (forwards + 1)
+    # Each rank tells the others how many rows come.
+    counts = np.asarray([COUNT * moe.experts])
+    yield transfer(stage.machine, "expert", "all_to_all", counts, stage.places.expert), passes * forwards
+
+
+def hops(layout: Layout, stage: int) -> int:
+    """Boundaries over which a rank sends per micro-batch: activations to the next chunk's rank, gradients to the one before."""
+    v_shaped = REGISTRY[layout.schedule].v_shaped
+    return _hops(layout.pp, layout.virtual_stages, v_shaped)[stage]
+
+
+@lru_cache(maxsize=512)
+def _hops(pp: int, virtual_stages: int, v_shaped: bool) -> tuple[int, ...]:
+    """Of every rank."""
+    ranks = {chunk: rank for rank in range(pp) for chunk in stages_of(rank, pp, virtual_stages, v_shaped)}
+    found = [0] * pp
+    for chunk, rank in ranks.items():
+        found[rank] += sum(ranks.get(chunk + way, rank) != rank for way in (-1, 1))
+    return tuple(found)
+
+
+def _pipeline(stage: Stage) -> Calls:
+    job, row, model = stage.job, stage.row, stage.job.model
+    hop = communication.pipeline_hop(job, row, stage.places, stage.machine)
+    both = group(np.asarray([2]), row.tp * row.data_ranks, stage.machine.cluster)
+    yield replace(hop, group=both), float(hops(stage.layout, stage.index) * stage.layout.gas)
+    if model.tied_embeddings and stage.embedding != stage.head:
+        # Two stages hold a copy each, whose gradients meet.
+        rows = params.head(model).on_rank(row.tp, model.kv_heads) + padding.added(padding.vocabulary(model, row), stage.shards)
+        whole = stage.last_gradient * rows
+        yield transfer(stage.machine, "pipeline", "all_reduce", whole, both), 1
+
+
+def _data(stage: Stage) -> Calls:
+    held = stage.held
+    reduced = communication.data_traffic(stage.job, stage.row, stage.places, stage.machine, held.trunk, held.experts)
+    yield reduced.reduce, 1
+    if stage.moe_layers and int(reduced.expert_reduce.group.size[0]) > 1:
+        yield reduced.expert_reduce, 1
+
+
+def _zero(stage: Stage) -> Calls:
+    job, layout, held = stage.job, stage.layout, stage.held
+    narrow = float8.on_rank(job, stage.row, stage.share)
+    moved = communication.zero_traffic(job, stage.row, stage.places, stage.machine, held.trunk, held.experts, narrow.elements)
+    gathers = {1: 1, 2: 1, 3: layout.gas * (1 if layout.keep_gathered else 2)}[layout.zero]
+    scatters = 1 if layout.zero == 1 else layout.gas
+    if layout.shards > 1:
+        if job.framework.states == "fp32" and layout.zero == 3:
+            # FSDP keeps the root of its modules, here embedding, head and final norm, gathered from forward to backward.
+            layers, ends = (
+                communication.zero_traffic(job, stage.row, stage.places, stage.machine, elements, held.experts, in_fp8).gather
+                for elements, in_fp8 in ((held.trunk - held.ends, narrow.elements), (held.ends, 0.0))
+            )
+            yield layers, gathers
+            if stage.embedding or stage.head:
+                yield ends, layout.gas
+        else:
+            yield moved.gather, gathers
+        if narrow.scales[0]:
+            yield transfer(stage.machine, "zero", "all_reduce", FP32 * narrow.scales, stage.places.shard), 1
+        for elements, times in _scattered(stage, scatters):
+            yield communication.zero_traffic(job, stage.row, stage.places, stage.machine, elements, held.experts).scatter, times
+        if stage.moe_layers and int(moved.expert_gather.group.size[0]) > 1:
+            yield moved.expert_gather, gathers
+            yield moved.expert_scatter, scatters
+    if layout.data_ranks > layout.shards:
+        # Replicas meet once a step; after a split backward with every scatter, since not every one has all weights.
+        split = job.framework.states == "fp32" and layout.zero >= 2 and layout.shards > 1 and bool(split_backward(stage.row)[0])
+        # Of experts fewer ranks of a replica have parts.
+        experts = held.experts * layout.shards / moved.expert_gather.group.size
+        met = [*_scattered(stage, scatters), (experts, scatters)] if split else [(held.trunk + experts, 1)]
+        for elements, times in met:
+            own = gradient_bytes(job) * elements / layout.shards
+            yield transfer(stage.machine, "zero", "all_reduce", own, stage.places.replica), times
+
+
+def _scattered(stage: Stage, scatters: int) -> Iterator[tuple[Array, int]]:
+    """Elements besides experts, and how often a step scatters their gradients.
+
+    Where backward is split, FSDP scatters a chunk's after the weights' turn. What was not put off goes with the first turn
+    after it, of several micro-batches together if so many came before.
+    """
+    job, layout, trunk = stage.job, stage.layout, stage.held.trunk
+    if not (job.framework.states == "fp32" and layout.zero >= 2 and split_backward(stage.row)[0]):
+        yield trunk, scatters
+        return
+    chunks = stages.chunk_shares(job, layout.pp, layout.virtual_stages)
+    rows = stage.row.take(np.zeros(len(chunks.layers), dtype=np.int64))
+    at_once = params.outside_products(job.model, rows, chunks, padding.shards_of(job, rows))
+    actions = build(layout.schedule, layout.pp, layout.gas, layout.virtual_stages).actions[stage.index]
+    own = sorted({action.stage for action in actions})
+    yield trunk - at_once[own].sum(), scatters
+    for chunk in own:
+        kinds = [action.kind for action in actions if action.stage == chunk and action.kind is not ActionKind.F]
+        turns = zip((None, *kinds), kinds, strict=False)
+        yield (
+            at_once[chunk : chunk + 1],
+            sum(kind is ActionKind.B or (kind is ActionKind.W and before is ActionKind.I) for before, kind in turns),
         )

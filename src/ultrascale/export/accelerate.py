@@ -4,151 +4,139 @@ from __future__ import annotations
 
 from typing import Any
 
-from ultrascale.export import header, hugging_face
-from ultrascale.export.common import EngineFormat, File, Found, World
-from ultrascale.export.keys import Keys
-from ultrascale.specs.errors import SpecError
+from ultrascale.export import header
+from ultrascale.export import table as row
+from ultrascale.export.common import EngineFormat, File, hugging_face_block, hugging_face_config
+from ultrascale.export.table import PlanFields, Setting, SettingsReader
 from ultrascale.specs.files import mapping_of, to_yaml
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 
 TITLE = "Accelerate"
+_FSDP = "fsdp_config.fsdp_"
+_MESH = "parallelism_config.parallelism_config_"
 _PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "no": "fp32"}
-_MESH = "parallelism_config."
+_CONTEXT = {"allgather": "allgather", "alltoall": "zigzag"}
+_STRATEGIES = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "true": True, "false": False}
 
 
-def native(job: Job, layout: Layout) -> dict[str, Any]:
-    settings: dict[str, Any] = {
-        "compute_environment": "LOCAL_MACHINE",
-        "debug": False,
-        "distributed_type": "FSDP" if _shards(layout) else "MULTI_GPU" if layout.gpus > 1 else "NO",
-        "downcast_bf16": "no",
-        "machine_rank": 0,
-        "main_training_function": "main",
-        "mixed_precision": {"fp32": "no"}.get(job.precision, job.precision),
-        "num_machines": job.cluster.nodes,
-        "num_processes": layout.gpus,
-        "rdzv_backend": "c10d" if job.cluster.nodes > 1 else "static",
-        "same_network": True,
-        "use_cpu": False,
-    }
-    if _shards(layout):
-        settings["fsdp_config"] = _fsdp(job, layout)
-        settings["parallelism_config"] = _mesh(layout)
-    return settings
-
-
-def _replicas(layout: Layout) -> int:
+def _replicas(p: PlanFields) -> int:
     """Data ranks: without a pipeline its ranks see other tokens too."""
-    return layout.dp * layout.pp
+    return p.layout.dp * p.layout.pp
 
 
-def _shards(layout: Layout) -> bool:
-    """Whether FSDP is on: Accelerate cuts tensors and sequences only beside it, and it needs ranks to shard over."""
-    return (layout.zero > 0 or layout.tp > 1 or layout.cp > 1) and (_replicas(layout) > 1 or layout.cp > 1)
-
-
-def _fsdp(job: Job, layout: Layout) -> dict[str, Any]:
-    block = hugging_face.block_class(job.model)
-    return {
-        "fsdp_version": 2,
-        "fsdp_reshard_after_forward": layout.zero == 3 and not layout.keep_gathered,
-        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        **({"fsdp_transformer_layer_cls_to_wrap": block} if block else {}),
-        "fsdp_activation_checkpointing": layout.recompute == "full",
-        "fsdp_offload_params": layout.offload == "parameters",
-        "fsdp_cpu_ram_efficient_loading": False,
-        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-    }
-
-
-def _mesh(layout: Layout) -> dict[str, Any]:
-    shard = _shard_size(layout)
-    mesh: dict[str, Any] = {
-        "parallelism_config_dp_replicate_size": _replicas(layout) // shard,
-        "parallelism_config_dp_shard_size": shard,
-        "parallelism_config_tp_size": layout.tp,
-        "parallelism_config_cp_size": layout.cp,
-    }
-    if layout.cp > 1:
-        gathers = layout.context_parallel == "allgather"
-        mesh["parallelism_config_cp_comm_strategy"] = "allgather" if gathers else "alltoall"
-    return mesh
-
-
-def _shard_size(layout: Layout) -> int:
+def _shard_size(p: PlanFields) -> int:
     """Ranks of dp that share one copy: FSDP shards over them and all of cp."""
+    layout = p.layout
     if layout.zero and layout.zero_shards and layout.shards > layout.cp and layout.shards % layout.cp == 0:
         return layout.shards // layout.cp
-    return _replicas(layout)
+    return _replicas(p)
 
 
-def read(data: Any, where: str, world: World) -> Found:
-    keys = Keys(data, where)
-    found = Found()
-    kind = keys.value("distributed_type", "NO")
+def _distributed(p: PlanFields) -> str:
+    """FSDP: Accelerate cuts tensors and sequences only beside it, and it needs ranks to shard over."""
+    layout = p.layout
+    if (layout.zero > 0 or layout.tp > 1 or layout.cp > 1) and (_replicas(p) > 1 or layout.cp > 1):
+        return "FSDP"
+    return "MULTI_GPU" if layout.gpus > 1 else "NO"
+
+
+def _fsdp(source: PlanFields | SettingsReader) -> bool:
+    """Whether FSDP is on."""
+    if isinstance(source, PlanFields):
+        return _distributed(source) == "FSDP"
+    return bool(source.value("distributed_type", "NO") == "FSDP")
+
+
+def _check_distributed(s: SettingsReader) -> None:
+    kind = s.value("distributed_type", "NO")
     if kind not in ("FSDP", "MULTI_GPU", "NO"):
-        raise SpecError(
-            f"{where}: distributed_type is '{kind!s:.40}', which cannot be read: try FSDP (with DeepSpeed, import its JSON)"
-        )
-    if kind == "FSDP" and keys.whole("fsdp_config.fsdp_version", 1) != 2:
-        found.notes.append("fsdp_version 1 is read as FSDP2 with the same sharding")
-    total = keys.whole("num_processes", 1)
-    tp, cp = keys.whole(f"{_MESH}parallelism_config_tp_size", 1), keys.whole(f"{_MESH}parallelism_config_cp_size", 1)
+        raise s.error(f"distributed_type is '{kind!s:.40}', which cannot be read: try FSDP (with DeepSpeed, import its JSON)")
+    if kind == "FSDP" and s.whole(f"{_FSDP}version", 1) != 2:
+        s.notes.append("fsdp_version 1 is read as FSDP2 with the same sharding")
+
+
+def _data_ranks(s: SettingsReader) -> int:
+    total, tp, cp = s.whole("num_processes", 1), s["layout.tp"], s["layout.cp"]
     if total % (tp * cp):
-        given = f"num_processes is {total}{keys.slip('num_processes')}"
-        raise SpecError(f"{where}: {given} but tp {tp} times cp {cp} does not divide it: try {tp * cp}")
-    dp = total // (tp * cp)
-    found.fields = {
-        "layout.dp": dp,
-        "layout.tp": tp,
-        "layout.cp": cp,
-        "job.precision": keys.word("mixed_precision", _PRECISIONS, "no"),
-    }
-    if tp > 1:
-        found.fields["layout.sequence_parallel"] = False  # transformers' plans all-reduce unless a model says otherwise
-    if cp > 1:
-        ways = {"allgather": "allgather", "alltoall": "zigzag"}
-        found.fields["layout.context_parallel"] = keys.word(f"{_MESH}parallelism_config_cp_comm_strategy", ways, "allgather")
-    if kind == "FSDP":
-        found.fields |= _read_fsdp(keys, dp, cp, where)
-    keys.passed("num_machines", "compute_environment", "machine_rank", "main_training_function", "same_network", "debug")
-    found.notes.append("an Accelerate file has no batch: micro-batch 1 without accumulation is assumed")
-    found.notes += keys.unread()
-    return found
+        given = f"num_processes is {total}{s.slip('num_processes')}"
+        raise s.error(f"{given} but tp {tp} times cp {cp} does not divide it: try {tp * cp}")
+    return int(total // (tp * cp))
 
 
-def _read_fsdp(keys: Keys, dp: int, cp: int, where: str) -> dict[str, Any]:
-    replicate = keys.whole(f"{_MESH}parallelism_config_dp_replicate_size", 1)
-    shard = keys.whole(f"{_MESH}parallelism_config_dp_shard_size", max(1, dp // replicate))
+def _zero_shards(s: SettingsReader) -> int | None:
+    dp, replicate = s["layout.dp"], s.whole(f"{_MESH}dp_replicate_size", 1)
+    shard = s.whole(f"{_MESH}dp_shard_size", max(1, dp // replicate))
     if replicate * shard != dp:
-        raise SpecError(
-            f"{where}: dp_replicate_size {replicate} times dp_shard_size {shard} is {replicate * shard} but there are "
-            f"{dp} data ranks{keys.slip('num_processes')}: try dp_shard_size {max(1, dp // replicate)}"
+        raise s.error(
+            f"dp_replicate_size {replicate} times dp_shard_size {shard} is {replicate * shard} but there are "
+            f"{dp} data ranks{s.slip('num_processes')}: try dp_shard_size {max(1, dp // replicate)}"
         )
-    strategies = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "true": True, "false": False}
-    again = keys.value("fsdp_config.fsdp_reshard_after_forward", keys.value("fsdp_config.fsdp_sharding_strategy", True))
-    reshards = again if isinstance(again, bool) else strategies.get(str(again), strategies.get(str(again).lower(), True))
-    return {
-        "layout.zero": 3,
-        "layout.keep_gathered": not reshards,
-        "layout.zero_shards": shard * cp if replicate > 1 else None,
-        "layout.offload": "parameters" if keys.flag("fsdp_config.fsdp_offload_params") else "none",
-        "layout.recompute": "full" if keys.flag("fsdp_config.fsdp_activation_checkpointing") else "none",
-    }
+    return shard * s["layout.cp"] if replicate > 1 else None
 
 
-def _world(data: Any, where: str) -> tuple[int, int] | None:
-    keys = Keys(data, where)
-    machines, processes = keys.whole("num_machines", 1), keys.whole("num_processes", 1)
+def _keep_gathered(s: SettingsReader) -> bool:
+    again = s.value(f"{_FSDP}reshard_after_forward", s.value(f"{_FSDP}sharding_strategy", True))
+    if isinstance(again, bool):
+        return not again
+    return not _STRATEGIES.get(str(again), _STRATEGIES.get(str(again).lower(), True))
+
+
+TABLE = (
+    row.constant("compute_environment", "LOCAL_MACHINE"),
+    row.constant("debug", False),
+    Setting("distributed_type", write=_distributed, read=_check_distributed),
+    row.constant("downcast_bf16", "no"),
+    row.constant("machine_rank", 0),
+    row.constant("main_training_function", "main"),
+    row.word("mixed_precision", "job.precision", _PRECISIONS, "no"),
+    Setting("num_machines", write=lambda p: p.job.cluster.nodes),
+    Setting("num_processes", "layout.dp", lambda p: p.layout.gpus, _data_ranks),
+    Setting("rdzv_backend", write=lambda p: "c10d" if p.job.cluster.nodes > 1 else "static"),
+    row.constant("same_network", True),
+    row.constant("use_cpu", False),
+    row.constant(f"{_FSDP}version", 2, written=_fsdp),
+    Setting(
+        f"{_FSDP}reshard_after_forward",
+        "layout.keep_gathered",
+        lambda p: p.layout.zero == 3 and not p.layout.keep_gathered,
+        _keep_gathered,
+        _fsdp,
+    ),
+    row.constant(f"{_FSDP}auto_wrap_policy", "TRANSFORMER_BASED_WRAP", written=_fsdp),
+    Setting(f"{_FSDP}transformer_layer_cls_to_wrap", write=lambda p: hugging_face_block(p.model), written=_fsdp),
+    row.flag(f"{_FSDP}activation_checkpointing", "layout.recompute", "full", "none", when=_fsdp),
+    row.flag(f"{_FSDP}offload_params", "layout.offload", "parameters", "none", when=_fsdp),
+    row.constant(f"{_FSDP}cpu_ram_efficient_loading", False, written=_fsdp),
+    row.constant(f"{_FSDP}state_dict_type", "SHARDED_STATE_DICT", written=_fsdp),
+    row.implied("layout.zero", 3, when=_fsdp),
+    Setting(f"{_MESH}dp_replicate_size", write=lambda p: _replicas(p) // _shard_size(p), written=_fsdp),
+    Setting(f"{_MESH}dp_shard_size", "layout.zero_shards", _shard_size, _zero_shards, _fsdp),
+    row.whole(f"{_MESH}tp_size", "layout.tp", 1, written=_fsdp),
+    # transformers' plans all-reduce unless a model says otherwise.
+    row.implied("layout.sequence_parallel", False, when=row.above_one("layout.tp")),
+    row.whole(f"{_MESH}cp_size", "layout.cp", 1, written=_fsdp),
+    Setting(
+        f"{_MESH}cp_comm_strategy",
+        "layout.context_parallel",
+        lambda p: "allgather" if p.layout.context_parallel == "allgather" else "alltoall",
+        lambda s: s.word(f"{_MESH}cp_comm_strategy", _CONTEXT, "allgather"),
+        row.above_one("layout.cp"),
+    ),
+)
+
+
+def _world(s: Any, where: str) -> tuple[int, int] | None:
+    reader = SettingsReader((), s, where, row.World())
+    machines, processes = reader.whole("num_machines", 1), reader.whole("num_processes", 1)
     return (machines, processes // machines) if processes % machines == 0 else None
 
 
-def files(job: Job, layout: Layout, settings: Any, said: list[str]) -> tuple[File, ...]:
+def files(job: Job, layout: Layout, settings: dict[str, Any], said: list[str]) -> tuple[File, ...]:
     head = header.commented(
         TITLE, said, f"Micro-batch {layout.mbs} and {layout.gas} accumulation steps are your program's to set."
     )
-    return (File("config.yaml", head + to_yaml(settings)), *hugging_face.config(job.model))
+    return (File("config.yaml", head + to_yaml(settings)), *hugging_face_config(job.model))
 
 
 ENGINE = EngineFormat(
@@ -156,12 +144,8 @@ ENGINE = EngineFormat(
     title=TITLE,
     framework="torchtitan-eager",
     config="config.yaml",
-    native=native,
-    files=files,
-    parse=lambda text, where: mapping_of(text, where, "YAML"),
-    read=read,
-    follows=lambda folder, job: f"accelerate launch --config_file {folder}/config.yaml train.py",
-    why={
+    table=TABLE,
+    lost={
         "layout.dp": "without a pipeline its ranks are data ranks",
         "layout.pp": "Accelerate trains without a pipeline",
         "layout.schedule": "Accelerate trains without a pipeline",
@@ -182,5 +166,10 @@ ENGINE = EngineFormat(
         "job.optimizer": "the optimizer is your program's",
         "model": "the model is your program's; model/config.json beside this file has its shape where Hugging Face can say it",
     },
+    files=files,
+    parse=lambda text, where: mapping_of(text, where, "YAML"),
+    follows=lambda folder, job: f"accelerate launch --config_file {folder}/config.yaml train.py",
+    passed=("num_machines", "compute_environment", "machine_rank", "main_training_function", "same_network", "debug"),
+    assumed=("an Accelerate file has no batch: micro-batch 1 without accumulation is assumed",),
     world=_world,
 )

@@ -1,19 +1,23 @@
-"""What every target shares: files, engines, what was found in a foreign file, and the constants of a trial run."""
+"""What every target shares: the files to write, the description of an engine, and words for shells."""
 
 from __future__ import annotations
 
-import math
+import json
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ultrascale.export.fields import Fields
+from ultrascale.export.table import Setting, SettingsReader, World, written
 from ultrascale.specs.errors import SpecError
+from ultrascale.specs.hf import WRITTEN
+from ultrascale.specs.hf_config import config_of, family_of
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.training import Training
+from ultrascale.specs.model import Model
 from ultrascale.specs.validate import shown
+
+OWN = "ultrascale"  # the key of what a file without comments cannot say in its engine's settings
 
 
 @dataclass(frozen=True)
@@ -23,34 +27,8 @@ class File:
 
 
 @dataclass(frozen=True)
-class World:
-    """What is known beside the file when it is read: how many GPUs, and of how many tokens."""
-
-    gpus: int | None = None
-    vocab: int | None = None
-
-    def data_parallel(self, others: int, where: str) -> int:
-        if self.gpus is None:
-            raise SpecError(f"{where} does not say on how many GPUs it runs: give --cluster, such as --cluster {others}xh100")
-        if self.gpus % others:
-            raise SpecError(
-                f"{where} cuts the model over {others} GPUs but there are {self.gpus}: try {others} or {2 * others}"
-            )
-        return self.gpus // others
-
-
-@dataclass
-class Found:
-    """What a foreign file says, in our words."""
-
-    fields: Fields = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    """what was assumed, and what was not read"""
-
-
-@dataclass(frozen=True)
 class EngineFormat:
-    """An engine, and how its own file is written and read."""
+    """An engine: the table of its settings, and how its own file is written and parsed."""
 
     name: str
     """as in --to"""
@@ -59,25 +37,53 @@ class EngineFormat:
     """the preset that says how this engine runs a layout"""
     config: str
     """the file that `import` reads"""
-    native: Callable[[Job, Layout], Any]
-    """the settings, as the file's parser gives them"""
-    files: Callable[[Job, Layout, Any, list[str]], tuple[File, ...]]
-    """of the native settings and the lines for the header"""
-    parse: Callable[[str, str], Any]
-    """of a text and the name of its file"""
-    read: Callable[[Any, str, World], Found]
-    """of native settings and the name of their file"""
+    table: tuple[Setting, ...]
+    """in the order in which settings are written"""
+    lost: Mapping[str, str]
+    """field -> what the engine has instead, where no setting says it"""
+    files: Callable[[Job, Layout, dict[str, Any], list[str]], tuple[File, ...]]
+    """of the settings and the lines for the header"""
+    parse: Callable[[str, str], Mapping[str, Any]]
+    """the settings, of a text and the name of its file"""
     follows: Callable[[str, Job], str]
     """the command that starts it, of the quoted folder"""
-    why: Mapping[str, str] = field(default_factory=dict)
-    """field -> what the engine has instead"""
-    world: Callable[[Any, str], tuple[int, int] | None] = lambda native, where: None
+    passed: tuple[str, ...] = ()
+    """settings that say nothing about a plan"""
+    also_known: tuple[str, ...] = ()
+    """settings without a place in a plan that a misspelt one may mean"""
+    assumed: tuple[str, ...] = ()
+    """notes on what no file of this engine says"""
+    world: Callable[[Any, str], tuple[int, int] | None] = field(default=lambda settings, where: None)
     """nodes and GPUs in each, where the settings say them"""
 
+    def settings(self, job: Job, layout: Layout) -> dict[str, Any]:
+        return written(self.table, job, layout)
 
-def steps(job: Job) -> int:
-    """Optimizer steps: the whole training where its tokens are known, else a trial."""
-    return math.ceil(job.total_tokens / job.batch_tokens) if job.total_tokens else Training().steps
+    def read(self, settings: Mapping[str, Any], where: str, world: World) -> SettingsReader:
+        """The fields and notes that settings give; `where` is the name of their file."""
+        found = SettingsReader(self.table, {name: one for name, one in settings.items() if name != OWN}, where, world)
+        found.read()
+        found.passed(*self.passed)
+        found.also_known(*self.also_known)
+        found.notes += [*self.assumed, *found.unread()]
+        return found
+
+
+def hugging_face_config(model: Model) -> tuple[File, ...]:
+    """model/config.json, or nothing where no family of transformers computes what the model says."""
+    try:
+        fields = config_of(model, "bf16")
+    except SpecError:
+        return ()
+    return (File("model/config.json", json.dumps(fields, indent=2, ensure_ascii=True) + "\n"),)
+
+
+def hugging_face_block(model: Model) -> str | None:
+    """The class of one of its layers in transformers."""
+    try:
+        return WRITTEN[family_of(model)].layer
+    except SpecError:
+        return None
 
 
 def torchrun(job: Job) -> str:
@@ -86,10 +92,6 @@ def torchrun(job: Job) -> str:
     if nodes == 1:
         return f"torchrun --standalone --nproc-per-node {each}"
     return f'torchrun --nnodes {nodes} --nproc-per-node {each} --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:29500"'
-
-
-def lowest_rate(training: Training) -> float:
-    return float(f"{training.lr * training.min_lr_ratio:.6g}")
 
 
 def name_of(model: str) -> str:
@@ -103,13 +105,3 @@ def quoted(text: str) -> str:
     if any(sign in text for sign in "\n\r\x00"):
         raise SpecError(f"the path {shown(text)} has a line break in it, which no script can carry: name another")
     return shlex.quote(text)
-
-
-def accumulation(total: int, dp: int, mbs: int, key: str, where: str) -> int:
-    """Micro-batches of a rank that make a global batch of `total` sequences."""
-    if total % (dp * mbs):
-        near = max(1, total // (dp * mbs)) * dp * mbs
-        raise SpecError(
-            f"{where}: {key} is {total} but must be a multiple of the micro-batch {mbs} times {dp} data ranks: try {near}"
-        )
-    return total // (dp * mbs)

@@ -1,152 +1,508 @@
-"""Megatron-LM: a run.sh that starts pretrain_gpt.py, from a plan."""
+"""Megatron-LM: a script that starts pretrain_gpt.py (its megatron/training/arguments.py, core 0.15 and 0.16).
+
+Any such script is read; none is run.
+"""
 
 from __future__ import annotations
 
-from ultrascale.export import header, megatron_model, megatron_read
-from ultrascale.export.common import EngineFormat, File, lowest_rate, quoted, steps
-from ultrascale.export.megatron_model import CONTEXT, SHARDING, STATES, Arguments, Script
+import re
+from typing import Any
+
+from ultrascale.export import header, shell
+from ultrascale.export import table as row
+from ultrascale.export.common import EngineFormat, File, quoted
+from ultrascale.export.fields import Fields
+from ultrascale.export.table import PlanFields, Setting, SettingsReader
+from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import RopeScaling
-from ultrascale.specs.training import Training
 
 TITLE = "Megatron-LM"
+_INTERLEAVED = "interleaved"  # its schedule where a rank has several stages, else it is 1f1b
+_CONTEXT = {"p2p": "zigzag", "allgather": "allgather", "a2a": "ulysses", "all_gather": "allgather"}  # p2p: balanced ring
+_SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+_STATES = {"fp32": "adamw", "bf16": "adamw-bf16", "fp8": "adamw-8bit", "fp16": "adamw-bf16"}
+_ROUTERS = {"softmax": "softmax", "sigmoid": "sigmoid"}
+_POSITIONS = {"rope": "rotary", "learned_absolute": "learned", "none": "none"}
+_BACKENDS = {"flash": "flash", "fused": "flash", "auto": "flash", "unfused": "plain", "local": "plain"}
+_LLAMA_CONTEXT = 8192  # what --use-rope-scaling takes as the original context
+_RECOMPUTE: row.Cases = {
+    "selective": {"--recompute-granularity": "selective"},
+    "full": {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": 1},
+}
+_PRECISIONS: row.Cases = {
+    "bf16": {"--bf16": True},
+    "fp8": {"--bf16": True, "--fp8-format": "hybrid", "--fp8-recipe": "tensorwise"},
+    "fp16": {"--fp16": True},
+}
+_INTERPOLATION = "--rotary-seq-len-interpolation-factor"
+_DENSE_FIRST = re.compile(r"\(?\[0\]\*(\d{1,5})\+\[1\]\*(\d{1,5})\)?")
+_SBATCH = re.compile(r"^#SBATCH\s+--?([\w-]+)[= ]\s*(\S+)", re.MULTILINE)
+
+_experts = row.has("model.moe.experts")
+_latent = row.has("model.mla.kv_lora_rank")
 
 
-def native(job: Job, layout: Layout) -> Script:
-    found = megatron_model.arguments(job.model, job.seq, layout.tp)
-    found |= _cut(job, layout) | _data_parallel(layout) | _numbers(job, layout) | _run(job, layout)
-    return Script(found, job.cluster.nodes, job.cluster.gpus_per_node)
+def _width(s: SettingsReader) -> int:
+    hidden = s["model.hidden"]
+    return s.whole("--ffn-hidden-size", int(4 * hidden * 2 / 3 / 64) * 64 if s.flag("--swiglu") else 4 * hidden)
 
 
-def _cut(job: Job, layout: Layout) -> Arguments:
-    found: Arguments = {
-        "--tensor-model-parallel-size": layout.tp,
-        "--pipeline-model-parallel-size": layout.pp,
-        "--context-parallel-size": layout.cp,
-    }
-    if layout.tp > 1 and layout.sequence_parallel:
-        found["--sequence-parallel"] = True
-    if layout.cp > 1:
-        found["--cp-comm-type"] = CONTEXT.get(layout.context_parallel, "p2p")
-    if job.model.moe is not None:
-        found["--expert-model-parallel-size"] = layout.ep
-        found["--expert-tensor-parallel-size"] = layout.tp if layout.data_ranks % layout.ep == 0 else 1
-    virtual = layout.virtual_stages if layout.schedule == "interleaved" else 1
-    if layout.pp > 1 and job.model.layers % (layout.pp * virtual):
-        found["--pipeline-model-parallel-layout"] = _uneven(job.model.layers, layout.pp * virtual)
-    elif virtual > 1:
-        found["--num-virtual-stages-per-pipeline-rank"] = virtual
-    if layout.recompute == "full":
-        found |= {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": 1}
-    elif layout.recompute == "selective":
-        found["--recompute-granularity"] = "selective"
-    return found
+def _ffn(s: SettingsReader) -> int:
+    return 0 if _experts(s) and not s["model.moe.dense_layers"] else _width(s)
 
 
-def _uneven(layers: int, stages: int) -> str:
-    """Layers that no even cut fits, the longer stages first: `Et*3|t*3|t*2L`."""
-    short, longer = divmod(layers, stages)
-    parts = [f"t*{short + (1 if stage < longer else 0)}" for stage in range(stages)]
-    return "E" + "|".join(parts) + "L"
+def _positions(s: SettingsReader) -> str:
+    named = s.word("--position-embedding-type", _POSITIONS, "learned_absolute")
+    return "rotary" if s.flag("--use-rotary-position-embeddings") else str(named)
 
 
-def _data_parallel(layout: Layout) -> Arguments:
-    found: Arguments = {}
-    if layout.data_parallel in ("bucketed", "hooks") or layout.zero:
-        found["--overlap-grad-reduce"] = True
-    if layout.zero:
-        found["--use-distributed-optimizer"] = True
-        found["--overlap-param-gather"] = True
-    if layout.zero > 1:
-        names = {stage: name for name, stage in SHARDING.items()}
-        found |= {
-            "--use-megatron-fsdp": True,
-            "--data-parallel-sharding-strategy": names[layout.zero],
-            "--no-gradient-accumulation-fusion": True,
-            "--ckpt-format": "fsdp_dtensor",
-        }
-    if layout.zero and layout.shards < layout.data_ranks:
-        found["--num-distributed-optimizer-instances"] = layout.data_ranks // layout.shards
-    return found
+def _vocabulary(s: SettingsReader) -> Any:
+    """Padded as Megatron pads it."""
+    kind = s.value("--tokenizer-type")
+    if "--padded-vocab-size" in s:
+        return s.whole("--padded-vocab-size")
+    if "--vocab-size" in s:
+        size = s.whole("--vocab-size") + (1 if kind == "NullTokenizer" else 0)
+    elif kind == "GPT2BPETokenizer":
+        size = 50257
+        s.notes.append("GPT2BPETokenizer: its 50,257 tokens are assumed")
+    elif s.world.vocab is not None:
+        return s.world.vocab
+    else:
+        raise SpecError(f"{s.where} does not say how many tokens there are: add --vocab-size 128256, or import with --model")
+    step = s.whole("--make-vocab-size-divisible-by", 128) * s["layout.tp"]
+    padded = -(-size // step) * step
+    if padded != size:
+        s.notes.append(f"the vocabulary of {size:,} is padded to {padded:,}, a multiple of {step}")
+    return padded
 
 
-def _numbers(job: Job, layout: Layout) -> Arguments:
-    found: Arguments = {"--attention-backend": "unfused" if job.attention == "plain" else "flash"}
-    if job.precision in ("bf16", "fp8"):
-        found["--bf16"] = True
-    if job.precision == "fp8":
-        found |= {"--fp8-format": "hybrid", "--fp8-recipe": "tensorwise"}
-    if job.precision == "fp16":
-        found["--fp16"] = True
-    found["--grad-reduce-in-bf16" if job.gradients == "bf16" else "--accumulate-allreduce-grads-in-fp32"] = True
-    found |= _optimizer(job, layout)
-    rate = 0.1 if job.dropout else 0.0
-    return found | {"--attention-dropout": rate, "--hidden-dropout": rate}
+def _kv_heads(p: PlanFields) -> dict[str, Any] | None:
+    if p.model.kv_heads == p.model.heads:
+        return None
+    return {"--group-query-attention": True, "--num-query-groups": p.model.kv_heads}
 
 
-def _optimizer(job: Job, layout: Layout) -> Arguments:
-    training = Training()
-    offloads: Arguments = {"--optimizer-cpu-offload": True} if layout.offload != "none" else {}
-    if job.optimizer.startswith("sgd"):
-        return {"--optimizer": "sgd", "--sgd-momentum": training.beta1 if job.optimizer == "sgd-momentum" else 0.0} | offloads
-    if job.optimizer == "muon":
-        return {"--optimizer": "muon", "--ckpt-format": "torch"} | offloads
-    states = STATES[job.optimizer]
-    found: Arguments = {"--optimizer": "adam", "--adam-beta1": training.beta1, "--adam-beta2": training.beta2}
-    if offloads or states != "fp32":
-        found |= {"--use-precision-aware-optimizer": True, "--exp-avg-dtype": states, "--exp-avg-sq-dtype": states}
-    return found | offloads
+def _read_kv_heads(s: SettingsReader) -> Any:
+    grouped, groups = s.flag("--group-query-attention"), s.whole("--num-query-groups", 1)
+    return groups if grouped and not _latent(s) else s["model.heads"]
 
 
-def _run(job: Job, layout: Layout) -> Arguments:
-    count = steps(job)
-    training = Training().changed(steps=count)
+def _rotary(p: PlanFields) -> dict[str, Any] | None:
+    """Scaled as Llama 3 scales, or by whole factors of linear interpolation; not for others."""
+    if p.model.positions != "rotary":
+        return None
+    base, scaling = {"--rotary-base": int(p.model.rope_theta)}, p.model.rope_scaling
+    if scaling is not None and scaling.rope_type == "llama3":
+        return {**base, "--use-rope-scaling": True, "--rope-scaling-factor": scaling.factor}
+    if scaling is not None and scaling.rope_type == "linear" and scaling.factor.is_integer():
+        return {**base, _INTERPOLATION: int(scaling.factor)}
+    return base
+
+
+def _read_rotary(s: SettingsReader) -> Fields:
+    base, scaled = s.number("--rotary-base", 10000.0), s.flag("--use-rope-scaling")
+    factor, slower = s.number("--rope-scaling-factor", 8.0), s.whole(_INTERPOLATION, 1)
+    if s["model.positions"] != "rotary":
+        return {}
+    if scaled and slower > 1:
+        raise s.error(
+            f"{_INTERPOLATION} is {slower} beside --use-rope-scaling but a plan has one of them: try without the other"
+        )
+    scaling: Fields = {"rope_type": "linear", "factor": float(slower)} if slower > 1 else {}
+    if scaled:
+        scaling = {"rope_type": "llama3", "factor": factor, "original_max_positions": _LLAMA_CONTEXT}
+    return {"model.rope_theta": base, **{f"model.rope_scaling.{name}": value for name, value in scaling.items()}}
+
+
+def _activation(p: PlanFields) -> dict[str, Any]:
+    kind, biases = p.model.activation, p.model.mlp_bias and p.model.attention_output_bias
     return {
-        "--seq-length": job.seq,
-        "--micro-batch-size": layout.mbs,
-        "--global-batch-size": layout.dp * layout.mbs * layout.gas,
-        "--train-iters": count,
-        "--lr": training.lr,
-        "--min-lr": lowest_rate(training),
-        "--lr-warmup-iters": training.warmup,
+        "--swiglu": kind == "swiglu",
+        "--squared-relu": kind == "relu",
+        "--no-bias-gelu-fusion": kind == "gelu_exact" and biases,  # the fused kernel has the tanh approximation
+        "--disable-bias-linear": not biases,
+        "--add-qkv-bias": p.model.qkv_bias and not biases,
+    }
+
+
+def _read_activation(s: SettingsReader) -> Fields:
+    swiglu, biases = s.flag("--swiglu"), not s.flag("--disable-bias-linear")
+    # Plain gelu is torch's exact one but in the kernel that adds its bias, which needs one and has the tanh approximation.
+    fused = biases and not s.flag("--no-bias-gelu-fusion")
+    relu, quick = s.flag("--squared-relu"), s.flag("--quick-geglu")
+    if sum((swiglu, relu, quick)) > 1:
+        raise SpecError(f"{s.where} asks for two activations at once: keep one of --swiglu, --squared-relu and --quick-geglu")
+    if relu:
+        s.notes.append("--squared-relu is counted as relu, whose cost is the same")
+    kind = "swiglu" if swiglu else "relu" if relu else "geglu" if quick else "gelu" if fused else "gelu_exact"
+    qkv = biases or s.flag("--add-qkv-bias")
+    return {"model.activation": kind, "model.qkv_bias": qkv, "model.attention_output_bias": biases, "model.mlp_bias": biases}
+
+
+def _read_window(s: SettingsReader) -> int | None:
+    if "--window-size" not in s:
+        return None
+    given = str(s.value("--window-size")).strip("() ")
+    left, _, right = given.partition(",")
+    if not left.strip().isdigit() or right.strip() not in ("0", "-1"):
+        raise s.error(f"--window-size is '{given:.40}' but must look back over so many tokens, such as 4095,0")
+    return int(left) + 1
+
+
+def _layer_pattern(p: PlanFields) -> str | None:
+    dense = p["model.moe.dense_layers"]
+    return f"([0]*{dense}+[1]*{p.model.layers - dense})" if dense else None
+
+
+def _dense_layers(s: SettingsReader) -> int:
+    pattern, layers = str(s.value("--moe-layer-freq", "1")).replace(" ", ""), s["model.layers"]
+    if pattern == "1":
+        return 0
+    match = _DENSE_FIRST.fullmatch(pattern)
+    if match and int(match[1]) + int(match[2]) == layers:
+        return int(match[1])
+    raise s.error(f"--moe-layer-freq is '{pattern:.40}' but a plan's dense layers come first: try ([0]*1+[1]*{layers - 1})")
+
+
+def _shared_experts(s: SettingsReader) -> Fields:
+    s.passed("--moe-token-dispatcher-type", "--moe-grouped-gemm")
+    shared = s.whole("--moe-shared-expert-intermediate-size", 0, least=0)
+    return {"model.moe.shared_experts": 1, "model.moe.shared_expert_ffn": shared} if shared else {}
+
+
+def _expert_groups(p: PlanFields) -> bool:
+    return bool(p["model.moe.groups"] > 1)
+
+
+_MODEL = (
+    row.whole("--num-layers", "model.layers"),
+    row.whole("--hidden-size", "model.hidden"),
+    row.whole("--num-attention-heads", "model.heads"),
+    Setting("--ffn-hidden-size", "model.ffn", lambda p: p.model.ffn or p["model.moe.expert_ffn"] or 0, _ffn),
+    Setting(
+        "--max-position-embeddings",
+        "model.max_positions",
+        lambda p: max(p.job.seq, p.model.max_positions or 0),
+        lambda s: s.whole("--max-position-embeddings", s["job.seq"]),
+    ),
+    row.word("--position-embedding-type", "model.positions", _POSITIONS, "learned_absolute", read=_positions),
+    row.word("--normalization", "model.norm", {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}, "LayerNorm"),
+    row.number("--norm-epsilon", "model.norm_eps", 1e-5),
+    # A stand-in tokenizer of one token less than the vocabulary: it adds an end of document itself.
+    row.constant("--tokenizer-type", "NullTokenizer"),
+    Setting("--vocab-size", "model.vocab", lambda p: p.model.vocab - 1, _vocabulary),
+    row.constant("--make-vocab-size-divisible-by", 1),
+    row.whole(
+        "--kv-channels",
+        "model.head_dim",
+        lambda s: max(1, s["model.hidden"] // s["model.heads"]),
+        when=lambda source: not _latent(source),
+    ),
+    row.constant("--multi-latent-attention", True, when=_latent),
+    row.whole(
+        "--kv-lora-rank",
+        "model.mla.kv_lora_rank",
+        read=lambda s: s.whole("--kv-lora-rank", 32) if s.flag("--multi-latent-attention") else None,
+    ),
+    row.whole("--qk-head-dim", "model.mla.qk_nope_head_dim", 128, when=_latent),
+    row.whole("--qk-pos-emb-head-dim", "model.mla.qk_rope_head_dim", 64, when=_latent),
+    row.whole("--v-head-dim", "model.mla.v_head_dim", 128, when=_latent),
+    row.constant("--rope-type", "rope", read=lambda s: s.passed("--rope-type", "--kv-channels"), when=_latent),
+    row.optional("--q-lora-rank", "model.mla.q_lora_rank", when=_latent),
+    Setting(path="model.kv_heads", write=_kv_heads, read=_read_kv_heads),
+    Setting(write=_rotary, read=_read_rotary),
+    Setting(write=_activation, read=_read_activation),
+    row.flag("--qk-layernorm", "model.qk_norm"),
+    row.flag("--untie-embeddings-and-output-weights", "model.tied_embeddings", on=False, off=True),
+    Setting(
+        "--window-size",
+        "model.sliding_window",
+        lambda p: f"{p['model.sliding_window'] - 1},0",
+        _read_window,
+        written=row.has("model.sliding_window"),
+    ),
+    row.whole("--num-experts", "model.moe.experts", read=lambda s: s.whole("--num-experts", 0, least=0) or None),
+    row.whole("--moe-router-topk", "model.moe.top_k", 2, when=_experts),
+    row.whole("--moe-ffn-hidden-size", "model.moe.expert_ffn", _width, when=_experts),
+    row.word("--moe-router-score-function", "model.moe.router", _ROUTERS, "softmax", when=_experts),
+    row.constant("--moe-token-dispatcher-type", "alltoall", when=_experts),
+    row.constant("--moe-grouped-gemm", True, when=_experts),
+    Setting("--moe-layer-freq", "model.moe.dense_layers", _layer_pattern, _dense_layers, _experts),
+    Setting(
+        "--moe-shared-expert-intermediate-size",
+        write=lambda p: p["model.moe.shared_expert_ffn"] or None,
+        read=_shared_experts,
+        when=_experts,
+    ),
+    row.flag("--moe-router-pre-softmax", "model.moe.renormalize", on=False, off=True, when=_experts),
+    row.whole("--moe-router-num-groups", "model.moe.groups", 1, when=_experts, written=_expert_groups),
+    row.whole("--moe-router-group-topk", "model.moe.top_groups", 1, when=_experts, written=_expert_groups),
+    row.number(
+        "--moe-router-topk-scaling-factor",
+        "model.moe.scaling",
+        1.0,
+        when=_experts,
+        written=lambda p: p["model.moe.scaling"] != 1.0,
+    ),
+    row.flag("--moe-router-enable-expert-bias", "model.moe.router_bias", when=_experts),
+)
+
+
+def _virtual(p: PlanFields) -> int:
+    return p.layout.virtual_stages if p.layout.schedule == _INTERLEAVED else 1
+
+
+def _uneven(p: PlanFields) -> str | None:
+    """Layers that no even cut fits, the longer stages first: `Et*3|t*3|t*2L`."""
+    stages = p.layout.pp * _virtual(p)
+    short, longer = divmod(p.model.layers, stages)
+    if p.layout.pp == 1 or not longer:
+        return None
+    return "E" + "|".join(f"t*{short + (1 if stage < longer else 0)}" for stage in range(stages)) + "L"
+
+
+def _read_virtual(s: SettingsReader) -> Any:
+    pp = s["layout.pp"]
+    if "--pipeline-model-parallel-layout" in s:
+        stages = _stages(str(s.value("--pipeline-model-parallel-layout")))
+        if stages % pp:
+            raise s.error(f"--pipeline-model-parallel-layout has {stages} stages for {pp} ranks: try {pp}")
+        return stages // pp
+    if "--num-layers-per-virtual-pipeline-stage" in s:
+        layers, each = s.whole("--num-layers"), s.whole("--num-layers-per-virtual-pipeline-stage")
+        return max(1, layers // pp // each)
+    return s.whole("--num-virtual-stages-per-pipeline-rank", 1)
+
+
+def _stages(layout: str) -> int:
+    """Stages of `E|(t|)*3,tt|L`: its bars, with those in repeated brackets."""
+    bars = 1
+    for part, times in re.findall(r"\(([^()]*)\)(?:\*(\d{1,5}))?", layout):
+        bars += part.count("|") * int(times or 1)
+    rest = re.sub(r"\([^()]*\)(?:\*\d{1,5})?", "", layout)
+    for times in re.findall(r"\|\*(\d{1,5})", rest):
+        bars += int(times) - 1
+    return bars + rest.count("|")
+
+
+def _recompute(s: SettingsReader) -> str:
+    grain = s.word("--recompute-granularity", {"full": "full", "selective": "selective", "none": "none"}, "none")
+    if grain == "full" and s.value("--recompute-method") == "block":
+        s.notes.append("--recompute-method block recomputes some layers of a stage; it is read as all of them")
+    return "selective" if grain == "none" and s.flag("--recompute-activations") else str(grain)
+
+
+def _sharding(stage: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"--use-distributed-optimizer": True, "--overlap-param-gather": True}
+    if stage > 1:
+        found |= {"--use-megatron-fsdp": True, "--data-parallel-sharding-strategy": list(_SHARDING)[stage]}
+        found |= {"--no-gradient-accumulation-fusion": True, "--ckpt-format": "fsdp_dtensor"}
+    return found
+
+
+def _zero(s: SettingsReader) -> int:
+    strategy = s.word("--data-parallel-sharding-strategy", _SHARDING, "no_shard")
+    stage = 1 if s.flag("--use-distributed-optimizer") else 0
+    if s.flag("--use-megatron-fsdp"):
+        return int(strategy)
+    return 3 if s.flag("--use-torch-fsdp2") else stage
+
+
+def _zero_shards(s: SettingsReader) -> int | None:
+    ranks, copies = s["layout.dp"] * s["layout.cp"], s.whole("--num-distributed-optimizer-instances", 1)
+    if copies > 1 and ranks % copies:
+        raise s.error(f"--num-distributed-optimizer-instances is {copies} for {ranks} data ranks: try {ranks}")
+    return ranks // copies if s["layout.zero"] and copies > 1 else None
+
+
+_CUT = (
+    row.whole("--tensor-model-parallel-size", "layout.tp", 1),
+    row.whole("--pipeline-model-parallel-size", "layout.pp", 1),
+    row.whole("--context-parallel-size", "layout.cp", 1),
+    Setting(path="layout.dp", read=lambda s: s.data_parallel(s["layout.tp"] * s["layout.pp"] * s["layout.cp"])),
+    row.flag("--sequence-parallel", "layout.sequence_parallel", when=row.above_one("layout.tp")),
+    row.word("--cp-comm-type", "layout.context_parallel", _CONTEXT, "p2p", when=row.above_one("layout.cp")),
+    row.whole("--expert-model-parallel-size", "layout.ep", 1, written=_experts),
+    Setting(
+        "--expert-tensor-parallel-size",
+        write=lambda p: p.layout.tp if p.layout.data_ranks % p.layout.ep == 0 else 1,
+        written=_experts,
+    ),
+    Setting("--pipeline-model-parallel-layout", write=_uneven),
+    Setting(
+        "--num-virtual-stages-per-pipeline-rank",
+        "layout.virtual_stages",
+        _virtual,
+        _read_virtual,
+        written=lambda p: _virtual(p) > 1 and _uneven(p) is None,
+    ),
+    Setting(path="layout.schedule", read=lambda s: _INTERLEAVED if s["layout.virtual_stages"] > 1 else "1f1b"),
+    row.cases("layout.recompute", _RECOMPUTE, read=_recompute),
+    Setting(
+        "--overlap-grad-reduce",
+        "layout.data_parallel",
+        lambda p: p.layout.data_parallel in ("bucketed", "hooks") or p.layout.zero > 0,
+        lambda s: "bucketed" if s.flag("--overlap-grad-reduce") or s["layout.zero"] else "naive",
+    ),
+    row.cases("layout.zero", {stage: _sharding(stage) for stage in (1, 2, 3)}, read=_zero),
+    Setting(
+        "--num-distributed-optimizer-instances",
+        "layout.zero_shards",
+        lambda p: p.layout.data_ranks // p.layout.shards,
+        _zero_shards,
+        written=lambda p: p.layout.zero > 0 and p.layout.shards < p.layout.data_ranks,
+    ),
+)
+
+
+def _precision(s: SettingsReader) -> str:
+    bf16, fp16 = s.flag("--bf16"), s.flag("--fp16")
+    if bf16 and fp16:
+        raise SpecError(f"{s.where} asks for --bf16 and --fp16 at once: keep one")
+    return "fp8" if "--fp8-format" in s else "bf16" if bf16 else "fp16" if fp16 else "fp32"
+
+
+def _optimizer(p: PlanFields) -> dict[str, Any]:
+    name, training = p.job.optimizer, p.training
+    if name.startswith("sgd"):
+        return {"--optimizer": "sgd", "--sgd-momentum": training.beta1 if name == "sgd-momentum" else 0.0}
+    if name == "muon":
+        return {"--optimizer": "muon", "--ckpt-format": "torch"}
+    found: dict[str, Any] = {"--optimizer": "adam", "--adam-beta1": training.beta1, "--adam-beta2": training.beta2}
+    states = next(dtype for dtype, optimizer in _STATES.items() if optimizer == name)
+    if p.layout.offload != "none" or states != "fp32":
+        found |= {"--use-precision-aware-optimizer": True, "--exp-avg-dtype": states, "--exp-avg-sq-dtype": states}
+    return found
+
+
+def _read_optimizer(s: SettingsReader) -> str:
+    adam, momentum = s.word("--exp-avg-dtype", _STATES, "fp32"), s.number("--sgd-momentum", 0.9)
+    names = {"adam": adam, "muon": "muon", "dist_muon": "muon", "sgd": "sgd-momentum" if momentum else "sgd"}
+    return str(s.word("--optimizer", names, "adam"))
+
+
+def _dropout(p: PlanFields) -> dict[str, Any]:
+    rate = 0.1 if p.job.dropout else 0.0
+    return {"--attention-dropout": rate, "--hidden-dropout": rate}
+
+
+def _read_dropout(s: SettingsReader) -> bool:
+    return s.number("--attention-dropout", 0.1) + s.number("--hidden-dropout", 0.1) > 0
+
+
+_NUMBERS = (
+    Setting(
+        "--attention-backend",
+        "job.attention",
+        lambda p: "unfused" if p.job.attention == "plain" else "flash",
+        lambda s: s.word("--attention-backend", _BACKENDS, "auto"),
+    ),
+    row.cases("job.precision", _PRECISIONS, read=_precision),
+    row.flag("--grad-reduce-in-bf16", "job.gradients", "bf16", "fp32"),
+    Setting("--accumulate-allreduce-grads-in-fp32", write=lambda p: p.job.gradients != "bf16"),
+    Setting(path="job.optimizer", write=_optimizer, read=_read_optimizer),
+    row.flag("--optimizer-cpu-offload", "layout.offload", "optimizer", "none", write=lambda p: p.layout.offload != "none"),
+    Setting(path="job.dropout", write=_dropout, read=_read_dropout),
+)
+
+
+def _steps(s: SettingsReader) -> int | None:
+    if "--train-samples" in s:
+        batch = s.whole("--global-batch-size", s["layout.dp"] * s["layout.mbs"])
+        return max(1, s.whole("--train-samples") // batch)
+    return s.whole("--train-iters") if "--train-iters" in s else None
+
+
+def _accumulation(s: SettingsReader) -> int:
+    dp, mbs = s["layout.dp"], s["layout.mbs"]
+    return s.accumulation(s.whole("--global-batch-size", dp * mbs), dp, mbs, "--global-batch-size")
+
+
+def _rates(p: PlanFields) -> dict[str, Any]:
+    return {
+        "--lr": p.training.lr,
+        "--min-lr": p.lowest_rate,
+        "--lr-warmup-iters": p.training.warmup,
         "--lr-decay-style": "cosine",
-        "--weight-decay": training.weight_decay,
-        "--clip-grad": training.clip,
+        "--weight-decay": p.training.weight_decay,
+        "--clip-grad": p.training.clip,
         "--mock-data": True,
         "--log-interval": 1,
         "--eval-iters": 0,
     }
 
 
-def files(job: Job, layout: Layout, script: Script, said: list[str]) -> tuple[File, ...]:
+_RUN = (
+    row.whole("--seq-length", "job.seq"),
+    row.whole("--micro-batch-size", "layout.mbs"),
+    Setting("--global-batch-size", "layout.gas", lambda p: p.sequences, _accumulation),
+    Setting("--train-iters", "job.steps", lambda p: p.training.steps, _steps),
+    Setting(write=_rates),
+)
+
+
+def files(job: Job, layout: Layout, settings: dict[str, Any], said: list[str]) -> tuple[File, ...]:
     notes = ["Data is mocked and the tokenizer a stand-in: put --data-path and your --tokenizer-type in their places."]
     if job.model.activation == "relu":
         notes.append("Megatron's ReLU is squared.")
     cut = layout.tp > 1 or layout.cp > 1
-    connections = "export CUDA_DEVICE_MAX_CONNECTIONS=1\n" if cut and "--use-megatron-fsdp" not in script.arguments else ""
-    words = [name if value is True else f"{name} {quoted(str(value))}" for name, value in script.arguments.items()]
+    connections = "export CUDA_DEVICE_MAX_CONNECTIONS=1\n" if cut and "--use-megatron-fsdp" not in settings else ""
+    words = [
+        name if value is True else f"{name} {quoted(str(value))}" for name, value in settings.items() if value is not False
+    ]
     text = f"""#!/usr/bin/env bash
 {header.commented(TITLE, said, *notes)}set -euo pipefail
 {connections}torchrun \\
-  --nnodes {script.nodes} --nproc-per-node {script.gpus_per_node} \\
+  --nnodes {job.cluster.nodes} --nproc-per-node {job.cluster.gpus_per_node} \\
   --node-rank "${{NODE_RANK:-0}}" --master-addr "${{MASTER_ADDR:-localhost}}" --master-port "${{MASTER_PORT:-29500}}" \\
   "${{MEGATRON_LM:-.}}"/pretrain_gpt.py \\
   """
     return (File("run.sh", text + " \\\n  ".join(words) + "\n"),)
 
 
+class Script(dict[str, Any]):
+    """The arguments after pretrain_gpt.py, and what the launcher says before it."""
+
+    nodes: int | None
+    gpus_per_node: int | None
+
+
+def parse(text: str, where: str) -> Script:
+    commands = shell.commands(text, where)
+    scripts = ((words, [at for at, word in enumerate(words) if word.endswith(".py")]) for words in commands)
+    starts = [(words, places[0]) for words, places in scripts if places]
+    named = [(words, at) for words, at in starts if "--micro-batch-size" in shell.options(words[at:])]
+    if not named:
+        raise SpecError(
+            f"{where} starts no training of Megatron-LM: expected pretrain_gpt.py with --micro-batch-size and so on"
+        )
+    words, at = named[-1]
+    before, batch = shell.options(words[:at]), dict(_SBATCH.findall(text))
+    nodes = before.get("--nnodes") or batch.get("nodes") or batch.get("N")
+    each = before.get("--nproc-per-node") or batch.get("gpus-per-node") or batch.get("ntasks-per-node") or batch.get("gres")
+    script = Script(shell.options(words[at:]))
+    script.nodes, script.gpus_per_node = _count(nodes), _count(each)
+    return script
+
+
+def _count(value: Any) -> int | None:
+    digits = re.fullmatch(r"(?:gpu:(?:\w+:)?)?(\d{1,6})", value) if isinstance(value, str) else None
+    return int(digits[1]) if digits and int(digits[1]) else None
+
+
+_SCALING = "Megatron-LM has Llama 3's scaling of a context of 8192, and linear interpolation by whole factors"
+_BIASES = "Megatron-LM has biases everywhere, in qkv alone, or nowhere"
+
 ENGINE = EngineFormat(
     name="megatron",
     title=TITLE,
     framework="megatron-core",
     config="run.sh",
-    native=native,
-    files=files,
-    parse=megatron_read.parse,
-    read=megatron_read.read,
-    follows=lambda folder, job: f"MEGATRON_LM=/path/to/Megatron-LM bash {folder}/run.sh",
-    why={
+    table=(*_MODEL, *_CUT, *_NUMBERS, *_RUN),
+    lost={
         "layout.schedule": "Megatron-LM has 1f1b, and interleaved with virtual stages",
         "layout.virtual_stages": "only Megatron-LM's interleaved schedule has them",
         "layout.context_parallel": "Megatron-LM has the balanced ring, all-gather and all-to-all",
@@ -157,14 +513,21 @@ ENGINE = EngineFormat(
         "model.vocab": "Megatron-LM pads it to a multiple of tp",
         "model.max_positions": "Megatron-LM's positions reach at least as far as a sequence",
         "model.activation": "Megatron-LM has swiglu, squared relu, and gelu: tanh's with biases, else the exact one",
-        **dict.fromkeys(
-            (f"model.rope_scaling.{name}" for name in RopeScaling.model_fields),
-            "Megatron-LM has Llama 3's scaling of a context of 8192, and linear interpolation by whole factors",
-        ),
-        "model.qkv_bias": "Megatron-LM has biases everywhere, in qkv alone, or nowhere",
-        "model.attention_output_bias": "Megatron-LM has biases everywhere, in qkv alone, or nowhere",
-        "model.mlp_bias": "Megatron-LM has biases everywhere, in qkv alone, or nowhere",
+        **dict.fromkeys((f"model.rope_scaling.{name}" for name in RopeScaling.model_fields), _SCALING),
+        **dict.fromkeys(("model.qkv_bias", "model.attention_output_bias", "model.mlp_bias"), _BIASES),
         "model.moe.shared_experts": "Megatron-LM counts their width alone",
     },
-    world=megatron_read.world,
+    files=files,
+    parse=parse,
+    follows=lambda folder, job: f"MEGATRON_LM=/path/to/Megatron-LM bash {folder}/run.sh",
+    passed=(
+        *("--expert-tensor-parallel-size", "--recompute-method", "--recompute-num-layers", "--ckpt-format", "--eval-iters"),
+        *("--overlap-param-gather", "--no-gradient-accumulation-fusion", "--fp8-recipe", "--exp-avg-sq-dtype"),
+        *("--accumulate-allreduce-grads-in-fp32", "--use-precision-aware-optimizer"),
+    ),
+    also_known=(
+        *("--lr", "--min-lr", "--lr-decay-style", "--lr-warmup-iters", "--weight-decay", "--clip-grad", "--data-path"),
+        *("--tokenizer-model", "--save", "--load", "--save-interval", "--log-interval", "--eval-interval", "--split"),
+    ),
+    world=lambda script, where: (script.nodes or 1, script.gpus_per_node) if script.gpus_per_node else None,
 )

@@ -5,191 +5,174 @@ from __future__ import annotations
 from typing import Any
 
 from ultrascale.export import header
-from ultrascale.export.common import EngineFormat, File, Found, World, lowest_rate, steps, torchrun
-from ultrascale.export.keys import Keys
+from ultrascale.export import table as row
+from ultrascale.export.common import EngineFormat, File, torchrun
+from ultrascale.export.table import PlanFields, Setting, SettingsReader
 from ultrascale.specs.files import mapping_of, to_yaml
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.model import Model
-from ultrascale.specs.training import Training
 
 TITLE = "nanotron"
+_MODEL = "model.model_config."
 _MODES = {"REDUCE_SCATTER": True, "ALL_REDUCE": False, "reduce_scatter": True, "all_reduce": False}
-_DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
-_OPTIMIZERS = {"adamW": "adamw", "adamw": "adamw", "sgd": "sgd"}
+SCHEDULES = {"afab": "afab", "1f1b": "1f1b"}
+_EXPERTS = f"{_MODEL}moe_config."
+# Llama 3's way gathers all keys and values (Grattafiori 2024, section 3.3.2), whatever nanotron's name for it.
+_GATHERS = "llama3_ring_attention"
 
 
-def native(job: Job, layout: Layout) -> dict[str, Any]:
-    training = Training().changed(steps=max(steps(job), 2))
+def _steps(p: PlanFields) -> int:
+    return max(2, p.training.steps)
+
+
+def _qwen(p: PlanFields) -> bool:
+    """Whether it takes Qwen2's class, which alone has experts, windows and context parallelism, or Llama's."""
+    return p.model.moe is not None or p.model.sliding_window is not None or p.layout.cp > 1
+
+
+def _data(p: PlanFields) -> list[dict[str, Any]]:
+    data = {"dataset": None, "seed": p.training.seed, "num_loading_workers": 1}
+    return [{"name": "made up", "start_training_step": 1, "data": data}]
+
+
+def _optimizer(p: PlanFields) -> dict[str, Any]:
+    if p.job.optimizer.startswith("sgd"):
+        return {"name": "sgd"}
+    training = p.training
+    betas = {"adam_beta1": training.beta1, "adam_beta2": training.beta2, "adam_eps": training.eps}
+    return {"name": "adamW", **betas, "torch_adam_is_fused": True}
+
+
+def _read_optimizer(s: SettingsReader) -> str:
+    names = {"adamW": "adamw", "adamw": "adamw", "sgd": "sgd"}
+    return str(s.word("optimizer.optimizer_factory.name", names, "adamW"))
+
+
+def _rates(p: PlanFields) -> dict[str, Any]:
     return {
-        "general": {"project": "ultrascale", "run": job.model.name, "seed": training.seed, "ignore_sanity_checks": True},
-        "checkpoints": {"checkpoints_path": "checkpoints", "checkpoint_interval": training.steps},
-        "data_stages": [
-            {
-                "name": "made up",
-                "start_training_step": 1,
-                "data": {"dataset": None, "seed": training.seed, "num_loading_workers": 1},
-            }
-        ],
-        "model": {
-            "ddp_bucket_cap_mb": round(training.bucket_mb),
-            "dtype": {"fp32": "float32", "fp16": "float16"}.get(job.precision, "bfloat16"),
-            "init_method": {"std": 0.02},
-            "make_vocab_size_divisible_by": 1,
-            "model_config": _model(job.model, layout),
-        },
-        "optimizer": _optimizer(job, layout, training),
-        "parallelism": {
-            "dp": layout.dp,
-            "pp": layout.pp,
-            "tp": layout.tp,
-            "context_parallel_size": layout.cp,
-            "expert_parallel_size": layout.ep,
-            "pp_engine": "afab" if layout.schedule == "afab" else "1f1b",
-            "recompute_layer": layout.recompute == "full",
-            "tp_linear_async_communication": layout.sequence_parallel,
-            "tp_mode": "REDUCE_SCATTER" if layout.sequence_parallel else "ALL_REDUCE",
-        },
-        "tokens": {
-            "sequence_length": job.seq,
-            "train_steps": training.steps,
-            "micro_batch_size": layout.mbs,
-            "batch_accumulation_per_replica": layout.gas,
-            "limit_val_batches": 0,
-            "val_check_interval": -1,
-        },
-        "tokenizer": {"tokenizer_name_or_path": "gpt2"},
-        "logging": {"iteration_step_info_interval": 1, "log_level": "info", "log_level_replica": "info"},
+        "learning_rate": p.training.lr,
+        "lr_warmup_steps": p.training.warmup,
+        "lr_warmup_style": "linear",
+        "lr_decay_style": "cosine",
+        "min_decay_lr": p.lowest_rate,
     }
 
 
-def _optimizer(job: Job, layout: Layout, training: Training) -> dict[str, Any]:
-    adam = {
-        "name": "adamW",
-        "adam_beta1": training.beta1,
-        "adam_beta2": training.beta2,
-        "adam_eps": training.eps,
-        "torch_adam_is_fused": True,
-    }
-    return {
-        "zero_stage": min(layout.zero, 1),
-        "weight_decay": training.weight_decay,
-        "clip_grad": training.clip,
-        "accumulate_grad_in_fp32": job.gradients == "fp32",
-        "optimizer_factory": {"name": "sgd"} if job.optimizer.startswith("sgd") else adam,
-        "learning_rate_scheduler": {
-            "learning_rate": training.lr,
-            "lr_warmup_steps": training.warmup,
-            "lr_warmup_style": "linear",
-            "lr_decay_style": "cosine",
-            "min_decay_lr": lowest_rate(training),
-        },
-    }
+def _width(s: SettingsReader) -> int:
+    return s.whole(f"{_MODEL}intermediate_size", 11008, least=0)
 
 
-def _model(model: Model, layout: Layout) -> dict[str, Any]:
-    """Llama's class, or Qwen2's, which alone has experts, windows and context parallelism."""
-    qwen = model.moe is not None or model.sliding_window is not None or layout.cp > 1
-    config: dict[str, Any] = {
-        "is_qwen2_config" if qwen else "is_llama_config": True,
-        "hidden_act": "silu",
-        "hidden_size": model.hidden,
-        "intermediate_size": model.moe.expert_ffn if model.moe else model.ffn,
-        "max_position_embeddings": model.max_positions or 2048,
-        "num_attention_heads": model.heads,
-        "num_hidden_layers": model.layers,
-        "num_key_value_heads": model.kv_heads,
-        "attention_bias": model.qkv_bias,
-        "rms_norm_eps": model.norm_eps,
-        "rope_theta": model.rope_theta,
-        "rope_interleaved": False,
-        "tie_word_embeddings": model.tied_embeddings,
-        "vocab_size": model.vocab,
-    }
-    if layout.cp > 1:
-        config["_attn_implementation"] = "llama3_ring_attention" if layout.context_parallel == "allgather" else "ring"
-    if model.sliding_window is not None:
-        config["sliding_window_size"] = model.sliding_window
-    if model.moe is not None:
-        config["moe_config"] = {
-            "num_experts": model.moe.experts,
-            "top_k": model.moe.top_k,
-            "layers": list(range(model.moe.dense_layers, model.layers)) if model.moe.dense_layers else [-1],
-            "enable_shared_expert": model.moe.shared_experts > 0,
-            "token_dispatcher_type": "alltoall",
-        }
-    return config
+def _ffn(s: SettingsReader) -> int:
+    sparse = s["model.moe.experts"] is not None and not s["model.moe.dense_layers"]
+    return 0 if sparse else _width(s)
 
 
-def read(data: Any, where: str, world: World) -> Found:
-    keys = Keys(data, where)
-    found = Found()
-    found.fields = {
-        "layout.dp": keys.whole("parallelism.dp"),
-        "layout.pp": keys.whole("parallelism.pp", 1),
-        "layout.tp": keys.whole("parallelism.tp", 1),
-        "layout.cp": keys.whole("parallelism.context_parallel_size", 1),
-        "layout.ep": keys.whole("parallelism.expert_parallel_size", 1),
-        "layout.schedule": keys.word("parallelism.pp_engine", {"afab": "afab", "1f1b": "1f1b"}, "afab"),
-        "layout.sequence_parallel": keys.word("parallelism.tp_mode", _MODES, "ALL_REDUCE"),
-        "layout.recompute": "full" if keys.flag("parallelism.recompute_layer") else "none",
-        "layout.zero": keys.whole("optimizer.zero_stage", 0, least=0),
-        "layout.mbs": keys.whole("tokens.micro_batch_size", 1),
-        "layout.gas": keys.whole("tokens.batch_accumulation_per_replica", 1),
-        "job.seq": keys.whole("tokens.sequence_length"),
-        "job.precision": keys.word("model.dtype", _DTYPES, "bfloat16"),
-        "job.gradients": "fp32" if keys.flag("optimizer.accumulate_grad_in_fp32", True) else "bf16",
-        "job.optimizer": keys.word("optimizer.optimizer_factory.name", _OPTIMIZERS, "adamW"),
-        "job.steps": keys.whole("tokens.train_steps", 100),
-        **_read_model(keys),
-    }
-    if found.fields["layout.pp"] == 1:
-        found.fields["layout.schedule"] = "1f1b"  # which engine is named says nothing without a pipeline
-    if found.fields["layout.cp"] > 1:
-        # Llama 3's way gathers all keys and values (Grattafiori 2024, section 3.3.2), whatever nanotron's name for it.
-        implementation = keys.value("model.model_config._attn_implementation")
-        gathers = implementation == "llama3_ring_attention"
-        found.fields["layout.context_parallel"] = "allgather" if gathers else "ring"
-    keys.also_known("optimizer.weight_decay", "optimizer.clip_grad", "general.project", "general.run", "general.seed")
-    found.notes += keys.unread()
-    return found
+def _dense_layers(s: SettingsReader) -> int:
+    layers = s.value(f"{_EXPERTS}layers", [-1])
+    return layers[0] if isinstance(layers, list) and layers and isinstance(layers[0], int) and layers[0] > 0 else 0
 
 
-def _read_model(keys: Keys) -> dict[str, Any]:
-    name = "model.model_config."
-    heads = keys.whole(f"{name}num_attention_heads", 32)
-    fields: dict[str, Any] = {
-        "model.layers": keys.whole(f"{name}num_hidden_layers", 32),
-        "model.hidden": keys.whole(f"{name}hidden_size", 4096),
-        "model.heads": heads,
-        "model.kv_heads": keys.whole(f"{name}num_key_value_heads", heads),
-        "model.vocab": keys.whole(f"{name}vocab_size", 32000),
-        "model.max_positions": keys.whole(f"{name}max_position_embeddings", 2048),
-        "model.norm_eps": keys.number(f"{name}rms_norm_eps", 1e-6),
-        "model.rope_theta": keys.number(f"{name}rope_theta", 10000.0),
-        "model.tied_embeddings": keys.flag(f"{name}tie_word_embeddings"),
-        "model.qkv_bias": keys.flag(f"{name}attention_bias"),
-    }
-    width = keys.whole(f"{name}intermediate_size", 11008, least=0)
-    if f"{name}sliding_window_size" in keys:
-        fields["model.sliding_window"] = keys.whole(f"{name}sliding_window_size")
-    if f"{name}moe_config.num_experts" not in keys:
-        return {**fields, "model.ffn": width}
-    layers = keys.value(f"{name}moe_config.layers", [-1])
-    dense = layers[0] if isinstance(layers, list) and layers and isinstance(layers[0], int) and layers[0] > 0 else 0
-    shared = keys.flag(f"{name}moe_config.enable_shared_expert")
-    return {
-        **fields,
-        "model.ffn": width if dense else 0,
-        "model.moe.experts": keys.whole(f"{name}moe_config.num_experts"),
-        "model.moe.top_k": keys.whole(f"{name}moe_config.top_k", 2),
-        "model.moe.expert_ffn": width,
-        "model.moe.dense_layers": dense,
-        **({"model.moe.shared_experts": 1} if shared else {}),
-    }
+def _expert_layers(p: PlanFields) -> list[int]:
+    dense = p["model.moe.dense_layers"]
+    return list(range(dense, p.model.layers)) if dense else [-1]
 
 
-def files(job: Job, layout: Layout, settings: Any, said: list[str]) -> tuple[File, ...]:
+def _zero(s: SettingsReader) -> int:
+    return s.whole("optimizer.zero_stage", 0, least=0)
+
+
+def _schedule(s: SettingsReader) -> str:
+    named = s.word("parallelism.pp_engine", SCHEDULES, "afab")
+    return str(named) if s["layout.pp"] > 1 else "1f1b"  # which engine is named says nothing without a pipeline
+
+
+def _context(s: SettingsReader) -> str:
+    return "allgather" if s.value(f"{_MODEL}_attn_implementation") == _GATHERS else "ring"
+
+
+_experts = row.has("model.moe.experts")
+
+TABLE = (
+    row.constant("general.project", "ultrascale"),
+    Setting("general.run", write=lambda p: p.model.name),
+    Setting("general.seed", write=lambda p: p.training.seed),
+    row.constant("general.ignore_sanity_checks", True),
+    row.constant("checkpoints.checkpoints_path", "checkpoints"),
+    Setting("checkpoints.checkpoint_interval", write=_steps),
+    Setting("data_stages", write=_data),
+    Setting("model.ddp_bucket_cap_mb", write=lambda p: round(p.training.bucket_mb)),
+    row.word("model.dtype", "job.precision", {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}, "bfloat16"),
+    row.constant("model.init_method.std", 0.02),
+    row.constant("model.make_vocab_size_divisible_by", 1),
+    Setting(f"{_MODEL}is_qwen2_config", write=lambda p: True if _qwen(p) else None),
+    Setting(f"{_MODEL}is_llama_config", write=lambda p: None if _qwen(p) else True),
+    row.constant(f"{_MODEL}hidden_act", "silu"),
+    row.whole(f"{_MODEL}hidden_size", "model.hidden", 4096),
+    Setting(f"{_MODEL}intermediate_size", "model.ffn", lambda p: p["model.moe.expert_ffn"] or p["model.ffn"], _ffn),
+    Setting(path="model.moe.expert_ffn", read=_width, when=_experts),
+    row.whole(
+        f"{_MODEL}max_position_embeddings", "model.max_positions", 2048, write=lambda p: p["model.max_positions"] or 2048
+    ),
+    row.whole(f"{_MODEL}num_attention_heads", "model.heads", 32),
+    row.whole(f"{_MODEL}num_hidden_layers", "model.layers", 32),
+    row.whole(f"{_MODEL}num_key_value_heads", "model.kv_heads", lambda s: s["model.heads"]),
+    row.flag(f"{_MODEL}attention_bias", "model.qkv_bias"),
+    row.number(f"{_MODEL}rms_norm_eps", "model.norm_eps", 1e-6),
+    row.number(f"{_MODEL}rope_theta", "model.rope_theta", 10000.0),
+    row.constant(f"{_MODEL}rope_interleaved", False),
+    row.flag(f"{_MODEL}tie_word_embeddings", "model.tied_embeddings"),
+    row.whole(f"{_MODEL}vocab_size", "model.vocab", 32000),
+    Setting(
+        f"{_MODEL}_attn_implementation",
+        "layout.context_parallel",
+        lambda p: _GATHERS if p.layout.context_parallel == "allgather" else "ring",
+        _context,
+        row.above_one("layout.cp"),
+    ),
+    row.optional(f"{_MODEL}sliding_window_size", "model.sliding_window"),
+    row.optional(f"{_EXPERTS}num_experts", "model.moe.experts"),
+    row.whole(f"{_EXPERTS}top_k", "model.moe.top_k", 2, when=_experts),
+    Setting(f"{_EXPERTS}layers", "model.moe.dense_layers", _expert_layers, _dense_layers, _experts),
+    Setting(
+        f"{_EXPERTS}enable_shared_expert",
+        "model.moe.shared_experts",
+        lambda p: p["model.moe.shared_experts"] > 0,
+        lambda s: 1 if s.flag(f"{_EXPERTS}enable_shared_expert") else None,
+        _experts,
+    ),
+    row.constant(f"{_EXPERTS}token_dispatcher_type", "alltoall", when=_experts),
+    Setting("optimizer.zero_stage", "layout.zero", lambda p: min(p.layout.zero, 1), _zero),
+    Setting("optimizer.weight_decay", write=lambda p: p.training.weight_decay),
+    Setting("optimizer.clip_grad", write=lambda p: p.training.clip),
+    row.flag("optimizer.accumulate_grad_in_fp32", "job.gradients", "fp32", "bf16", default=True),
+    Setting("optimizer.optimizer_factory", "job.optimizer", _optimizer, _read_optimizer),
+    Setting("optimizer.learning_rate_scheduler", write=_rates),
+    row.whole("parallelism.dp", "layout.dp"),
+    row.whole("parallelism.pp", "layout.pp", 1),
+    row.whole("parallelism.tp", "layout.tp", 1),
+    row.whole("parallelism.context_parallel_size", "layout.cp", 1),
+    row.whole("parallelism.expert_parallel_size", "layout.ep", 1),
+    Setting(
+        "parallelism.pp_engine",
+        "layout.schedule",
+        lambda p: p.layout.schedule if p.layout.schedule in SCHEDULES else "1f1b",
+        _schedule,
+    ),
+    row.flag("parallelism.recompute_layer", "layout.recompute", "full", "none"),
+    Setting("parallelism.tp_linear_async_communication", write=lambda p: p.layout.sequence_parallel),
+    row.word("parallelism.tp_mode", "layout.sequence_parallel", _MODES, "ALL_REDUCE"),
+    row.whole("tokens.sequence_length", "job.seq"),
+    row.whole("tokens.train_steps", "job.steps", 100, write=_steps),
+    row.whole("tokens.micro_batch_size", "layout.mbs", 1),
+    row.whole("tokens.batch_accumulation_per_replica", "layout.gas", 1),
+    row.constant("tokens.limit_val_batches", 0),
+    row.constant("tokens.val_check_interval", -1),
+    row.constant("tokenizer.tokenizer_name_or_path", "gpt2"),
+    row.constant("logging", {"iteration_step_info_interval": 1, "log_level": "info", "log_level_replica": "info"}),
+)
+
+
+def files(job: Job, layout: Layout, settings: dict[str, Any], said: list[str]) -> tuple[File, ...]:
     head = header.commented(
         TITLE, said, "Data is made up and the tokenizer a stand-in: name yours under data_stages and tokenizer."
     )
@@ -201,12 +184,8 @@ ENGINE = EngineFormat(
     title=TITLE,
     framework="nanotron",
     config="config.yaml",
-    native=native,
-    files=files,
-    parse=lambda text, where: mapping_of(text, where, "YAML"),
-    read=read,
-    follows=lambda folder, job: f"{torchrun(job)} run_train.py --config-file {folder}/config.yaml",
-    why={
+    table=TABLE,
+    lost={
         "layout.zero": "nanotron has ZeRO-0 and ZeRO-1",
         "layout.zero_shards": "nanotron shards over all data ranks",
         "layout.keep_gathered": "nanotron has no ZeRO-3",
@@ -222,4 +201,8 @@ ENGINE = EngineFormat(
         "job.dropout": "nanotron's models have no dropout",
         "model.*": "nanotron trains Llama's and Qwen2's classes",
     },
+    files=files,
+    parse=lambda text, where: mapping_of(text, where, "YAML"),
+    follows=lambda folder, job: f"{torchrun(job)} run_train.py --config-file {folder}/config.yaml",
+    also_known=("optimizer.weight_decay", "optimizer.clip_grad", "general.project", "general.run", "general.seed"),
 )

@@ -12,8 +12,9 @@ from typing import Any
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.legality import check
 from ultrascale.export import accelerate, deepspeed, fields, header, megatron, nanotron, torchtitan
-from ultrascale.export.common import EngineFormat, Found, World
+from ultrascale.export.common import OWN, EngineFormat
 from ultrascale.export.fields import Fields
+from ultrascale.export.table import SettingsReader, World
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import FileTooLargeError, mapping_of, read_text, reason_of
@@ -79,12 +80,12 @@ def plan_from(path: Path, given: Given | None = None) -> Imported:
     with _naming_slips(found, where):
         if cluster is None:
             cluster = _as_many_as_needed(found, said, where, notes)
-        job, layout = _build(found, said, given, cluster, engine, where)
+        job, layout = _build(found, said, given, cluster, engine)
         stale = _edited(engine, job, layout, found, said)
         if stale:
             said = {name: value for name, value in said.items() if name not in stale}
             notes += [f"{name}: the file's own setting holds; its header says otherwise" for name in sorted(stale)]
-            job, layout = _build(found, said, given, cluster, engine, where)
+            job, layout = _build(found, said, given, cluster, engine)
         check(job, layout)
     notes += found.notes if not said else [note for note in found.notes if note.startswith("not read:")]
     reasons = (f"read from {where}, a file for {engine.title}", *notes)
@@ -92,7 +93,7 @@ def plan_from(path: Path, given: Given | None = None) -> Imported:
 
 
 @contextmanager
-def _naming_slips(found: Found, where: str) -> Iterator[None]:
+def _naming_slips(found: SettingsReader, where: str) -> Iterator[None]:
     """A misspelt setting leaves another without its value: the sentence about that one names the slip too."""
     try:
         yield
@@ -103,7 +104,8 @@ def _naming_slips(found: Found, where: str) -> Iterator[None]:
         raise SpecError(f"{error}; {where} has {slips[0]}") from None
 
 
-def _build(found: Found, said: Fields, given: Given, cluster: Cluster, engine: EngineFormat, where: str) -> tuple[Job, Layout]:
+def _build(found: SettingsReader, said: Fields, given: Given, cluster: Cluster, engine: EngineFormat) -> tuple[Job, Layout]:
+    where = found.where
     framework = engine.framework if given.framework is None else given.framework.name
     known = fields.completed(found.fields, framework)
     known = fields.joined(fields.joined(known, said), given.fields())
@@ -119,11 +121,11 @@ def _build(found: Found, said: Fields, given: Given, cluster: Cluster, engine: E
     return fields.job_and_layout(fields.settled(known))
 
 
-def _edited(engine: EngineFormat, job: Job, layout: Layout, found: Found, said: Fields) -> set[str]:
+def _edited(engine: EngineFormat, job: Job, layout: Layout, found: SettingsReader, said: Fields) -> set[str]:
     """Header lines that no longer belong: a plan with their value would not have been written as this file is."""
     if not said:
         return set()
-    again = engine.read(engine.native(job, layout), engine.config, World(job.cluster.gpus, job.model.vocab)).fields
+    again = engine.read(engine.settings(job, layout), engine.config, World(job.cluster.gpus, job.model.vocab)).fields
     return {name for name in said if name in found.fields and again.get(name) != found.fields[name]}
 
 
@@ -136,7 +138,7 @@ def _cluster(engine: EngineFormat, settings: Any, where: str, said: Fields, give
     return None if launched is None else _assumed(*launched, notes)
 
 
-def _as_many_as_needed(found: Found, said: Fields, where: str, notes: list[str]) -> Cluster:
+def _as_many_as_needed(found: SettingsReader, said: Fields, where: str, notes: list[str]) -> Cluster:
     axes = {f"layout.{axis}": 1 for axis in ("dp", "tp", "pp", "cp")} | found.fields | said
     gpus = axes["layout.dp"] * axes["layout.tp"] * axes["layout.pp"] * axes["layout.cp"]
     if gpus <= 8 or gpus % 8 == 0:
@@ -192,8 +194,8 @@ def engine_of(path: Path, text: str) -> EngineFormat:
     raise SpecError(f"{path} is YAML of no engine that is known (it has {known:.80}): name {_KINDS}")
 
 
-def _header_text(settings: Any, text: str) -> str:
-    if not isinstance(settings, Mapping) or deepspeed.OWN not in settings:
+def _header_text(settings: Mapping[str, Any], text: str) -> str:
+    if OWN not in settings:
         return text
-    lines = settings[deepspeed.OWN]
+    lines = settings[OWN]
     return "\n".join(line for line in lines if isinstance(line, str)) if isinstance(lines, list) else ""

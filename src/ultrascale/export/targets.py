@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ultrascale.export import accelerate, deepspeed, kubernetes, megatron, nanotron, slurm, torchrun, torchtitan, write
+from ultrascale.export import accelerate, deepspeed, launchers, megatron, nanotron, torchtitan, write
 from ultrascale.export.common import EngineFormat, File, name_of, quoted
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.files import to_yaml
@@ -50,8 +50,8 @@ def launcher_files(plan: Plan, to: str, image: str | None, folder: str) -> tuple
     """The launcher beside the plan it starts, and the command that comes next."""
     run = name_of(plan.job.model.name)
     if to == "kubernetes":
-        made, follows = kubernetes.files(plan, run, IMAGE if image is None else image)
+        made, follows = launchers.kubernetes_files(plan, run, IMAGE if image is None else image)
     else:
-        made, follows = torchrun.files(plan, run) if to == "torchrun" else slurm.files(plan, run)
+        made, follows = launchers.torchrun_files(plan, run) if to == "torchrun" else launchers.slurm_files(plan, run)
     whole = File("plan.yaml", HEADER + to_yaml(plan.to_mapping()))
     return [whole, *made], follows.format(folder=quoted(folder))

@@ -1,100 +1,86 @@
-"""torchtitan: the settings that its 0.2 TOML and its 0.3 Python configurations share, from a plan."""
+"""torchtitan: the settings that its 0.2 TOML and its 0.3 Python configurations share."""
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
-from ultrascale.export import torchtitan_read
+from ultrascale.export import table as row
 from ultrascale.export import torchtitan_text as text
-from ultrascale.export.common import EngineFormat, steps, torchrun
-from ultrascale.export.torchtitan_read import ENDS, FLAVORS, LOOPED, SCHEDULES, stages_of
-from ultrascale.specs.job import Job
+from ultrascale.export.common import EngineFormat, torchrun
+from ultrascale.export.fields import Fields, of_model
+from ultrascale.export.table import PlanFields, Setting, SettingsReader
+from ultrascale.schedules import REGISTRY
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
-from ultrascale.specs.training import Training
 
-Settings = dict[str, dict[str, Any]]
-
+# Flavors of torchtitan that are presets here; shapes compared with torchtitan 0.2.2 and 0.3.0.
+FLAVORS = {
+    ("llama3", "1B"): "llama-3.2-1b",
+    ("llama3", "3B"): "llama-3.2-3b",
+    ("llama3", "8B"): "llama-3.1-8b",
+    ("llama3", "70B"): "llama-3.1-70b",
+    ("llama3", "405B"): "llama-3.1-405b",
+    ("qwen3", "0.6B"): "qwen3-0.6b",
+    ("qwen3", "1.7B"): "qwen3-1.7b",
+    ("qwen3", "4B"): "qwen3-4b",
+    ("qwen3", "8B"): "qwen3-8b",
+    ("qwen3", "14B"): "qwen3-14b",
+    ("qwen3", "32B"): "qwen3-32b",
+    ("qwen3", "30B-A3B"): "qwen3-30b-a3b",
+    ("qwen3", "235B-A22B"): "qwen3-235b-a22b",
+    ("deepseek_v3", "16B"): "deepseek-v2-lite",
+    ("deepseek_v3", "236B"): "deepseek-v2",
+    ("deepseek_v3", "671B"): "deepseek-v3",
+}
 _NEW = {("llama3", "1B"), ("llama3", "3B")}  # flavors that 0.2 does not have
 _ALIKE = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied_embeddings", "mla", "moe", "qk_norm")
 _STAND_IN = ("llama3", "debugmodel")
+_SCHEDULES = {name: spec.torch_name for name, spec in REGISTRY.items() if spec.torch_name is not None}
+_LOOPED = tuple(name for name, spec in REGISTRY.items() if spec.most_stages != 1)
+_ENDS = 2  # layers that torchtitan counts for the embedding and the head when it cuts stages
+_RECOMPUTE = {"none": "none", "selective": "selective", "full": "full", "memory_budget": "selective"}
+_CUT = "parallelism."
+_PIPELINE = "parallelism.pipeline_parallel_"
+_CONTEXT = "parallelism.context_parallel_"
 
 
-def flavor(model: Model, style: str) -> tuple[str, str] | None:
-    """The flavor with this model's matrices; positions and epsilons may differ."""
-    for name, preset in FLAVORS.items():
+def _flavor(model: Model, style: str) -> dict[str, str]:
+    """The flavor with this model's matrices, positions and epsilons may differ; else a stand-in."""
+    name, kind = _STAND_IN
+    for flavor, preset in FLAVORS.items():
         known = Model.presets()[preset]
         if all(getattr(known, field) == getattr(model, field) for field in _ALIKE) and known.gated == model.gated:
-            return None if style == "toml" and name in _NEW else name
-    return None
+            name, kind = _STAND_IN if style == "toml" and flavor in _NEW else flavor
+            break
+    return {"model.name": name, "model.flavor": kind}
 
 
-def native(style: str, job: Job, layout: Layout) -> Settings:
-    name, kind = flavor(job.model, style) or _STAND_IN
-    training = Training().changed(steps=max(2, steps(job)))
-    pipelined = layout.pp > 1
-    settings: Settings = {
-        "model": {"name": name, "flavor": kind},
-        "training": {
-            "local_batch_size": layout.mbs * (layout.gas if pipelined else 1),
-            "global_batch_size": layout.dp * layout.mbs * layout.gas,
-            "seq_len": job.seq,
-            "max_norm": training.clip,
-            "steps": training.steps,
-            "enable_cpu_offload": layout.offload == "parameters",
-            "mixed_precision_param": "float32" if job.precision == "fp32" else "bfloat16",
-            "mixed_precision_reduce": "float32",
-        },
-        "parallelism": _parallelism(style, job, layout),
-        "activation_checkpoint": {"mode": layout.recompute},
-        "optimizer": {
-            "lr": training.lr,
-            "beta1": training.beta1,
-            "beta2": training.beta2,
-            "weight_decay": training.weight_decay,
-        },
-        "lr_scheduler": {
-            "warmup_steps": training.warmup,
-            "decay_type": "cosine",
-            "min_lr_factor": training.min_lr_ratio,
-        },
-        "compile": {"enable": True},
-        "float8": {"enable": job.precision == "fp8"},
-    }
-    if style == "current" and (pipelined or layout.ep > 1):
-        settings["training"]["disable_cuda_graphs"] = True  # it captures neither pipelines nor its all-to-all
-    return settings
+def _read_model(s: SettingsReader) -> Model | None:
+    name, kind = s.value("model.name", "llama3"), s.value("model.flavor", "debugmodel")
+    preset = FLAVORS.get((name, str(kind).removesuffix("_flex").removesuffix("_varlen")))
+    return Model.presets()[preset] if preset is not None else None
 
 
-def _parallelism(style: str, job: Job, layout: Layout) -> dict[str, Any]:
-    replicate, shard = _replicas(layout)
-    found: dict[str, Any] = {
-        "data_parallel_replicate_degree": replicate,
-        "data_parallel_shard_degree": shard,
-        "fsdp_reshard_after_forward": "always" if layout.zero == 3 and not layout.keep_gathered else "never",
-        "tensor_parallel_degree": layout.tp,
-        "context_parallel_degree": layout.cp,
-        "pipeline_parallel_degree": layout.pp,
-    }
-    if style == "current" and layout.tp > 1:
-        found["enable_sequence_parallel"] = layout.sequence_parallel
-    if layout.cp > 1 and style == "toml":
-        found["context_parallel_rotate_method"] = "alltoall"
-    if layout.cp > 1 and style == "current":
-        found["context_parallel_load_balancer"] = "headtail" if layout.context_parallel == "zigzag" else text.NOTHING
-    if job.model.moe is not None:
-        found["expert_parallel_degree"] = layout.ep
-        if style == "toml":
-            whole = layout.ep > 1 and layout.data_ranks % layout.ep == 0
-            found["expert_tensor_parallel_degree"] = layout.tp if whole else 1
-    if layout.pp > 1:
-        found["pipeline_parallel_schedule"] = SCHEDULES[_schedule(layout)]
-        found["pipeline_parallel_microbatch_size"] = layout.mbs
-        each = _layers_per_stage(job.model.layers, layout)
-        if each is not None:
-            found["pipeline_parallel_layers_per_stage"] = each
-    return found
+def _model_fields(s: SettingsReader) -> Fields:
+    model = _read_model(s)
+    return {} if model is None else of_model(model)
+
+
+def _batch(s: SettingsReader) -> Fields:
+    """torchtitan fills its pipeline once for each local batch."""
+    local, piped = s.whole("training.local_batch_size", 8), s["layout.pp"] > 1
+    total = s.whole("training.global_batch_size", -1, least=-1)
+    micro = s.whole(f"{_PIPELINE}microbatch_size", 1) if piped else local
+    if local % micro:
+        raise s.error(f"training.local_batch_size is {local} but micro-batches of {micro} do not make it: try {micro}")
+    gas = 1 if total < 1 else s.accumulation(total, s["layout.dp"], local, "training.global_batch_size")
+    if piped and gas > 1:
+        s.notes.append(f"the pipeline is filled {gas} times in a step, once for each local batch; it is counted as filled once")
+    return {"layout.mbs": micro, "layout.gas": gas * (local // micro)}
+
+
+def _precision(s: SettingsReader) -> str:
+    eight = s.flag("float8.enable") or "float8" in str(s.value("model.converters", []))
+    full = s.value("training.mixed_precision_param", "bfloat16") == "float32"
+    return "fp8" if eight else "fp32" if full else "bf16"
 
 
 def _replicas(layout: Layout) -> tuple[int, int]:
@@ -106,23 +92,151 @@ def _replicas(layout: Layout) -> tuple[int, int]:
     return layout.data_ranks // layout.shards, layout.shards // layout.cp
 
 
+def _degrees(s: SettingsReader) -> tuple[int, int]:
+    """Copies of the weights, and data ranks that share one; -1 of the latter is all GPUs that are left."""
+    replicate = s.whole(f"{_CUT}data_parallel_replicate_degree", 1)
+    shard = s.whole(f"{_CUT}data_parallel_shard_degree", -1, least=-1)
+    others = s["layout.tp"] * s["layout.pp"] * s["layout.cp"] * replicate
+    return replicate, shard if shard > 0 else s.data_parallel(others)
+
+
+def _data_ranks(s: SettingsReader) -> int:
+    replicate, shard = _degrees(s)
+    return replicate * shard
+
+
+def _sharding(s: SettingsReader) -> Fields:
+    (replicate, shard), cp = _degrees(s), s["layout.cp"]
+    policies = {"default": s["layout.pp"] == 1, "always": True, "never": False}
+    again = s.word(f"{_CUT}fsdp_reshard_after_forward", policies, "default")
+    if shard * cp == 1:
+        return {"layout.zero": 0}
+    return {"layout.zero": 3, "layout.keep_gathered": not again, "layout.zero_shards": shard * cp if replicate > 1 else None}
+
+
 def _schedule(layout: Layout) -> str:
     """torchtitan's schedules of several stages a rank have at least two."""
-    runs = layout.schedule in SCHEDULES and (layout.virtual_stages > 1 or layout.schedule not in LOOPED)
+    runs = layout.schedule in _SCHEDULES and (layout.virtual_stages > 1 or layout.schedule not in _LOOPED)
     return layout.schedule if runs else "1f1b"
 
 
-def _layers_per_stage(layers: int, layout: Layout) -> int | None:
+def _stages(layers: int, each: int) -> int:
+    return -(-(layers + _ENDS) // each)
+
+
+def _layers_per_stage(p: PlanFields) -> int | None:
     """What makes torchtitan cut so many stages, where it would not by itself; None too where nothing does."""
-    usual = 2 if _schedule(layout) in LOOPED else 1
-    if layout.virtual_stages == usual or layout.schedule not in SCHEDULES:
+    layout, layers = p.layout, p.model.layers
+    usual = 2 if _schedule(layout) in _LOOPED else 1
+    if layout.virtual_stages == usual or layout.schedule not in _SCHEDULES:
         return None
     stages = layout.pp * layout.virtual_stages
-    each = -(-(layers + ENDS) // stages)
-    return each if stages_of(layers, each) == stages else None
+    each = _stages(layers, stages)
+    return each if _stages(layers, each) == stages else None
 
 
-_WHY = {
+def _pipeline(s: SettingsReader) -> Fields:
+    names = {theirs.lower(): ours for ours, theirs in _SCHEDULES.items()}
+    given = str(s.value(f"{_PIPELINE}schedule", "1F1B"))
+    each = s.whole(f"{_PIPELINE}layers_per_stage", 0, least=0)
+    if s["layout.pp"] == 1:
+        return {}
+    if given.lower() not in names:
+        known = ", ".join(_SCHEDULES.values())
+        raise s.error(f"pipeline_parallel_schedule is '{given:.40}': known: {known}")
+    schedule, model = names[given.lower()], _read_model(s)
+    virtual = 2 if schedule in _LOOPED else 1
+    if each and model is not None:
+        virtual = max(1, _stages(model.layers, each) // s["layout.pp"])
+    return {"layout.schedule": schedule, "layout.virtual_stages": virtual}
+
+
+def _context(style: str, s: SettingsReader) -> str:
+    method = s.value(f"{_CONTEXT}rotate_method", "allgather")
+    balancer = s.value(f"{_CONTEXT}load_balancer", "headtail")
+    if style == "current" and balancer == text.NOTHING:
+        return "allgather"
+    if style == "toml" and method == "allgather":
+        s.notes.append("context parallelism gathers at once, in balanced slices; it is counted as zigzag")
+    return "zigzag"
+
+
+def _expert_tensor_parallel(p: PlanFields) -> int:
+    whole = p.layout.ep > 1 and p.layout.data_ranks % p.layout.ep == 0
+    return p.layout.tp if whole else 1
+
+
+def _recompute(s: SettingsReader) -> str:
+    s.passed("activation_checkpoint.selective_ac_option")
+    return str(s.word("activation_checkpoint.mode", _RECOMPUTE, "selective"))
+
+
+def _table(style: str) -> tuple[Setting, ...]:
+    """0.3 alone says whether the sequence is cut over tp; 0.2 alone how experts are."""
+    toml, current = style == "toml", style == "current"
+    piped, experts = row.above_one("layout.pp"), row.has("model.moe.experts")
+    return (
+        Setting(write=lambda p: _flavor(p.model, style), read=_model_fields),
+        Setting(
+            "training.local_batch_size", write=lambda p: p.layout.mbs * (p.layout.gas if p.layout.pp > 1 else 1), read=_batch
+        ),
+        Setting("training.global_batch_size", write=lambda p: p.sequences),
+        row.whole("training.seq_len", "job.seq", 2048),
+        Setting("training.max_norm", write=lambda p: p.training.clip),
+        row.whole("training.steps", "job.steps", 10000, write=lambda p: max(2, p.training.steps)),
+        row.flag("training.enable_cpu_offload", "layout.offload", "parameters", "none"),
+        Setting(
+            "training.mixed_precision_param",
+            "job.precision",
+            lambda p: "float32" if p.job.precision == "fp32" else "bfloat16",
+            _precision,
+        ),
+        row.constant("training.mixed_precision_reduce", "float32"),
+        # 0.3 captures neither pipelines nor its all-to-all.
+        row.constant("training.disable_cuda_graphs", True, written=lambda p: current and (p.layout.pp > 1 or p.layout.ep > 1)),
+        Setting(f"{_CUT}data_parallel_replicate_degree", "layout.dp", lambda p: _replicas(p.layout)[0], _data_ranks),
+        Setting(f"{_CUT}data_parallel_shard_degree", write=lambda p: _replicas(p.layout)[1]),
+        Setting(
+            f"{_CUT}fsdp_reshard_after_forward",
+            write=lambda p: "always" if p.layout.zero == 3 and not p.layout.keep_gathered else "never",
+            read=_sharding,
+        ),
+        row.whole(f"{_CUT}tensor_parallel_degree", "layout.tp", 1),
+        row.whole(f"{_CUT}context_parallel_degree", "layout.cp", 1),
+        row.whole(f"{_CUT}pipeline_parallel_degree", "layout.pp", 1),
+        Setting(
+            f"{_CUT}enable_sequence_parallel",
+            "layout.sequence_parallel",
+            lambda p: p.layout.sequence_parallel,
+            lambda s: s.flag(f"{_CUT}enable_sequence_parallel", True) if current else True,
+            written=lambda p: current and p.layout.tp > 1,
+        ),
+        Setting(
+            f"{_CONTEXT}rotate_method" if toml else f"{_CONTEXT}load_balancer",
+            "layout.context_parallel",
+            lambda p: "alltoall" if toml else "headtail" if p.layout.context_parallel == "zigzag" else text.NOTHING,
+            lambda s: _context(style, s),
+            row.above_one("layout.cp"),
+        ),
+        row.whole(f"{_CUT}expert_parallel_degree", "layout.ep", 1, written=experts),
+        Setting(f"{_CUT}expert_tensor_parallel_degree", write=_expert_tensor_parallel, written=lambda p: toml and experts(p)),
+        Setting(f"{_PIPELINE}schedule", write=lambda p: _SCHEDULES[_schedule(p.layout)], read=_pipeline, written=piped),
+        Setting(f"{_PIPELINE}microbatch_size", write=lambda p: p.layout.mbs, written=piped),
+        Setting(f"{_PIPELINE}layers_per_stage", write=_layers_per_stage, written=piped),
+        Setting("activation_checkpoint.mode", "layout.recompute", lambda p: p.layout.recompute, _recompute),
+        Setting("optimizer.lr", write=lambda p: p.training.lr),
+        Setting("optimizer.beta1", write=lambda p: p.training.beta1),
+        Setting("optimizer.beta2", write=lambda p: p.training.beta2),
+        Setting("optimizer.weight_decay", write=lambda p: p.training.weight_decay),
+        Setting("lr_scheduler.warmup_steps", write=lambda p: p.training.warmup),
+        row.constant("lr_scheduler.decay_type", "cosine"),
+        Setting("lr_scheduler.min_lr_factor", write=lambda p: p.training.min_lr_ratio),
+        row.constant("compile.enable", True),
+        Setting("float8.enable", write=lambda p: p.job.precision == "fp8"),
+    )
+
+
+_LOST = {
     "layout.zero": "FSDP2 shards parameters, gradients and states together, over cp too",
     "layout.zero_shards": "torchtitan shards over whole groups of data ranks and all of cp",
     "layout.keep_gathered": "without resharding after forward FSDP2 comes nearest to ZeRO-1 and 2",
@@ -138,18 +252,26 @@ _WHY = {
     "model": "torchtitan has no flavor of this shape; the debug model stands in",
     "model.*": "the flavor has its own",
 }
+_PASSED = (
+    "training.mixed_precision_reduce",
+    "training.disable_cuda_graphs",
+    f"{_CUT}expert_tensor_parallel_degree",
+    "compile.enable",
+)
+_ALSO_KNOWN = ("optimizer.lr", "optimizer.name", "lr_scheduler.warmup_steps", "training.max_norm", "training.dataset")
 
 TOML = EngineFormat(
     name="torchtitan",
     title="torchtitan 0.2 (TOML)",
     framework="torchtitan",
     config="config.toml",
-    native=partial(native, "toml"),
+    table=_table("toml"),
+    lost={**_LOST, "layout.sequence_parallel": "torchtitan 0.2 always cuts the sequence over tp"},
     files=text.toml_files,
     parse=text.parse_toml,
-    read=partial(torchtitan_read.read, "toml"),
     follows=lambda folder, job: f"{torchrun(job)} -m torchtitan.train --job.config_file {folder}/config.toml",
-    why={**_WHY, "layout.sequence_parallel": "torchtitan 0.2 always cuts the sequence over tp"},
+    passed=_PASSED,
+    also_known=_ALSO_KNOWN,
 )
 
 CURRENT = EngineFormat(
@@ -157,13 +279,14 @@ CURRENT = EngineFormat(
     title="torchtitan 0.3 (Python)",
     framework="torchtitan",
     config=text.MODULE,
-    native=partial(native, "current"),
+    table=_table("current"),
+    lost=_LOST,
     files=text.python_files,
     parse=text.parse_python,
-    read=partial(torchtitan_read.read, "current"),
     follows=lambda folder, job: (
         f"PYTHONPATH={folder} {torchrun(job)} -m torchtitan.train "
         f"--module {text.MODULE.removesuffix('.py')} --config {text.FUNCTION}"
     ),
-    why=_WHY,
+    passed=_PASSED,
+    also_known=_ALSO_KNOWN,
 )

@@ -15,11 +15,7 @@ from ultrascale.specs.layout import Layout
 MODULE, FUNCTION = "ultrascale_config.py", "plan"
 NOTHING = "none"  # how a None of a Python configuration is read
 _DATA = "Data is torchtitan's own c4_test: name yours, and the folder of your tokenizer."
-_SECTIONS = {
-    "TrainingConfig": "training",
-    "ParallelismConfig": "parallelism",
-    "CompileConfig": "compile",
-}
+_SECTIONS = {"TrainingConfig": "training", "ParallelismConfig": "parallelism", "CompileConfig": "compile"}
 _MODES = {"FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "memory_budget"}
 
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ultrascale.export import fields, header
-from ultrascale.export.common import EngineFormat, File, World
+from ultrascale.export.common import EngineFormat, File
+from ultrascale.export.table import World
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import write_text
 from ultrascale.specs.job import Job
@@ -16,13 +17,13 @@ from ultrascale.specs.layout import Layout
 
 def for_engine(engine: EngineFormat, job: Job, layout: Layout) -> tuple[tuple[File, ...], list[str]]:
     """The engine's files, and the lines that stand in their header."""
-    settings = engine.native(job, layout)
+    settings = engine.settings(job, layout)
     found = engine.read(settings, engine.config, World(job.cluster.gpus)).fields
     wanted = fields.of(job, layout)
     missing = fields.unsaid(wanted, fields.completed(fields.settled(found), engine.framework))
     if layout.batch_tokens(job.seq) == job.batch_tokens:
         missing.pop("job.batch_tokens", None)  # it follows
-    said = header.lines(missing, layout, engine.why, engine.title)
+    said = header.lines(missing, layout, engine.lost, engine.title)
     return engine.files(job, layout, settings, said), said
 
 

@@ -29,7 +29,7 @@ def by_stage(plan: Plan) -> go.Figure:
                     name=WORDS.get(owner, owner),
                     x=stages,
                     y=held,
-                    marker_color=style.OWNERS[owner],
+                    marker_color=style.OWNER_COLORS[owner],
                     hovertemplate="stage %{x}: %{y:.2f} GiB<extra>%{fullData.name}</extra>",
                 )
             )

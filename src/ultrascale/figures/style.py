@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from ultrascale.specs.errors import SpecError
+from ultrascale.specs.estimate import OWNERS
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -26,15 +27,7 @@ ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK, GREY = (
 # Lines and points of a chart, told apart by shape too; what comes after the last begins again.
 SERIES = (BLUE, ORANGE, GREEN, RED, PINK, SKY, YELLOW, GREY)
 SHAPES = ("circle", "square", "diamond", "cross", "triangle-up", "star", "x", "hexagon")
-OWNERS = {
-    "parameters": BLUE,
-    "master": SKY,
-    "gradients": GREEN,
-    "optimizer": YELLOW,
-    "activations": ORANGE,
-    "buffers": PINK,
-    "runtime": GREY,
-}
+OWNER_COLORS = dict(zip(OWNERS, (BLUE, SKY, GREEN, YELLOW, ORANGE, PINK, GREY), strict=True))
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 PAPER = {"light": "#ffffff", "dark": "#16181d"}
 INK = {"light": "#1f2328", "dark": "#e6e8eb"}

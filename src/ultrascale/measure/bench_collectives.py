@@ -1,10 +1,8 @@
-"""Collectives of this machine: which, over which sizes and groups; algorithm and bus bandwidth, latency and bandwidth fitted.
+"""`bench collectives`: time collectives over sizes and groups, with algorithm and bus bandwidth, and fit latency and bandwidth.
 
-Bandwidths are those of nccl-tests (doc/PERFORMANCE.md): the algorithm's is the buffer over the time, the bus's what each rank
-sends over the time, so that it compares with a link's data sheet whatever the collective and the number of ranks.
-
-
-Collectives timed: gloo between processes of this machine, NCCL between its GPUs, or between the ranks of torchrun."""
+Bandwidths are those of nccl-tests (doc/PERFORMANCE.md): algorithm bandwidth is the buffer over the time; bus bandwidth is what
+each rank sends over the time, so that it compares with a link's data sheet for any collective and number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +14,15 @@ from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
-from ultrascale.cost import collectives as law
+from ultrascale.cost import network as law
 from ultrascale.cost.hardware import ClusterRates
+from ultrascale.launch.rank_info import RankInfo
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError, SpecError, nearest
 from ultrascale.specs.job import Job
 from ultrascale.specs.model import Model
 from ultrascale.specs.units import tokens
 from ultrascale.specs.validate import shown
-from ultrascale.train.rank_info import RankInfo
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +36,10 @@ OPS = (
 ELEMENT = 4  # bytes: fp32
 BETWEEN = 4  # sizes of a range grow by this
 LARGEST = 2**34
+ROUNDS, WARM = 11, 2
+ROUND_S = 2e-3  # short collectives are repeated until a round lasts about so long
+MOST_REPEATS = 100
+TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class CollectiveTiming:
     median_s: float
     low_s: float
     high_s: float
-    """of ten rounds, one is faster than the low and one slower than the high"""
+    """deciles: one round in ten is faster than low_s, one slower than high_s"""
 
     @property
     def algorithm_gb_s(self) -> float:
@@ -96,7 +98,7 @@ class CollectivesReport:
 
 
 def wire_bytes(op: str, size: float, ranks: int) -> float:
-    """What each rank sends; of gather and scatter, what the root receives or sends."""
+    """Bytes that each rank sends; for gather and scatter, what the root receives or sends."""
     if op == "barrier":
         return 0.0
     if op in ("gather", "scatter"):
@@ -139,7 +141,7 @@ def sizes(text: str) -> list[int]:
 
 
 def groups(text: str | None, world: int) -> list[int]:
-    """Sizes of groups: those asked for, or powers of two up to all ranks, and all of them."""
+    """Sizes of process groups: those given, or powers of two and all ranks."""
     if text is None:
         return sorted({*(2**power for power in range(1, 20) if 2**power < world), world})
     found = [tokens(word.strip(), "--groups", "2,4") for word in text.split(",")]
@@ -159,7 +161,7 @@ def chosen(only: str | None) -> list[str]:
 
 
 def linked(cluster: Cluster, points: Iterable[CollectiveTiming]) -> Cluster:
-    """The cluster with the fast link's constants at which the law gives back its smallest and largest all-reduce."""
+    """The cluster with link constants for which the law predicts its smallest and largest all-reduce."""
     seen = [point for point in points if point.op == "all_reduce" and point.ranks <= cluster.fast_domain]
     if not seen:
         return cluster
@@ -182,7 +184,7 @@ def _law_s(cluster: Cluster, point: CollectiveTiming, latency_s: float, share: f
 
 
 def _searched(time_s: Callable[[float], float], wanted_s: float, low: float, high: float) -> float:
-    """Where a monotone law meets the time, or the end nearest to it."""
+    """Bisection: where a monotone law has this time, or the nearer end."""
     rising = time_s(high) > time_s(low)
     for _ in range(50):
         middle = (low + high) / 2
@@ -193,40 +195,35 @@ def _searched(time_s: Callable[[float], float], wanted_s: float, low: float, hig
     return (low + high) / 2
 
 
-ROUNDS, WARM = 11, 2
-ROUND_S = 2e-3  # short collectives are repeated until a round lasts about so long
-MOST_REPEATS = 100
-TIMEOUT_S = 300.0
+def measure(
+    ops: list[str], sizes: list[int], groups: list[int], nproc: int, gpu: bool, say: Callable[[str], None]
+) -> CollectivesReport:
+    """In processes of this machine, new ones for each collective, so that one that fails does not lose the others."""
+    from ultrascale.launch import local
+    from ultrascale.train import import_torch
 
-Say = Callable[[str], None]
-
-
-def measure(ops: list[str], sizes: list[int], groups: list[int], nproc: int, gpu: bool, say: Say) -> CollectivesReport:
-    """In processes of this machine, new ones for each collective: one that fails leaves the others their figures."""
-    from ultrascale.parallel import local
-    from ultrascale.train import launch
-
-    launch.import_torch()
+    import_torch()
     points: list[CollectiveTiming] = []
     missing: list[SkippedCollective] = []
     for number, op in enumerate(ops, 1):
         for group in groups:
             say(f"{op} ({number} of {len(ops)}) between {group} ranks")
             try:
-                found = local.run(_local, group, op, sizes, [group], timeout_s=TIMEOUT_S)[0]
-                points += found
+                points += local.run(_local, group, op, sizes, [group], timeout_s=TIMEOUT_S)[0]
             except RunError as error:
                 missing.append(SkippedCollective(op, group, str(error).strip().splitlines()[-1]))
     return CollectivesReport(_where(nproc, gpu), tuple(points), tuple(missing))
 
 
 def measure_as(rank_info: RankInfo, ops: list[str], sizes: list[int], groups: list[int], gpu: bool) -> CollectivesReport | None:
-    """As one rank of torchrun's or Slurm's; None on all but the first."""
-    from ultrascale.train import launch
+    """As one rank of torchrun or Slurm; None on all but the first."""
+    from ultrascale.launch.rendezvous import leave
+    from ultrascale.train import import_torch
 
-    launch.import_torch()
-    points = [point for op in ops for point in _joined(rank_info, op, sizes, groups)]
-    _left()
+    import_torch()
+
+    points = [point for op in ops for point in _time_groups(rank_info, op, sizes, groups)]
+    leave()
     return CollectivesReport(_where(rank_info.world, gpu), tuple(points)) if rank_info.rank == 0 else None
 
 
@@ -235,16 +232,18 @@ def _where(ranks: int, gpu: bool) -> str:
 
 
 def _local(rank: int, nproc: int, store: str, op: str, sizes: list[int], groups: list[int]) -> list[CollectiveTiming]:
-    found = _joined(RankInfo(rank, nproc, rank, nproc, store), op, sizes, groups)
-    _left()
+    from ultrascale.launch.rendezvous import leave
+
+    found = _time_groups(RankInfo(rank, nproc, rank, nproc, store), op, sizes, groups)
+    leave()
     return found
 
 
-def _joined(rank_info: RankInfo, op: str, sizes: list[int], groups: list[int]) -> list[CollectiveTiming]:
+def _time_groups(rank_info: RankInfo, op: str, sizes: list[int], groups: list[int]) -> list[CollectiveTiming]:
     import torch
     import torch.distributed as dist
 
-    from ultrascale.train.run import join
+    from ultrascale.launch.rendezvous import join
 
     if dist.is_initialized():
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -258,12 +257,6 @@ def _joined(rank_info: RankInfo, op: str, sizes: list[int], groups: list[int]) -
             found += [_timed(op, size, ranks, rank_info.rank, group, device) for size in ([0] if op == "barrier" else sizes)]
         dist.barrier()
     return found
-
-
-def _left() -> None:
-    from ultrascale.train.run import leave
-
-    leave()
 
 
 def _timed(op: str, size: int, ranks: int, rank: int, group: ProcessGroup, device: torch.device) -> CollectiveTiming:
@@ -283,10 +276,10 @@ def _timed(op: str, size: int, ranks: int, rank: int, group: ProcessGroup, devic
         return (time.perf_counter() - began) / times
 
     def slowest(values: list[float]) -> list[float]:
-        """Of each round the slowest rank: a root that only sends is done before its data has come."""
-        told = torch.tensor(values, dtype=torch.float64, device=device)
-        dist.all_reduce(told, dist.ReduceOp.MAX, group)
-        return [float(value) for value in told.tolist()]
+        """The slowest rank of each round: a root that only sends is done before its data has arrived."""
+        times = torch.tensor(values, dtype=torch.float64, device=device)
+        dist.all_reduce(times, dist.ReduceOp.MAX, group)
+        return [float(value) for value in times.tolist()]
 
     (once,) = slowest([min(seconds(1) for _ in range(WARM))])
     repeats = max(1, min(MOST_REPEATS, round(ROUND_S / once)))
@@ -296,7 +289,7 @@ def _timed(op: str, size: int, ranks: int, rank: int, group: ProcessGroup, devic
 
 
 def _action(op: str, each: int, ranks: int, rank: int, group: ProcessGroup, device: torch.device) -> Callable[[], object]:
-    """The collective on zeros, which sums leave as they are. Groups begin at rank 0, which is the root."""
+    """The collective on zeros, which sums do not change. Groups begin at rank 0, which is the root."""
     import torch
     import torch.distributed as dist
 

@@ -1,7 +1,7 @@
-"""What one GPU of this machine gives a training step, measured in some ten seconds and written as a Cluster's constants.
+"""`bench hardware`: measure what one GPU of this machine gives a training step, as constants of a Cluster.
 
-A GPU alone with one product for a moment runs at a clock that no step keeps. So products, attention and copies take turns here,
-as in a layer, for long enough that the power limit sets the clock; each is timed by the device itself.
+A GPU that runs one GEMM alone for a moment has a higher clock than in training. So GEMMs, attention and copies take turns,
+as in a layer, until the power limit sets the clock; each is timed by device events.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from functools import partial
 
 import numpy as np
 
-from ultrascale.cost.attention import BACKWARD_FLOPS, BLOCK, filled
 from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.kernels import BACKWARD_FLOPS, QUERY_BLOCK, blocks_filled
 from ultrascale.measure.doctor_facts import ask_clocks
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.efficiency import Efficiency
@@ -30,7 +30,7 @@ ROUNDS, WARM = 60, 20
 
 @dataclass(frozen=True)
 class GemmShape:
-    """[m, k] × [k, n], as forward and both gradients of a layer multiply."""
+    """[m, k] × [k, n], as in forward and in both gradients of a layer."""
 
     m: int
     n: int
@@ -39,7 +39,7 @@ class GemmShape:
 
 @dataclass(frozen=True)
 class HardwareTimes:
-    """Seconds, each the median over the rounds."""
+    """Median seconds over the rounds."""
 
     products: tuple[tuple[GemmShape, float], ...]
     attention_forward_s: float
@@ -47,46 +47,46 @@ class HardwareTimes:
     copy_s: float
     launch_s: float
     clocks_mhz: tuple[float, float] | None = None
-    """while all of this took turns, and the highest; None: nvidia-smi does not tell"""
+    """during the measurement, and the highest; None: nvidia-smi does not report them"""
 
 
 def measured(cluster: Cluster) -> Cluster:
     """The cluster with constants of this machine's first GPU, which must be of its kind."""
-    from ultrascale.parallel.local import run
+    from ultrascale.launch.local import run
 
-    (seen,) = run(_seen, 1, timeout_s=300)
-    return cluster.model_copy(update={"efficiency": efficiency(cluster, seen)})
+    (times,) = run(_measure, 1, timeout_s=300)
+    return cluster.model_copy(update={"efficiency": efficiency(cluster, times)})
 
 
-def efficiency(cluster: Cluster, seen: HardwareTimes) -> Efficiency:
-    """Constants with which the laws give back what was seen; those that were not measured stay as they are."""
+def efficiency(cluster: Cluster, times: HardwareTimes) -> Efficiency:
+    """Constants for which the laws predict the measured times; those that were not measured stay."""
     gpu = cluster.gpu
     as_measured = cluster.model_copy(update={"efficiency": cluster.efficiency.model_copy(update={"matmul": 1.0})})
     asked = {"model": Model.load("llama-3-8b"), "cluster": as_measured, "seq": SEQ, "batch_tokens": SEQ * cluster.gpus}
     machine = ClusterRates(build(Job, asked, "job"))
-    m, n, k = np.array([(one.m, one.n, one.k) for one, _ in seen.products], dtype=float).T
+    m, n, k = np.array([(one.m, one.n, one.k) for one, _ in times.products], dtype=float).T
     alone = machine.matmul_s(m, n, k)
-    scores = 2 * TOKENS * SEQ * HEADS * HEAD  # two products of which the causal mask leaves half
-    reach = SEQ / (SEQ + machine.attention.half_row) * filled(machine, TOKENS * HEADS / BLOCK)
+    scores = 2 * TOKENS * SEQ * HEADS * HEAD  # FLOPs of two GEMMs, of which the causal mask leaves half
+    reach = SEQ / (SEQ + machine.attention.half_row) * blocks_filled(machine, TOKENS * HEADS / QUERY_BLOCK)
     full = machine.attention_peak_flops * reach
     given = {
-        "matmul": float(alone.sum()) / sum(seconds for _, seconds in seen.products),
-        "attention_forward": scores / seen.attention_forward_s / full,
-        "attention_backward": BACKWARD_FLOPS * scores / seen.attention_backward_s / full,
-        "memory_bandwidth": 2 * COPIED / seen.copy_s / (gpu.memory_bandwidth_gb_s * 1e9),
-        "kernel_launch_s": seen.launch_s,
+        "matmul": float(alone.sum()) / sum(seconds for _, seconds in times.products),
+        "attention_forward": scores / times.attention_forward_s / full,
+        "attention_backward": BACKWARD_FLOPS * scores / times.attention_backward_s / full,
+        "memory_bandwidth": 2 * COPIED / times.copy_s / (gpu.memory_bandwidth_gb_s * 1e9),
+        "kernel_launch_s": times.launch_s,
     }
-    if seen.clocks_mhz is not None:
-        now, highest = seen.clocks_mhz
+    if times.clocks_mhz is not None:
+        now, highest = times.clocks_mhz
         given["boost"] = max(1.0, highest / now)
     return cluster.efficiency.model_copy(update={name: float(f"{value:.4g}") for name, value in given.items()})
 
 
-def _seen(_: int, __: int, ___: str) -> HardwareTimes:
+def _measure(_: int, __: int, ___: str) -> HardwareTimes:
     import torch
 
+    from ultrascale.kernels import autotune
     from ultrascale.model.transformer import CausalAttention
-    from ultrascale.train import attention
 
     def numbers(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
@@ -101,9 +101,9 @@ def _seen(_: int, __: int, ___: str) -> HardwareTimes:
         ]
     q, k, v = (numbers(TOKENS // SEQ, SEQ, heads, HEAD).requires_grad_() for heads in (HEADS, KV_HEADS, KV_HEADS))
     grad, outputs = torch.randn_like(q), list[torch.Tensor]()
-    core = CausalAttention()  # with the kernel that a run would choose
-    shape = attention.AttentionShape(TOKENS // SEQ, SEQ, HEADS, KV_HEADS, HEAD, torch.bfloat16)
-    if (found := attention.timed(shape, torch.device("cuda"))) is not None:
+    core = CausalAttention()  # with the kernel that a run would select
+    shape = autotune.AttentionShape(TOKENS // SEQ, SEQ, HEADS, KV_HEADS, HEAD, torch.bfloat16)
+    if (found := autotune.time_attention(shape, torch.device("cuda"))) is not None:
         found.apply([core])
 
     def attend() -> None:
@@ -129,7 +129,7 @@ def _seen(_: int, __: int, ___: str) -> HardwareTimes:
 def _in_turns(
     actions: Sequence[tuple[object, Callable[[], object]]],
 ) -> tuple[dict[object, float], tuple[float, float] | None]:
-    """Seconds of each action on the device, while all of them take turns, and its clock meanwhile."""
+    """Device seconds of each action while all take turns, and the clock meanwhile."""
     import torch
 
     marks: dict[object, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = defaultdict(list)
@@ -140,14 +140,14 @@ def _in_turns(
             action()
             end.record()
             marks[what].append((begin, end))
-    clocks = ask_clocks(str(torch.cuda.get_device_properties(0).uuid))  # the device still works on what waits for it
+    clocks = ask_clocks(str(torch.cuda.get_device_properties(0).uuid))  # while the device still works on its queue
     torch.cuda.synchronize()
     times = {what: [begin.elapsed_time(end) / 1e3 for begin, end in each[WARM:]] for what, each in marks.items()}
     return {what: float(np.median(each)) for what, each in times.items()}, clocks
 
 
 def _launch_s(times: int = 2000) -> float:
-    """Host time to launch a kernel that the device finishes sooner."""
+    """Launch overhead: host time of a kernel that the device finishes sooner."""
     import time
 
     import torch

@@ -1,18 +1,15 @@
-"""The contests of a fused block's kernels: norm with the residual's sum, rotation, gate.
+"""The kernels that `bench kernels` compares: those of a fused block, of the loss and the optimizer, and masked attention.
 
-The block keeps no output of norm and gate for backward and joins products, so that backward has to give such an output once
-more, and q's, k's and v's gradients as one. All contestants do: what the block gains by it is measured by steps.
-
-
-The contests of what a step does once: the loss of a linear head, and AdamW.
-
-The contests of attention under a mask: a sliding window, and documents packed into sequences."""
+The fused block saves no output of norm and gate for backward and joins GEMMs, so that its backward recomputes such an output
+and returns the gradients of q, k and v as one tensor. All candidates do the same here.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,11 +26,18 @@ from ultrascale.model.transformer import IGNORED, CausalAttention, CrossEntropy,
 EPS = 1e-5
 LIGER = importlib.util.find_spec("liger_kernel") is not None
 ABSENT = {} if LIGER else {"liger": "not installed"}
+NONE = {"liger": "has none"}
+LAYERS = 4  # whose weights AdamW steps: some gigabytes, as in a model
+RATE, DECAY, BETAS, NEAR_ZERO, FACTOR = 1e-3, 0.1, (0.9, 0.95), 1e-8, 0.999
+WINDOW, DOCUMENT = 1024, 500  # tokens: in a sliding window, and in a document on average
 
 Run = Callable[[], tuple[Tensor, ...]]
+Make = Callable[[], KernelCandidate]
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def norm(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> KernelComparison:
+    """RMSNorm with the sum of the residual."""
     rows, width = shape.tokens, shape.model.hidden
     x, added, past, grad = (numbers(device, dtype, rows, width, seed=seed) for seed in range(4))
     gain = numbers(device, dtype, width, seed=4)
@@ -50,7 +54,10 @@ def norm(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> Kernel
         to_total, to_gain = pull(grad)
         return to_total + past, to_gain, out
 
-    def plain(there: Callable[..., Any], back: Callable[..., Any]) -> Run:
+    def plain(wrap: Wrap) -> Run:
+        there, back = wrap(forward), wrap(backward)
+
+        @torch.no_grad()
         def run() -> tuple[Tensor, ...]:
             total, out = there(x, added, gain)
             return total, out, *back(total, gain, grad, past)
@@ -75,13 +82,9 @@ def norm(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> Kernel
         total, out, scales = fused.norm(x, added, gain, EPS)
         return total, out, *fused.norm_backward(grad, total, scales, gain, past)
 
-    return KernelComparison(
-        f"{rows:,} × {width:,}",
-        entered(plain, forward, backward, liger, lambda: KernelCandidate(ours)),
-        # Forward reads two and writes two; backward reads three, writes the gradient and the norm's output once more.
-        moved=9 * rows * width * x.element_size(),
-        missing=ABSENT,
-    )
+    # Forward reads two and writes two; backward reads three, writes the gradient and the norm's output once more.
+    moved = 9 * rows * width * x.element_size()
+    return KernelComparison(f"{rows:,} × {width:,}", ways(plain, lambda: KernelCandidate(ours), liger), moved, missing=ABSENT)
 
 
 def rotary(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> KernelComparison:
@@ -99,11 +102,9 @@ def rotary(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> Kern
     def backward(to_q: Tensor, to_k: Tensor, to_v: Tensor) -> Tensor:
         return torch.cat((rotate(to_q, (cos, -sin)), rotate(to_k, (cos, -sin)), to_v), dim=2)
 
-    def plain(there: Callable[..., Any], back: Callable[..., Any]) -> Run:
-        def run() -> tuple[Tensor, ...]:
-            return *there(joint), back(to_q, to_k, to_v)
-
-        return run
+    def plain(wrap: Wrap) -> Run:
+        there, back = wrap(forward), wrap(backward)
+        return torch.no_grad()(lambda: (*there(joint), back(to_q, to_k, to_v)))
 
     def liger() -> KernelCandidate:
         function = liger_function("rope", "LigerRopeFunction")
@@ -127,13 +128,9 @@ def rotary(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> Kern
 
         return KernelCandidate(run, restoring((own,), (joint,)))
 
-    each = 2 * rows * dim * joint.element_size()
-    return KernelComparison(
-        f"{rows:,} × ({heads} + 2 × {kv_heads}) × {dim}",
-        entered(plain, forward, backward, liger, ours),
-        moved=each * (heads + kv_heads) + each * sum(cut),
-        missing=ABSENT,
-    )
+    size = f"{rows:,} × ({heads} + 2 × {kv_heads}) × {dim}"
+    moved = 2 * rows * dim * joint.element_size() * (heads + kv_heads + sum(cut))
+    return KernelComparison(size, ways(plain, ours, liger), moved, missing=ABSENT)
 
 
 def gate(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> KernelComparison:
@@ -148,17 +145,15 @@ def gate(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> Kernel
         out, pull = torch.func.vjp(forward, both)  # type: ignore[misc]
         return pull(grad)[0], out
 
-    def plain(there: Callable[..., Any], back: Callable[..., Any]) -> Run:
-        def run() -> tuple[Tensor, ...]:
-            return there(both), *back(both, grad)
-
-        return run
+    def plain(wrap: Wrap) -> Run:
+        there, back = wrap(forward), wrap(backward)
+        return torch.no_grad()(lambda: (there(both), *back(both, grad)))
 
     def liger() -> KernelCandidate:
-        """In its own layout: gate and up apart, and so their gradients."""
+        """In its own layout: gate and up are separate tensors, and so are their gradients."""
         function = liger_function("swiglu", "LigerSiLUMulFunction")
         kept = [half.contiguous() for half in both.chunk(2, dim=-1)]
-        own = leaves(*(half.clone() for half in kept))  # its backward writes over them
+        own = leaves(*(half.clone() for half in kept))  # its backward overwrites them
 
         def run() -> tuple[Tensor, ...]:
             out = function.apply(*own)
@@ -176,76 +171,18 @@ def gate(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> Kernel
     def ours() -> tuple[Tensor, ...]:
         return fused.gate(both), *fused.gate_backward(grad, both)
 
-    return KernelComparison(
-        f"{rows:,} × {width:,}",
-        entered(plain, forward, backward, liger, lambda: KernelCandidate(ours)),
-        # Forward reads two and writes one; backward reads three, writes both gradients and the gate's output once more.
-        moved=9 * rows * width * both.element_size(),
-        missing=ABSENT,
-    )
-
-
-def entered(
-    plain: Callable[[Callable[..., Any], Callable[..., Any]], Run],
-    forward: Callable[..., Any],
-    backward: Callable[..., Any],
-    liger: Callable[[], KernelCandidate],
-    ours: Callable[[], KernelCandidate],
-) -> dict[str, Callable[[], KernelCandidate]]:
-    """The contestants that there are; `plain` runs forward and backward as they are, or compiled."""
-    compiled = [torch.compile(function, dynamic=False) for function in (forward, backward)]
-    found = {
-        "eager": lambda: KernelCandidate(torch.no_grad()(plain(forward, backward))),
-        "compile": lambda: KernelCandidate(torch.no_grad()(plain(compiled[0], compiled[1]))),
-        "liger": liger,
-        "ours": ours,
-    }
-    return {way: make for way, make in found.items() if way not in ABSENT}
-
-
-def both_ways(forward: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Run:
-    """Forward, and backward from `grads` to all inputs that have a gradient."""
-    wanted = [one for one in inputs if one.requires_grad]
-
-    def run() -> tuple[Tensor, ...]:
-        outputs = forward(*inputs)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        return *(output.detach() for output in outputs), *torch.autograd.grad(outputs, wanted, grads)
-
-    return run
-
-
-def liger_function(module: str, name: str) -> Any:
-    """One of its autograd functions: it is no requirement of ours and has no types."""
-    return getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
-
-
-def restoring(overwritten: Sequence[Tensor], kept: Sequence[Tensor]) -> Callable[[], None]:
-    @torch.no_grad()
-    def reset() -> None:
-        torch._foreach_copy_([one.detach() for one in overwritten], list(kept))
-
-    return reset
-
-
-def leaves(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(tensor.detach().requires_grad_() for tensor in tensors)
-
-
-def numbers(device: torch.device, dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=dtype, device=device, generator=torch.Generator(device).manual_seed(seed))
-
-
-LAYERS = 4  # whose weights AdamW steps: some gigabytes, as in a model
-RATE, DECAY, BETAS, NEAR_ZERO, FACTOR = 1e-3, 0.1, (0.9, 0.95), 1e-8, 0.999
+    # Forward reads two and writes one; backward reads three, writes both gradients and the gate's output once more.
+    moved = 9 * rows * width * both.element_size()
+    return KernelComparison(f"{rows:,} × {width:,}", ways(plain, lambda: KernelCandidate(ours), liger), moved, missing=ABSENT)
 
 
 def loss(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> KernelComparison:
+    """Cross entropy of a linear head."""
     rows, width, vocab = shape.tokens, shape.model.hidden, shape.model.vocab
     hidden = numbers(device, dtype, rows, width)
     weight = numbers(device, dtype, vocab, width, seed=1) * width**-0.5
     targets = torch.randint(vocab, (rows,), device=device, generator=torch.Generator(device).manual_seed(2))
-    inputs, grads = leaves(hidden, weight), (torch.tensor(1 / rows, device=device),)
+    run = partial(both_ways, inputs=leaves(hidden, weight), grads=(torch.tensor(1 / rows, device=device),))
     criterion = CrossEntropy()
 
     def plain(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -254,32 +191,22 @@ def loss(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> Kernel
 
     def liger() -> KernelCandidate:
         function = liger_function("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction")
+        return KernelCandidate(run(lambda h, w: function.apply(h, w, targets, None, None, IGNORED, 0.0, 0.0, "sum")[0]))
 
-        def run(hidden: Tensor, weight: Tensor) -> Tensor:
-            found: Tensor = function.apply(hidden, weight, targets, None, None, IGNORED, 0.0, 0.0, "sum")[0]
-            return found
-
-        return KernelCandidate(both_ways(run, inputs, grads))
-
-    def ours(hidden: Tensor, weight: Tensor) -> Tensor:
-        return linear_cross_entropy(hidden, weight, targets)
-
-    found = {
-        "eager": lambda: KernelCandidate(both_ways(plain, inputs, grads)),
-        "compile": lambda: KernelCandidate(both_ways(torch.compile(plain, dynamic=False), inputs, grads)),
-        "liger": liger,
-        "ours": lambda: KernelCandidate(both_ways(ours, inputs, grads)),
-    }
     return KernelComparison(
         f"{rows:,} × {width:,} × {vocab:,}",
-        {way: make for way, make in found.items() if way not in ABSENT},
+        ways(
+            lambda wrap: run(wrap(plain)),
+            lambda: KernelCandidate(run(lambda hidden, weight: linear_cross_entropy(hidden, weight, targets))),
+            liger,
+        ),
         flops=3 * 2.0 * rows * width * vocab,  # the logits, and the gradients of both factors
         missing=ABSENT,
     )
 
 
 def adamw(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> KernelComparison:
-    """Scaling, the step and the copy that computes. Torch's optimizer finds gradients in fp32; the others read them as made."""
+    """Scaling, the step and the cast to the compute format. Torch's optimizer gets gradients in fp32; others cast them."""
     model = shape.model
     wide = (model.q_dim + 2 * model.kv_dim, model.hidden), (model.hidden, model.q_dim)
     sizes = [*wide, (2 * model.ffn, model.hidden), (model.hidden, model.ffn), (model.hidden,), (model.hidden,)] * LAYERS
@@ -329,16 +256,12 @@ def adamw(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> Kerne
         return KernelCandidate(run, result=lambda: _updates([split_master.join(copy, rest) for copy, rest in pairs]))
 
     def _updates(after: list[Tensor]) -> tuple[Tensor, ...]:
-        """What a step changed: beside the weights themselves a difference would not show."""
+        """What a step changed: relative to the weights themselves a difference would not show."""
         return tuple(new - old for new, old in zip(after, before, strict=True))
 
     count = sum(one.numel() for one in before)
-    return KernelComparison(
-        f"{len(before)} weights, {count / 1e6:,.0f} million",
-        {"eager": eager, "compile": compiled, "ours": ours},
-        moved=26 * count,
-        missing={"liger": "has none"},
-    )
+    size = f"{len(before)} weights, {count / 1e6:,.0f} million"
+    return KernelComparison(size, {"eager": eager, "compile": compiled, "ours": ours}, moved=26 * count, missing=NONE)
 
 
 def plain_steps(
@@ -355,29 +278,25 @@ def plain_steps(
         copy.copy_(master)
 
 
-WINDOW, DOCUMENT = 1024, 500  # tokens: seen, and in a document on average
-NONE = {"liger": "has none"}
-
-
 def window(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> KernelComparison:
-    """Others make a dense mask in every layer, as the plain model does."""
+    """Sliding-window attention. Others make a dense mask in every layer, as the plain model does."""
     reach = min(WINDOW, max(1, shape.seq // 4))
     pairs = shape.seq * reach - reach * (reach - 1) // 2
-    return _contest(shape, device, dtype, reach, None, pairs * shape.mbs, f"window {reach:,}")
+    return _attention(shape, device, dtype, reach, None, pairs * shape.mbs, f"window {reach:,}")
 
 
 def documents(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> KernelComparison:
-    """All get their mask made: it is made once for all layers."""
+    """Attention inside documents packed into sequences. All get a ready mask: it is made once for all layers."""
     at_random = torch.Generator().manual_seed(0)
     ends = torch.rand(shape.mbs, shape.seq, generator=at_random) < 1 / DOCUMENT
     numbered = ends.cumsum(dim=1).to(device)
     lengths = [torch.bincount(row) for row in numbered]
     pairs = sum(int((row * (row + 1) // 2).sum()) for row in lengths)
     mean = shape.tokens / sum(len(row) for row in lengths)
-    return _contest(shape, device, dtype, None, numbered, pairs, f"documents of {mean:,.0f}")
+    return _attention(shape, device, dtype, None, numbered, pairs, f"documents of {mean:,.0f}")
 
 
-def _contest(
+def _attention(
     shape: KernelShape,
     device: torch.device,
     dtype: torch.dtype,
@@ -386,29 +305,76 @@ def _contest(
     pairs: int,
     what: str,
 ) -> KernelComparison:
+    """`pairs`: of a query and a key, over the batch."""
     model, rows = shape.model, (shape.mbs, shape.seq)
     heads = model.heads, model.kv_heads, model.kv_heads
     inputs = leaves(*(numbers(device, dtype, *rows, count, model.head_dim, seed=seed) for seed, count in enumerate(heads)))
-    grads = (numbers(device, dtype, *rows, model.heads, model.head_dim, seed=3),)
+    run = partial(both_ways, inputs=inputs, grads=(numbers(device, dtype, *rows, model.heads, model.head_dim, seed=3),))
     core = CausalAttention(reach)
     bias = None if numbered is None else within(numbered, dtype)
-    seen = flex.mask(shape.seq, reach, numbered, device)
+    mask = flex.mask(shape.seq, reach, numbered, device)
 
     def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out: Tensor = core(q, k, v, bias)
         return out
 
-    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flex.attend(q, k, v, seen)
-
     return KernelComparison(
         f"{shape.mbs} × {shape.seq:,}, {model.heads} heads of {model.head_dim}, {what}",
-        {
-            "eager": lambda: KernelCandidate(both_ways(dense, inputs, grads)),
-            "compile": lambda: KernelCandidate(both_ways(torch.compile(dense, dynamic=False), inputs, grads)),
-            "ours": lambda: KernelCandidate(both_ways(ours, inputs, grads)),
-        },
-        # Two products of a pair forward and five backward, 2·d operations each.
+        ways(lambda wrap: run(wrap(dense)), lambda: KernelCandidate(run(lambda q, k, v: flex.attend(q, k, v, mask)))),
+        # Two GEMMs of a pair forward and five backward, 2·d operations each.
         flops=7 * 2.0 * model.head_dim * model.heads * pairs,
         missing=NONE,
     )
+
+
+def ways(plain: Callable[[Wrap], Run], ours: Make, liger: Make | None = None) -> dict[str, Make]:
+    """The candidates that exist; `plain` builds a run of torch's operators, each function wrapped, or not, by torch.compile."""
+    found: dict[str, Make] = {
+        "eager": lambda: KernelCandidate(plain(lambda function: function)),
+        "compile": lambda: KernelCandidate(plain(partial(torch.compile, dynamic=False))),
+    }
+    if LIGER and liger is not None:
+        found["liger"] = liger
+    return {**found, "ours": ours}
+
+
+def both_ways(forward: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Run:
+    """Forward, and backward from `grads` to all inputs."""
+
+    def run() -> tuple[Tensor, ...]:
+        output = forward(*inputs)
+        return output.detach(), *torch.autograd.grad(output, inputs, grads)
+
+    return run
+
+
+def liger_function(module: str, name: str) -> Any:
+    """One of its autograd functions. It is an optional package without types."""
+    return getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
+
+
+def restoring(overwritten: Sequence[Tensor], kept: Sequence[Tensor]) -> Callable[[], None]:
+    @torch.no_grad()
+    def reset() -> None:
+        torch._foreach_copy_([one.detach() for one in overwritten], list(kept))
+
+    return reset
+
+
+def leaves(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(tensor.detach().requires_grad_() for tensor in tensors)
+
+
+def numbers(device: torch.device, dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=dtype, device=device, generator=torch.Generator(device).manual_seed(seed))
+
+
+CASES: dict[str, Callable[[KernelShape, torch.device, torch.dtype], KernelComparison]] = {
+    "norm": norm,
+    "rotary": rotary,
+    "gate": gate,
+    "loss": loss,
+    "adamw": adamw,
+    "window": window,
+    "documents": documents,
+}

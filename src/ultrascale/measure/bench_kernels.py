@@ -1,25 +1,32 @@
-"""Our kernels against what else does their work, in one run on this machine's GPU: forward and backward, time and numbers.
+"""`bench kernels`: our GPU kernels against plain torch, torch.compile and Liger-Kernel, with the same inputs in one run.
 
-A contest is one kernel at one shape. Its contestants get the same numbers: plain operators one by one, torch.compile of them,
-Liger-Kernel where it is installed, and ours. Who computes what stands in kernels_block.py, kernels_step.py and
-kernels_attention.py; kernels_timed.py runs them.
+bench_kernel_cases.py has the kernels; here each one runs once for its outputs, then all take turns for their times.
+Torch is imported where it is used: the command checks its options first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import gc
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ultrascale.specs.errors import SpecError, nearest
+from ultrascale.specs.gpu import GPU
 from ultrascale.specs.model import Model
+from ultrascale.specs.units import GIB
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 WAYS = ("eager", "compile", "liger", "ours")
 KERNELS = ("norm", "rotary", "gate", "loss", "adamw", "window", "documents")
 SEQ = 4096
+ROUNDS = 3  # kernels take turns, since a GPU that warms up slows all of them
+ROUND_MS, FEWEST = 40.0, 3  # length of a turn, and the fewest runs in it
+COLD_BYTES = 2**30  # written before each run: many times the L2 cache, and long enough for the host to stay ahead
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,7 @@ class KernelCandidate:
     run: Callable[[], tuple[Tensor, ...]]
     """forward and backward: outputs, then gradients"""
     reset: Callable[[], None] = lambda: None
-    """puts back what a run overwrites; not timed"""
+    """restores what a run overwrites; not timed"""
     result: Callable[[], tuple[Tensor, ...]] | None = None
     """what to compare, where it is not what `run` returns"""
 
@@ -49,13 +56,13 @@ class KernelCandidate:
 class KernelComparison:
     size: str
     ways: dict[str, Callable[[], KernelCandidate]]
-    """in the order of WAYS; the first is what all are compared with"""
+    """in the order of WAYS; all are compared with the first"""
     moved: int = 0
     """bytes that ours reads and writes"""
     flops: float = 0.0
-    """of matrix products, where they take the time"""
+    """of matmuls, where they take the time"""
     missing: dict[str, str] = field(default_factory=dict)
-    """ways that nobody goes, and why"""
+    """ways that do not exist, and why"""
 
 
 @dataclass(frozen=True)
@@ -67,17 +74,17 @@ class KernelResult:
     missing: dict[str, str]
     """ways without a time, and why"""
     differences: dict[str, float]
-    """from the plain operators: the largest, over the largest number of that output or gradient"""
+    """from plain torch: the largest, over the largest value of that output or gradient"""
     extra_gib: dict[str, float]
-    """most memory during a run, beyond what was there before"""
+    """peak memory of a run, beyond what was allocated before"""
     gb_s: float | None
     tflops: float | None
     of_peak: float | None
-    """of the GPU's bandwidth, or of its matrix rate; None: neither is known"""
+    """of the GPU's bandwidth, or of its matmul rate; None: neither is known"""
 
     @property
     def share(self) -> float | None:
-        """Of the time of the best other, what ours takes."""
+        """Our time over the best other."""
         others = [ms for way, ms in self.times_ms.items() if way != "ours"]
         return self.times_ms["ours"] / min(others) if others and "ours" in self.times_ms else None
 
@@ -91,7 +98,7 @@ class KernelsReport:
     machine: str
     rows: tuple[KernelResult, ...]
     choices: tuple[str, ...]
-    """what the engine would choose among kernels that are not ours, by shape: causal attention, and where gates are computed"""
+    """which kernels of others the engine would select, by shape: causal attention, and gates inside GEMMs"""
 
 
 def shapes(tokens: int | None, hidden: int | None) -> list[KernelShape]:
@@ -128,3 +135,156 @@ def chosen(only: str | None) -> list[str]:
     if not words:
         raise SpecError(f"--only names no kernel: try {KERNELS[0]}, or several of {','.join(KERNELS)}")
     return [kernel for kernel in KERNELS if kernel in words]
+
+
+def measure(
+    kernels: Sequence[str], models: Sequence[KernelShape], say: Callable[[str], None] = lambda text: None
+) -> Iterator[KernelsReport]:
+    """Every kernel at every shape: the report after each. `say` gets what runs now."""
+    import torch
+
+    from ultrascale.measure.bench_kernel_cases import CASES
+
+    if not torch.cuda.is_available():
+        raise SpecError(
+            "bench kernels races kernels on a GPU but torch sees none here: try `ultrascale doctor`, which says what it sees"
+        )
+    device = torch.device("cuda", torch.cuda.current_device())
+    name = torch.cuda.get_device_name(device)
+    gpu = _gpu(name)
+    say("attention by each kernel that there is; gates between products and within them")
+    lines = tuple(f"{shape.model.name}: {found}" for shape in models for found in _choices(shape, device))
+    report = KernelsReport(f"{name}, torch {torch.__version__}", (), lines)
+    asked = [(kernel, shape) for shape in models for kernel in kernels]
+    for number, (kernel, shape) in enumerate(asked, 1):
+        step = f"{number} of {len(asked)}: {kernel}, {shape.model.name}"
+        say(f"{step}: making its inputs")
+        comparison = CASES[kernel](shape, device, torch.bfloat16)
+        row = _measure_one(kernel, shape, comparison, gpu, lambda text, step=step: say(f"{step}: {text}"))  # type: ignore[misc]
+        report = replace(report, rows=(*report.rows, row))
+        del comparison
+        _free()
+        yield report
+
+
+def _measure_one(
+    kernel: str, shape: KernelShape, asked: KernelComparison, gpu: GPU | None, say: Callable[[str], None]
+) -> KernelResult:
+    import torch
+
+    runners: dict[str, KernelCandidate] = {}
+    missing = dict(asked.missing)
+    wanted: tuple[Tensor, ...] = ()
+    differences: dict[str, float] = {}
+    extra: dict[str, float] = {}
+    for way, make in asked.ways.items():
+        say(f"{way}, once, compiled where it has to be")
+        try:
+            one = make()
+            outputs = one.run()
+            found = outputs if one.result is None else one.result()
+            differences[way] = difference(found, wanted or found)
+            wanted = wanted or tuple(output.detach().clone() for output in found)
+            extra[way] = _extra_gib(one)
+            runners[way] = one
+        except torch.OutOfMemoryError:
+            missing[way] = "out of memory"
+        except Exception as error:
+            if way == "ours":
+                raise
+            missing[way] = f"failed: {type(error).__name__}"  # another's version that does not work with this torch
+        _free()
+    del wanted
+    times = time_ms(runners, say)
+    ours = times.get("ours")
+    gb_s = asked.moved / ours / 1e6 if ours and asked.moved else None
+    tflops = asked.flops / ours / 1e9 if ours and asked.flops else None
+    of_peak = None
+    if gpu is not None and gb_s is not None:
+        of_peak = gb_s / gpu.memory_bandwidth_gb_s
+    elif gpu is not None and tflops is not None and "bf16" in gpu.peak_tflops:
+        of_peak = tflops / gpu.peak_tflops["bf16"]
+    return KernelResult(kernel, shape.model.name, asked.size, times, missing, differences, extra, gb_s, tflops, of_peak)
+
+
+def _extra_gib(one: KernelCandidate) -> float:
+    """Not of the first run, which also allocates what stays."""
+    import torch
+
+    one.reset()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    one.run()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / GIB
+
+
+def time_ms(runners: dict[str, KernelCandidate], say: Callable[[str], None]) -> dict[str, float]:
+    """The median time of each, in turns, with a cold L2 cache."""
+    import torch
+
+    cold = torch.empty(COLD_BYTES, dtype=torch.int8, device="cuda")
+
+    def turn(one: KernelCandidate, times: int) -> list[float]:
+        starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(times)] for _ in range(2))  # type: ignore[no-untyped-call]
+        for start, end in zip(starts, ends, strict=True):
+            one.reset()
+            cold.zero_()
+            start.record()
+            one.run()
+            end.record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) for start, end in zip(starts, ends, strict=True)]
+
+    turns = {way: max(FEWEST, round(ROUND_MS / min(turn(one, FEWEST)))) for way, one in runners.items()}
+    seen: dict[str, list[float]] = {way: [] for way in runners}
+    for number in range(ROUNDS):
+        for way, one in runners.items():
+            say(f"timing, round {number + 1} of {ROUNDS}, {way}")
+            seen[way] += turn(one, turns[way])
+    return {way: statistics.median(times) for way, times in seen.items()}
+
+
+def difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+    """The largest, each relative to the largest wanted value."""
+    import torch
+
+    worst = 0.0
+    for one, other in zip(found, wanted, strict=True):
+        wide = torch.promote_types(other.dtype, torch.float32)
+        largest = float(other.abs().max()) or 1.0
+        worst = max(worst, float((one.detach().to(wide) - other.to(wide)).abs().max()) / largest)
+    return worst
+
+
+def _choices(shape: KernelShape, device: torch.device) -> Iterator[str]:
+    """Which kernels of others a run of this shape would select."""
+    import torch
+
+    from ultrascale.kernels import autotune, gated_gemm
+
+    model = shape.model
+    heads = autotune.AttentionShape(shape.mbs, shape.seq, model.heads, model.kv_heads, model.head_dim, torch.bfloat16)
+    if (found := autotune.time_attention(heads, device)) is not None:
+        yield str(found)
+    if gated_gemm.why_not(torch.bfloat16) is None:
+        products = autotune.time_gates(shape.tokens, model.hidden, model.ffn, torch.bfloat16, device)
+        if products is not None:
+            yield str(products)
+
+
+def _gpu(name: str) -> GPU | None:
+    from ultrascale.launch.machine import kind_of_gpu
+
+    try:
+        return GPU.load(kind_of_gpu(name))
+    except SpecError:
+        return None
+
+
+def _free() -> None:
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()

@@ -1,21 +1,28 @@
-"""What `bench layouts` measures: a plan's layout with one field changed at a time, or the planner's best for this machine.
+"""`bench layouts`: measure a plan's layout with one field changed at a time, or the planner's best layouts, on this machine.
 
-No torch and no database here: words become configurations that the engine can run.
+Words become candidates that the engine can run; `Sweep` claims one after the other from a study (bench_layouts_study.py), runs
+it (bench_trial.py) and stores the result, until none waits or the budget is spent.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator
+import statistics
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from ultrascale.cost.columns import CHOICES
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.legality import divisors
+from ultrascale.measure import bench_trial
+from ultrascale.measure.bench_trial import TrialFailure, TrialResult, TrialStep
 from ultrascale.plan.search import plan as search
 from ultrascale.specs.cluster import Cluster
-from ultrascale.specs.errors import SpecError, nearest
+from ultrascale.specs.errors import RunError, SpecError, nearest
 from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.layout import Layout, field_value
 from ultrascale.specs.plan import Plan
@@ -23,17 +30,23 @@ from ultrascale.specs.validate import shown
 from ultrascale.train import supported
 from ultrascale.train.request import Overrides, Request, from_plan
 
+if TYPE_CHECKING:
+    from ultrascale.measure.bench_layouts_study import Study
+
 VARIED = tuple(name for name in Layout.model_fields if name not in ("zero_shards", "offload"))
-MOST_ON_CPU = 16  # processes that a plan may start here without being asked
+MOST_ON_CPU = 16  # processes that a plan may start here without --nproc
 MOST_VALUES = 8
-SEARCHED = 4  # candidates of the search for each that is measured: the engine does not run every layout
+SEARCHED = 4  # layouts of the search for each that is measured: the engine does not run every layout
+TRIALS = "trials"
+BUDGET = "the budget was spent"
 _DURATION = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(s|m|min|h)?\s*\Z", re.IGNORECASE)
 _SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600}
+TrialState = Literal["waiting", "running", "measured", "stopped early", "failed"]
 
 
 @dataclass(frozen=True)
-class Configuration:
-    """One layout to measure. Its name is what distinguishes it: `tp=2`, or its place in the planner's ranking."""
+class LayoutCandidate:
+    """One layout to measure, named by what distinguishes it: `tp=2`, or its rank in the planner's list."""
 
     name: str
     request: Request
@@ -45,19 +58,74 @@ class Configuration:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """All of one call, the plan's own layout or the planner's first choice at the head."""
+class CandidateSet:
+    """All candidates of one call; the first is the plan's own layout, or the planner's first choice."""
 
     base: Request
-    configurations: tuple[Configuration, ...]
+    candidates: tuple[LayoutCandidate, ...]
     left_out: tuple[str, ...] = ()
     """layouts that cannot run, and why"""
     ranked: bool = False
-    """by the planner, and not varied"""
+    """by the planner; False: one field changed at a time"""
+
+
+@dataclass(frozen=True)
+class TrialRecord:
+    """The stored trial of one layout."""
+
+    number: int
+    state: TrialState
+    tokens_per_s: float | None = None
+    """measured; the median of its steps if it was stopped early"""
+    tensors_gib: float | None = None
+    """at the peak of the fullest rank"""
+    kind: str = ""
+    reason: str = ""
+    """why it failed, or was stopped"""
+    seconds: float | None = None
+    folder: str = ""
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ("measured", "stopped early", "failed")
+
+    @property
+    def finished(self) -> bool:
+        """Ended by itself, so that it is not run again."""
+        return self.ended and self.kind != "interrupted"
+
+
+@dataclass(frozen=True)
+class TrialRow:
+    candidate: LayoutCandidate
+    record: TrialRecord | None
+    """None: not offered yet"""
+
+
+@dataclass(frozen=True)
+class SweepProgress:
+    rows: tuple[TrialRow, ...]
+    doing: str
+    step: int
+    of_steps: int
+    eta_s: float | None
+    """None: nothing has been timed yet"""
+
+    @property
+    def finished(self) -> int:
+        return sum(row.record is not None and row.record.finished for row in self.rows)
+
+
+@dataclass(frozen=True)
+class SweepVerdict:
+    winner: TrialRow
+    first: TrialRow
+    regret: float | None
+    """tokens/s of the winner over those of the first, minus one; None: the first was not timed"""
 
 
 def base_request(plan: Plan, nproc: int | None, steps: int, gpus: int) -> Request:
-    """The plan on this machine, for some steps on random tokens; nothing of it is kept."""
+    """The plan on this machine, for some steps on random tokens, without checkpoints."""
     world = nproc or plan.layout.gpus
     if gpus and world > gpus:
         raise SpecError(f"{world} processes are asked for but this machine shows {gpus} GPUs: try --nproc {gpus}")
@@ -67,10 +135,10 @@ def base_request(plan: Plan, nproc: int | None, steps: int, gpus: int) -> Reques
     return from_plan(plan, changes, world, gpu=bool(gpus))
 
 
-def varied(plan: Plan, base: Request, words: str, cluster: Cluster | None) -> Asked:
-    """One field at a time from the plan's layout; dp and gas follow, so that processes and batch stay."""
-    changes = [(name, value) for name, values in _wishes(words, base) for value in values]
-    found: dict[Layout, Configuration] = {base.layout: _configuration("the plan", base, cluster)}
+def varied(plan: Plan, base: Request, words: str, cluster: Cluster | None) -> CandidateSet:
+    """Change one field at a time; dp and gas follow, so that processes and batch stay."""
+    changes = [(name, value) for name, values in _requested(words, base) for value in values]
+    found = {base.layout: _candidate("the plan", base, cluster)}
     left_out = []
     for name, value in changes:
         if value == getattr(base.layout, name):
@@ -87,11 +155,12 @@ def varied(plan: Plan, base: Request, words: str, cluster: Cluster | None) -> As
             left_out.append(f"{word}: {str(error).split('. Layouts of')[0].split('; with ')[0]}")
             continue
         if changed.layout not in found:
-            found[changed.layout] = _configuration(word, replace(base, layout=changed.layout), cluster)
-    return Asked(base, tuple(found.values()), tuple(left_out))
+            found[changed.layout] = _candidate(word, replace(base, layout=changed.layout), cluster)
+    return CandidateSet(base, tuple(found.values()), tuple(left_out))
 
 
-def _wishes(words: str, base: Request) -> Iterator[tuple[str, list[Any]]]:
+def _requested(words: str, base: Request) -> Iterator[tuple[str, list[Any]]]:
+    """The fields of `tp,mbs=1:2:4`, each with its values."""
     asked = [word.strip() for word in words.split(",") if word.strip()]
     if not asked:
         raise SpecError("--vary names no field of the layout: try --vary tp,mbs,recompute")
@@ -99,12 +168,11 @@ def _wishes(words: str, base: Request) -> Iterator[tuple[str, list[Any]]]:
         name, equals, given = word.partition("=")
         if name not in VARIED:
             raise SpecError(f"--vary is {shown(words)}: {nearest(name, VARIED)}, such as --vary tp,mbs or --vary mbs=1:2:4")
-        values = [field_value(name, text, "--vary") for text in given.split(":")] if equals else _values(name, base)
-        yield name, values
+        yield name, [field_value(name, text, "--vary") for text in given.split(":")] if equals else _values(name, base)
 
 
 def _values(name: str, base: Request) -> list[Any]:
-    """What a field can be here; whether the engine runs it is seen later."""
+    """All values of a field; whether the engine runs them is checked later."""
     if name in ("dp", "tp", "pp", "cp", "ep"):
         return divisors(base.layout.gpus)
     if name in ("mbs", "gas"):
@@ -117,37 +185,144 @@ def _values(name: str, base: Request) -> list[Any]:
     return list(CHOICES.get(name, (True, False)))
 
 
-def ranked(base: Request, cluster: Cluster, top: int) -> Asked:
-    """The planner's best for the plan's job on this machine, best first; those that the engine does not run are left out."""
+def ranked(base: Request, cluster: Cluster, top: int) -> CandidateSet:
+    """The planner's best layouts for the plan's job on this machine that the engine runs, best first."""
     here = base.on(cluster)
     result = search(here.job, top=top * SEARCHED, explain=False)
     if not result.plans:
         raise SpecError(f"nothing fits: no layout of {here.job.model.name} on {cluster.label}, by the estimate")
-    runs: list[Plan] = []
+    found: list[LayoutCandidate] = []
     left_out: list[str] = []
     for plan in result.plans:
         problem = supported.layout_problem(here.job, plan.layout, base.training)
         if problem is not None:
             left_out.append(f"{plan.layout}: {problem}")
-        elif len(runs) < top:
-            runs.append(plan)
-    found = [Configuration(f"#{n}", replace(base, layout=one.layout), one.estimate) for n, one in enumerate(runs, 1)]
+        elif len(found) < top:
+            found.append(LayoutCandidate(f"#{len(found) + 1}", replace(base, layout=plan.layout), plan.estimate))
     if not found:
         raise SpecError(f"the engine runs none of the planner's best {len(result.plans)} layouts: {left_out[0]}")
-    return Asked(base, tuple(found), tuple(left_out[:top]), ranked=True)
+    return CandidateSet(base, tuple(found), tuple(left_out[:top]), ranked=True)
 
 
-def _configuration(name: str, request: Request, cluster: Cluster | None) -> Configuration:
-    if cluster is None:
-        return Configuration(name, request, None)
-    return Configuration(name, request, estimate(request.on(cluster).job, request.layout))
+def _candidate(name: str, request: Request, cluster: Cluster | None) -> LayoutCandidate:
+    predicted = None if cluster is None else estimate(request.on(cluster).job, request.layout)
+    return LayoutCandidate(name, request, predicted)
 
 
-def winner(asked: Asked, configuration: Configuration, cluster: Cluster | None) -> Plan:
+class Sweep:
+    """Runs the candidates of one call through one study."""
+
+    def __init__(
+        self,
+        asked: CandidateSet,
+        study: Study,
+        out: Path,
+        cluster: Cluster | None,
+        limit_s: float,
+        budget_s: float | None = None,
+        changed: Callable[[SweepProgress], None] = lambda progress: None,
+    ) -> None:
+        self.asked, self.study, self.out, self.cluster, self.changed = asked, study, out, cluster, changed
+        self.limit_s, self.budget_s = limit_s, budget_s
+        self.by_layout = {one.layout: one for one in asked.candidates}
+        self.started = time.monotonic()
+        self.spent: list[float] = []
+        self.records: dict[Layout, TrialRecord] = {}
+
+    def run(self) -> tuple[TrialRow, ...]:
+        """Measure what waits. Trials of other processes, and those without budget, stay in the rows as they are."""
+        self.study.offer(self.asked.candidates, pruned_is_done=self.asked.ranked)
+        self._read_records()
+        while self._time_for_another():
+            claimed = self.study.claim(self.by_layout)
+            if claimed is None:
+                break
+            layout, number = claimed
+            self._run_trial(self.by_layout[layout], number)
+            self._read_records()
+        return self.rows
+
+    @property
+    def rows(self) -> tuple[TrialRow, ...]:
+        return tuple(TrialRow(one, self.records.get(one.layout)) for one in self.asked.candidates)
+
+    def _read_records(self) -> None:
+        self.records = self.study.records()
+        self.changed(self._progress("", 0))
+
+    def _run_trial(self, candidate: LayoutCandidate, number: int) -> None:
+        folder = self._folder(number)
+        began, last_beat, done = time.monotonic(), time.monotonic(), 0
+
+        def look(steps: list[TrialStep]) -> bool:
+            nonlocal last_beat, done
+            if time.monotonic() - last_beat > self.study.beat_s:
+                last_beat = time.monotonic()
+                self.study.beat(number)
+            done = steps[-1].number if steps else done
+            self.changed(self._progress(candidate.name, done))
+            return self.study.report(number, steps) and self.asked.ranked
+
+        left = self._left()
+        limit = self.limit_s if left is None else min(self.limit_s, left)
+        try:
+            ended = bench_trial.run(candidate.request, folder, self.cluster, limit, look)
+        except KeyboardInterrupt:
+            self.study.finish(number, TrialFailure("interrupted", "stopped by Ctrl-C"), time.monotonic() - began, folder)
+            self._read_records()
+            raise
+        if limit < self.limit_s and isinstance(ended, TrialFailure) and ended.kind == "timed out":
+            ended = TrialFailure("interrupted", BUDGET)
+        took_s = time.monotonic() - began
+        try:
+            self.study.finish(number, ended, took_s, folder)
+        except RunError as error:
+            if isinstance(ended, TrialResult):
+                error.args = (f"{error}. The last trial's figures are in {folder}",)
+            raise
+        self.spent.append(took_s)
+
+    def _folder(self, number: int) -> Path:
+        """A new one: an earlier study that was deleted may have left folders."""
+        names = (f"{number:03d}{suffix}" for suffix in itertools.chain([""], (f"-{n}" for n in itertools.count(2))))
+        return next(place for name in names if not (place := self.out / TRIALS / name).exists())
+
+    def _left(self) -> float | None:
+        return None if self.budget_s is None else self.budget_s - (time.monotonic() - self.started)
+
+    def _time_for_another(self) -> bool:
+        """Whether the budget suffices for a trial of mean length; for the first, whether any is left."""
+        left = self._left()
+        return left is None or left > (statistics.mean(self.spent) if self.spent else 0.0)
+
+    def _progress(self, doing: str, step: int) -> SweepProgress:
+        rows = self.rows
+        waiting = sum(row.record is None or not row.record.finished for row in rows)
+        eta = statistics.mean(self.spent) * waiting if self.spent else None
+        left = self._left()
+        if eta is not None and left is not None:
+            eta = max(0.0, min(eta, left))
+        return SweepProgress(rows, doing, step, self.asked.base.training.steps, eta)
+
+
+def verdict(rows: tuple[TrialRow, ...]) -> SweepVerdict | None:
+    """None: nothing was measured to its end."""
+    done = [row for row in rows if row.record is not None and row.record.state == "measured"]
+    if not done:
+        return None
+    best, first = max(done, key=_speed), rows[0]
+    return SweepVerdict(best, first, _speed(best) / _speed(first) - 1 if _speed(first) else None)
+
+
+def _speed(row: TrialRow) -> float:
+    return (row.record.tokens_per_s if row.record is not None else None) or 0.0
+
+
+def winning_plan(asked: CandidateSet, winner: LayoutCandidate, cluster: Cluster | None) -> Plan:
     """The fastest as a plan for this machine, or for the plan's own where this one's rates are not known."""
     request = asked.base if cluster is None else asked.base.on(cluster)
-    predicted = configuration.predicted or estimate(request.job, configuration.layout)
-    return Plan(job=request.job, layout=configuration.layout, estimate=predicted)
+    predicted = winner.predicted or estimate(request.job, winner.layout)
+    return Plan(job=request.job, layout=winner.layout, estimate=predicted)
 
 
 def duration(text: str, flag: str) -> float:

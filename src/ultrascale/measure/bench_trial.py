@@ -1,7 +1,7 @@
-"""One configuration, trained for a few steps in processes of its own: what was measured, or how it failed.
+"""Train one layout for a few steps in processes of its own: what was measured, or how it failed.
 
-The trial leads a process group: whatever happens to it, the one that asks ends the whole group, and a trial whose asker is
-killed dies with it. What its ranks print goes into the run's folder.
+A trial leads a process group, which is killed as a whole, and dies with the process that started it. The output of its ranks
+goes into the run's folder.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
 
-from ultrascale.parallel import local
-from ultrascale.parallel.exit_reason import ending, oom_kills
+from ultrascale.launch import launcher, local
+from ultrascale.launch.exit_reason import ending, oom_kills
+from ultrascale.launch.out_of_memory import is_out_of_memory
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.estimate import OWNERS, Estimate
+from ultrascale.specs.folders import METRICS
 from ultrascale.specs.measurement import Measurement
 from ultrascale.specs.units import GIB
-from ultrascale.train import launch
-from ultrascale.train.memory_advice import is_out_of_memory
+from ultrascale.train import import_torch
 from ultrascale.train.request import Request
 
 Kind = Literal["out of memory", "timed out", "killed", "crashed", "refused", "stopped", "interrupted"]
 LOG = "log.txt"
 LOOK_S = 0.2  # between looks at a trial's metrics
-SETTLED = 2  # steps that tell nothing of speed: the first warms up, the second is followed for its memory
+SETTLED = 2  # steps that say nothing of speed: the first warms up, in the second memory is measured
 _ERROR = re.compile(r"[\w.]*(?:Error|Exception)\b")
 
 
@@ -48,7 +49,7 @@ class TrialResult:
     loss: float
     """of the last step"""
     first_step_s: float
-    """with what is made once: compiled kernels, buffers, states"""
+    """with compilation and first allocations"""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class TrialStep:
 
 
 def tensors_gib(side: Estimate | Measurement) -> float:
-    """Of the fullest stage, without what the driver and the allocator keep: that is nobody's tensor."""
+    """Of the fullest stage, without the memory of driver and allocator."""
     memory = side.memory[side.peak_stage].memory
     return sum(float(getattr(memory, owner)) for owner in OWNERS if owner != "runtime") / GIB
 
@@ -76,32 +77,31 @@ def run(
     limit_s: float | None = None,
     look: Callable[[list[TrialStep]], bool] = lambda steps: False,
 ) -> TrialResult | TrialFailure:
-    """The request in a fresh process and as many ranks as its layout has.
+    """Run the request in a fresh process, with as many ranks as its layout has.
 
-    `look` gets the settled steps that came since it last looked, every so often also none; what it answers with True is
-    stopped.
+    `look` is called every so often with the settled steps since its last call, also with none; True stops the trial.
     """
-    launch.import_torch()
+    import_torch()
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="ultrascale-") as scratch:
         receiving, sending = context.Pipe(duplex=False)
         arguments = (request, folder, predict, sending, scratch, os.getpid())
         kills = oom_kills()
-        process = context.Process(target=_trial, args=arguments)
+        process = context.Process(target=_in_child, args=arguments)
         process.start()
         try:
             sending.close()
-            return _followed(process, receiving, kills, _Tail(folder / launch.METRICS, request), limit_s, look)
+            return _wait(process, receiving, kills, _MetricsTail(folder / METRICS, request), limit_s, look)
         finally:
             _end(process)
             receiving.close()
 
 
-def _followed(
+def _wait(
     process: Any,
     pipe: Connection,
     kills: int | None,
-    tail: _Tail,
+    tail: _MetricsTail,
     limit_s: float | None,
     look: Callable[[list[TrialStep]], bool],
 ) -> TrialResult | TrialFailure:
@@ -122,31 +122,31 @@ def _followed(
     return answer
 
 
-def _trial(request: Request, folder: Path, predict: Cluster | None, pipe: Connection, scratch: str, parent: int) -> None:
-    """In the fresh process."""
+def _in_child(request: Request, folder: Path, predict: Cluster | None, pipe: Connection, scratch: str, parent: int) -> None:
+    """In the fresh process: train, and send the result through the pipe."""
     os.setpgid(0, 0)
     local.end_with(parent)
-    tempfile.tempdir = scratch  # what a killed trial leaves behind, its asker removes
+    tempfile.tempdir = scratch  # the parent removes what a killed trial leaves
     answer: TrialResult | TrialFailure
     try:
-        _to_file(folder)
-        answer = _trained(request, folder, predict)
+        _redirect_output(folder)
+        answer = _train(request, folder, predict)
     except BaseException as error:
         answer = failure(error)
     pipe.send_bytes(pickle.dumps(answer))
     os._exit(0)
 
 
-def _trained(request: Request, folder: Path, predict: Cluster | None) -> TrialResult | TrialFailure:
-    done = launch.train(request, folder, request.layout.gpus, predict, quiet=True)
+def _train(request: Request, folder: Path, predict: Cluster | None) -> TrialResult | TrialFailure:
+    done = launcher.train(request, folder, request.layout.gpus, predict, quiet=True)
     assert done is not None
     if done.outcome.measured is None:
         return TrialFailure("interrupted", f"stopped by {done.outcome.stopped} after step {done.outcome.step}")
-    lines = [json.loads(line) for line in (folder / launch.METRICS).read_text(encoding="utf-8").splitlines()]
+    lines = [json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines()]
     return TrialResult(done.measured, done.predicted, lines[-1]["loss"], lines[0]["step_time_s"])
 
 
-def _to_file(folder: Path) -> None:
+def _redirect_output(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -158,8 +158,8 @@ def _to_file(folder: Path) -> None:
         os.dup2(handle, stream)
 
 
-class _Tail:
-    """The steps that a run's metrics have gained since the last look."""
+class _MetricsTail:
+    """New steps in a run's metrics file."""
 
     def __init__(self, file: Path, request: Request) -> None:
         self.file, self.steps, self.gpus = file, request.training.steps, request.layout.gpus
@@ -181,17 +181,17 @@ class _Tail:
 
 
 def _end(process: Any) -> None:
-    """At once and with all its ranks: nothing of a trial is worth waiting for."""
+    """Kill the trial with all its ranks."""
     if process.is_alive():
         try:
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:  # it has not made its group yet
+        except ProcessLookupError:  # it has no group yet
             process.kill()
     process.join()
 
 
 def failure(error: BaseException) -> TrialFailure:
-    """What is recorded of an exception."""
+    """An exception as it is recorded."""
     text = str(error).strip()
     if is_out_of_memory(error):
         return TrialFailure("out of memory", f"{type(error).__name__}: {text.splitlines()[0] if text else 'no more memory'}")

@@ -13,16 +13,15 @@ from typing import Any
 from ultrascale.cost.legality import problem
 from ultrascale.measure.accuracy.runs import read as read_table
 from ultrascale.measure.accuracy.scores import measured_rate
-from ultrascale.measure.compare import MEASUREMENT, PLAN
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import read_text, reason_of
+from ultrascale.specs.folders import MEASUREMENT, METRICS, PLAN
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.measurement import MeasuredMemory, Measurement
 from ultrascale.specs.plan import Plan, job_from_mapping
 from ultrascale.specs.validate import build, shown
 
-METRICS = "metrics.jsonl"
 LARGEST = 256 * 2**20  # bytes of a file of lines: a million steps
 EXAMPLE = "such as runs/first, runs/, gathered.jsonl or a table with the columns of data/published.csv"
 

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from ultrascale.cost import host
-from ultrascale.cost.attention import BLOCK
+from ultrascale.cost.kernels import QUERY_BLOCK
 from ultrascale.specs.errors import SpecError
-from ultrascale.specs.estimate import Estimate
+from ultrascale.specs.estimate import MEASURED_OWNERS, Estimate
+from ultrascale.specs.folders import MEASUREMENT, PLAN
 from ultrascale.specs.measurement import Measurement
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import GIB, seconds
-
-PLAN, MEASUREMENT = "plan.yaml", "measurement.json"
 
 # What a Measurement can tell apart, and the causes of an Estimate that it sees as one.
 TIMES = {
@@ -33,9 +32,10 @@ TIMES = {
     "reading data": ("overhead_s", ()),
 }
 # What is on its way and what waits for backward look alike from outside: they are compared together.
-OWNERS = {
-    **{owner: (owner,) for owner in ("parameters", "master", "gradients", "optimizer")},
-    "activations, buffers": ("activations", "buffers"),
+_TOGETHER = ("activations", "buffers")
+OWNER_TERMS = {
+    **{owner: (owner,) for owner in MEASURED_OWNERS if owner not in _TOGETHER},
+    ", ".join(_TOGETHER): _TOGETHER,
 }
 
 
@@ -155,7 +155,7 @@ def terms(first: Seen | None, second: Seen | None) -> Iterator[ComparedTerm]:
     many = any(side is not None and len(side.memory) > 1 for side in sides)
     where = f", stage {stage}" if many and stage is not None else ""
     yield from both(f"tensors at the peak{where}", "B", (totals[0], totals[1]), part=False)
-    for owner in OWNERS:
+    for owner in OWNER_TERMS:
         yield from both(owner, "B", (held[0].get(owner), held[1].get(owner)))
 
 
@@ -172,7 +172,7 @@ def _held(side: Seen | None, stage: int | None) -> dict[str, float]:
         return {}
     place = side.peak_stage if stage is None or stage >= len(side.memory) else stage
     memory = side.memory[place].memory
-    return {name: sum(getattr(memory, owner) for owner in owners) for name, owners in OWNERS.items()}
+    return {name: sum(getattr(memory, owner) for owner in owners) for name, owners in OWNER_TERMS.items()}
 
 
 def _apart(first: Plan, second: Plan) -> Iterator[str]:
@@ -259,7 +259,7 @@ def _attention(plan: Plan, slower: bool) -> str | None:
     heads, seq = job.model.heads // layout.tp, job.seq
     if not slower:
         return "the kernel chosen here is faster than the table's"
-    blocks = layout.mbs * heads * -(-seq // BLOCK)
+    blocks = layout.mbs * heads * -(-seq // QUERY_BLOCK)
     processors = job.cluster.gpu.multiprocessors
     if processors and blocks < 4 * processors:
         return f"{layout.mbs} × {heads} heads of {seq} tokens are {blocks} blocks, few for {processors} multiprocessors"

@@ -12,6 +12,8 @@ from itertools import islice
 from typing import Literal
 
 from ultrascale.cost.estimate import estimate
+from ultrascale.launch.machine import kind_of_gpu
+from ultrascale.launch.rank_info import RankInfo, rank_info_from_env
 from ultrascale.measure.doctor_facts import MachineFacts
 from ultrascale.specs.checkpointing import Checkpointing
 from ultrascale.specs.errors import SpecError
@@ -21,8 +23,6 @@ from ultrascale.specs.plan import Plan
 from ultrascale.specs.training import Training
 from ultrascale.specs.units import GIB
 from ultrascale.train import supported
-from ultrascale.train.machine import kind_of_gpu
-from ultrascale.train.rank_info import RankInfo, rank_info_from_env
 
 Level = Literal["ok", "warn", "bad"]
 

@@ -20,19 +20,20 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from ultrascale import __version__
+from ultrascale.launch.launcher import Run
 from ultrascale.measure import profile_memory, trace_times
 from ultrascale.measure import trace_rank as trace
 from ultrascale.measure.profile_memory import StepMemory, draw
 from ultrascale.measure.profile_request import WAIT, WARM_UP
-from ultrascale.measure.trace_analysis import TRACES, Analysis, analyse
+from ultrascale.measure.trace_analysis import Analysis, analyse
 from ultrascale.measure.trace_times import RankTime
 from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.files import write_text
+from ultrascale.specs.folders import TRACES
 from ultrascale.specs.measurement import MeasuredMemory
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import GIB, seconds
 from ultrascale.train.engine import Engine, StepResult
-from ultrascale.train.launch import Run
 from ultrascale.train.loop import Observer
 
 MEMORY = "memory"

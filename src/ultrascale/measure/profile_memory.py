@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from ultrascale.specs.estimate import MEASURED_OWNERS
 from ultrascale.specs.measurement import MeasuredMemory
 from ultrascale.specs.units import GIB, seconds
 from ultrascale.train.engine import Engine
-from ultrascale.train.live_memory import LiveBytes
-from ultrascale.train.memory_owners import OWNERS, account, states
+from ultrascale.train.memory import LiveBytes, account, states
 
 MOST, DRAWN = 2000, 400  # rows that are kept, and that a picture shows
 
@@ -178,7 +178,7 @@ class _Recorder(LiveBytes):  # type: ignore[no-untyped-call]
     def _write(self) -> None:
         assert self._began is not None
         held = self._by_owner
-        self.rows.append((time.perf_counter() - self._began, *(held.get(owner, 0) for owner in OWNERS)))
+        self.rows.append((time.perf_counter() - self._began, *(held.get(owner, 0) for owner in MEASURED_OWNERS)))
 
 
 def _on_cpu(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T, StepMemory]:
@@ -189,7 +189,7 @@ def _on_cpu(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T, S
         return step()
 
     memory, result = account(engine, recorded, live)
-    return memory, result, StepMemory(MemoryTimeline(OWNERS, thinned(live.rows), FOLLOWED))
+    return memory, result, StepMemory(MemoryTimeline(MEASURED_OWNERS, thinned(live.rows), FOLLOWED))
 
 
 def _on_gpu(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T, StepMemory]:
@@ -204,7 +204,7 @@ def _on_gpu(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T, S
     index = device.index if device.index is not None else torch.cuda.current_device()
     events = snapshot["device_traces"][index] if snapshot["device_traces"] else []
     rows = from_record(events, before, after, base)
-    return memory, result, StepMemory(MemoryTimeline(OWNERS, thinned(rows), RECORD), snapshot)
+    return memory, result, StepMemory(MemoryTimeline(MEASURED_OWNERS, thinned(rows), RECORD), snapshot)
 
 
 Held = Mapping[int, tuple[str, int]]
@@ -223,7 +223,7 @@ def _addresses(owned: Mapping[str, Iterable[torch.Tensor]], device: torch.device
 
 def from_record(events: Iterable[Mapping[str, Any]], before: Held, after: Held, base: int) -> list[tuple[float, ...]]:
     """Rows of time and bytes by owner. `before`, `after`: the states around the step; `base`: what was allocated at first."""
-    held = dict.fromkeys(OWNERS, 0)
+    held = dict.fromkeys(MEASURED_OWNERS, 0)
     for owner, size in before.values():
         held[owner] += size
     held["activations"] += max(0, base - sum(held.values()))

@@ -24,6 +24,7 @@ from ultrascale.cost.memory import alone, peak_parts
 from ultrascale.cost.operators import layer_matmuls
 from ultrascale.cost.peaks import peaks
 from ultrascale.cost.traffic import of_stage
+from ultrascale.launch.cpu_rates import cores
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.framework import Framework
@@ -34,7 +35,6 @@ from ultrascale.specs.plan import Plan
 from ultrascale.specs.training import Training
 from ultrascale.specs.units import GIB
 from ultrascale.train import supported
-from ultrascale.train.rates import cores
 
 if TYPE_CHECKING:
     from ultrascale.parallel.mesh import RankCoordinates
@@ -282,7 +282,7 @@ def notes(job: Job, layout: Layout, device: str, kernels: str) -> list[str]:
     if kernels == "eager":
         told += [EAGER] if job.cluster.gpu.name != "cpu" else []
     else:
-        from ultrascale.train.kernels import choose
+        from ultrascale.kernels.selection import choose
 
         chosen = choose(job, layout, Training(), "cuda")
         told += [COMPILED] if chosen.compiled and not chosen.fused else []

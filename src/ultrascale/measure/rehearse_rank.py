@@ -44,7 +44,7 @@ from ultrascale.train import build
 from ultrascale.train.build import COMPUTE, boundary_shape, schedule_of
 from ultrascale.train.data import Batches
 from ultrascale.train.engine import Engine
-from ultrascale.train.memory_owners import account
+from ultrascale.train.memory import account
 
 
 def rehearse_rank(job: Job, layout: Layout, rank: int, device: str = "meta", kernels: str = "eager") -> Rehearsal:

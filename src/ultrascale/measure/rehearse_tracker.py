@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from ultrascale.cost.collectives import Op, wire_bytes
+from ultrascale.cost.network import Op, wire_bytes
 from ultrascale.kernels import flash, gated_gemm
 from ultrascale.measure.rehearse_fake import QuickFakeTensorMode
 from ultrascale.schedules import ActionKind
 from ultrascale.train.engine import Engine
-from ultrascale.train.live_memory import LiveBytes
+from ultrascale.train.memory import LiveBytes
 
 aten = torch.ops.aten
 _PRODUCTS = {aten.mm: 0, aten.addmm: 1, aten._grouped_mm: 0, gated_gemm.BACKWARD: 0}

@@ -31,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ultrascale.kernels
-from ultrascale.kernels import fused, loss
+from ultrascale.kernels import fused, loss, selection
 from ultrascale.measure.rehearse_fake import QuickFakeTensorMode
 from ultrascale.model import attention, operators
 from ultrascale.model.rotary import Rope
@@ -40,7 +40,6 @@ from ultrascale.parallel.mesh import Mesh, join
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import Training
-from ultrascale.train import kernels
 from ultrascale.train.engine import Engine
 
 _ABSENT = object()
@@ -152,14 +151,14 @@ def kernel_times(step: Callable[[], object]) -> dict[str, float]:
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     """Engines built here have the kernels that they would have on a GPU."""
-    choose = kernels.choose
+    choose = selection.choose
 
-    def chosen(job: Job, layout: Layout, training: Training, _: str) -> kernels.Kernels:
+    def chosen(job: Job, layout: Layout, training: Training, _: str) -> selection.Kernels:
         return replace(choose(job, layout, training, "cuda"), compiled=False, recorded=False)
 
     with ExitStack() as stack:
         for owner, name, value in (
-            (kernels, "choose", chosen),
+            (selection, "choose", chosen),
             *((fused, one.__name__, one) for one in (norm, norm_backward, turn_, rotate_back, gate, gate_backward)),
             *((loss, one.__name__, one) for one in (loss_and_gradient, scaled, add_product)),
             (operators, "rms_norm", rms_norm),

@@ -17,6 +17,7 @@ from ultrascale.measure.trace_steps import UNMARKED
 from ultrascale.measure.trace_times import Bubble, RankTime, bubble
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.estimate import Estimate
+from ultrascale.specs.folders import TRACES
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import seconds
 
@@ -202,7 +203,6 @@ def _bubble(found: Bubble, predicted: float | None) -> str:
     return f"{sentence}: try more micro-batches (layout.gas), or a schedule with a smaller bubble"
 
 
-TRACES = "traces"
 SUFFIXES = (".json", ".json.gz")
 
 # What a trace can tell apart, and the causes of an Estimate that are the same.

@@ -15,19 +15,20 @@ from pathlib import Path
 
 import torch
 
+from ultrascale.data.mixture import corpus
+from ultrascale.launch import local
+from ultrascale.launch.rank_info import RankInfo
+from ultrascale.launch.rendezvous import join, leave
 from ultrascale.measure.verify_recording import PERTURBED_RUNS, Bounds, Item, StepPlan, StepRunner, record, rounding
-from ultrascale.parallel import local
 from ultrascale.parallel.mesh import Mesh, RankCoordinates
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import Training
-from ultrascale.train.data import Batches, corpus
+from ultrascale.train.data import Batches
 from ultrascale.train.engine import Engine
 from ultrascale.train.optimizer import Weight
-from ultrascale.train.rank_info import RankInfo
-from ultrascale.train.run import join, leave
 
 STEPS = 3
 TIMEOUT_S = 300.0

@@ -24,19 +24,19 @@ from typing import Any
 
 import torch
 
+from ultrascale.launch import launcher, local
 from ultrascale.measure.verify import RankResult, Reference, compare_items, first_difference, make_reference
 from ultrascale.measure.verify_programs import SEQUENCES, STEPS, TIMEOUT_S, Launch, Program, simpler
 from ultrascale.measure.verify_recording import StepPlan, Tracer, items_of
-from ultrascale.parallel import local
 from ultrascale.specs.errors import RunError, SpecError
+from ultrascale.specs.folders import METRICS, TRACES
 from ultrascale.specs.training import Training
-from ultrascale.train import checkpoint, launch
+from ultrascale.train import checkpoint
 from ultrascale.train.checkpoint import Checkpoint
 from ultrascale.train.dcp_io import TensorSlice, load
 from ultrascale.train.engine import Engine
-from ultrascale.train.log import FILE
 from ultrascale.train.loop import Observer
-from ultrascale.train.lr import learning_rate
+from ultrascale.train.optimizer import learning_rate
 from ultrascale.train.request import from_words
 
 LONGEST_LAUNCH_S = 3 * TIMEOUT_S
@@ -82,7 +82,7 @@ class History:
 
 def _rows(run: Path) -> tuple[dict[str, Any], ...]:
     try:
-        lines = (run / FILE).read_text(encoding="utf-8").splitlines()
+        lines = (run / METRICS).read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:  # killed before its first step
         return ()
     return tuple(json.loads(line) for line in lines if line.endswith("}"))  # a kill may cut the last one short
@@ -147,7 +147,7 @@ def _launch(
         try:
             options: dict[str, Any] = {"model": str(model)} if source is None else {"resume": source}
             request = from_words(words, {}, one.layout.gpus, False, **options)
-            launch.train(request, run, one.layout.gpus, quiet=True, observe=observe)
+            launcher.train(request, run, one.layout.gpus, quiet=True, observe=observe)
         except (SpecError, RunError) as error:
             sys.stderr.write(f"\n{error}\n")
             sys.stderr.flush()
@@ -313,7 +313,7 @@ def _located(failed: ProgramResult) -> str:
             history = next(one for one in reversed(execute(program, run)) if one.launch_of(step) == number)
             plans = step_plans(program, history, traced=step)
             reference = make_reference(program.job(1), SEQUENCES, plans, Path(folder) / "traced.pt")
-            out = Path(folder) / "traces"
+            out = Path(folder) / TRACES
             out.mkdir()
             shutil.rmtree(run)
             execute(program, run, partial(_observer, number, step, reference, out))

@@ -19,7 +19,7 @@ from torch import Tensor
 from ultrascale.model.hf import HFTensor, stored, whole, whole_shapes
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import read_mapping
-from ultrascale.specs.hf_config import ARCHITECTURES
+from ultrascale.specs.hf import FAMILIES, WRITTEN
 from ultrascale.specs.model import Model
 from ultrascale.specs.validate import shown
 
@@ -27,13 +27,6 @@ CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.i
 FLOATS = ("F64", "F32", "F16", "BF16")
 # Buffers that older releases stored beside the parameters: masks and wavelengths, which every release computes itself.
 _BUFFERS = re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias|model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-# Defaults of classes of transformers for keys missing in config.json, where Model.from_hf has another default.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "mistral": {"sliding_window": 4096, "num_key_value_heads": 8},
-    "mixtral": {"num_key_value_heads": 8},
-    "qwen2_moe": {"num_key_value_heads": 16},
-    "qwen3_moe": {"num_key_value_heads": 4},
-}
 # Allowed values of settings under which the same weights would compute something else than our layers.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
@@ -100,12 +93,12 @@ def _model(path: Path) -> Model:
     config = read_mapping(file, "config")
     family = config.get("model_type")
     if isinstance(family, str):
-        config = {**_DEFAULTS.get(family, {}), **config}
+        config = {**(FAMILIES[family].defaults if family in FAMILIES else {}), **config}
     model = Model.from_hf(config, path.resolve().name or None)
-    if family not in ARCHITECTURES:
+    if family not in WRITTEN:
         raise SpecError(
             f"config.model_type is {shown(family)} in {file} but the engine trains models of "
-            f"{', '.join(sorted(ARCHITECTURES))}: give a folder of one of these"
+            f"{', '.join(sorted(WRITTEN))}: give a folder of one of these"
         )
     _refuse_other_computing(config, model, file)
     return model

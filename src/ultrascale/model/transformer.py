@@ -53,7 +53,7 @@ class CausalAttention(nn.Module):
         super().__init__()
         self.sliding_window = sliding_window
         self.backends: list[SDPBackend] = []
-        """backends of torch's attention on a GPU, the fastest first (train/attention.py); empty: torch's own order"""
+        """backends of torch's attention on a GPU, the fastest first (kernels/autotune.py); empty: torch's own order"""
         self.kernel: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
         """a faster kernel to use instead of torch's backends"""
 

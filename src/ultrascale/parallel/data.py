@@ -2,7 +2,7 @@
 
 Variants of the playbook: naive (after the whole backward), a hook per parameter, buckets in backward order; reduced in every
 micro-batch or only in the last. Every variant takes means, so that reducing gradients that are already equal changes nothing.
-The cost model is cost/data.py.
+The cost model is cost/communication.py.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 `OverlapWeightGrads`: backward computes the row gradients first, and the weight gradients of the experts while the row gradients
 are sent back. Nothing is computed twice or in smaller pieces. `LocalTokensFirst`: rows whose experts are on this rank are
 computed while the others are received. Two grouped GEMMs take longer than one, so whether that is faster depends on sizes. The
-cost model is cost/expert.py.
+cost model is cost/communication.py.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Shared experts overlap with the all-to-all: their first GEMMs with the dispatch, their last with the combine, in forward and in
 backward. Routed experts can overlap too (dispatch_overlap.py). The ep axis runs over data ranks, which have different tokens:
 the gradient of an expert is complete on its rank, except for the ranks that hold the same experts. The cost model is
-cost/expert.py.
+cost/communication.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The scale of a weight is that of the whole weight: before the first forward after a step, one all-reduce computes the largest
 entries of all weights. Each rank then casts its own rows, and the gathered weight is not cast again. Shards stay the fp32
-weights that the optimizer steps and that checkpoints contain. The cost model is cost/zero.py.
+weights that the optimizer steps and that checkpoints contain. The cost model is cost/communication.py.
 """
 
 from __future__ import annotations

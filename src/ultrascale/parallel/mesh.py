@@ -1,4 +1,4 @@
-"""The device mesh of a layout: tp innermost, then cp, then dp, and pp outermost, in the order of cost/mesh.py.
+"""The device mesh of a layout: tp innermost, then cp, then dp, and pp outermost, in the order of cost/network.py.
 
 A mesh is built once and passed as an argument; there is no global mesh.
 """
@@ -159,6 +159,11 @@ class Mesh:
                 if mine:
                     found[(a, b) if direction == 0 else (b, a)] = group
         return found
+
+
+def group_timeout_s(timeout_s: float) -> float:
+    """Timeout of collectives: twice `train.timeout_s`, so that the watchdog, whose report has more detail, fires first."""
+    return 2 * timeout_s
 
 
 def join(members: tuple[int, ...], timeout_s: float | None = None) -> dist.ProcessGroup:

@@ -1,7 +1,7 @@
 """Pipeline parallelism: executes the action lists of schedules/, the same that the planner uses, on one or more ranks.
 
 A rank computes its actions in order. Messages between two ranks are sent in the order in which the sender computes them, on a
-process group per direction, and received in that order: no link can wait for another. The cost model is cost/pipeline.py.
+process group per direction, and received in that order: no link can wait for another. The cost model is cost/communication.py.
 """
 
 from __future__ import annotations

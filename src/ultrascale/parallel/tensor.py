@@ -2,7 +2,7 @@
 
 Megatron's pairs (Shoeybi 2019, Korthikanti 2022) applied to a plain model from outside: parameters are replaced by this rank's
 shard, and the modules around a sharded region by ones that communicate. With sequence parallelism, norms run on slices of the
-sequence. The cost model is cost/tensor.py.
+sequence. The cost model is cost/communication.py.
 """
 
 from __future__ import annotations

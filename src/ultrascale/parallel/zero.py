@@ -7,7 +7,7 @@
 | 3     | before each layer's passes  | in every micro-batch     |
 
 Shards are the fp32 weights; gathered weights have the compute dtype, or fp8 for fp8 GEMMs (float8_gather.py). The cost model is
-cost/zero.py.
+cost/communication.py.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ from typing import Any
 from ultrascale.figures import evidence, time
 from ultrascale.measure import compare, trace_analysis
 from ultrascale.measure import trace_rank as trace
-from ultrascale.measure.trace_analysis import TRACES
 from ultrascale.measure.trace_steps import view
 from ultrascale.report.of_plan import Say, footer, plan_sections
 from ultrascale.report.page import Section, bullets, chart, details, page, table, tiles, words
@@ -18,12 +17,12 @@ from ultrascale.show.compare import rows as compared
 from ultrascale.show.plan import job_line
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import FileTooLargeError, open_regular, read_text, reason_of
+from ultrascale.specs.folders import ENVIRONMENT, MEASUREMENT, METRICS, PLAN, TRACES
 from ultrascale.specs.measurement import Measurement
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import seconds
 from ultrascale.specs.validate import shown
 
-METRICS, ENVIRONMENT = "metrics.jsonl", "env.json"
 LARGEST = 256 * 2**20  # bytes of metrics: a million steps
 DRAWN = ("loss", "eval_loss", "tokens_per_s_per_gpu")
 SHOWN = 100_000  # bytes of env.json
@@ -40,9 +39,9 @@ def run_page(folder: Path, say: Say = lambda _: None) -> str:
 
 
 def _plan(folder: Path) -> Plan:
-    if not (folder / compare.PLAN).is_file():
-        raise SpecError(f"{folder} has no {compare.PLAN}, so it is not a run: try a folder that `ultrascale train --out` wrote")
-    return Plan.load(folder / compare.PLAN)
+    if not (folder / PLAN).is_file():
+        raise SpecError(f"{folder} has no {PLAN}, so it is not a run: try a folder that `ultrascale train --out` wrote")
+    return Plan.load(folder / PLAN)
 
 
 def metrics(file: Path) -> list[dict[str, Any]]:
@@ -86,11 +85,11 @@ def last_loss(rows: list[dict[str, Any]]) -> str:
 
 def _run_sections(folder: Path, plan: Plan, rows: list[dict[str, Any]]) -> Iterator[Section]:
     parts: list[str] = []
-    seen = Measurement.load(folder / compare.MEASUREMENT) if (folder / compare.MEASUREMENT).is_file() else None
+    seen = Measurement.load(folder / MEASUREMENT) if (folder / MEASUREMENT).is_file() else None
     if seen is not None:
         parts.append(tiles(list(_headline(seen, rows))))
     else:
-        parts.append(words(f"There is no {compare.MEASUREMENT}: the run goes on, or ended before its last step."))
+        parts.append(words(f"There is no {MEASUREMENT}: the run goes on, or ended before its last step."))
     if rows:
         parts += [chart(evidence.losses({folder.name: rows}), "loss"), chart(evidence.throughput({folder.name: rows}), "speed")]
     else:

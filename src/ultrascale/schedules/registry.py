@@ -39,6 +39,7 @@ class ScheduleSpec:
     v_shaped: bool = False  # rank r holds stages r and 2·P − 1 − r
     deferred: Counts | None = None  # the most chunks that wait for their weight gradient; None: the backward is not split
     holds_all: bool = False  # no backward begins before the last forward has ended
+    ladder: tuple[str, str] | None = None  # its rung in the playbook's ladder of schedules: name, and what it changes
     torch_name: str | None = None  # its class in torch.distributed.pipelining, less the word Schedule
 
     @property
@@ -63,6 +64,7 @@ REGISTRY = {
             in_flight=lambda p, r, m, v: m + 0 * (p + r),
             makespan=formulas.afab,
             holds_all=True,
+            ladder=("AFAB", "all forwards, then all backwards"),
             torch_name="GPipe",
         ),
         ScheduleSpec(  # Narayanan 2019; 2021, section 2.2.1: forwards until the first gradient can be back
@@ -72,6 +74,7 @@ REGISTRY = {
             in_flight=lambda p, r, m, v: np.minimum(m, p - r),
             makespan=formulas.one_f_one_b,
             least_rounds=1,
+            ladder=("1F1B", "backwards as early as they can: fewer micro-batches are held"),
             torch_name="1F1B",
         ),
         ScheduleSpec(  # Narayanan 2021, section 2.2.2: a forward and a backward hop for every rank further from the loss
@@ -83,6 +86,7 @@ REGISTRY = {
             least_stages=2,
             most_stages=None,
             in_rounds=True,
+            ladder=("interleaved", "two chunks of layers each: half the bubble"),
             torch_name="Interleaved1F1B",
         ),
         ScheduleSpec(  # ZB-H1 of Qi 2023: the gradient comes back without waiting for weight gradients on its way
@@ -95,6 +99,7 @@ REGISTRY = {
             most_stages=None,
             in_rounds=True,
             deferred=lambda p, r, m, v: np.minimum(r + 1, m * v),
+            ladder=("zero bubble", "weight gradients apart, where the bubble was"),
             torch_name="InterleavedZeroBubble",
         ),
         _VShaped(  # Qi 2024
@@ -114,6 +119,7 @@ REGISTRY = {
             makespan=formulas.dualpipe_v,
             least_rounds=2,
             deferred=lambda p, r, m, v: np.minimum(r + 1, m * v),
+            ladder=("DualPipe", "two chunks folded to a V, weight gradients apart"),
             torch_name="DualPipeV",
         ),
         _VShaped(  # Qi, Wan, Huang, Lin 2024, with V-Min

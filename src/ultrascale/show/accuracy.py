@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ultrascale import __version__
-from ultrascale.cost.uncertainty import time_range
+from ultrascale.cost.estimate import time_range
 from ultrascale.measure.accuracy import scores as accuracy
 from ultrascale.measure.accuracy.scores import ErrorSummary, ScoredRun
 from ultrascale.plan.reasons import CAUSE_WORDS

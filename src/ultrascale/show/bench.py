@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from ultrascale.measure.bench_collectives import AlphaBetaFit, CollectivesReport, CollectiveTiming
     from ultrascale.measure.bench_kernels import KernelResult, KernelsReport
     from ultrascale.measure.bench_ladders import Figures, Ladder, Rung
-    from ultrascale.measure.bench_layouts import Asked
-    from ultrascale.measure.bench_layouts_sweep import RaceVerdict, TrialProgress, TrialRow
+    from ultrascale.measure.bench_layouts import CandidateSet, SweepProgress, SweepVerdict, TrialRow
 
 # Hardware
 
@@ -197,7 +196,7 @@ TRIAL_STYLES = {"measured": "green", "running": "yellow", "stopped early": "cyan
 
 
 @contextmanager
-def watching(asked: Asked) -> Iterator[Callable[[TrialProgress], None]]:
+def watching(asked: CandidateSet) -> Iterator[Callable[[SweepProgress], None]]:
     """On a terminal a table that is redrawn; elsewhere a line for each trial that ends. Both on the error stream."""
     console = terminal(to_errors=True)
     if not console.is_terminal:
@@ -215,18 +214,18 @@ class _TrialLines:
         self.console, self.printed = console, dict[str, int]()
         self.first = True
 
-    def __call__(self, progress: TrialProgress) -> None:
+    def __call__(self, progress: SweepProgress) -> None:
         for row in progress.rows:
             record = row.record
-            if record is None or not record.ended or self.printed.get(row.configuration.name) == record.number:
+            if record is None or not record.ended or self.printed.get(row.candidate.name) == record.number:
                 continue
-            self.printed[row.configuration.name] = record.number
+            self.printed[row.candidate.name] = record.number
             known = "known: " if self.first else ""
-            self.console.print(f"{known}{row.configuration.name}: {_outcome(row)}{_remaining(progress)}", soft_wrap=True)
+            self.console.print(f"{known}{row.candidate.name}: {_outcome(row)}{_remaining(progress)}", soft_wrap=True)
         self.first = False
 
 
-def _remaining(progress: TrialProgress) -> str:
+def _remaining(progress: SweepProgress) -> str:
     done, left_s = f"; {progress.finished} of {len(progress.rows)}", progress.eta_s
     if left_s is None:
         return done
@@ -234,7 +233,7 @@ def _remaining(progress: TrialProgress) -> str:
     return f"{done}, about {left} left"
 
 
-def _status(progress: TrialProgress) -> Text:
+def _status(progress: SweepProgress) -> Text:
     doing = f"{progress.doing}: step {progress.step} of {progress.of_steps}" if progress.doing else "looking"
     return Text(f"{doing}{_remaining(progress)}")
 
@@ -249,13 +248,13 @@ def _outcome(row: TrialRow) -> str:
 
 
 def show_layouts(
-    console: Console, asked: Asked, rows: Sequence[TrialRow], found: RaceVerdict | None, winner: Path | None
+    console: Console, asked: CandidateSet, rows: Sequence[TrialRow], found: SweepVerdict | None, winner: Path | None
 ) -> None:
     console.print(_trial_table(asked, rows))
     for row in rows:
         record = row.record
         if record is not None and record.state == "failed":
-            labelled(console, f"{row.configuration.name}:", "bold red", f"{record.kind}: {record.reason}")
+            labelled(console, f"{row.candidate.name}:", "bold red", f"{record.kind}: {record.reason}")
     if asked.left_out:
         labelled(console, "left out", "yellow", "since the engine does not run them here:")
         bullets(console, asked.left_out)
@@ -270,8 +269,8 @@ def show_layouts(
         console.print(f"The winner is in {winner}: ultrascale train {winner}", soft_wrap=True)
 
 
-def _verdict(asked: Asked, found: RaceVerdict) -> str:
-    best, first = found.winner.configuration, found.first.configuration
+def _verdict(asked: CandidateSet, found: SweepVerdict) -> str:
+    best, first = found.winner.candidate, found.first.candidate
     which = "the planner's first choice" if asked.ranked else "the plan"
     if best is first:
         return f"Fastest: {best.layout}. It is {which}: no regret."
@@ -283,21 +282,21 @@ def _verdict(asked: Asked, found: RaceVerdict) -> str:
     return f"Fastest: {best.name}, {best.layout}. {which.capitalize()} is {slower} slower: its regret."
 
 
-def _trial_table(asked: Asked, rows: Sequence[TrialRow]) -> Table:
+def _trial_table(asked: CandidateSet, rows: Sequence[TrialRow]) -> Table:
     job, training = asked.base.job, asked.base.training
     title = f"{job.model.name}, {job.sequences} × {job.seq:,} tokens per step, {asked.base.layout.gpus} processes, "
-    figures = ("tokens/s predicted", "measured", "error", f"over {rows[0].configuration.name}", "GiB predicted", "measured")
+    figures = ("tokens/s predicted", "measured", "error", f"over {rows[0].candidate.name}", "GiB predicted", "measured")
     made = table(f"{title}{training.steps} steps", "", "layout", *figures, "state", left=("", "layout", "state"))
     base = rows[0].record.tokens_per_s if rows[0].record is not None else None
     for row in rows:
-        made.add_row(row.configuration.name, str(row.configuration.layout), *_trial_cells(row, base), _state(row))
+        made.add_row(row.candidate.name, str(row.candidate.layout), *_trial_cells(row, base), _state(row))
     return made
 
 
 def _trial_cells(row: TrialRow, base: float | None) -> tuple[str, ...]:
     from ultrascale.measure.bench_trial import tensors_gib
 
-    predicted, record = row.configuration.predicted, row.record
+    predicted, record = row.candidate.predicted, row.record
     rate = None if predicted is None else predicted.tokens_per_s
     measured = record.tokens_per_s if record is not None else None
     memory = record.tensors_gib if record is not None else None
@@ -322,14 +321,16 @@ def _state(row: TrialRow) -> Text:
     return Text(f"{state}{detail}", style=TRIAL_STYLES[state])
 
 
-def layouts_json(asked: Asked, rows: Sequence[TrialRow], found: RaceVerdict | None, storage: str, study: str) -> dict[str, Any]:
+def layouts_json(
+    asked: CandidateSet, rows: Sequence[TrialRow], found: SweepVerdict | None, storage: str, study: str
+) -> dict[str, Any]:
     return {
         "storage": storage,
         "study": study,
         "trials": [_trial_json(row) for row in rows],
         "left_out": list(asked.left_out),
-        "winner": None if found is None else found.winner.configuration.name,
-        "first": rows[0].configuration.name,
+        "winner": None if found is None else found.winner.candidate.name,
+        "first": rows[0].candidate.name,
         "regret": None if found is None else found.regret,
     }
 
@@ -337,11 +338,11 @@ def layouts_json(asked: Asked, rows: Sequence[TrialRow], found: RaceVerdict | No
 def _trial_json(row: TrialRow) -> dict[str, Any]:
     from ultrascale.measure.bench_trial import tensors_gib
 
-    e, record = row.configuration.predicted, row.record
+    e, record = row.candidate.predicted, row.record
     figures = e and {"tokens_per_s": e.tokens_per_s, "step_time_s": e.step_time_s, "tensors_gib": tensors_gib(e)}
     return {
-        "name": row.configuration.name,
-        "layout": row.configuration.layout.model_dump(mode="json"),
+        "name": row.candidate.name,
+        "layout": row.candidate.layout.model_dump(mode="json"),
         "predicted": figures,
         "trial": None if record is None else vars(record),
     }

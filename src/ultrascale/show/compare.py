@@ -12,7 +12,7 @@ from ultrascale.show.lines import bullets, labelled, notes, table
 from ultrascale.specs.units import GIB, seconds
 
 if TYPE_CHECKING:
-    from ultrascale.train.launch import Run
+    from ultrascale.launch.launcher import Run
 
 
 def show_compare(console: Console, found: Comparison) -> None:

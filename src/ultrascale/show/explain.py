@@ -18,16 +18,7 @@ from ultrascale.specs.estimate import CAUSES, OWNERS, Estimate
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import GIB, gib, seconds
 
-OWNER_WORDS = {
-    "parameters": "parameters",
-    "master": "fp32 master",
-    "gradients": "gradients",
-    "optimizer": "optimizer states",
-    "activations": "activations",
-    "buffers": "buffers",
-    "runtime": "runtime",
-}
-NARROW_WORDS = dict(zip(OWNER_WORDS, ("params", "master", "grads", "optim", "activ", "buffers", "runtime"), strict=True))
+NARROW_WORDS = dict(zip(OWNERS, ("params", "master", "grads", "optim", "activ", "buffers", "runtime"), strict=True))
 TIMELINE_ROWS = 14  # a step has thousands of actions
 MODULES = 8
 
@@ -81,7 +72,7 @@ def show_staleness(console: Console, plan: Plan) -> None:
 
 def memory_table(e: Estimate, narrow: bool = False) -> Table:
     """One row per stage; in a narrow terminal with short names, without lines and without the point of the peak."""
-    owners = [NARROW_WORDS[owner] if narrow else OWNER_WORDS[owner].replace(" ", "\n") for owner in OWNERS]
+    owners = [NARROW_WORDS[owner] if narrow else words.replace(" ", "\n") for owner, words in OWNERS.items()]
     at = () if narrow else ("peak at",)
     columns = ("stage", "layers", "in\nflight", *owners, "total", *at)
     made = table("Memory at the peak of each pipeline stage, GiB", *columns, left=at)
@@ -157,8 +148,8 @@ def rejected_table(plan: Plan) -> Table:
 def show_cheatsheet(console: Console, plan: Plan) -> None:
     console.print(job_line(plan.job))
     console.print(f"Layout: {plan.layout}")
-    columns = ("strategy", "here", "batch size", "memory reduction", "compute reduction", "communication in a step")
-    columns += ("overlap: transfer / compute",)
+    sizes = ("batch size", "memory reduction", "compute reduction", "communication in a step")
+    columns = ("strategy", "here", *sizes, "overlap: transfer / compute")
     made = table("The cheat-sheet with this plan's numbers", *columns, left=columns)
     for row in cheatsheet.strategies(plan):
         ratio = row.overlap
@@ -197,7 +188,7 @@ def show_what_if(console: Console, plan: Plan, answers: list[WhatIf]) -> None:
         made.add_row(name, *cells, style="bold" if bold else None)
 
     for owner in OWNERS:
-        row(OWNER_WORDS[owner], [getattr(e.memory[e.peak_stage].memory, owner) / GIB for e in estimates], "GiB")
+        row(OWNERS[owner], [getattr(e.memory[e.peak_stage].memory, owner) / GIB for e in estimates], "GiB")
     row("peak", [e.peak_gib for e in estimates], "GiB", bold=True)
     made.add_row("fits", *("yes" if e.fits else "NO" for e in estimates))
     made.add_section()

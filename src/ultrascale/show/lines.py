@@ -94,7 +94,7 @@ def table(title: str | None, *columns: str, left: Collection[str] | None = None,
 
 def compact(made: Table) -> Table:
     """The table without lines, for narrow terminals."""
-    made.box, made.pad_edge, made.padding = None, False, (0, 1, 0, 0)  # type: ignore[assignment]
+    made.box, made.pad_edge, made.padding = None, False, (0, 1, 0, 0)
     return made
 
 

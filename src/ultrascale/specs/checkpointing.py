@@ -6,9 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ultrascale.specs import words
-from ultrascale.specs.errors import SpecError, nearest
-from ultrascale.specs.validate import build, shown
+from ultrascale.specs.validate import build
+from ultrascale.specs.words import field_from_text
 
 WHAT = "checkpoint"  # the fields' first word, in overrides and sentences
 
@@ -37,10 +36,4 @@ class Checkpointing(BaseModel):
 
 def checkpoint_value(field: str, text: str) -> Any:
     """The value of `field` written as text on a command line (`every=200`), or SpecError."""
-    if field not in Checkpointing.model_fields:
-        raise SpecError(f"{WHAT} has no field {shown(field)}: {nearest(field.lower(), Checkpointing.model_fields)}")
-    text = text.strip()
-    if Checkpointing.model_fields[field].annotation is bool:
-        return words.flag(WHAT, field, text)
-    value = words.whole(WHAT, field, text, "200" if field == "every" else "3")
-    return getattr(build(Checkpointing, {field: value}, WHAT), field)
+    return field_from_text(Checkpointing, WHAT, field, text)

@@ -15,11 +15,7 @@ class Efficiency(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     matmul: float | None = Field(
-        None,
-        ge=1e-3,
-        le=4,
-        examples=[0.95],
-        description="of the measured product rate; None: what the kind sustains",
+        None, ge=1e-3, le=4, examples=[0.95], description="of the measured product rate; None: what the kind sustains"
     )
     matmul_fp8: float | None = Field(
         None, ge=1e-3, le=2, examples=[1.1], description="the same for fp8; None: what the kind sustains"

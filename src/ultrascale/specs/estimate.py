@@ -11,24 +11,17 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ultrascale.specs.units import GIB
 
-OWNERS = ("parameters", "master", "gradients", "optimizer", "activations", "buffers", "runtime")
-CAUSES = (
-    "matmul_s",
-    "attention_s",
-    "memory_bound_s",
-    "recompute_s",
-    "launch_s",
-    "tensor_s",
-    "context_s",
-    "expert_s",
-    "zero_s",
-    "data_s",
-    "send_s",
-    "bubble_s",
-    "optimizer_s",
-    "offload_s",
-    "overhead_s",
-)
+OWNERS = {
+    "parameters": "parameters",
+    "master": "fp32 master",
+    "gradients": "gradients",
+    "optimizer": "optimizer states",
+    "activations": "activations",
+    "buffers": "buffers",
+    "runtime": "runtime",
+}
+"""fields of Memory -> what tables call them"""
+MEASURED_OWNERS = tuple(owner for owner in OWNERS if owner != "runtime")  # no tensor of a run belongs to the runtime
 
 # Strict, as in Model: an edited file with "3" between quotes is a mistake. A whole number is a fine float.
 Number = Annotated[float, Field(strict=True, examples=[1.0])]
@@ -107,6 +100,9 @@ class Time(FrozenSpec):
     @property
     def total(self) -> float:
         return float(sum(getattr(self, cause) for cause in CAUSES))
+
+
+CAUSES = tuple(Time.model_fields)
 
 
 class Traffic(FrozenSpec):

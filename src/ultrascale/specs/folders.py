@@ -1,4 +1,7 @@
-"""A folder that appears whole or not at all: filled under a hidden name beside its place, then renamed into it."""
+"""Folders: the file names of a run's folder, and folders that appear whole or not at all.
+
+A new folder is filled under a hidden name beside its place, then renamed into it.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ultrascale.specs.errors import SpecError
+
+# What is in a run's folder, by who reads it: planner, trainer, compare, report.
+PLAN, ENVIRONMENT, METRICS, MEASUREMENT = "plan.yaml", "env.json", "metrics.jsonl", "measurement.json"
+CHECKPOINTS, TRACES, REPORT, LOCK = "checkpoints", "traces", "report.html", ".lock"
 
 
 @contextmanager

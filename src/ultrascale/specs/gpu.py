@@ -49,9 +49,7 @@ class GPU(BaseModel):
     gpus_per_node: Count = Field(examples=[8])
     power_w: Amount = Field(examples=[700])
     price_per_gpu_hour_usd: AmountOrZero | None = Field(
-        default=None,
-        examples=[2.5],
-        description="None in every preset: prices age within weeks, and no guess is silent.",
+        default=None, examples=[2.5], description="None in every preset: prices age within weeks, and no guess is silent."
     )
     surface: Literal["a100_sxm", "h100_sxm", "h200_sxm", "b200_sxm", "b300_sxm", "gb200"] | None = Field(
         default=None, description="The measured kernel table that this chip uses."

@@ -1,4 +1,4 @@
-"""Hugging Face config.json -> Model, one short function per family.
+"""Hugging Face config.json -> fields of a Model, one short function per family; and the table of known families.
 
 Only what changes the shape, the count of parameters or what a layer computes is read; what a family hard-codes (Qwen2's
 biases, GPT-2's tying) stands here. A config that asks for something a Model cannot say is refused: a wrong count would be
@@ -8,11 +8,10 @@ a silent guess.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from ultrascale.specs.errors import SpecError, nearest
-from ultrascale.specs.model import Model
-from ultrascale.specs.validate import build, shown
+from ultrascale.specs.validate import shown
 
 Fields = dict[str, Any]
 
@@ -22,8 +21,8 @@ _GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu_exact", **dict.fro
 _PLAIN = {"gelu": "gelu_exact", **dict.fromkeys(_TANH, "gelu"), "relu": "relu"}
 
 
-def model_from_hf(config: Mapping[str, Any], name: str | None = None) -> Model:
-    """The Model that `config` describes; `name` defaults to the repository it was saved from, or its family."""
+def fields_from_hf(config: Mapping[str, Any], name: str | None = None) -> Fields:
+    """The fields of the Model that `config` describes; `name` defaults to the repository it was saved from, or its family."""
     if not isinstance(config, Mapping):
         raise SpecError(f"config is of type {type(config).__name__} but must be the mapping that config.json holds")
     family = config.get("model_type")
@@ -36,8 +35,7 @@ def model_from_hf(config: Mapping[str, Any], name: str | None = None) -> Model:
         raise SpecError(f"config.model_type is {shown(family)}, which Ultrascale cannot read: {advice}")
     origin = config.get("_name_or_path")
     title = name or (origin if isinstance(origin, str) and origin else family)
-    fields = FAMILIES[family](config)
-    return build(Model, {"name": title, "source": f"HF config.json, model_type {family}", **fields}, "model")
+    return {"name": title, "source": f"HF config.json, model_type {family}", **FAMILIES[family].read(config)}
 
 
 def _llama(config: Mapping[str, Any]) -> Fields:
@@ -82,11 +80,7 @@ def _qwen2(config: Mapping[str, Any]) -> Fields:
 def _qwen2_moe(config: Mapping[str, Any]) -> Fields:
     # Older configs lack the key: the class then biases queries, keys and values.
     fields = {**_common(config), **_window(config), "qkv_bias": _flag(config, "qkv_bias", True)}
-    shared = {
-        "shared_experts": 1,
-        "shared_expert_ffn": _count(config, "shared_expert_intermediate_size"),
-        "shared_gate": True,
-    }
+    shared = {"shared_experts": 1, "shared_expert_ffn": _count(config, "shared_expert_intermediate_size"), "shared_gate": True}
     return {**fields, **_sparse(config, shared)}
 
 
@@ -162,19 +156,35 @@ def _deepseek(config: Mapping[str, Any]) -> Fields:
     return fields
 
 
-FAMILIES: dict[str, Callable[[Mapping[str, Any]], Fields]] = {
-    "deepseek_v2": _deepseek,
-    "deepseek_v3": _deepseek,
-    "gpt2": _gpt2,
-    "llama": _llama,
-    "mistral": _mistral,
-    "mixtral": _mixtral,
-    "qwen2": _qwen2,
-    "qwen2_moe": _qwen2_moe,
-    "qwen3": _qwen3,
-    "qwen3_moe": _qwen3_moe,
-    "smollm3": _smollm3,
+class HFFamily(NamedTuple):
+    """A model_type of transformers."""
+
+    read: Callable[[Mapping[str, Any]], Fields]
+    """fields of a Model, of a config"""
+    architecture: str = ""
+    """its class for training; empty: the family is read but not written (hf_config.py says which models are which family)"""
+    layer: str = ""
+    """the class of one of its layers"""
+    defaults: Mapping[str, Any] = {}
+    """of its classes, for keys that config.json leaves out, where a Model has another default"""
+
+
+FAMILIES = {
+    "deepseek_v2": HFFamily(_deepseek),
+    "deepseek_v3": HFFamily(_deepseek),
+    "gpt2": HFFamily(_gpt2, "GPT2LMHeadModel", "GPT2Block"),
+    "llama": HFFamily(_llama, "LlamaForCausalLM", "LlamaDecoderLayer"),
+    "mistral": HFFamily(
+        _mistral, "MistralForCausalLM", "MistralDecoderLayer", {"sliding_window": 4096, "num_key_value_heads": 8}
+    ),
+    "mixtral": HFFamily(_mixtral, "MixtralForCausalLM", "MixtralDecoderLayer", {"num_key_value_heads": 8}),
+    "qwen2": HFFamily(_qwen2, "Qwen2ForCausalLM", "Qwen2DecoderLayer"),
+    "qwen2_moe": HFFamily(_qwen2_moe, "Qwen2MoeForCausalLM", "Qwen2MoeDecoderLayer", {"num_key_value_heads": 16}),
+    "qwen3": HFFamily(_qwen3, "Qwen3ForCausalLM", "Qwen3DecoderLayer"),
+    "qwen3_moe": HFFamily(_qwen3_moe, "Qwen3MoeForCausalLM", "Qwen3MoeDecoderLayer", {"num_key_value_heads": 4}),
+    "smollm3": HFFamily(_smollm3),
 }
+WRITTEN = {name: family for name, family in FAMILIES.items() if family.architecture}
 
 
 def _common(config: Mapping[str, Any]) -> Fields:

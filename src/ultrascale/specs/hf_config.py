@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from ultrascale.specs.errors import SpecError
+from ultrascale.specs.hf import WRITTEN
 from ultrascale.specs.model import ROPE_FIELDS, Model, MoE
 from ultrascale.specs.validate import shown
 
@@ -16,16 +17,6 @@ Dtype = Literal["bf16", "fp32"]
 Config = dict[str, Any]
 
 DTYPES: dict[str, str] = {"bf16": "bfloat16", "fp32": "float32"}
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-}
 _ACTIVATIONS = {
     "swiglu": "silu",
     "geglu": "gelu_pytorch_tanh",
@@ -43,7 +34,7 @@ def config_of(model: Model, dtype: str) -> Config:
     family = family_of(model)
     fields = _gpt2(model) if family == "gpt2" else _rotary(model, family)
     return {
-        "architectures": [ARCHITECTURES[family]],
+        "architectures": [WRITTEN[family].architecture],
         "model_type": family,
         # The names that every release of transformers reads; newer ones turn them into their own.
         "torch_dtype": DTYPES[dtype],
@@ -182,11 +173,7 @@ def _rotary(model: Model, family: str) -> Config:
 
 def _experts(model: Model, moe: MoE, family: str) -> Config:
     if family == "mixtral":
-        return {
-            "num_local_experts": moe.experts,
-            "num_experts_per_tok": moe.top_k,
-            "intermediate_size": moe.expert_ffn,
-        }
+        return {"num_local_experts": moe.experts, "num_experts_per_tok": moe.top_k, "intermediate_size": moe.expert_ffn}
     config: Config = {
         "num_experts": moe.experts,
         "num_experts_per_tok": moe.top_k,

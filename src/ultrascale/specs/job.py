@@ -17,14 +17,7 @@ Optimizer = Literal["adamw", "adamw-bf16", "adamw-8bit", "muon", "sgd-momentum",
 
 # Bytes of optimizer state per parameter: two fp32 moments for AdamW (Kingma 2015; the playbook's `optimstates`), the same
 # in bf16 or in 8 bits (Dettmers 2022), one fp32 moment for Muon and momentum.
-OPTIMIZER_STATE_BYTES: dict[str, float] = {
-    "adamw": 8,
-    "adamw-bf16": 4,
-    "adamw-8bit": 2,
-    "muon": 4,
-    "sgd-momentum": 4,
-    "sgd": 0,
-}
+OPTIMIZER_STATE_BYTES: dict[str, float] = {"adamw": 8, "adamw-bf16": 4, "adamw-8bit": 2, "muon": 4, "sgd-momentum": 4, "sgd": 0}
 
 
 class Job(BaseModel):

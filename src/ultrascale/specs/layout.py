@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ultrascale.specs import words
-from ultrascale.specs.errors import SpecError, nearest
-from ultrascale.specs.validate import build, shown
+from ultrascale.specs.validate import build
+from ultrascale.specs.words import field_from_text
 
 Schedule = Literal["afab", "1f1b", "interleaved", "zero-bubble", "zb-v", "dualpipe-v", "v-half", "v-min"]
 DataParallel = Literal["naive", "hooks", "bucketed", "ddp"]
@@ -95,21 +93,4 @@ class Layout(BaseModel):
 
 def field_value(field: str, text: str, what: str = "layout") -> Any:
     """The value of `field` written as text on a command line (`tp=8`, `sequence_parallel=false`), or SpecError."""
-    if field not in Layout.model_fields:
-        raise SpecError(f"{what} has no field {shown(field)}: {nearest(field.lower(), Layout.model_fields)}")
-    text = text.strip()
-    annotation = Layout.model_fields[field].annotation
-    if annotation is bool:
-        return words.flag(what, field, text)
-    choices = get_args(annotation)
-    if choices and all(isinstance(choice, str) for choice in choices):
-        return words.choice(what, field, text, choices)
-    if field == "zero_shards" and text.lower() in ("none", "null", "all"):
-        return None
-    value = words.whole(what, field, text)
-    build(Layout, {field: value}, what)  # range errors speak with the field's own words
-    return value
-
-
-def from_mapping(data: Mapping[str, Any]) -> Layout:
-    return build(Layout, data, "layout")
+    return field_from_text(Layout, what, field, text, null=("none", "null", "all"), example="2")

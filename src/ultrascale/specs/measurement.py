@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Self
 
-from ultrascale.specs.estimate import FrozenSpec
+from ultrascale.specs.estimate import OWNERS, FrozenSpec
 from ultrascale.specs.files import read_mapping, write_text
 from ultrascale.specs.validate import build
 
@@ -23,8 +23,7 @@ class MeasuredMemory(FrozenSpec):
 
     @property
     def total(self) -> float:
-        seen = (self.parameters, self.master, self.gradients, self.optimizer, self.activations, self.buffers)
-        return sum(seen) + (self.runtime or 0.0)
+        return sum(getattr(self, owner) or 0.0 for owner in OWNERS)
 
 
 class MeasuredStage(FrozenSpec):

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.files import read_mapping
+from ultrascale.specs.hf import fields_from_hf
 from ultrascale.specs.validate import build, shown
 
 # Strict: a count that arrives as 1.5, true or "32" is a mistake in the file, never something to round or parse.
@@ -107,15 +108,7 @@ ROPE_FIELDS: dict[RopeType, tuple[str, ...]] = {
     "llama3": ("low_freq_factor", "high_freq_factor", "original_max_positions"),
     "linear": (),
     "dynamic": (),
-    "yarn": (
-        "original_max_positions",
-        "attention_factor",
-        "mscale",
-        "mscale_all_dim",
-        "beta_fast",
-        "beta_slow",
-        "truncate",
-    ),
+    "yarn": ("original_max_positions", "attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate"),
 }
 """what each type reads beside its factor"""
 
@@ -188,8 +181,7 @@ class Model(BaseModel):
     hidden: Count = Field(examples=[4096])
     heads: Count = Field(examples=[32])
     mla: MLA | None = Field(
-        default=None,
-        examples=[{"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}],
+        default=None, examples=[{"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}]
     )
     kv_heads: Count = Field(default_factory=lambda known: known.get("heads", 1), examples=[1])
     head_dim: Count = Field(default_factory=lambda known: _default_head_dim(known), examples=[128])
@@ -247,9 +239,7 @@ class Model(BaseModel):
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], name: str | None = None) -> Model:
         """The model that a Hugging Face config (the content of config.json) describes."""
-        from ultrascale.specs.hf import model_from_hf  # hf builds Models: importing it above would be a cycle.
-
-        return model_from_hf(config, name)
+        return build(cls, fields_from_hf(config, name), "model")
 
     @classmethod
     def presets(cls) -> dict[str, Model]:

@@ -6,14 +6,12 @@ Nothing here depends on how the job is cut: the same Training under another Layo
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from ultrascale.specs import words
-from ultrascale.specs.errors import SpecError, nearest
-from ultrascale.specs.validate import build, shown
+from ultrascale.specs.validate import build
+from ultrascale.specs.words import NULL, field_from_text
 
 WHAT = "train"  # the fields' first word, in files, overrides and sentences
 LONGEST_WARMUP = 2000  # steps; what Llama 2 used for 500,000 (Touvron 2023, section 2.2)
@@ -182,48 +180,11 @@ def _usual_warmup(steps: int) -> int:
     return min(steps // 10, LONGEST_WARMUP)
 
 
-_NOTHING = ("none", "null", "auto")
-
-
 def training_value(field: str, text: str) -> Any:
     """The value of `field` written as text on a command line (`lr=1e-3`, `log=tensorboard`), or SpecError."""
-    if field not in Training.model_fields:
-        raise SpecError(f"{WHAT} has no field {shown(field)}: {nearest(field.lower(), Training.model_fields)}")
-    text = text.strip()
-    annotation = Training.model_fields[field].annotation
-    if annotation is bool:
-        return words.flag(WHAT, field, text)
-    if field == "log":
-        return _alone(field, "" if text.lower() in ("none", "null") else text)
-    if field in ("warmup_steps", "eval_data", "capacity_factor") and text.lower() in _NOTHING:
-        return None
-    if field in ("data", "eval_data"):
-        return _alone(field, text)
-    if choices := [choice for choice in get_args(annotation) if isinstance(choice, str)]:
-        return words.choice(WHAT, field, text, choices)
-    return _alone(
-        field, _float(field, text) if annotation in (float, float | None) else words.whole(WHAT, field, text, _example(field))
-    )
-
-
-def _float(field: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise SpecError(f"{WHAT}.{field} is {shown(text)} but must be a number, such as {field}={_example(field)}") from None
-
-
-def _example(field: str) -> str:
-    found = Training.model_fields[field]
-    return shown(found.examples[0] if found.examples else found.default)
-
-
-def _alone(field: str, value: Any) -> Any:
-    """The value once its own bounds hold; whether it fits beside the others is seen when all are built together."""
-    # As many steps as a run may have, so that no field is refused for the default of another.
+    if field == "log" and text.strip().lower() in NULL:
+        text = ""
+    # As many steps as a run may have, so that no field is refused for the default of another; whether it fits beside the
+    # others is seen when all are built together.
     beside = {} if field == "steps" else {"steps": 2**40}
-    return getattr(build(Training, {**beside, field: value}, WHAT), field)
-
-
-def from_mapping(data: Mapping[str, Any]) -> Training:
-    return build(Training, data, WHAT)
+    return field_from_text(Training, WHAT, field, text, null=(*NULL, "auto"), beside=beside)

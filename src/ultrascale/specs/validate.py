@@ -20,6 +20,19 @@ from ultrascale.specs.errors import SpecError, nearest
 T = TypeVar("T", bound=BaseModel)
 
 _KINDS = {dict: "a mapping", list: "a list", tuple: "a list", str: "text", type(None): "empty"}
+_BOUNDS = {
+    "greater_than": ("greater than", "gt"),
+    "greater_than_equal": ("at least", "ge"),
+    "less_than": ("less than", "lt"),
+    "less_than_equal": ("at most", "le"),
+}
+_TYPES = {
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
+    "string_type": "text",
+    "string_too_short": "text that is not empty",
+    **dict.fromkeys(("list_type", "tuple_type"), "a list"),
+    "finite_number": "a finite number",
+}
 MOST_SENTENCES = 3  # more are a wall: the file was meant for something else
 
 
@@ -65,29 +78,15 @@ def _expectation(error: ErrorDetails, field: FieldInfo | None) -> str:
     kind, context = error["type"], error.get("ctx", {})
     if kind.startswith("int"):
         return f"a whole number{_bounds(field)}"
-    if kind == "finite_number":
-        return "a finite number"
     if kind.startswith("float"):
         return f"a number{_bounds(field)}"
-    match kind:
-        case "greater_than":
-            return f"greater than {_number(context['gt'])}"
-        case "greater_than_equal":
-            return f"at least {_number(context['ge'])}"
-        case "less_than":
-            return f"less than {_number(context['lt'])}"
-        case "less_than_equal":
-            return f"at most {_number(context['le'])}"
-        case "bool_type" | "bool_parsing":
-            return "true or false"
-        case "string_type":
-            return "text"
-        case "string_too_short":
-            return "text that is not empty"
-        case "list_type" | "tuple_type":
-            return "a list"
-        case "too_short":
-            return f"at least {context['min_length']} long"
+    if kind in _BOUNDS:
+        words, bound = _BOUNDS[kind]
+        return f"{words} {_number(context[bound])}"
+    if kind in _TYPES:
+        return _TYPES[kind]
+    if kind == "too_short":
+        return f"at least {context['min_length']} long"
     # What is left of pydantic's catalogue reads well after "must be" once its opening is gone.
     message = error["msg"][0].lower() + error["msg"][1:]
     return message.removeprefix("input should be ").removeprefix("a valid ")

@@ -1,13 +1,50 @@
-"""Values written as words on a command line (`tp=8`, `sequence_parallel=false`), or a SpecError that says what would do."""
+"""Fields written as words on a command line (`tp=8`, `sequence_parallel=false`), or a SpecError that says what would do."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel
 
 from ultrascale.specs.errors import SpecError, nearest
-from ultrascale.specs.validate import shown
+from ultrascale.specs.validate import build, shown
 
 _TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+NULL = ("none", "null")
+
+
+def field_from_text(
+    cls: type[BaseModel],
+    what: str,
+    field: str,
+    text: str,
+    *,
+    null: Sequence[str] = NULL,
+    example: str = "",
+    beside: Mapping[str, Any] | None = None,
+) -> Any:
+    """The value of a field of `cls`, once its own bounds hold.
+
+    `what` names the class in sentences, `null` are words for none, `beside` other fields that the bounds need.
+    """
+    if field not in cls.model_fields:
+        raise SpecError(f"{what} has no field {shown(field)}: {nearest(field.lower(), cls.model_fields)}")
+    text, found = text.strip(), cls.model_fields[field]
+    example = example or shown(found.examples[0] if found.examples else found.default)
+    kinds = get_args(found.annotation) or (found.annotation,)
+    if bool in kinds:
+        return flag(what, field, text)
+    if type(None) in kinds and text.lower() in null:
+        return None
+    if choices := [kind for kind in kinds if isinstance(kind, str)]:
+        return choice(what, field, text, choices)
+    value: Any = text
+    if float in kinds:
+        value = _number(what, field, text, example)
+    elif int in kinds:
+        value = _whole(what, field, text, example)
+    return getattr(build(cls, {**(beside or {}), field: value}, what), field)
 
 
 def flag(what: str, field: str, text: str) -> bool:
@@ -16,16 +53,23 @@ def flag(what: str, field: str, text: str) -> bool:
     return _TRUTH[text.lower()]
 
 
-def whole(what: str, field: str, text: str, example: str = "2") -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise SpecError(f"{what}.{field} is {shown(text)} but must be a whole number, such as {field}={example}") from None
-
-
 def choice(what: str, field: str, text: str, choices: Sequence[str]) -> str:
     if text.lower() in choices:
         return text.lower()
     hint = nearest(text.lower(), choices)
     advice = hint if hint.startswith("did you mean") else f"try {field}={choices[0]}"
     raise SpecError(f"{what}.{field} is {shown(text)} but must be one of {', '.join(choices)}: {advice}")
+
+
+def _whole(what: str, field: str, text: str, example: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise SpecError(f"{what}.{field} is {shown(text)} but must be a whole number, such as {field}={example}") from None
+
+
+def _number(what: str, field: str, text: str, example: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise SpecError(f"{what}.{field} is {shown(text)} but must be a number, such as {field}={example}") from None

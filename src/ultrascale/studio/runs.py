@@ -11,9 +11,10 @@ from nicegui import ui
 
 from ultrascale.figures import evidence, time
 from ultrascale.measure import compare
-from ultrascale.report.of_run import METRICS, last_loss, metrics
+from ultrascale.report.of_run import last_loss, metrics
 from ultrascale.show.compare import rows as compared
 from ultrascale.specs.errors import RunError, SpecError
+from ultrascale.specs.folders import MEASUREMENT, METRICS, PLAN
 from ultrascale.studio.address import Ask
 from ultrascale.studio.frame import Chart, Frame, table
 
@@ -27,7 +28,7 @@ def names(folder: Path) -> list[str]:
     found = [
         path
         for path in (folder.iterdir() if folder.is_dir() else ())
-        if path.is_dir() and path.resolve().parent == inside and (path / compare.PLAN).is_file()
+        if path.is_dir() and path.resolve().parent == inside and (path / PLAN).is_file()
     ]
     found.sort(key=lambda path: path.stat().st_mtime, reverse=True)
     return [path.name for path in found[:MOST]]
@@ -99,7 +100,7 @@ class Runs:
 
     def compared(self, chosen: list[str]) -> compare.Comparison | None:
         """One run beside its plan, or two beside each other, once they have been measured."""
-        done = [name for name in chosen if (self.folder / name / compare.MEASUREMENT).is_file()]
+        done = [name for name in chosen if (self.folder / name / MEASUREMENT).is_file()]
         if len(chosen) not in (1, 2) or len(done) != len(chosen):
             return None
         try:

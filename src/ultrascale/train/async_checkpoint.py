@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ultrascale.data.digest import data_digest
+from ultrascale.parallel.mesh import group_timeout_s
 from ultrascale.specs.checkpointing import Checkpointing
 from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.folders import free_bytes
@@ -35,7 +36,6 @@ from ultrascale.train.checkpoint import Checkpoint, CheckpointState
 from ultrascale.train.dcp_io import Pieces, TensorSlice, load, save
 from ultrascale.train.engine import Engine
 from ultrascale.train.optimizer import Weight
-from ultrascale.train.rendezvous import group_timeout_s
 
 TOLD_AFTER_S = 2.0
 LONGEST_SAVE_S = 1800.0  # torch's default timeout of gloo

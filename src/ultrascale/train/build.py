@@ -10,12 +10,16 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 
+from ultrascale.cost import communication, network
+from ultrascale.cost.columns import LayoutColumns
+from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.stages import chunk_layers
-from ultrascale.kernels import float8, fused, loss, split_master
+from ultrascale.kernels import compile, float8, fused, loss, selection, split_master
+from ultrascale.kernels.selection import Kernels
 from ultrascale.model.init import full_weight
 from ultrascale.model.moe import Router
 from ultrascale.model.transformer import Transformer
-from ultrascale.parallel import context, expert, tensor, zero
+from ultrascale.parallel import context, expert, recompute, tensor, zero
 from ultrascale.parallel.comm import Axis
 from ultrascale.parallel.data import BucketedGrads, DDPGrads, GradientReducer, SingleMicrobatchGrads
 from ultrascale.parallel.float8_gather import Float8GatherScales
@@ -25,12 +29,11 @@ from ultrascale.parallel.pipeline import Pipeline, StageChunk
 from ultrascale.parallel.shards import Shard
 from ultrascale.schedules import ActionKind, Schedule
 from ultrascale.schedules import build as build_schedule
+from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.training import Training
-from ultrascale.train import compile, kernels, recompute
+from ultrascale.specs.training import ExpertOverlap, Training
 from ultrascale.train.balance import ZeroGradient, bias_name
-from ultrascale.train.kernels import Kernels
 from ultrascale.train.optimizer import Weight
 from ultrascale.train.supported import why_not_gathered_in_fp8
 
@@ -58,7 +61,7 @@ def build(job: Job, mesh: Mesh, training: Training) -> BuiltModel:
     counts = chunk_layers(job, schedule.ranks, schedule.virtual_stages)
     ends = [0, *accumulate(counts)]
     chunks, weights, routers = [], list[Weight](), dict[int, Router]()
-    own = kernels.choose(job, layout, training, mesh.device.type)
+    own = selection.choose(job, layout, training, mesh.device.type)
     for stage in schedule.stages_of(mesh.pp.rank):
         layers = range(ends[stage], ends[stage + 1])
         chunk, chunk_weights, chunk_routers = _chunk(job, mesh, training, schedule, stage, layers, own)
@@ -98,7 +101,7 @@ def _chunk(
         with torch.device("meta"):
             module = Transformer(job.model, layers, embed=stage == 0, head=stage == schedule.stages - 1)
         shards = tensor.apply(module, mesh, deferred)  # first: the other techniques read this rank's sizes
-        expert.apply(module, mesh, shards, kernels.expert_overlap(job, layout, training, mesh.device.type))
+        expert.apply(module, mesh, shards, expert_overlap(job, layout, training, mesh.device.type))
         context.apply(module, mesh.cp, layout.context_parallel, job.seq)
         if own.fused:
             fused.apply(module)
@@ -206,3 +209,15 @@ def _bias(layer: int, router: Router, job: Job, mesh: Mesh, training: Training, 
     parameter = nn.Parameter(router.bias, requires_grad=False)
     shard = Shard(name, shape, counted=mesh.tp.rank == 0)
     return _weight(name, parameter, shard, ZeroGradient(router, router.bias), job, mesh, training, own)
+
+
+def expert_overlap(job: Job, layout: Layout, training: Training, device: str) -> ExpertOverlap:
+    """What experts compute during the all-to-all; `auto` follows the cost model (cost/expert.py)."""
+    if training.expert_overlap != "auto":
+        return training.expert_overlap
+    if device != "cuda" or layout.ep == 1 or job.model.moe is None:
+        return "none"
+    engine = job.changed(framework=Framework.load("ultrascale-gpu"))
+    row, machine = LayoutColumns.of([layout]), ClusterRates(engine)
+    first = communication.local_tokens_first(engine, row, network.mesh(row, machine.cluster), machine)[0]
+    return "rows" if first else "gradients"

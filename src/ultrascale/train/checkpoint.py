@@ -1,7 +1,7 @@
 """A run's checkpoints on disk: manifest, selection of the newest, and atomic commit.
 
     runs/first/checkpoints/latest                         the name of the newest complete one
-    runs/first/checkpoints/rollback.json                  a roll-back in progress (train/rollback.py)
+    runs/first/checkpoints/rollback.json                  a roll-back in progress (train/history.py)
     runs/first/checkpoints/abandoned-001/step-000400      a checkpoint that a roll-back abandoned
     runs/first/checkpoints/step-000200/checkpoint.json    step, job, layout, training, checksums of all that follows
                                        .metadata          torch's index of the parts
@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ultrascale.specs.checkpointing import Checkpointing
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import read_text, write_text
-from ultrascale.specs.folders import sync_folder
+from ultrascale.specs.folders import CHECKPOINTS, sync_folder
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.plan import job_from_mapping, job_to_mapping
@@ -38,7 +38,7 @@ from ultrascale.specs.validate import build
 if TYPE_CHECKING:
     import torch
 
-FOLDER, MANIFEST, LATEST, ROLLBACK = "checkpoints", "checkpoint.json", "latest", "rollback.json"
+MANIFEST, LATEST, ROLLBACK = "checkpoint.json", "latest", "rollback.json"
 FORMAT = "ultrascale checkpoint 1"
 LARGEST = 2**28  # bytes of checkpoint.json: it lists every part that every rank wrote
 _NAME = re.compile(r"step-(\d{6,})")
@@ -141,7 +141,7 @@ class Rollback:
 
 def pending_rollback(run: Path) -> Rollback | None:
     """The roll-back that was recorded but not finished; SpecError if its record is damaged."""
-    path = run / FOLDER / ROLLBACK
+    path = run / CHECKPOINTS / ROLLBACK
     try:
         data = json.loads(read_text(path))
         moves = tuple((_inside(old), _inside(new)) for old, new in data["moves"])
@@ -154,7 +154,7 @@ def pending_rollback(run: Path) -> Rollback | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SpecError(
             f"{path} records a roll-back but cannot be read ({type(error).__name__}): delete it, and name the checkpoint to "
-            f"resume from, such as --resume {run / FOLDER / 'step-000100'}"
+            f"resume from, such as --resume {run / CHECKPOINTS / 'step-000100'}"
         ) from None
 
 
@@ -168,7 +168,7 @@ def _inside(name: Any) -> str:
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Opens the checkpoint in this folder; SpecError if it is not one, incomplete, or of another program."""
     if not folder.is_dir():
-        raise SpecError(f"checkpoint {folder} is no folder: name one such as runs/first/{FOLDER}/step-000100")
+        raise SpecError(f"checkpoint {folder} is no folder: name one such as runs/first/{CHECKPOINTS}/step-000100")
     path = folder / MANIFEST
     try:
         text = read_text(path, LARGEST)
@@ -204,11 +204,11 @@ def latest(run: Path) -> Checkpoint:
 def newest(run: Path) -> Path | None:
     """The checkpoint that a run resumes from: never one of an abandoned branch, unless a roll-back to it has begun."""
     if (pending := pending_rollback(run)) is not None:
-        source = run / FOLDER / pending.source
-        return source if (source / MANIFEST).exists() else run / FOLDER / pending.target
+        source = run / CHECKPOINTS / pending.source
+        return source if (source / MANIFEST).exists() else run / CHECKPOINTS / pending.target
     try:
-        named = run / FOLDER / read_text(run / FOLDER / LATEST).strip()
-        if _NAME.fullmatch(named.name) and named.parent == run / FOLDER and (named / MANIFEST).exists():
+        named = run / CHECKPOINTS / read_text(run / CHECKPOINTS / LATEST).strip()
+        if _NAME.fullmatch(named.name) and named.parent == run / CHECKPOINTS and (named / MANIFEST).exists():
             return named
     except (OSError, ValueError):
         pass
@@ -235,7 +235,7 @@ def run_named(path: Path) -> Path:
 
 def complete(run: Path) -> list[Path]:
     """The complete checkpoints of the current branch, by step."""
-    return complete_in(run / FOLDER)
+    return complete_in(run / CHECKPOINTS)
 
 
 def complete_in(folder: Path) -> list[Path]:
@@ -246,7 +246,7 @@ def complete_in(folder: Path) -> list[Path]:
 
 def abandoned_in(run: Path) -> list[Path]:
     """The folders of abandoned branches, oldest first."""
-    found = [one for one in (run / FOLDER).glob("abandoned-*") if ABANDONED.fullmatch(one.name) and one.is_dir()]
+    found = [one for one in (run / CHECKPOINTS).glob("abandoned-*") if ABANDONED.fullmatch(one.name) and one.is_dir()]
     return sorted(found, key=lambda one: int(one.name.partition("-")[2]))
 
 
@@ -257,12 +257,12 @@ def step_of(folder: Path) -> int:
 
 def partial_folder(run: Path, step: int) -> Path:
     """The folder in which a checkpoint is written until it is complete."""
-    return run / FOLDER / f".step-{step:06d}.partial"
+    return run / CHECKPOINTS / f".step-{step:06d}.partial"
 
 
 def begin(run: Path) -> None:
     """Deletes partial checkpoints of a killed run."""
-    for left in (run / FOLDER).glob(".*"):
+    for left in (run / CHECKPOINTS).glob(".*"):
         if left.is_dir():
             shutil.rmtree(left, ignore_errors=True)
         else:
@@ -271,7 +271,7 @@ def begin(run: Path) -> None:
 
 def commit(run: Path, state: CheckpointState, sums: Sums, keep: int = 0) -> None:
     """Completes a partial checkpoint, and deletes the lowest steps of the branch beyond `keep` (0: none)."""
-    partial, final = partial_folder(run, state.step), run / FOLDER / f"step-{state.step:06d}"
+    partial, final = partial_folder(run, state.step), run / CHECKPOINTS / f"step-{state.step:06d}"
     data = _manifest(state, sums)
     write_text(partial / MANIFEST, json.dumps({**data, "checksum": _checksum(data)}) + "\n")
     sync_folder(partial)
@@ -311,7 +311,7 @@ def write_weights(
         raise SpecError(f"{run} cannot be written ({(error.strerror or str(error)).lower()}): name another folder") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return run / FOLDER / f"step-{0:06d}"
+    return run / CHECKPOINTS / f"step-{0:06d}"
 
 
 def _manifest(state: CheckpointState, sums: Sums) -> dict[str, Any]:

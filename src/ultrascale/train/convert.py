@@ -15,12 +15,12 @@ from ultrascale.cost.estimate import estimate
 from ultrascale.data.corpora import BYTES
 from ultrascale.data.mixture import STDLIB, SYNTHETIC
 from ultrascale.specs.errors import SpecError
-from ultrascale.specs.folders import free_bytes, new_folder, refuse_used
+from ultrascale.specs.folders import PLAN, free_bytes, new_folder, refuse_used
 from ultrascale.specs.model import Model
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import GIB
 from ultrascale.specs.validate import shown
-from ultrascale.train import checkpoint, launch
+from ultrascale.train import checkpoint, import_torch
 from ultrascale.train.request import TRY_SEQ, Overrides, from_model
 
 if TYPE_CHECKING:
@@ -43,9 +43,16 @@ class Converted:
 
 
 def convert(
-    words: Sequence[str], dtype: str = "bf16", tokenizer: Path | None = None, progress: Progress | None = None
+    words: Sequence[str],
+    dtype: str = "bf16",
+    tokenizer: Path | None = None,
+    progress: Progress | None = None,
+    gpu: bool = False,
 ) -> Converted:
-    """`hf FOLDER RUN` reads Hugging Face weights, `RUN hf FOLDER` writes them, as `dtype` and with the tokenizer given."""
+    """`hf FOLDER RUN` reads Hugging Face weights, `RUN hf FOLDER` writes them, as `dtype` and with the tokenizer given.
+
+    `gpu`: whether the run is made for a machine with a GPU.
+    """
     given = list(words)
     if len(given) != 3 or given.count(HF) != 1 or given[2] == HF or not all(word.strip() for word in given):
         text = shown(" ".join(given)) if given else "nothing"
@@ -54,11 +61,11 @@ def convert(
     if given[0] == HF:
         if tokenizer is not None:
             raise SpecError(f"--tokenizer goes with weights that are written out, not into {given[2]}: leave it out")
-        return from_hf(Path(given[1]), Path(given[2]), progress)
+        return from_hf(Path(given[1]), Path(given[2]), progress, gpu)
     return to_hf(Path(given[0]), Path(given[2]), dtype, tokenizer, progress)
 
 
-def from_hf(source: Path, run: Path, progress: Progress | None = None) -> Converted:
+def from_hf(source: Path, run: Path, progress: Progress | None = None, gpu: bool = False) -> Converted:
     """Writes a run at step 0 with these weights and a short job for one process, for `train --resume`."""
     refuse_used(run)
     _need_safetensors()
@@ -70,13 +77,12 @@ def from_hf(source: Path, run: Path, progress: Progress | None = None) -> Conver
     if (free := free_bytes(run)) < total:
         raise SpecError(f"{run} needs {total / GIB:,.2f} GiB but its disk has {free / GIB:,.2f} GiB free: name another disk")
     seq = min(TRY_SEQ, model.max_positions or TRY_SEQ)
-    precision = "bf16" if launch.has_gpu() else "fp32"
     data = STDLIB if model.vocab >= BYTES else SYNTHETIC  # a default until a run sets train.data
     changes = Overrides(job={"seq": seq}, train={"data": data})
-    request = from_model(model, changes, world=1, precision=precision)
+    request = from_model(model, changes, world=1, precision="bf16" if gpu else "fp32")
     counted = _CountedWeights(folder.tensor, total, progress)
     with new_folder(run) as new_run:
-        Plan(job=request.job, layout=request.layout, estimate=estimate(request.job, request.layout)).save(new_run / launch.PLAN)
+        Plan(job=request.job, layout=request.layout, estimate=estimate(request.job, request.layout)).save(new_run / PLAN)
         checkpoint.write_weights(new_run, request.job, request.layout, request.training, shapes, counted)
     return Converted(model, run, is_run=True)
 
@@ -118,7 +124,7 @@ class _CountedWeights:
 
 
 def _need_safetensors() -> None:
-    launch.import_torch()
+    import_torch()
     try:
         import safetensors  # noqa: F401
     except ModuleNotFoundError:

@@ -5,31 +5,22 @@ They do not depend on layout, number of processes or earlier steps: a resumed or
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 
-from ultrascale.data.corpora import ByteCorpus, Corpus, MixtureCorpus, SyntheticCorpus, Tokens, standard_library
-from ultrascale.data.mixture import corpus, two_windows
-from ultrascale.data.order import MixturePattern, SampleOrder, permuted, seed_of
+from ultrascale.data.corpora import Corpus, MixtureCorpus, Tokens
+from ultrascale.data.mixture import two_windows
+from ultrascale.data.order import MixturePattern, SampleOrder, seed_of
 from ultrascale.specs.layout import Layout
-
-__all__ = [
-    "Batches",
-    "ByteCorpus",
-    "Corpus",
-    "MixtureCorpus",
-    "SyntheticCorpus",
-    "corpus",
-    "permuted",
-    "rows_of",
-    "standard_library",
-]
 
 Rows = slice | Sequence[int]
 Window = tuple[Corpus, int]
+Read = TypeVar("Read")
 
 
 class Batches:
@@ -99,3 +90,41 @@ def rows_of(layout: Layout, dp_rank: int, microbatch: int) -> list[int]:
     """The rows of the global batch that a data rank reads for one of its micro-batches."""
     first = (microbatch * layout.dp + dp_rank) * layout.mbs
     return list(range(first, first + layout.mbs))
+
+
+class BatchPrefetcher(Generic[Read]):
+    """Prefetches: `take(n)` returns `read(n)`, started in a thread by `take(n - 1)`; nothing from `end` on."""
+
+    def __init__(self, read: Callable[[int], Read], end: int) -> None:
+        self._read, self._end = read, end
+        self._number: int | None = None
+        self._thread: threading.Thread | None = None
+        self._found: Read | None = None
+        self._error: BaseException | None = None
+
+    def take(self, number: int) -> Read:
+        found = self._read(number) if self._number != number else self._join()
+        self._begin(number + 1)
+        return found
+
+    def _join(self) -> Read:
+        assert self._thread is not None
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._found is not None
+        return self._found
+
+    def _begin(self, number: int) -> None:
+        self._number = number if number < self._end else None
+        if self._number is None:
+            return
+        self._found = self._error = None
+        self._thread = threading.Thread(target=self._work, args=(number,), daemon=True)
+        self._thread.start()
+
+    def _work(self, number: int) -> None:
+        try:
+            self._found = self._read(number)
+        except BaseException as error:  # raised by `take`
+            self._error = error

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ultrascale.kernels import autotune
+from ultrascale.kernels.cuda_graphs import CUDAGraphPool, graphed
 from ultrascale.parallel import comm, context
 from ultrascale.parallel.comm import Axis
 from ultrascale.parallel.mesh import Mesh
@@ -16,14 +18,10 @@ from ultrascale.parallel.ranges import profile_range
 from ultrascale.specs.errors import RunError
 from ultrascale.specs.job import Job
 from ultrascale.specs.training import Training
-from ultrascale.train import attention, gate_autotune
 from ultrascale.train.balance import RouterBalance, RouterLoads
-from ultrascale.train.build import build
-from ultrascale.train.cuda_graphs import CUDAGraphPool, graphed
-from ultrascale.train.data import Batches, rows_of
-from ultrascale.train.lr import learning_rate
-from ultrascale.train.optimizer import LossScale, Optimizer, Weight
-from ultrascale.train.prefetch import BatchPrefetcher
+from ultrascale.train.build import build, compute_format
+from ultrascale.train.data import Batches, BatchPrefetcher, rows_of
+from ultrascale.train.optimizer import LossScale, Optimizer, Weight, learning_rate
 
 
 class NotFiniteError(RunError):
@@ -50,8 +48,10 @@ class Engine:
     def __init__(self, job: Job, mesh: Mesh, training: Training, batches: Batches) -> None:
         self.job, self.mesh, self.training, self.batches = job, mesh, training, batches
         # Autotuned before the model is built, while there is free memory for it.
-        self.attention = None if training.document_mask else attention.fastest(job, mesh.layout, mesh.device)
-        self.gates = gate_autotune.fastest(job, mesh.layout, training, mesh.device)
+        dtype = compute_format(job, mesh)
+        masked = training.document_mask
+        self.attention = None if masked else autotune.fastest_attention(job, mesh.layout, dtype, mesh.device)
+        self.gates = autotune.fastest_gates(job, mesh.layout, training, dtype, mesh.device)
         built = build(job, mesh, training)
         self.pipeline, self.weights = built.pipeline, built.weights
         for selected in (self.attention, self.gates):

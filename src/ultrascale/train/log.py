@@ -6,19 +6,26 @@ import importlib
 import json
 import math
 import os
+import resource
 import shutil
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
+from ultrascale.cost import flops
 from ultrascale.specs.errors import SpecError
-from ultrascale.specs.folders import sync_folder
+from ultrascale.specs.folders import METRICS, sync_folder
 from ultrascale.specs.layout import Layout
+from ultrascale.specs.units import GIB
 
-FILE = "metrics.jsonl"
+if TYPE_CHECKING:
+    from ultrascale.train.engine import StepResult
+    from ultrascale.train.request import Request
+
 FIRST_LINES = 5  # steps that a pipe shows one by one, so that a bad start is visible at once
 REDRAW_S = 0.5
 RECENT = 20  # steps whose mean time gives the ETA
@@ -82,7 +89,7 @@ class MetricsLog:
     def __init__(self, folder: Path, resume_step: int | None = None, sinks: Iterable[MetricsSink] = ()) -> None:
         """`resume_step`: the checkpoint's step of a resumed run; later rows are deleted, since their steps are repeated."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / FILE
+        self.path = folder / METRICS
         if self.path.exists() and not self.path.is_file():  # opening a FIFO would block
             raise SpecError(f"{self.path} is not a regular file: move it away, or give another --out")
         if resume_step is not None and self.path.exists():
@@ -275,3 +282,74 @@ def _thousands(value: float) -> str:
     if not math.isfinite(value) or value < 1000:
         return f"{value:.0f}"
     return f"{value / 1e3:.1f}k" if value < 1e6 else f"{value / 1e6:.2f}M"
+
+
+class MetricsRecorder:
+    """Writes rank 0's metrics: metrics.jsonl, other sinks, the progress line."""
+
+    def __init__(self, request: Request, out: Path | None, peak_flops: float | None, quiet: bool, start: int = 0) -> None:
+        """`start`: steps done before this launch."""
+        self.request = request
+        layout, job = request.layout, request.job
+        self.tokens = layout.batch_tokens(job.seq)
+        per_token = flops.model_flops(job.model, job.seq)
+        self.mfu: Callable[[float], float | None] = lambda rate: rate * per_token / peak_flops if peak_flops else None
+        sinks = open_sinks(request.training.log, out, {"layout": str(layout), "model": job.model.name}) if out else []
+        self.log = MetricsLog(out, start if request.goes_on_in(out) else None, sinks) if out else None
+        self.progress = None if quiet else ProgressLine(sys.stderr, request.training.steps)
+
+    def record(
+        self,
+        done: int,
+        result: StepResult,
+        step_s: float,
+        data_s: float,
+        eval_loss: float | None,
+        loss_scale: float | None,
+        checkpoint_s: float | None,
+    ) -> None:
+        loads = result.loads
+        rate = self.tokens / step_s / self.request.layout.gpus
+        record = StepRecord(
+            step=done,
+            tokens=done * self.tokens,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=result.lr,
+            tokens_per_s_per_gpu=rate,
+            mfu=self.mfu(rate),
+            peak_gib=peak_bytes() / GIB,
+            data_wait_s=data_s,
+            step_time_s=step_s,
+            skipped=result.skipped or None,
+            loss_scale=loss_scale,
+            eval_loss=eval_loss,
+            checkpoint_s=checkpoint_s,
+            balance_loss=loads.balance_loss if loads else None,
+            expert_load=loads.busiest if loads else None,
+            expert_tokens=loads.per_expert if loads else None,
+            expert_quantiles=loads.quantiles if loads else None,
+            dropped_tokens=loads.dropped if loads else None,
+        )
+        if self.log is not None and done % self.request.training.log_every == 0:
+            self.log.write(record)
+        if self.progress is not None:
+            self.progress.show(record)
+
+    def sync(self) -> None:
+        if self.log is not None:
+            self.log.sync()
+
+    def close(self) -> None:
+        if self.log is not None:
+            self.log.close()
+
+
+def peak_bytes() -> int:
+    """Peak memory of this process: allocated on the GPU, or resident on the host."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,33 +1,33 @@
-"""The training loop of one rank: read, forward and backward, update, evaluate, record, save.
+"""The training loop of one rank (read, forward and backward, update, evaluate, record, save) and its measurement.
 
 Only rank 0 writes metrics; all ranks compute the same values.
 """
 
 from __future__ import annotations
 
-import resource
-import sys
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from ultrascale.cost import flops
+from ultrascale.parallel.data import BucketedGrads
+from ultrascale.parallel.expert import ExpertDenseGrads
 from ultrascale.parallel.ranges import profile_range
-from ultrascale.specs.measurement import MeasuredMemory
+from ultrascale.specs.measurement import MeasuredMemory, MeasuredStage, MeasuredTime, Measurement
 from ultrascale.specs.units import GIB
-from ultrascale.train import checkpoint, heap
+from ultrascale.train import checkpoint, memory
 from ultrascale.train.async_checkpoint import CheckpointManager
 from ultrascale.train.engine import Engine, NotFiniteError, StepResult
-from ultrascale.train.log import MetricsLog, ProgressLine, StepRecord, open_sinks
-from ultrascale.train.memory_owners import account
-from ultrascale.train.request import Request
-from ultrascale.train.stop import StopSignals
-from ultrascale.train.watchdog import Watchdog
+from ultrascale.train.log import MetricsRecorder
+
+UNSEEN = "what data ranks exchange is torch's own here (FSDP2 or DDP) and was not timed apart: it is part of computing"
+RECORDED = "a step's kernels were recorded and launched as one"
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Observer:
 
     def account(self, step: Callable[[], StepResult]) -> tuple[MeasuredMemory, StepResult]:
         """Runs the one step whose memory is measured."""
-        return account(self.engine, step)
+        return memory.account(self.engine, step)
 
     def phase(self, step: int, doing: str) -> None:
         """Called when a phase of a step begins: reading, forward and backward, update, saving or evaluating."""
@@ -61,21 +61,32 @@ class Observer:
         """Called on every rank after the last step; rank 0's result is returned to the process that started the run."""
 
 
+class PhaseListener(Protocol):
+    """Is told what a rank is doing; the watchdog of launch/ is one."""
+
+    def at(self, step: int, doing: str) -> None: ...
+
+    def waits_for_disk(self, step: int, doing: str) -> None: ...
+
+
 class Loop:
-    """Runs steps until the last or until a stop signal; saves checkpoints on the way and at the end."""
+    """Runs steps until the last or until a stop signal; saves checkpoints on the way and at the end.
+
+    `stop_signal`: returns the name of a received signal.
+    """
 
     def __init__(
         self,
         engine: Engine,
         recorder: MetricsRecorder | None,
         checkpoints: CheckpointManager | None,
-        signals: StopSignals,
-        watchdog: Watchdog,
+        stop_signal: Callable[[], str | None],
+        watchdog: PhaseListener,
         observer: Observer | None = None,
     ) -> None:
         self.observer = observer or Observer(engine)
         self.engine, self.recorder, self.checkpoints = engine, recorder, checkpoints
-        self.signals, self.watchdog = signals, watchdog
+        self.stop_signal, self.watchdog = stop_signal, watchdog
         self.watch = StepStats()
         self.done = 0
         if checkpoints is not None:
@@ -95,7 +106,7 @@ class Loop:
         accounted = min(start + 1, training.steps - 1)
         slowed = StepStats()  # of the step slowed by memory tracking: its times are discarded
         for number in range(start, training.steps):
-            self.engine.asked_to_stop = self.signals.received is not None
+            self.engine.asked_to_stop = self.stop_signal() is not None
             if number == accounted:
                 self.watch.memory, result = self.observer.account(partial(self._step, number, slowed))
             else:
@@ -104,7 +115,7 @@ class Loop:
             self._after(result, slowed if number == accounted else self.watch)
             self.observer.stepped()
             if result.stop:
-                self.stopped = self.signals.received or "another rank's signal"
+                self.stopped = self.stop_signal() or "another rank's signal"
                 break
         if not self.watch.step_s:  # the run has only one step
             self.watch = replace(slowed, memory=self.watch.memory)
@@ -122,7 +133,7 @@ class Loop:
             held_out = self.engine.evaluate(training.eval_batches)
         if self.recorder is not None:
             scale = self.engine.scale.value if self.engine.scale.used else None
-            self.recorder.record(self.done, result, stats, held_out, scale, self._stalled or None)
+            self.recorder.record(self.done, result, stats.step_s[-1], stats.data_s[-1], held_out, scale, self._stalled or None)
         self._stalled = 0.0
         # After this step's row is written: a run that is killed after the checkpoint resumes behind it and repeats no step.
         if (
@@ -135,8 +146,8 @@ class Loop:
             if self.recorder is not None:
                 self.recorder.sync()
             self._stalled += self.checkpoints.save(self.done)
-        if self.engine.mesh.device.type == "cpu" and self.done % heap.EVERY == 0:
-            heap.give_back()
+        if self.engine.mesh.device.type == "cpu" and self.done % memory.TRIM_EVERY == 0:
+            memory.trim_heap()
 
     def _step(self, number: int, watch: StepStats) -> StepResult:
         engine = self.engine
@@ -172,69 +183,90 @@ class Loop:
             raise NotFiniteError(f"{error}. They are kept in {checkpoint.newest(self.checkpoints.run)}") from None
 
 
-class MetricsRecorder:
-    """Writes rank 0's metrics: metrics.jsonl, other sinks, the progress line."""
+def measurement(engine: Engine, watch: StepStats, peak_flops: float | None) -> Measurement | None:
+    """Gathers the statistics of all ranks; returns the measurement on rank 0."""
+    mesh, job, layout = engine.mesh, engine.job, engine.mesh.layout
+    everyone: list[tuple[StepStats, int, int]] = [(watch, mesh.place.pp, _layers(engine))]
+    if mesh.world.size > 1:
+        everyone = [everyone[0]] * mesh.world.size
+        dist.all_gather_object(everyone, (watch, mesh.place.pp, _layers(engine)))
+    if mesh.rank:
+        return None
+    warm = watch.step_s[1:] or watch.step_s  # the first step includes compilation and first touches of memory
+    step_s = statistics.median(warm)
+    tokens = layout.batch_tokens(job.seq)
+    rate = tokens / step_s
+    per_token = flops.model_flops(job.model, job.seq)
+    stages = _stages(everyone)
+    fullest = max(stages, key=lambda stage: stage.memory.total)
+    on_cpu = mesh.device.type == "cpu"
+    chunks = engine.pipeline.chunks.values()
+    untimed = mesh.data.size > 1 and not all(isinstance(chunk.gradients, BucketedGrads | ExpertDenseGrads) for chunk in chunks)
 
-    def __init__(self, request: Request, out: Path | None, peak_flops: float | None, quiet: bool, start: int = 0) -> None:
-        """`start`: steps done before this launch."""
-        self.request = request
-        layout, job = request.layout, request.job
-        self.tokens = layout.batch_tokens(job.seq)
-        per_token = flops.model_flops(job.model, job.seq)
-        self.mfu: Callable[[float], float | None] = lambda rate: rate * per_token / peak_flops if peak_flops else None
-        sinks = open_sinks(request.training.log, out, {"layout": str(layout), "model": job.model.name}) if out else []
-        self.log = MetricsLog(out, start if request.goes_on_in(out) else None, sinks) if out else None
-        self.progress = None if quiet else ProgressLine(sys.stderr, request.training.steps)
+    def utilisation(flops_per_token: float) -> float | None:
+        return rate / layout.gpus * flops_per_token / peak_flops if peak_flops else None
 
-    def record(
-        self,
-        done: int,
-        result: StepResult,
-        stats: StepStats,
-        eval_loss: float | None,
-        loss_scale: float | None,
-        checkpoint_s: float | None,
-    ) -> None:
-        step_s, data_s, loads = stats.step_s[-1], stats.data_s[-1], result.loads
-        rate = self.tokens / step_s / self.request.layout.gpus
-        record = StepRecord(
-            step=done,
-            tokens=done * self.tokens,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            lr=result.lr,
-            tokens_per_s_per_gpu=rate,
-            mfu=self.mfu(rate),
-            peak_gib=peak_bytes() / GIB,
-            data_wait_s=data_s,
-            step_time_s=step_s,
-            skipped=result.skipped or None,
-            loss_scale=loss_scale,
-            eval_loss=eval_loss,
-            checkpoint_s=checkpoint_s,
-            balance_loss=loads.balance_loss if loads else None,
-            expert_load=loads.busiest if loads else None,
-            expert_tokens=loads.per_expert if loads else None,
-            expert_quantiles=loads.quantiles if loads else None,
-            dropped_tokens=loads.dropped if loads else None,
-        )
-        if self.log is not None and done % self.request.training.log_every == 0:
-            self.log.write(record)
-        if self.progress is not None:
-            self.progress.show(record)
-
-    def sync(self) -> None:
-        if self.log is not None:
-            self.log.sync()
-
-    def close(self) -> None:
-        if self.log is not None:
-            self.log.close()
+    return Measurement(
+        step_time_s=step_s,
+        tokens_per_s=rate,
+        tokens_per_s_per_gpu=rate / layout.gpus,
+        mfu=utilisation(per_token),
+        hfu=utilisation(flops.hardware_flops(job.model, job.seq, layout.recompute, job.attention)),
+        mfu_causal=utilisation(flops.model_flops(job.model, job.seq, causal=True)),
+        hfu_causal=utilisation(flops.hardware_flops(job.model, job.seq, layout.recompute, job.attention, causal=True)),
+        model_tflops_per_gpu=rate / layout.gpus * per_token / 1e12,
+        peak_gib=fullest.memory.total / GIB,
+        capacity_gib=job.cluster.gpu.memory_gib,
+        peak_stage=fullest.stage,
+        memory=tuple(stages),
+        time=_time([one[0] for one in everyone], step_s, on_cpu, not untimed),
+        steps=len(warm),
+        processes=layout.gpus,
+        device=torch.cuda.get_device_name() if mesh.device.type == "cuda" else "cpu",
+        notes=tuple(_notes(engine, on_cpu and untimed)),
+    )
 
 
-def peak_bytes() -> int:
-    """Peak memory of this process: allocated on the GPU, or resident on the host."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+def _notes(engine: Engine, untimed: bool) -> Iterator[str]:
+    if untimed:
+        yield UNSEEN
+    yield from (str(selected) for selected in (engine.attention, engine.gates) if selected is not None)
+    if engine.tape is not None and engine.tape.used:
+        yield RECORDED
+
+
+def _layers(engine: Engine) -> int:
+    return len({weight.shard.name.split(".")[1] for weight in engine.weights if weight.shard.name.startswith("blocks.")})
+
+
+def _stages(everyone: list[tuple[StepStats, int, int]]) -> list[MeasuredStage]:
+    """The rank with the highest peak memory of each pipeline stage."""
+    fullest: dict[int, MeasuredStage] = {}
+    for watch, stage, layers in everyone:
+        assert watch.memory is not None
+        measured = MeasuredStage(stage=stage, layers=layers, memory=watch.memory)
+        if stage not in fullest or fullest[stage].memory.total < measured.memory.total:
+            fullest[stage] = measured
+    return [fullest[stage] for stage in sorted(fullest)]
+
+
+def _time(watches: list[StepStats], step_s: float, waits_seen: bool, exchange_seen: bool) -> MeasuredTime:
+    def typical(values: Callable[[StepStats], list[float]]) -> float:
+        return statistics.mean(statistics.median(values(watch)) for watch in watches)
+
+    optimizer_s, data_s = typical(lambda watch: watch.optimizer_s), typical(lambda watch: watch.data_s)
+    if not waits_seen:  # on a GPU the host does not block when the device waits
+        return MeasuredTime(overhead_s=data_s)
+    axes = ("tp", "cp", "ep", "pp", "dp") if exchange_seen else ("tp", "cp", "ep", "pp")
+    waits = {axis: typical(lambda watch: [one.get(axis, 0.0) for one in watch.waits_s]) for axis in axes}  # noqa: B023
+    computing = step_s - sum(waits.values()) - optimizer_s - data_s
+    return MeasuredTime(
+        computing_s=max(0.0, computing),
+        tensor_s=waits["tp"],
+        context_s=waits["cp"],
+        expert_s=waits["ep"],
+        data_s=waits.get("dp"),
+        bubble_s=waits["pp"],
+        optimizer_s=optimizer_s,
+        overhead_s=data_s,
+    )

@@ -1,10 +1,11 @@
-"""The optimizer on this rank's shards: fp32 masters, global norm, clipping, learning rate, loss scale.
+"""The optimizer on this rank's shards: fp32 masters, global norm, learning-rate schedule, loss scale.
 
 Its input is the same in every layout: a list of local tensors, their gradients, and the axis over which norms are summed.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from ultrascale.kernels import split_master
+from ultrascale.kernels.cuda_graphs import CUDAGraphPool, graphed
 from ultrascale.parallel import comm
 from ultrascale.parallel.data import GradientReducer
 from ultrascale.parallel.mesh import Mesh
@@ -21,7 +23,6 @@ from ultrascale.parallel.shards import Shard
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
 from ultrascale.specs.training import Training
-from ultrascale.train.cuda_graphs import CUDAGraphPool, graphed
 
 
 @dataclass
@@ -245,3 +246,27 @@ class LossScale:
         self.good += 1
         if self.good == self.window:
             self.value, self.good = self.value * 2, 0
+
+
+def learning_rate(training: Training, step: int) -> float:
+    """The learning rate of step `step`, counted from 0: linear warm-up, then the schedule down to lr × min_lr_ratio.
+
+    Warm-up begins at lr / warmup, not at 0, so that no step is wasted. The last step has the lowest rate.
+    """
+    if step < training.warmup:
+        return training.lr * (step + 1) / training.warmup
+    lowest = training.min_lr_ratio
+    return training.lr * (lowest + (1 - lowest) * _lr_height(training, min(step, training.steps - 1)))
+
+
+def _lr_height(training: Training, step: int) -> float:
+    """1 at the highest rate, 0 at the lowest, for a step after warm-up."""
+    last = training.steps - 1
+    if training.lr_schedule == "constant":
+        return 1.0
+    if training.lr_schedule == "wsd":
+        left = last - step  # MiniCPM's third phase, linear: each of its steps falls by the same amount
+        return min(1.0, left / training.decay_steps) if training.decay_steps else 1.0
+    # A single step after warm-up stays at the top.
+    progress = (step - training.warmup) / max(1, last - training.warmup)
+    return 0.5 * (1 + math.cos(math.pi * progress)) if training.lr_schedule == "cosine" else 1 - progress

@@ -14,6 +14,7 @@ from typing import Any
 
 from ultrascale.data import mixture
 from ultrascale.data.digest import Report, data_digest
+from ultrascale.kernels.selection import left_in_bf16
 from ultrascale.schedules import REGISTRY
 from ultrascale.specs.checkpointing import Checkpointing, checkpoint_value
 from ultrascale.specs.cluster import Cluster
@@ -26,9 +27,9 @@ from ultrascale.specs.plan import Plan
 from ultrascale.specs.training import Training, training_value
 from ultrascale.specs.units import tokens
 from ultrascale.specs.validate import build, shown
-from ultrascale.train import checkpoint, environment, supported
+from ultrascale.train import checkpoint, history, supported
 from ultrascale.train.checkpoint import Checkpoint
-from ultrascale.train.environment import LastLaunch
+from ultrascale.train.history import LastLaunch
 
 SECTIONS = ("layout", "train", "job", "checkpoint")
 JOB_FIELDS = ("seq", "batch_tokens", "precision", "gradients", "optimizer")
@@ -128,7 +129,7 @@ def from_words(
         plan = Plan.load(file) if file is not None else None
         kept = checkpoint.resolve(resume)
         # Given as a run, not as a checkpoint: a launch that was killed before its first checkpoint is repeated as it was.
-        last = environment.last_launch(resume) if plan is None and kept.folder != resume else None
+        last = history.last_launch(resume) if plan is None and kept.folder != resume else None
         repeated = last if last is not None and last.resumed_from == kept.folder.name else None
         return _emulated(from_checkpoint(kept, changes, world, gpu, plan, repeated, allowed, first, report), gpu)
     source = checkpoint.resolve(weights) if weights is not None else None
@@ -263,7 +264,7 @@ def _request(job: Job, base: Layout, overrides: Overrides, world: int, training:
     if layout.gpus != world:
         raise SpecError(_world_sentence(job, layout, training, world))
     supported.check(job, layout, training)
-    if (plain := supported.left_in_bf16(job, layout, training)) is not None:
+    if (plain := left_in_bf16(job, layout, training)) is not None:
         notes.append(plain)
     mixture.check(training, job.model.vocab, job.seq)
     return Request(job, layout, training, Checkpointing().changed(**overrides.checkpoint), notes=tuple(notes))

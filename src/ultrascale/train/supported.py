@@ -11,7 +11,7 @@ from ultrascale.schedules import REGISTRY
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.training import FP8_MULTIPLE, FP8_TOKENS, Training
+from ultrascale.specs.training import Training
 
 OPTIMIZERS = ("adamw", "sgd-momentum", "sgd")
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
@@ -190,31 +190,6 @@ def why_not_gathered_in_fp8(job: Job, layout: Layout, training: Training) -> str
         )
     if layout.offload == "parameters":
         return "FSDP2 casts what it brings from the host by itself: try layout.offload=optimizer"
-    return None
-
-
-def left_in_bf16(job: Job, layout: Layout, training: Training) -> str | None:
-    """Which GEMMs stay in bf16 because of their sizes on one rank; train.fp8_keep excludes others."""
-    if job.precision != "fp8":
-        return None
-    model, tp, scaling = job.model, layout.tp, training.fp8_scaling
-    hidden, q, kv = model.hidden, model.q_dim // tp, model.kv_dim // min(tp, model.kv_heads)
-    inner = model.ffn // tp
-    if model.moe is not None and model.moe.shared_experts:
-        inner = model.moe.shared_expert_ffn // tp
-    sizes = {"q": (hidden, q), "k and v": (hidden, kv), "out": (hidden, q), "gate, up and down": (hidden, inner)}
-    if training.fp8_keep == "none":
-        sizes["head"] = (hidden, model.vocab // tp)
-    multiple, tokens = FP8_MULTIPLE[scaling], layout.mbs * job.seq // layout.cp
-    odd = {name: pair for name, pair in sizes.items() if any(size % multiple for size in pair)}
-    if odd:
-        words = ", ".join(f"{name} ({rows} × {columns})" for name, (rows, columns) in odd.items())
-        return f"fp8 scaled by {scaling} takes sizes that are multiples of {multiple}: in bf16 stay {words}"
-    if tokens % FP8_TOKENS[scaling]:
-        return (
-            f"fp8 scaled by {scaling} sums over multiples of {FP8_TOKENS[scaling]} tokens, here they are {tokens}: "
-            "gradients of weights are made in bf16"
-        )
     return None
 
 

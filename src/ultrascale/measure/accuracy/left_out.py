@@ -8,7 +8,8 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from ultrascale.cost.hardware import SUSTAINED, attention_line, attention_rate, attention_rates, sustained
+from ultrascale.cost.hardware import SUSTAINED, sustained
+from ultrascale.cost.kernels import attention_line, attention_rate, attention_rates
 from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job

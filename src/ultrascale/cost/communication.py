@@ -1,0 +1,358 @@
+"""What each technique communicates, how long it takes and what computation hides: dp, ZeRO, tp, cp, ep, pp."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ultrascale.cost import float8, host
+from ultrascale.cost.activations import compute_bytes, gradient_bytes, split_backward
+from ultrascale.cost.columns import Array, LayoutColumns, Passes
+from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.network import CollectiveTransfer, GroupPlacement, exposed, group, transfer
+from ultrascale.cost.operators import layer_matmuls, matmul_passes, mlp_matmuls
+from ultrascale.specs.job import Job
+
+# ----------------------------------------------------------------------------------------------------------------------- data
+# Data parallelism: the reduction of gradients, and how much of the last backward hides it.
+#
+# Playbook: naive (everything after backward), per-parameter hooks, buckets; and no reduction but in the last micro-batch.
+
+
+# Tensors of one layer that a hook would reduce one by one: q, k, v, o, gate, up, down and two norms.
+TENSORS_PER_LAYER = 9
+
+
+@dataclass(frozen=True)
+class DataTraffic:
+    reduce: CollectiveTransfer
+    expert_reduce: CollectiveTransfer
+
+    @property
+    def time_s(self) -> Array:
+        return np.asarray(self.reduce.time_s + self.expert_reduce.time_s)
+
+
+def data_traffic(
+    job: Job, columns: LayoutColumns, places: GroupPlacement, machine: ClusterRates, elements: Array, expert_elements: Array
+) -> DataTraffic:
+    g = gradient_bytes(job)
+    return DataTraffic(
+        transfer(machine, "data", "all_reduce", g * elements, places.data),
+        transfer(machine, "data", "all_reduce", g * expert_elements, places.expert_data),
+    )
+
+
+def data_exposed_s(columns: LayoutColumns, machine: ClusterRates, reduction: Array, backward: Array, layers: Array) -> Array:
+    """Seconds that the step waits for the reduction, by variant.
+
+    Naive hides nothing. Hooks start each tensor as it is ready but pay a collective's latency per tensor; buckets pay it per
+    layer. Whatever the window, the last piece (the first layer's gradients) has nothing left to hide behind.
+    """
+    pieces = np.maximum(layers, 1)
+    latency = machine.intra("all_reduce").base_s + machine.inter.latency_s
+    per_tensor = reduction + np.where(reduction > 0, latency * TENSORS_PER_LAYER * pieces, 0.0)
+    hooked = np.where(columns.is_("data_parallel", "hooks"), per_tensor, reduction)
+    window = backward * (pieces - 1) / pieces
+    hidden = exposed(hooked * (pieces - 1) / pieces, window, machine.efficiency) + hooked / pieces
+    return np.where(columns.is_("data_parallel", "naive"), reduction, hidden)
+
+
+# ----------------------------------------------------------------------------------------------------------------------- zero
+# ZeRO 1–3 and HSDP: what is gathered and scattered, how often, and what computing hides.
+#
+# Playbook: ZeRO-1 reduces gradients as plain data parallelism does and gathers parameters at the step's end; ZeRO-2 turns the
+# reduction into a reduce-scatter; ZeRO-3 gathers every layer before its forward and again before its backward. To keep
+# gradients sharded while accumulating, ZeRO-2 and 3 scatter them in every micro-batch. Weights of fp8 GEMMs may be gathered in
+# fp8.
+
+
+@dataclass(frozen=True)
+class ZeroTraffic:
+    """Of one layer (or of all a rank holds, as the elements given): dense parameters and experts have groups of their own."""
+
+    gather: CollectiveTransfer
+    scatter: CollectiveTransfer
+    expert_gather: CollectiveTransfer
+    expert_scatter: CollectiveTransfer
+
+    @property
+    def gather_s(self) -> Array:
+        return np.asarray(self.gather.time_s + self.expert_gather.time_s)
+
+    @property
+    def scatter_s(self) -> Array:
+        return np.asarray(self.scatter.time_s + self.expert_scatter.time_s)
+
+
+def zero_traffic(
+    job: Job,
+    columns: LayoutColumns,
+    places: GroupPlacement,
+    machine: ClusterRates,
+    elements: Array,
+    expert_elements: Array,
+    narrow: Array | float = 0.0,
+) -> ZeroTraffic:
+    """`narrow` of the elements are gathered in fp8."""
+    b, g = compute_bytes(job), gradient_bytes(job)
+    whole_experts = columns.tp // columns.expert_cut
+    expert_shards = np.maximum(1, columns.shards * whole_experts // columns.ep)
+    experts = group(expert_shards, columns.expert_cut * columns.ep, machine.cluster)
+    return ZeroTraffic(
+        transfer(machine, "zero", "all_gather", b * elements - float8.less(job, np.asarray(narrow)), places.shard),
+        transfer(machine, "zero", "reduce_scatter", g * elements, places.shard),
+        transfer(machine, "zero", "all_gather", b * expert_elements, experts),
+        transfer(machine, "zero", "reduce_scatter", g * expert_elements, experts),
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------------- tensor
+# Tensor and sequence parallelism: what every layer exchanges inside the tp group, on the critical path.
+#
+# Playbook: ×4 per layer, forward all-gather of activations and backward reduce-scatter of gradients. With sequence parallelism
+# each region is entered by an all-gather and left by a reduce-scatter; without it each is left by one all-reduce, which moves
+# the same bytes (Korthikanti 2022, section 4.2.2).
+
+
+REGIONS = 2  # attention and MLP
+
+
+@dataclass(frozen=True)
+class TensorTraffic:
+    gather: CollectiveTransfer
+    scatter: CollectiveTransfer
+    reduce: CollectiveTransfer
+    with_sequence: Array
+
+    @property
+    def region_s(self) -> Array:
+        """Entering and leaving one region, forward or backward."""
+        return np.where(self.with_sequence, self.gather.time_s + self.scatter.time_s, self.reduce.time_s)
+
+    @property
+    def layer_s(self) -> Array:
+        """One direction of one layer."""
+        return np.asarray(REGIONS * self.region_s)
+
+    @property
+    def gather_again_s(self) -> Array:
+        """Backward gathers the saved, sequence-cut inputs once more for the weight gradients; it hides behind products."""
+        return np.where(self.with_sequence, REGIONS * self.gather.time_s, 0.0)
+
+
+def tensor_traffic(job: Job, columns: LayoutColumns, places: GroupPlacement, machine: ClusterRates) -> TensorTraffic:
+    wide = compute_bytes(job) * columns.tokens(job.seq) * job.model.hidden
+    return TensorTraffic(
+        transfer(machine, "tensor", "all_gather", wide, places.tensor),
+        transfer(machine, "tensor", "reduce_scatter", wide, places.tensor),
+        transfer(machine, "tensor", "all_reduce", wide, places.tensor),
+        columns.sequence_parallel == 1,
+    )
+
+
+def tensor_pieced_s(job: Job, columns: LayoutColumns, inside: TensorTraffic, moe: bool) -> Array:
+    """Of one direction of one layer, what may hide behind products that are cut along with the exchange.
+
+    Transformer Engine's user buffers pass one rank's piece on while the product of the piece already there runs, so all but one
+    of tp pieces may hide. They need sequence parallelism, and experts' products are not cut.
+    """
+    share = 0.0 if moe else job.framework.tensor_overlap
+    return np.where(inside.with_sequence, share * (1 - 1 / columns.tp) * inside.layer_s, 0.0)
+
+
+# -------------------------------------------------------------------------------------------------------------------- context
+# Context parallelism: how keys and values reach the queries of other cp ranks, and what of it attention hides.
+
+
+@dataclass(frozen=True)
+class ContextTraffic:
+    """Per layer and micro-batch. Backward sends keys, values and their gradients: twice the forward's bytes."""
+
+    block: CollectiveTransfer
+    """ring: one neighbour's keys and values, cp − 1 times"""
+    gather: CollectiveTransfer
+    """all-gather: everybody's keys and values; backward gathers again and reduce-scatters the gradients"""
+    scatter: CollectiveTransfer
+    switch: CollectiveTransfer
+    """Ulysses: q, k, v from sequence-cut to head-cut and the output back; the same in backward"""
+    forward_s: Array
+    backward_s: Array
+    behind_forward_s: Array
+    """attention that a ring's blocks hide behind: no other transfer can hide there too"""
+    behind_backward_s: Array
+
+
+def kv_width(job: Job, columns: LayoutColumns) -> Array:
+    """Elements of keys and values per token on one rank. MLA's are expanded before they travel."""
+    model = job.model
+    if model.mla is None:
+        return np.asarray(2 * model.kv_dim / np.minimum(columns.tp, model.kv_heads))
+    return np.asarray(model.heads * (model.qk_head_dim + model.v_head_dim) / columns.tp)
+
+
+def context_traffic(
+    job: Job, columns: LayoutColumns, places: GroupPlacement, machine: ClusterRates, attention: Passes
+) -> ContextTraffic:
+    model, cp, group = job.model, columns.cp, places.context
+    b, tokens = compute_bytes(job), columns.tokens(job.seq)
+    keys = b * tokens * kv_width(job, columns)
+    query = b * tokens * model.heads * (model.qk_head_dim + model.v_head_dim) / columns.tp
+    block = transfer(machine, "context", "send_recv", keys, group)
+    double = transfer(machine, "context", "send_recv", 2 * keys, group)
+    gather = transfer(machine, "context", "all_gather", cp * keys, group)
+    scatter = transfer(machine, "context", "reduce_scatter", cp * keys, group)
+    copies = columns.key_copies(model.kv_heads) if model.mla is None else 1
+    switch = transfer(machine, "context", "all_to_all", query + copies * keys, group)
+    # A ring step hides behind the attention of the block already there.
+    constants = machine.efficiency
+    window, window_backward = attention.forward / cp, attention.input_grad / cp
+    ring_forward = (cp - 1) * exposed(block.time_s, window, constants)
+    ring_backward = (cp - 1) * exposed(double.time_s, window_backward, constants)
+    gathers, ulysses = columns.is_("context_parallel", "allgather"), columns.is_("context_parallel", "ulysses")
+    forward = np.where(gathers, gather.time_s, np.where(ulysses, switch.time_s, ring_forward))
+    backward = np.where(gathers, gather.time_s + scatter.time_s, np.where(ulysses, switch.time_s, ring_backward))
+    alone, steps = cp == 1, np.where(gathers | ulysses, 0, cp - 1)
+    return ContextTraffic(
+        block,
+        gather,
+        scatter,
+        switch,
+        np.where(alone, 0.0, forward),
+        np.where(alone, 0.0, backward),
+        steps * np.minimum(block.time_s, window),
+        steps * np.minimum(double.time_s, window_backward),
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------------- expert
+# Expert parallelism: two all-to-alls per MoE layer and direction, and what experts and shared experts compute meanwhile.
+#
+# A shared expert's GEMMs hide both. With `expert_overlap: weight-gradients`, weight gradients of the experts hide the combine
+# of backward, unless a schedule defers them; and one in ep of a rank's rows has its expert on the rank itself: computed first,
+# these hide part of the dispatch. Two grouped GEMMs take longer than one (partial tiles, launches, two weight gradients to
+# add), so that is done only where it is faster in all.
+
+
+EXCHANGES = 2  # dispatch and combine
+# Of an all-to-all that Megatron's overlap with another micro-batch hides. Set by hand: the published pairs with and without it
+# (mbqwen-001 and 002, mzqwen-001 and 002 of data/published.csv) are too few to fit it.
+MICROBATCH_OVERLAP = 0.7
+
+
+@dataclass(frozen=True)
+class ExpertTraffic:
+    exchange: CollectiveTransfer
+    forward_s: Array
+    """exposed, per MoE layer and micro-batch"""
+    backward_s: Array
+    behind_forward_s: Array | float = 0.0
+    """of the experts' own products, what hides it: a window that hides nothing else"""
+    behind_backward_s: Array | float = 0.0
+
+
+def expert_traffic(job: Job, columns: LayoutColumns, places: GroupPlacement, machine: ClusterRates) -> ExpertTraffic:
+    model, moe = job.model, job.model.moe
+    assert moe is not None
+    routed = columns.tokens(job.seq) * moe.top_k * job.cluster.efficiency.expert_imbalance
+    exchange = transfer(
+        machine,
+        "expert",
+        "all_to_all",
+        compute_bytes(job) * routed * model.hidden / columns.routed_cut(job.framework.transformer_engine),
+        places.expert,
+    )
+    both = EXCHANGES * exchange.time_s
+    if job.framework.dispatch == "node-wise":
+        both = EXCHANGES * np.minimum(exchange.time_s, _node_wise_s(job, columns, places, machine))
+    window_forward = window_backward = np.zeros(len(columns))
+    if moe.shared_experts:
+        width = (moe.shared_expert_ffn or 0) / columns.tp
+        shared = matmul_passes(machine, mlp_matmuls(model, "shared expert", columns.tokens(job.seq), width))
+        window_forward, window_backward = shared.forward, shared.input_grad + shared.weight_grad
+    if job.framework.expert_overlap == "weight-gradients":
+        return _behind(job, columns, machine, exchange, both, (window_forward, window_backward))
+    seen = 1 - (MICROBATCH_OVERLAP if job.framework.expert_overlap == "microbatches" else 0.0)
+    return ExpertTraffic(
+        exchange,
+        seen * exposed(both, window_forward, machine.efficiency),
+        seen * exposed(both, window_backward, machine.efficiency),
+    )
+
+
+def local_tokens_first(job: Job, columns: LayoutColumns, places: GroupPlacement, machine: ClusterRates) -> Array:
+    """Where `expert_overlap: weight-gradients` multiplies rows that stay on their rank first."""
+    return np.asarray(expert_traffic(job, columns, places, machine).behind_forward_s > np.zeros(len(columns)))
+
+
+def _behind(
+    job: Job,
+    columns: LayoutColumns,
+    machine: ClusterRates,
+    exchange: CollectiveTransfer,
+    both: Array,
+    windows: tuple[Array, Array],
+) -> ExpertTraffic:
+    """With gradients of the experts' matrices behind one of backward's exchanges, and rows that stay behind one of each pass
+    where that is faster, its price included.
+    """
+    products = [product for product in layer_matmuls(job, columns, moe=True) if product.name.startswith("expert ")]
+    staying = 1 / columns.ep
+    whole, own, others = (
+        matmul_passes(machine, [replace(product, m=share * product.m) for product in products])
+        for share in (np.ones(len(columns)), staying, 1 - staying)
+    )
+    one = both / EXCHANGES / machine.efficiency.overlap  # a window beyond it hides nothing more
+    split = split_backward(columns) & (columns.pp > 1)
+    late = np.where(split, 0.0, whole.weight_grad)
+
+    def traffic_with(forward: Array, backward: Array) -> ExpertTraffic:
+        behind = np.minimum(forward, one), np.minimum(backward, one)
+        forward_s, backward_s = (exposed(both, w + more, machine.efficiency) for w, more in zip(windows, behind, strict=True))
+        return ExpertTraffic(exchange, forward_s, backward_s, *behind)
+
+    together, parted = traffic_with(np.zeros(len(columns)), late), traffic_with(own.forward, late + own.input_grad)
+    kernels = host.constants().compiled_layer.local_tokens_first
+    launch_s = np.full(len(columns), kernels * machine.launch_s * job.framework.launch)
+    # The second gradient of the experts' matrices is read with the first, and their sum written.
+    added_s = machine.stream_s(np.asarray(3 * compute_bytes(job) * sum(p.count * p.n * p.k for p in products)))
+    price = own + others + Passes(launch_s, 2 * launch_s, added_s)
+    forward_s = parted.forward_s + price.forward - whole.forward
+    backward_s = parted.backward_s + price.input_grad + price.weight_grad - whole.input_grad - whole.weight_grad
+    pays = forward_s + backward_s < together.forward_s + together.backward_s
+    return ExpertTraffic(
+        exchange,
+        np.where(pays, forward_s, together.forward_s),
+        np.where(pays, backward_s, together.backward_s),
+        np.where(pays, parted.behind_forward_s, together.behind_forward_s),
+        np.where(pays, parted.behind_backward_s, together.behind_backward_s),
+    )
+
+
+def _node_wise_s(job: Job, columns: LayoutColumns, places: GroupPlacement, machine: ClusterRates) -> Array:
+    """One exchange in which a token crosses to each other domain at most once and is handed on there over the fast link.
+
+    Of D domains a token with k choices meets D·(1 − (1 − 1/D)^k) in the mean; all but its own lie across the network.
+    """
+    moe = job.model.moe
+    assert moe is not None
+    group = places.expert
+    domains = group.size / group.per_domain
+    met = domains * (1 - (1 - 1 / domains) ** moe.top_k)
+    token = (
+        compute_bytes(job) * columns.tokens(job.seq) * job.model.hidden / columns.routed_cut(job.framework.transformer_engine)
+    )
+    across = met * (domains - 1) / domains * token / machine.inter.bytes_per_s
+    inside = moe.top_k * token * (group.per_domain - 1) / group.per_domain / machine.intra("all_to_all").bytes_per_s
+    return np.asarray(np.maximum(across, inside) + machine.inter.latency_s * (domains > 1) + machine.intra("all_to_all").base_s)
+
+
+# ------------------------------------------------------------------------------------------------------------------- pipeline
+# Pipeline parallelism: the hop between stages, and the textbook's bubble beside the simulated one.
+
+
+def pipeline_hop(job: Job, columns: LayoutColumns, places: GroupPlacement, machine: ClusterRates) -> CollectiveTransfer:
+    """Activations of one micro-batch to the next stage, or their gradients back; cut along the sequence when tp is."""
+    wide = compute_bytes(job) * columns.tokens(job.seq) * job.model.hidden / columns.sequence_cut
+    return transfer(machine, "pipeline", "send_recv", wide, places.pipeline)

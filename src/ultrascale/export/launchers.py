@@ -1,0 +1,181 @@
+"""Launchers of our own engine: a torchrun script, a Slurm batch script, and Kubernetes jobs.
+
+Kubernetes: a Kubeflow Trainer TrainJob, and a plain JobSet for clusters without it; one pod a node, torchrun in it. The plan
+travels as a ConfigMap in the same file. Runs are kept on a volume claim that every pod reaches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ultrascale.export.common import File, name_of, quoted
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.files import to_yaml
+from ultrascale.specs.plan import HEADER, Plan
+
+CLAIM = "runs"
+PORT = 29500
+LARGEST_PLAN = 900_000  # a ConfigMap holds 1 MiB
+_POD = "node"  # the replicated job and the container of the runtime torch-distributed
+
+
+def torchrun_files(plan: Plan, run: str) -> tuple[tuple[File, ...], str]:
+    """A script for one node, or the same for each of several; and how to start it."""
+    cluster = plan.job.cluster
+    many = cluster.nodes > 1
+    meeting = (
+        f"--nnodes {cluster.nodes} --rdzv-id {quoted(run)} --rdzv-backend c10d "
+        f'--rdzv-endpoint "${{MASTER_ADDR:?the first node}}:{PORT}"'
+        if many
+        else "--standalone"
+    )
+    where = (
+        f"Run it on each of the {cluster.nodes} nodes, with MASTER_ADDR naming the first." if many else "Run it on the node."
+    )
+    text = f"""#!/usr/bin/env bash
+# {plan.layout}: {cluster.nodes} node(s) of {cluster.gpus_per_node}.
+# {where} Words after it change the run: train.steps=1000 train.data=…
+set -euo pipefail
+cd -- "$(dirname -- "${{BASH_SOURCE[0]}}")"
+exec torchrun {meeting} --nproc-per-node {cluster.gpus_per_node} \\
+  -m ultrascale train plan.yaml --out runs/{quoted(run)} "$@"
+"""
+    return (File("torchrun.sh", text),), "MASTER_ADDR=node0 bash {folder}/torchrun.sh" if many else "bash {folder}/torchrun.sh"
+
+
+def slurm_files(plan: Plan, run: str) -> tuple[tuple[File, ...], str]:
+    """A batch script of one task per GPU; ranks and addresses come from Slurm's variables (launch/rank_info.py)."""
+    cluster = plan.job.cluster
+    gpus = "" if cluster.gpu.name == "cpu" else f"#SBATCH --gpus-per-node={cluster.gpus_per_node}\n"
+    text = f"""#!/usr/bin/env bash
+#SBATCH --job-name={run}
+#SBATCH --nodes={cluster.nodes}
+#SBATCH --ntasks-per-node={cluster.gpus_per_node}
+{gpus}#SBATCH --exclusive
+#SBATCH --output=%x-%j.out
+#SBATCH --signal=USR1@120
+#SBATCH --requeue
+# {plan.layout}. Submit it from this folder; partition, account and time limit are yours to add:
+#   sbatch --partition=… --time=… job.sbatch train.steps=1000
+set -euo pipefail
+cd -- "${{SLURM_SUBMIT_DIR:?submit this with sbatch}}"
+# USR1 lets the run keep itself two minutes before its time is over; a requeued job goes on from there.
+srun --kill-on-bad-exit=1 "${{PYTHON:-python}}" -m ultrascale train plan.yaml --out runs/{quoted(run)} "$@"
+"""
+    return (File("job.sbatch", text),), "cd {folder} && sbatch job.sbatch"
+
+
+def kubernetes_files(plan: Plan, run: str, image: str) -> tuple[tuple[File, ...], str]:
+    if not image.strip() or any(sign.isspace() for sign in image):
+        raise SpecError(f"--image is '{image:.60}' but must name a container image, such as registry.example/ultrascale:1")
+    name = f"ultrascale-{name_of(run)}"
+    text = HEADER + to_yaml({**plan.to_mapping(), "rejected": []})
+    if len(text.encode()) > LARGEST_PLAN:
+        raise SpecError(f"the plan has {len(text):,} characters, too many for a ConfigMap: plan with fewer pipeline stages")
+    plan_map = _config_map(f"{name}-plan", text)
+    head = f"# {plan.layout}: {plan.job.cluster.nodes} pod(s) of {plan.job.cluster.gpus_per_node}.\n"
+    head += f"# {image} must hold ultrascale; the volume claim '{CLAIM}' must exist and be writable by every pod.\n"
+    made = {"trainjob.yaml": _train_job(plan, name, image, run), "jobset.yaml": _job_set(plan, name, image, run)}
+    return (
+        tuple(File(file, f"{head}{plan_map}---\n{to_yaml(data)}") for file, data in made.items()),
+        "kubectl apply -f {folder}/trainjob.yaml   # or jobset.yaml, where there is no Kubeflow Trainer",
+    )
+
+
+def _config_map(name: str, plan: str) -> str:
+    """By hand: the plan stays readable as a block."""
+    lines = "".join(f"    {line}\n" if line else "\n" for line in plan.splitlines())
+    return f"apiVersion: v1\nkind: ConfigMap\nmetadata:\n  name: {name}\ndata:\n  plan.yaml: |\n{lines}"
+
+
+def _train(run: str) -> list[str]:
+    return ["-m", "ultrascale", "train", "/plan/plan.yaml", "--out", f"/runs/{run}"]
+
+
+def _train_job(plan: Plan, name: str, image: str, run: str) -> dict[str, Any]:
+    cluster = plan.job.cluster
+    trainer: dict[str, Any] = {
+        "image": image,
+        "numNodes": cluster.nodes,
+        "numProcPerNode": cluster.gpus_per_node,
+        "command": ["torchrun"],  # nodes, ranks and addresses come from the runtime's PET_ variables
+        "args": _train(run),
+    }
+    if resources := _resources(cluster):
+        trainer["resourcesPerNode"] = resources
+    pod = {"volumes": _volumes(name), "containers": [{"name": _POD, "volumeMounts": _mounts()}]}
+    patched = {"replicatedJobs": [{"name": _POD, "template": {"spec": {"template": {"spec": pod}}}}]}
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": {"name": name},
+        "spec": {
+            "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": "torch-distributed"},
+            "trainer": trainer,
+            "runtimePatches": [{"manager": "ultrascale.dev/export", "trainingRuntimeSpec": {"template": {"spec": patched}}}],
+        },
+    }
+
+
+def _job_set(plan: Plan, name: str, image: str, run: str) -> dict[str, Any]:
+    cluster = plan.job.cluster
+    meeting = ["--nnodes", str(cluster.nodes), "--nproc-per-node", str(cluster.gpus_per_node)]
+    if cluster.nodes > 1:
+        # Pods of a JobSet are called <set>-<job>-<number of the job>-<number of the pod>.<set>.
+        first = f"{name}-{_POD}-0-0.{name}"
+        meeting += ["--node-rank", "$(NODE_RANK)", "--master-addr", first, "--master-port", str(PORT)]
+    index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
+    container: dict[str, Any] = {
+        "name": _POD,
+        "image": image,
+        "command": ["torchrun"],
+        "args": [*meeting, *_train(run)],
+        "env": [{"name": "NODE_RANK", "valueFrom": index}],
+        "ports": [{"containerPort": PORT, "protocol": "TCP"}],
+        "volumeMounts": _mounts(),
+    }
+    if resources := _resources(cluster):
+        container["resources"] = resources
+    pod = {"restartPolicy": "Never", "containers": [container], "volumes": _volumes(name)}
+    job = {
+        "parallelism": cluster.nodes,
+        "completions": cluster.nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "template": {"spec": pod},
+    }
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": name},
+        "spec": {
+            "network": {"enableDNSHostnames": True},
+            "replicatedJobs": [{"name": _POD, "replicas": 1, "template": {"spec": job}}],
+        },
+    }
+
+
+def _resources(cluster: Cluster) -> dict[str, Any]:
+    kind = cluster.gpu.name
+    if kind == "cpu":
+        return {}
+    resource = "amd.com/gpu" if kind.startswith("mi") else "nvidia.com/gpu"
+    return {"limits": {resource: str(cluster.gpus_per_node)}}
+
+
+def _volumes(name: str) -> list[dict[str, Any]]:
+    return [
+        {"name": "plan", "configMap": {"name": f"{name}-plan"}},
+        {"name": "runs", "persistentVolumeClaim": {"claimName": CLAIM}},
+        # NCCL and the data loader share memory beyond the 64 MiB that a pod has.
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},
+    ]
+
+
+def _mounts() -> list[dict[str, Any]]:
+    return [
+        {"name": "plan", "mountPath": "/plan", "readOnly": True},
+        {"name": "runs", "mountPath": "/runs"},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]

@@ -1,0 +1,223 @@
+"""Autotuning on a GPU: the attention kernel, and where a fused block computes its gates.
+
+Attention: torch's backends, and FlashAttention 4 if it is installed. Gates: between the GEMMs, or in their epilogues
+(kernels/gated_gemm.py). Each is timed once for the job's shape, and the fastest is used.
+"""
+
+from __future__ import annotations
+
+import statistics
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ultrascale.kernels import flash, gated_gemm
+from ultrascale.kernels.fused import FusedBlock, GatedMLPKernel
+from ultrascale.kernels.optional_kernels import FLASH_ATTENTION_4, QUACK, one_line
+from ultrascale.kernels.selection import why_not_fused
+from ultrascale.model.transformer import CausalAttention
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.training import Training
+
+WARM_UP, TIMED, REPLAYED = 2, 4, 3
+BACKENDS = {
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+"""torch's backends"""
+FLASH_4 = "FlashAttention 4"
+ROUNDS, TURN_MS = 5, 100.0  # long enough for the power limit to set the clock, as it does in training
+SLACK = 1.02
+"""how much slower gates within GEMMs may be: avoided memory traffic saves power, which gives the rest of a step a higher clock
+(3b on an H200: 8.55 ms either way, and a step 1 % faster)"""
+
+
+class TimedGraph:
+    """Several runs of an action captured in one graph, so that the GPU is timed and not the launch overhead of the host."""
+
+    def __init__(self, action: Callable[[], object], device: torch.device) -> None:
+        self.graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP):
+                action()
+            with torch.cuda.graph(self.graph, stream=stream):
+                for _ in range(TIMED):
+                    action()
+
+    def times_ms(self, replays: int = REPLAYED) -> list[float]:
+        """The time of one run of the action, for each replay."""
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]  # type: ignore[no-untyped-call]
+        marks[0].record()
+        for mark in marks[1:]:
+            self.graph.replay()
+            mark.record()
+        marks[-1].synchronize()
+        return [float(start.elapsed_time(end)) / TIMED for start, end in pairwise(marks)]
+
+
+def in_turns_ms(pieces: dict[str, TimedGraph], rounds: int, turn_ms: float) -> dict[str, float]:
+    """The median of each, measured in turns, so that the temperature of the card is the same for all."""
+    times: dict[str, list[float]] = {name: [] for name in pieces}
+    for _ in range(rounds):
+        for name, piece in pieces.items():
+            once = piece.times_ms(1)[0]
+            times[name] += piece.times_ms(max(REPLAYED, round(turn_ms / once / TIMED)))
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+class AttentionShape(NamedTuple):
+    """The shape of one layer's queries, keys and values on one rank."""
+
+    batch: int
+    length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class AttentionTimes:
+    """Time of one layer's attention, forward and backward, with each kernel that supports it, the fastest first."""
+
+    times_ms: dict[str, float]
+    failed: str = ""
+    """the error of FlashAttention 4 if it is installed but does not run here"""
+
+    def __str__(self) -> str:
+        times = ", ".join(f"{name} {ms:.2f} ms" for name, ms in self.times_ms.items())
+        return f"attention: {times}" + (f"; {FLASH_4} does not run here: {self.failed}" if self.failed else "")
+
+    def apply(self, models: Iterable[nn.Module]) -> None:
+        """Sets the order of torch's backends: the next is used for a shape that the first rejects, the math one last."""
+        first = next(iter(self.times_ms))
+        for core in (module for model in models for module in model.modules() if isinstance(module, CausalAttention)):
+            core.backends = [*(BACKENDS[name] for name in self.times_ms if name in BACKENDS), SDPBackend.MATH]
+            core.kernel = flash.attend if first == FLASH_4 else None
+
+
+def fastest_attention(job: Job, layout: Layout, dtype: torch.dtype, device: torch.device) -> AttentionTimes | None:
+    """Times the kernels; None if there is no choice: on a CPU, with context parallelism, with a sliding window."""
+    model, window = job.model, job.model.sliding_window
+    if device.type != "cuda" or layout.cp > 1 or (window is not None and window < job.seq):
+        return None
+    heads, kv_heads = model.heads // layout.tp, max(1, model.kv_heads // layout.tp)
+    return time_attention(AttentionShape(layout.mbs, job.seq, heads, kv_heads, model.head_dim, dtype), device)
+
+
+def time_attention(shape: AttentionShape, device: torch.device) -> AttentionTimes | None:
+    """Times every kernel that supports the shape; None if none of torch's backends does."""
+    times: dict[str, float] = {}
+    failed = ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns at length about why a kernel does not support a shape
+        for name in BACKENDS:
+            try:
+                times[name] = _attention_ms(name, shape, device)
+            except RuntimeError:  # shape, dtype or GPU is not supported, or memory does not suffice
+                continue
+        if times and flash.why_not(shape.dtype) is None:
+            try:
+                with FLASH_ATTENTION_4.raising():
+                    times[FLASH_4] = _attention_ms(FLASH_4, shape, device)
+            except Exception as error:  # it has its own compiler, with errors of many classes: the run continues without it
+                failed = one_line(error)
+    torch.cuda.empty_cache()  # frees blocks of shapes that the model may not have
+    return AttentionTimes(dict(sorted(times.items(), key=lambda item: item[1])), failed) if times else None
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def _attention_ms(name: str, shape: AttentionShape, device: torch.device) -> float:
+    def randn(heads: int) -> Tensor:
+        return torch.randn(shape.batch, shape.length, heads, shape.head_dim, dtype=shape.dtype, device=device)
+
+    q, k, v = (randn(heads).requires_grad_() for heads in (shape.heads, shape.kv_heads, shape.kv_heads))
+    grad = torch.randn_like(q)
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor] = flash.attend if name == FLASH_4 else _sdpa
+
+    def forward_and_backward() -> None:
+        torch.autograd.grad(attend(q, k, v), (q, k, v), grad)
+
+    with sdpa_kernel(BACKENDS[name]) if name in BACKENDS else nullcontext():
+        return statistics.median(TimedGraph(forward_and_backward, device).times_ms())
+
+
+@dataclass(frozen=True)
+class GateTimes:
+    """Times of one layer's GEMMs with its gates, forward and backward."""
+
+    between_ms: float | None
+    within_ms: float | None
+    failed: str = ""
+    """the error of quack if it is installed but does not run here"""
+
+    def __str__(self) -> str:
+        if self.within_ms is None or self.between_ms is None:
+            return f"gates: between products; quack's kernels do not run here: {self.failed}"
+        return f"gates: within products {self.within_ms:.2f} ms, between them {self.between_ms:.2f} ms"
+
+    def apply(self, models: Iterable[nn.Module]) -> None:
+        if self.within_ms is None or self.between_ms is None or self.within_ms > SLACK * self.between_ms:
+            return
+        for block in (module for model in models for module in model.modules() if isinstance(module, FusedBlock)):
+            block.gates = gated_gemm.GatedGemmKernel()
+
+
+def fastest_gates(job: Job, layout: Layout, training: Training, dtype: torch.dtype, device: torch.device) -> GateTimes | None:
+    """Times both; None if there is no choice: no GPU, no fused block with GEMMs in bf16 or fp16, no quack."""
+    if device.type != "cuda" or job.precision == "fp8":
+        return None
+    if gated_gemm.why_not(dtype) or why_not_fused(job, layout, training):
+        return None
+    return time_gates(layout.mbs * job.seq, job.model.hidden, job.model.ffn, dtype, device)
+
+
+def time_gates(tokens: int, hidden: int, ffn: int, dtype: torch.dtype, device: torch.device) -> GateTimes | None:
+    """Times both for a shape; None if there is not enough memory."""
+    try:
+        with QUACK.raising():
+            times = _gates_ms(
+                {"between": GatedMLPKernel(), "within": gated_gemm.GatedGemmKernel()}, tokens, hidden, ffn, dtype, device
+            )
+    except torch.OutOfMemoryError:
+        return None
+    except Exception as error:  # it has its own compiler, with errors of many classes: the run continues without it
+        return GateTimes(None, None, one_line(error))
+    finally:
+        torch.cuda.empty_cache()
+    return GateTimes(times["between"], times["within"])
+
+
+def _gates_ms(
+    kernels: dict[str, GatedMLPKernel], tokens: int, hidden: int, ffn: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, float]:
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=dtype, device=device)
+
+    x, grad, down = randn(tokens, hidden), randn(tokens, hidden), randn(hidden, ffn)
+    gate_, up = randn(2 * ffn, hidden).chunk(2)
+
+    def forward_and_backward(gates: GatedMLPKernel) -> None:
+        both, _ = gates.forward(x, gate_, up)
+        to_both, _ = gates.backward(grad, down, both)
+        gates.to_input(to_both, gate_, up)
+        gates.to_weights(to_both, x)
+
+    graphs = {name: TimedGraph(partial(forward_and_backward, gates), device) for name, gates in kernels.items()}
+    return in_turns_ms(graphs, ROUNDS, TURN_MS)

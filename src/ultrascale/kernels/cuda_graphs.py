@@ -1,0 +1,111 @@
+"""CUDA graphs: on one GPU the kernels of a step are captured once and replayed with a single launch.
+
+The kernels of a small model end before the host has launched the next one, so the GPU idles; a graph is launched as a whole.
+Captured work must be the same in every step: the same tensor addresses, and nothing that the host reads or decides.
+`CUDAGraphRunner` runs such work eagerly a few times, until kernels are compiled and states exist, and then captures it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Generic, TypeVar, cast
+
+import torch
+
+from ultrascale.specs.training import Graphs
+
+EAGER_CALLS = 3  # calls before it is decided whether to capture; the second is the one whose memory a run measures
+T = TypeVar("T")
+Rows = list[tuple[torch.Tensor, ...]]
+
+
+class CUDAGraphPool:
+    """The stream and memory pool of all graphs, and the input rows, which have the same addresses in every step."""
+
+    def __init__(self, device: torch.device, wish: Graphs) -> None:
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.pool = torch.cuda.graph_pool_handle()
+        self.wish = wish
+        self.worth = wish == "always"
+        """whether to capture: a graph reserves the memory that it needs"""
+        self.used = False
+        self.rows: Rows = []
+        self._launched_s = 0.0
+
+    def copy_rows(self, rows: Rows) -> Rows:
+        """Copies a step's rows from the host to the device buffers of the last step's."""
+        if not self.rows:
+            self.rows = [tuple(torch.empty_like(part, device=self.stream.device) for part in parts) for parts in rows]
+        for buffers, parts in zip(self.rows, rows, strict=True):
+            for buffer, part in zip(buffers, parts, strict=True):
+                buffer.copy_(part, non_blocking=True)
+        return self.rows
+
+    def launched(self, seconds: float) -> None:
+        """Records how long the host took to launch a step's forward and backward."""
+        self._launched_s = seconds
+
+    def waited(self, seconds: float) -> None:
+        """Records how long the host then waited for the GPU: if launching takes longer than waiting, the step is host-bound."""
+        self.worth = self.wish == "always" or (self.wish == "auto" and seconds < self._launched_s)
+
+    def leave(self) -> None:
+        """Disables further capture."""
+        self.wish, self.worth = "never", False
+
+
+class CUDAGraphRunner(Generic[T]):
+    """Captures `work` in its fifth call and replays it from then on. Its result keeps its address and is overwritten."""
+
+    def __init__(self, work: Callable[[], T], graphs: CUDAGraphPool, before: Callable[[], None] | None = None) -> None:
+        self.work, self.graphs, self.before = work, graphs, before
+        self.calls, self.wanted = 0, False
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.output: T | None = None
+
+    def __call__(self) -> T:
+        if self.calls == EAGER_CALLS:
+            self.wanted = self.graphs.worth
+        self.calls += 1
+        if not self.wanted:
+            return self.work()
+        if self.calls == EAGER_CALLS + 1:
+            return self._run_on_capture_stream()
+        if self.calls == EAGER_CALLS + 2:
+            self._capture()
+        if self.graph is None:
+            return self.work()
+        self.graph.replay()
+        return cast(T, self.output)
+
+    def _run_on_capture_stream(self) -> T:
+        """Runs the work on the capture stream once, so that per-stream state of libraries exists before capture."""
+        torch.cuda.empty_cache()  # memory of earlier steps: cached blocks belong to one stream
+        current, stream = torch.cuda.current_stream(), self.graphs.stream
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            output = self.work()
+        current.wait_stream(stream)
+        return output
+
+    def _capture(self) -> None:
+        if self.before is not None:
+            self.before()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # thread_local: the prefetch thread pins memory during the capture.
+            with torch.cuda.graph(graph, self.graphs.pool, self.graphs.stream, capture_error_mode="thread_local"):
+                self.output = self.work()
+        except RuntimeError as error:  # a kernel that cannot be captured, or no memory for the graph
+            warnings.warn(f"steps are launched kernel by kernel: {str(error).splitlines()[0]}", stacklevel=2)
+            self.graphs.leave()
+            self.output, self.wanted = None, False
+            return
+        self.graph = graph
+        self.graphs.used = True
+
+
+def graphed(work: Callable[[], T], graphs: CUDAGraphPool | None, before: Callable[[], None] | None = None) -> Callable[[], T]:
+    """A CUDAGraphRunner of the work, or the work itself without graphs; `before`: frees what the capture allocates again."""
+    return work if graphs is None else CUDAGraphRunner(work, graphs, before)

@@ -1,0 +1,173 @@
+"""Activation recomputation: what a block drops after its forward and recomputes in backward.
+
+Full saves only a block's input. Selective saves what is expensive, the outputs of GEMMs and attention, and recomputes norms,
+rotary embeddings and gates. The cost model is cost/activations.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from ultrascale.kernels import flash
+from ultrascale.kernels.compile import checkpointed_from_outside
+from ultrascale.model.moe import MixtureOfExperts
+from ultrascale.model.rotary import Rope
+from ultrascale.model.transformer import MLP, Block, Transformer
+from ultrascale.parallel.recompute_cache import RecomputeRegion
+from ultrascale.parallel.tensor import RowParallelLinear
+from ultrascale.specs.layout import Recompute
+
+Forward = Callable[..., Tensor]
+IsLastWeight = Callable[[Tensor], bool]
+"""whether the second operand of a GEMM is the weight of the block's last GEMM"""
+
+_GEMMS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._grouped_mm.default,
+    torch.ops.aten._scaled_mm.default,
+}
+_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    flash.FORWARD.default,
+    torch.ops.higher_order.flex_attention,
+}
+_SAVED = _GEMMS | _ATTENTION
+
+
+class _FirstPass(_CachingTorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Does not save GEMMs whose output is cached after its collective (parallel/recompute_cache.py)."""
+
+    region: RecomputeRegion
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.region.computing or func not in _SAVED:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+
+class _RecomputePass(_CachedTorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Reads the cache only for saved operators.
+
+    FSDP2 gathers experts within the region, with other operators in backward than in forward, which torch would report as a
+    region that differs between the two passes.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _SAVED:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+
+def apply(model: Transformer, policy: Recompute, compiled: bool = False) -> None:
+    """Wraps the forward of every block; names and modules stay. Blocks that will be compiled must be wrapped alike."""
+    if policy == "none":
+        return
+    for block in model.each_block():
+        # There is no dropout: no RNG state needs to be restored.
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        parallel = isinstance(block.attention.out, RowParallelLinear)
+        if parallel and isinstance(last := _last(block.mlp), RowParallelLinear):
+            last.result = "unused" if isinstance(block.mlp, MLP) else "recomputed"
+        if policy == "selective":
+            contexts = partial(_contexts, _last_weight_test(block, compiled), isinstance(block.mlp, MixtureOfExperts))
+            options["context_fn"] = partial(_parallel_contexts, contexts) if parallel else contexts
+        elif parallel:
+            options["context_fn"] = partial(_parallel_contexts, None)
+        forward: Forward = (
+            torch.compile(block.forward) if compiled and checkpointed_from_outside(block, policy) else block.forward
+        )
+        block.forward = _checkpointed(forward, options)  # type: ignore[method-assign]
+
+
+def _checkpointed(forward: Forward, options: dict[str, Any]) -> Forward:
+    # A function and not a `partial` of `checkpoint`: torch.compile skips torch's own frames and would skip the block.
+    def recomputed(x: Tensor, rope: Rope | None, bias: Tensor | None = None) -> Tensor:
+        out: Tensor = checkpoint(forward, x, rope, bias, **options)
+        return out
+
+    return recomputed
+
+
+def _last(mlp: MLP | MixtureOfExperts) -> nn.Linear | None:
+    """The last linear of a block, whose output is only the next block's input: this block's backward never needs it.
+
+    In an MoE block, that of the shared experts: the gradient of a routing weight needs the output of the routed experts.
+    """
+    if isinstance(mlp, MLP):
+        return mlp.down
+    return mlp.shared.down if isinstance(mlp.shared, MLP) else None
+
+
+def _contexts(is_last_weight: IsLastWeight | None, experts: bool) -> Any:
+    first, again = create_selective_checkpoint_contexts(partial(_policy, is_last_weight))  # type: ignore[no-untyped-call]
+    if experts:
+        again.__class__ = _RecomputePass
+    return first, again
+
+
+def _parallel_contexts(contexts: Callable[[], Any] | None) -> Any:
+    """The contexts of tensor-parallel layers, in which a GEMM and its collective are saved or recomputed together."""
+    region = RecomputeRegion(saves=contexts is not None)
+    passes = [region.run_pass(again) for again in (False, True)]
+    if contexts is None:
+        return passes
+    first, again = contexts()
+    first.__class__, first.region, again.__class__ = _FirstPass, region, _RecomputePass
+    return _both(first, passes[0]), _both(again, passes[1])
+
+
+@contextmanager
+def _both(one: Any, other: Any) -> Iterator[None]:
+    with one, other:
+        yield
+
+
+def _policy(is_last_weight: IsLastWeight | None, _: Any, operator: Any, *arguments: Any, **__: Any) -> CheckpointPolicy:
+    if operator in _ATTENTION or operator is torch.ops.aten._grouped_mm.default:
+        return CheckpointPolicy.MUST_SAVE
+    if operator in _GEMMS:
+        factor = arguments[2 if operator is torch.ops.aten.addmm.default else 1]
+        unused = is_last_weight is not None and is_last_weight(factor)
+        return CheckpointPolicy.PREFER_RECOMPUTE if unused else CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _last_weight_test(block: Block, compiled: bool) -> IsLastWeight | None:
+    """A test for the last weight, by its storage.
+
+    Under torch.compile, which exposes neither the model's tensors nor their memory, by its contracted dimension, unless other
+    GEMMs contract as many.
+    """
+    last = _last(block.mlp)
+    if last is None:
+        return None
+    if not compiled:
+        return partial(_has_storage_of, last)
+    width = last.weight.shape[1]
+    return None if width == block.attention.out.weight.shape[0] else partial(_contracts, width)
+
+
+def _has_storage_of(last: nn.Linear, factor: Tensor) -> bool:
+    return bool(factor.untyped_storage()._cdata == last.weight.untyped_storage()._cdata)
+
+
+def _contracts(width: int, factor: Tensor) -> bool:
+    return factor.shape[-2] == width

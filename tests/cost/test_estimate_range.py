@@ -1,0 +1,201 @@
+"""Ranges of an estimate: from the runs that resemble it, wider where there are few, and never a certainty."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ultrascale.cost import estimate as estimate_module
+from ultrascale.cost.estimate import ENOUGH, PredictionError, estimate, estimate_range, quantile, similar, time_range
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.framework import Framework
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.model import Model
+
+
+def job(model: str = "llama-3-8b", cluster: str = "8xh100", framework: str = "ultrascale", gas: int = 4) -> Job:
+    where = Cluster.load(cluster)
+    return Job(
+        model=Model.load(model),
+        cluster=where,
+        seq=4096,
+        batch_tokens=where.gpus * gas * 4096,
+        framework=Framework.load(framework),
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "share", "expected"),
+    [
+        ([1, 2, 3, 4, 5], 0.5, 3.0),
+        ([5, 3, 1, 4, 2], 0.25, 1.5),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9], 0.90, 9.0),
+        ([1, 2, 3, 4, 5], 0.90, 5.0),
+        ([1, 2], 0.5, 1.5),
+        ([7], 0.9, 7.0),
+        ([1, 2, 3], 0.0, 1.0),
+        ([1, 2, 3], 1.0, 3.0),
+    ],
+)
+def test_quantiles_by_hand(values: list[float], share: float, expected: float) -> None:
+    assert quantile(each_its_own(values), share) == pytest.approx(expected)
+
+
+def each_its_own(values: list[float]) -> list[PredictionError]:
+    return [PredictionError(value, str(number)) for number, value in enumerate(values)]
+
+
+def test_a_source_has_one_vote_however_many_runs_it_has() -> None:
+    many = [PredictionError(0.0, "many") for _ in range(100)]
+    others = [PredictionError(log, f"one of {log}") for log in (-0.3, -0.2, 0.2, 0.3)]
+    assert quantile([*many, *others], 0.90) == pytest.approx(0.3)
+    assert quantile([*many, *others], 0.10) == pytest.approx(-0.3)
+    assert quantile([*many, *others], 0.50) == pytest.approx(0.0)
+    # 0.25 of six votes are 1.5: one of them lies below −0.2's middle, and the half of the new source that is below all.
+    assert quantile([*many, *others], 0.25) == pytest.approx(-0.25)
+
+
+@given(st.lists(st.floats(-3, 3), min_size=1, max_size=50), st.floats(0, 1))
+def test_a_quantile_lies_within_the_values(values: list[float], share: float) -> None:
+    assert min(values) - 1e-9 <= quantile(each_its_own(values), share) <= max(values) + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "framework", "layout"),
+    [
+        ("llama-3-8b", "8xh100", "ultrascale", Layout(dp=8, zero=3, gas=4)),
+        ("llama-3-8b", "8xa100-80", "nanotron", Layout(dp=8, zero=1, gas=4)),
+        ("llama-3-8b", "16xb200", "megatron-core", Layout(dp=2, tp=8, gas=4)),
+        ("qwen3-30b-a3b", "32xh100", "megatron-core", Layout(dp=32, ep=8, zero=1, gas=4)),
+        ("llama-3-8b", "8xmi300x", "torchtitan", Layout(dp=8, zero=3, gas=4)),
+    ],
+)
+def test_an_estimate_lies_in_its_own_range_and_says_which_runs_made_it(
+    model: str, cluster: str, framework: str, layout: Layout
+) -> None:
+    where = Cluster.load(cluster)
+    what = Job(
+        model=Model.load(model),
+        cluster=where,
+        seq=4096,
+        batch_tokens=layout.batch_tokens(4096),
+        framework=Framework.load(framework),
+    )
+    predicted = estimate(what, layout)
+    span = predicted.range
+    assert span is not None
+    assert 0 < span.step_time_low_s <= predicted.step_time_s <= span.step_time_high_s
+    assert span.step_time_low_s < span.step_time_high_s
+    assert 0 < span.peak_low_gib <= predicted.peak_gib <= span.peak_high_gib
+    assert 0 < span.fit_probability < 1
+    count = re.match(r"(\d+) runs", span.based_on)
+    assert count is not None
+    assert int(count[1]) == len(similar(what)[0]) >= ENOUGH
+
+
+def test_fitting_becomes_less_likely_as_the_peak_nears_the_capacity() -> None:
+    peaks = [40.0, 60.0, 70.0, 74.0, 76.0, 78.0, 80.0, 82.0, 86.0, 100.0, 160.0]
+    chances = [estimate_range(job(), 1.0, peak, 80.0).fit_probability for peak in peaks]
+    assert chances == sorted(chances, reverse=True)
+    assert chances[0] > 0.9
+    assert chances[-1] < 0.1
+    assert len(set(chances)) > 3
+    assert all(0 < chance < 1 for chance in chances)
+
+
+def test_the_range_scales_with_the_step() -> None:
+    one, ten = estimate_range(job(), 1.0, 50.0, 80.0), estimate_range(job(), 10.0, 50.0, 80.0)
+    assert ten.step_time_low_s == pytest.approx(10 * one.step_time_low_s)
+    assert ten.step_time_high_s == pytest.approx(10 * one.step_time_high_s)
+
+
+def row(
+    log: float, source: str = "a/a", framework: str = "ultrascale", architecture: str = "hopper", experts: bool = False
+) -> Any:
+    return {
+        "id": f"{source} {log}",
+        "source": source,
+        "framework": framework,
+        "architecture": architecture,
+        "experts": experts,
+        "log": log,
+    }
+
+
+def rows(count: int, sources: int = 2, **fields: Any) -> list[Any]:
+    return [row(number / 100, source=f"source/{number % sources}", **fields) for number in range(count)]
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def use(*lists: list[Any]) -> None:
+        table = {"time": [one for some in lists for one in some], "memory": [{"id": "m", "source": "a/a", "log": 0.0}]}
+        monkeypatch.setattr(estimate_module, "_residuals", lambda: table)
+
+    return use
+
+
+def test_the_circle_is_the_same_engine_on_the_same_chip_where_there_are_enough(runs: Any) -> None:
+    runs(rows(ENOUGH), rows(30, framework="nanotron"), rows(30, architecture="ampere"))
+    logs, words = similar(job())
+    assert len(logs) == ENOUGH
+    assert words == f"{ENOUGH} runs of 2 sources: ultrascale on hopper"
+
+
+@pytest.mark.parametrize(("count", "sources"), [(ENOUGH - 1, 2), (ENOUGH, 1)], ids=["too few runs", "one source"])
+def test_the_circle_widens_to_other_engines_on_the_chip(runs: Any, count: int, sources: int) -> None:
+    runs(rows(count, sources), rows(30, framework="nanotron"), rows(30, architecture="ampere"), rows(30, experts=True))
+    logs, words = similar(job())
+    assert len(logs) == count + 30
+    assert words.endswith(": dense models on hopper")
+
+
+def test_the_circle_widens_to_other_chips(runs: Any) -> None:
+    runs(rows(ENOUGH - 1), rows(30, architecture="ampere"), rows(30, experts=True))
+    logs, words = similar(job())
+    assert len(logs) == ENOUGH - 1 + 30
+    assert words.endswith(": dense models")
+
+
+def test_the_circle_widens_to_everything_last(runs: Any) -> None:
+    runs(rows(ENOUGH - 1), rows(30, experts=True))
+    logs, words = similar(job())
+    assert len(logs) == ENOUGH - 1 + 30
+    assert words.endswith(": all models")
+
+
+def test_models_with_experts_look_at_models_with_experts(runs: Any) -> None:
+    runs(rows(40, framework="megatron-core"), rows(20, experts=True, framework="megatron-core", architecture="ampere"))
+    logs, words = similar(job("qwen3-30b-a3b", "32xh100"))
+    assert len(logs) == 20
+    assert words.endswith(": models with experts")
+
+
+def test_a_source_left_out_gives_none_of_its_runs(runs: Any) -> None:
+    runs(rows(ENOUGH), [row(9.0, source="odd/one"), row(-9.0, source="odd/one")])
+    odd = {PredictionError(9.0, "odd/one"), PredictionError(-9.0, "odd/one")}
+    assert odd <= set(similar(job())[0])
+    assert not odd & set(similar(job(), "odd/one")[0])
+    low, high, _ = time_range(job(), 1.0, "odd/one")
+    assert math.exp(0.0) <= low < high <= math.exp(ENOUGH / 100)
+
+
+def test_runs_predicted_too_fast_put_the_truth_above(runs: Any) -> None:
+    """All ratios between 1.10 and 1.22: the truth is 10 to 22 % slower than predicted."""
+    runs([row(math.log(1.10 + number / 100), source=f"s/{number}") for number in range(ENOUGH + 1)])
+    low, high, _ = time_range(job(), 1.0)
+    assert low == pytest.approx(1.10 * (1.11 / 1.10) ** 0.4, rel=1e-6)  # place 0.1 · 14 of 13
+    assert high == pytest.approx(1.21 * (1.22 / 1.21) ** 0.6, rel=1e-6)
+
+
+def test_the_odds_of_fitting_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three runs, one used a quarter more than predicted; 70 GiB would then be 87.5: (2 + 1) / (3 + 2)."""
+    memory = [{"id": str(x), "source": "a/a", "log": math.log(x)} for x in (0.95, 1.0, 1.25)]
+    monkeypatch.setattr(estimate_module, "_residuals", lambda: {"time": rows(ENOUGH), "memory": memory})
+    assert estimate_range(job(), 1.0, 70.0, 80.0).fit_probability == pytest.approx(3 / 5)

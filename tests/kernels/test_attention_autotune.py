@@ -1,0 +1,140 @@
+"""Attention's kernel is chosen by time: fastest first, those that refuse left out, never on a CPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+
+from parallel.harness import job_of, training_of
+from ultrascale.data.mixture import corpus
+from ultrascale.kernels import autotune, flash, optional_kernels
+from ultrascale.launch import rank
+from ultrascale.model.transformer import CausalAttention, Transformer
+from ultrascale.parallel.mesh import Mesh
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.train.data import Batches
+from ultrascale.train.engine import Engine
+
+CUDNN, FLASH, EFFICIENT = autotune.BACKENDS
+ORDER = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[autotune.AttentionShape]:
+    """Made-up times: cuDNN is slower than flash, the third refuses."""
+    shapes: list[autotune.AttentionShape] = []
+
+    def time_ms(name: str, shape: autotune.AttentionShape, _: torch.device) -> float:
+        shapes.append(shape)
+        if name == EFFICIENT:
+            raise RuntimeError("No available kernel")
+        return {CUDNN: 7.5, FLASH: 4.9, autotune.FLASH_4: 4.4}[name]
+
+    monkeypatch.setattr(autotune, "_attention_ms", time_ms)
+    return shapes
+
+
+def test_the_fastest_comes_first_and_one_that_refuses_not_at_all(asked: list[autotune.AttentionShape]) -> None:
+    found = autotune.fastest_attention(job_of("llama"), Layout(mbs=3, tp=2), torch.float32, GPU)
+    assert found is not None
+    assert str(found) == "attention: flash 4.90 ms, cuDNN 7.50 ms"
+    model = job_of("llama").model
+    assert asked[0] == (3, job_of("llama").seq, model.heads // 2, model.kv_heads // 2, model.head_dim, torch.float32)
+    plain = Transformer(model)
+    found.apply([plain])
+    cores = [module for module in plain.modules() if isinstance(module, CausalAttention)]
+    assert len(cores) == model.layers
+    assert all(core.backends == [*ORDER, SDPBackend.MATH] and core.kernel is None for core in cores)
+
+
+@pytest.mark.usefixtures("asked")
+def test_flash_attention_4_is_asked_where_it_is_installed_and_takes_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optional_kernels, "installed", lambda _: True)
+    in_fp32, job = job_of("llama"), job_of("llama").changed(precision="bf16")
+    assert autotune.FLASH_4 not in str(autotune.fastest_attention(in_fp32, Layout(), torch.float32, GPU))
+    found = autotune.fastest_attention(job, Layout(), torch.bfloat16, GPU)
+    assert found is not None
+    assert str(found) == "attention: FlashAttention 4 4.40 ms, flash 4.90 ms, cuDNN 7.50 ms"
+    core = CausalAttention()
+    found.apply([core])
+    assert core.kernel is flash.attend
+    assert core.backends == [*ORDER, SDPBackend.MATH]
+    autotune.AttentionTimes({CUDNN: 1.0, autotune.FLASH_4: 2.0}).apply([core])
+    assert core.kernel is None  # it is the slower one
+
+
+def test_a_run_does_without_flash_attention_4_where_it_fails(
+    monkeypatch: pytest.MonkeyPatch, asked: list[autotune.AttentionShape]
+) -> None:
+    times = autotune._attention_ms
+
+    def fail(name: str, *rest: object) -> float:
+        if name == autotune.FLASH_4:
+            raise AssertionError("head_dim must be divisible by 8\nand more")
+        return times(name, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(autotune, "_attention_ms", fail)
+    monkeypatch.setattr(optional_kernels, "installed", lambda _: True)
+    found = autotune.fastest_attention(job_of("llama").changed(precision="bf16"), Layout(), torch.bfloat16, GPU)
+    assert str(found).endswith("; FlashAttention 4 does not run here: AssertionError: head_dim must be divisible by 8")
+    assert autotune.FLASH_4 not in (found.times_ms if found else {})
+
+
+@pytest.mark.usefixtures("asked")
+def test_nothing_is_chosen_where_there_is_no_choice() -> None:
+    job = job_of("llama")
+    windowed = job.model_copy(update={"model": job.model.model_copy(update={"sliding_window": 4})})
+    assert autotune.fastest_attention(job, Layout(), torch.bfloat16, CPU) is None
+    assert autotune.fastest_attention(job, Layout(cp=2), torch.bfloat16, GPU) is None
+    assert autotune.fastest_attention(windowed, Layout(), torch.bfloat16, GPU) is None
+
+
+def test_no_kernel_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(autotune, "_attention_ms", refuse)
+    assert autotune.fastest_attention(job_of("llama"), Layout(), torch.bfloat16, GPU) is None
+
+
+def test_a_run_on_a_gpu_says_what_it_chose_and_where_a_mask_stays_dense() -> None:
+    job = job_of("llama")
+    narrow = job.model_copy(update={"model": job.model.model_copy(update={"sliding_window": 4, "head_dim": 8})})
+
+    def notes(job: Job, device: torch.device, chosen: autotune.AttentionTimes | None) -> str:
+        mesh = SimpleNamespace(device=device, layout=Layout())
+        return "; ".join(
+            rank._notes(cast(Engine, SimpleNamespace(job=job, mesh=mesh, training=training_of(), attention=chosen, gates=None)))
+        )
+
+    assert notes(job, GPU, autotune.AttentionTimes({FLASH: 4.9})) == "attention: flash 4.90 ms"
+    assert "attention's mask is dense: heads of 8" in notes(narrow, GPU, None)
+    assert notes(narrow, CPU, None) == ""
+
+
+def engine_of(**fields: object) -> Engine:
+    job, training = job_of("llama"), training_of(**fields)
+    batches = Batches(corpus(training, job.model.vocab), job.seq, 2, training.seed)
+    return Engine(job, Mesh.build(Layout(mbs=2), job.model.kv_heads), training, batches)
+
+
+def test_an_engine_on_a_cpu_leaves_torch_alone() -> None:
+    engine = engine_of()
+    assert engine.attention is None
+    modules = [module for chunk in engine.pipeline.chunks.values() for module in chunk.gradients.module.modules()]
+    assert [core.backends for core in modules if isinstance(core, CausalAttention)] == [[]] * engine.job.model.layers
+
+
+def test_an_engine_hands_its_choice_to_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autotune, "fastest_attention", lambda *_: autotune.AttentionTimes({FLASH: 1.0}))
+    engine = engine_of()
+    modules = [module for chunk in engine.pipeline.chunks.values() for module in chunk.gradients.module.modules()]
+    cores = [module for module in modules if isinstance(module, CausalAttention)]
+    assert [core.backends for core in cores] == [[SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]] * engine.job.model.layers
+    assert engine_of(document_mask=True).attention is None  # masks have a kernel of their own

@@ -1,0 +1,66 @@
+"""Which of the engine's own kernels run where, and what is said where blocks stay plain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from parallel.harness import job_of, training_of
+from ultrascale.kernels.selection import Kernels, choose, why_not_fused
+from ultrascale.specs.layout import Layout
+
+ALL = Kernels(fused=True, compiled=True, loss=True, adamw=True, as_made=True, recorded=True)
+
+
+def test_one_gpu_runs_all_of_them_and_a_cpu_none() -> None:
+    job, training = job_of("llama"), training_of()
+    assert choose(job, Layout(mbs=2), training, "cuda") == ALL
+    assert choose(job, Layout(mbs=2), training, "cpu") == Kernels()
+    assert choose(job, Layout(mbs=2), training_of(kernels="eager"), "cuda") == Kernels()
+    assert choose(job, Layout(mbs=2), training_of(kernels="compile"), "cuda") == Kernels(compiled=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "off"),
+    [
+        ({"gas": 2}, "as_made"),
+        ({"dp": 2}, "as_made recorded"),
+        ({"tp": 2}, "fused compiled loss as_made recorded"),
+        ({"cp": 2}, "fused compiled as_made recorded"),
+        ({"pp": 2, "gas": 2}, "as_made recorded"),
+        ({"pp": 2, "gas": 2, "schedule": "zero-bubble"}, "fused compiled loss as_made recorded"),
+        ({"recompute": "full"}, "fused"),
+        ({"recompute": "selective"}, ""),
+        ({"offload": "optimizer"}, "adamw as_made recorded"),
+    ],
+    ids=str,
+)
+def test_a_layout_decides(fields: dict[str, Any], off: str) -> None:
+    found = choose(job_of("llama"), Layout(**fields), training_of(), "cuda")
+    assert {name for name, used in vars(found).items() if not used} == set(off.split())
+
+
+def test_fp16_has_its_loss_whole() -> None:
+    assert not choose(job_of("llama", precision="fp16"), Layout(), training_of(), "cuda").loss
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "word"),
+    [
+        ("gpt2", {}, "RMSNorm, SwiGLU"),
+        ("deepseek", {}, "experts"),
+        ("llama", {"qk_norm": True}, "norms of queries"),
+        ("llama", {"sliding_window": 4}, "window of 4"),
+        ("llama", {"head_dim": 24}, "heads of 24"),
+    ],
+)
+def test_what_is_not_fused_is_said(family: str, fields: dict[str, Any], word: str) -> None:
+    job = job_of(family)
+    job = job.model_copy(update={"model": job.model.model_copy(update=fields)})
+    assert word in (why_not_fused(job, Layout(), training_of()) or "")
+
+
+def test_documents_and_words_are_said() -> None:
+    assert "documents" in (why_not_fused(job_of("llama"), Layout(), training_of(document_mask=True)) or "")
+    assert "eager" in (why_not_fused(job_of("llama"), Layout(), training_of(kernels="eager")) or "")
