@@ -120,7 +120,7 @@ def test_ctrl_c_ends_with_a_table_and_a_word(plan: Plan, run: Run, tmp_path: Pat
     code, out, said = run("bench", "layouts", plan.save(tmp_path / "plan.yaml"), "--vary", "mbs", "-o", tmp_path / "out")
     assert code == 1
     assert "failed: interrupted" in out
-    assert "stopped by Ctrl-C: what is measured is kept" in said
+    assert "stopped by Ctrl-C: measured trials are kept" in said
 
 
 def test_links_of_several_gpus_become_constants(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
