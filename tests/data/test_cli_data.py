@@ -13,7 +13,7 @@ from made import json_lines, words
 from typer.testing import CliRunner
 
 from ultrascale.cli.data import app, progress_line
-from ultrascale.data.progress import TokenizeProgress
+from ultrascale.data.tokenize import TokenizeProgress
 from ultrascale.specs.errors import SpecError
 
 

@@ -11,7 +11,7 @@ import tokenizers
 from made import json_lines, parquet, tokenizer, words
 
 from ultrascale.data import sources
-from ultrascale.data.input_parts import PIECE, InputPart, pieces
+from ultrascale.data.sources import PIECE, InputPart, pieces
 from ultrascale.data.tokenizer import load
 
 TEXTS = words(60)

@@ -19,9 +19,8 @@ from made import json_lines, parquet, tokenizer, words
 
 from ultrascale.data import tokenize as job
 from ultrascale.data import worker_pool
-from ultrascale.data.progress import TokenizeProgress
 from ultrascale.data.sets import open_set
-from ultrascale.data.tokenize import tokenize
+from ultrascale.data.tokenize import TokenizeProgress, tokenize
 from ultrascale.data.tokenizer import load
 from ultrascale.specs.errors import RunError, SpecError
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from schedules.references import most_held
 from ultrascale.schedules import (
     SCHEDULES,
     Schedule,
@@ -15,7 +16,6 @@ from ultrascale.schedules import (
     in_flight,
     legal,
     makespan,
-    peak_held,
     simulate,
 )
 from ultrascale.specs.errors import SpecError
@@ -36,7 +36,7 @@ def schedules(name: str, ranks: int, microbatches: Iterator[int] | range) -> Ite
 def test_in_flight_is_exact(name: str, ranks: int) -> None:
     every = range(1, 4 * ranks + 1) if ranks <= 8 else range(4, 4 * ranks + 1, 4)
     for schedule in schedules(name, ranks, every):
-        listed = [peak_held(schedule, rank, [1.0] * schedule.stages).peak_bytes for rank in range(ranks)]
+        listed = [most_held(schedule, rank) for rank in range(ranks)]
         m, v = schedule.microbatches, schedule.virtual_stages
         assert in_flight(name, ranks, np.arange(ranks), m, v).tolist() == listed, (m, v)
 

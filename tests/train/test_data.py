@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ultrascale.data import binary
+from ultrascale.data import token_files
 from ultrascale.data.corpora import ByteCorpus, MixtureCorpus, SyntheticCorpus, TokenFileCorpus, standard_library
 from ultrascale.data.mixture import corpus
 from ultrascale.data.order import permuted
@@ -126,7 +126,7 @@ def test_a_text_too_short_is_refused_with_a_length_that_works() -> None:
 def stored(path: Path, first: int, count: int, every: int = 10, vocab: int = 1000) -> Path:
     """A file that counts from `first`, with a document's end after `every` tokens."""
     ends = [*range(every, count, every), count]
-    binary.write(path, range(first, first + count), ends, vocab)
+    token_files.write(path, range(first, first + count), ends, vocab)
     return path
 
 
@@ -212,7 +212,7 @@ def test_another_set_to_evaluate_on_is_all_held_out_and_changes_no_training(tmp_
 
 def test_documents_of_a_row_are_counted_from_its_first(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
-    binary.write(path, range(41), [3, 4, 10, 20, 41], 256)  # windows of ten begin at 0, 10, 20 and 30
+    token_files.write(path, range(41), [3, 4, 10, 20, 41], 256)  # windows of ten begin at 0, 10, 20 and 30
     text = corpus(Training(data=str(path)), vocab=256)
     batches = Batches(text, seq=10, batch=3, seed=0)
     wanted = {0: [0, 0, 0, 1, 2, 2, 2, 2, 2, 2], 10: [0] * 10, 20: [0] * 10}

@@ -12,8 +12,8 @@ import typer
 from ultrascale.cli.common import echo, print_json
 
 if TYPE_CHECKING:
-    from ultrascale.data.info import TokenSetSummary
-    from ultrascale.data.progress import TokenizeProgress
+    from ultrascale.data.sets import TokenSetSummary
+    from ultrascale.data.tokenize import TokenizeProgress
 
 app = typer.Typer(
     name="data",
@@ -89,7 +89,7 @@ def info(
     """
     from dataclasses import asdict
 
-    from ultrascale.data.info import info as look
+    from ultrascale.data.sets import info as look
 
     found = look(path)
     if as_json:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ultrascale.cost.columns import CHOICES, Array, LayoutColumns
-from ultrascale.schedules import legal, legal_mask
+from ultrascale.schedules import DEFAULT_SCHEDULE, legal, legal_mask
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -128,7 +128,7 @@ def _schedule_legal(job: Job, c: LayoutColumns) -> Array:
         rows = c.schedule == code
         name = CHOICES["schedule"][code]
         legal_rows = legal_mask(name, c.pp[rows], c.gas[rows], c.virtual_stages[rows])
-        result[rows] = np.where(c.pp[rows] == 1, (c.virtual_stages[rows] == 1) & (name == "1f1b"), legal_rows)
+        result[rows] = np.where(c.pp[rows] == 1, (c.virtual_stages[rows] == 1) & (name == DEFAULT_SCHEDULE), legal_rows)
     return result
 
 
@@ -136,7 +136,7 @@ def _schedule_sentence(job: Job, layout: Layout) -> str:
     if layout.pp == 1:
         return (
             f"layout.schedule is {layout.schedule} with virtual_stages = {layout.virtual_stages} but pp = 1 has no "
-            "pipeline: try schedule=1f1b and virtual_stages=1"
+            f"pipeline: try schedule={DEFAULT_SCHEDULE} and virtual_stages=1"
         )
     reason = legal(layout.schedule, layout.pp, layout.gas, layout.virtual_stages) or ""
     return "layout." + reason.replace("microbatches", "gas", 1)

@@ -2,7 +2,7 @@
 
 A table is cores × variants: a core is a row of everything but the schedule, a variant is a schedule with its virtual stages.
 States, activations and layer times depend on the core alone; a variant only repeats and orders them. The closed forms are
-those of schedules/closed.py, held to the simulator by tests.
+those of schedules/registry.py, held to the simulator by tests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ultrascale.cost.columns import Array, LayoutColumns, Passes, encode
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.network import mesh
 from ultrascale.cost.step import component_times, depends_on, end_of_step
-from ultrascale.schedules import REGISTRY, closed, legal_mask
+from ultrascale.schedules import REGISTRY, deferred, in_flight, legal_mask, makespan
 from ultrascale.specs.job import Job
 
 Variant = tuple[str, int]
@@ -155,12 +155,12 @@ def _by_share(job: Job, pp: int, variants: Sequence[Variant]) -> list[tuple[tupl
 
 
 def waiting(name: str, pp: int, rank: int, gas: Array, loops: int) -> memory.InFlightMicrobatches:
-    """The closed forms of schedules/closed.py in micro-batches' worth: chunks over chunks per rank."""
+    """The closed forms of schedules/registry.py in micro-batches' worth: chunks over chunks per rank."""
     one, none = np.ones(len(gas)), np.zeros(len(gas))
     if pp == 1:
         return memory.InFlightMicrobatches(one, none, none)
-    held = closed.in_flight(name, pp, rank, gas, loops) / loops
-    put_off = closed.deferred(name, pp, rank, gas, loops) / loops
+    held = in_flight(name, pp, rank, gas, loops) / loops
+    put_off = deferred(name, pp, rank, gas, loops) / loops
     spec = REGISTRY[name]
     losses = np.asarray(held - 1 if spec.holds_all else none)
     return memory.InFlightMicrobatches(held, np.asarray(put_off), losses, together=not spec.v_shaped, one=1 / loops)
@@ -221,7 +221,7 @@ def _makespan(
         return np.asarray(cores.gas * slowest.total)
     name, loops = variant
     whole, slowest = whole.delayed(overhead_s * pp * loops), slowest.delayed(overhead_s * loops)
-    return closed.makespan(
+    return makespan(
         name,
         pp,
         cores.gas,

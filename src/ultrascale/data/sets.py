@@ -1,4 +1,4 @@
-"""Opens token sets: a folder of `ultrascale data tokenize`, one of our token files, Megatron's, or a flat file."""
+"""Token sets: opens a folder of `ultrascale data tokenize`, one of our token files, Megatron's, or a flat file; sums one up."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
-from ultrascale.data import binary, foreign
-from ultrascale.data.reading import cannot_read, start_of
+from ultrascale.data import token_files
+from ultrascale.data.token_files import cannot_read, start_of
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import read_mapping
 from ultrascale.specs.validate import build
@@ -90,7 +90,7 @@ def _folder(path: Path) -> TokenSet:
         )
         raise SpecError(f"{path} holds no {FACTS} and is no set that `ultrascale data tokenize` made: {hint}")
     facts = build(TokenSetMetadata, read_mapping(path / FACTS, "data"), str(path / FACTS))
-    header, tokens, ends = binary.read(path / TOKENS)
+    header, tokens, ends = token_files.read(path / TOKENS)
     stated, found = (facts.tokens, facts.documents, facts.vocab), (header.tokens, header.documents, header.vocab)
     if stated != found:
         raise SpecError(
@@ -103,20 +103,69 @@ def _folder(path: Path) -> TokenSet:
 def _file(path: Path) -> TokenSet:
     if path.suffix != ".bin":
         raise SpecError(f"{path} is no token file (.bin): make some of a text with `ultrascale data tokenize {path} -o tokens`")
-    if start_of(path, len(binary.MAGIC)) == binary.MAGIC:
-        header, tokens, ends = binary.read(path)
+    if start_of(path, len(token_files.MAGIC)) == token_files.MAGIC:
+        header, tokens, ends = token_files.read(path)
         return TokenSet(path, "ultrascale", tokens, ends, header.vocab)
     index = path.with_suffix(".idx")
     if index.exists():
         return _megatron(path, path, index)
-    return TokenSet(path, "flat", *foreign.read_flat(path), vocab=None)
+    return TokenSet(path, "flat", *token_files.read_flat(path), vocab=None)
 
 
 def _megatron(name: Path, tokens: Path, index: Path) -> TokenSet:
-    return TokenSet(name, "megatron", *foreign.read_megatron(tokens, index), vocab=None)
+    return TokenSet(name, "megatron", *token_files.read_megatron(tokens, index), vocab=None)
 
 
 def largest_token(tokens: npt.NDArray[Any], spots: int = 64, length: int = 2**16) -> int:
     """The largest token of evenly spaced ranges; of all tokens of a small set."""
     starts = np.unique(np.linspace(0, max(0, len(tokens) - length), spots).astype(np.int64))
     return max(int(tokens[start : start + length].max()) for start in starts)
+
+
+_DOCUMENTS_AT_ONCE = 2**20  # documents
+
+
+@dataclass(frozen=True)
+class TokenSetSummary:
+    path: str
+    kind: Kind
+    tokens: int
+    documents: int
+    dtype: str
+    vocab: int | None
+    """all tokens are smaller; None if the files do not say"""
+    largest_seen: int
+    """the largest of the tokens sampled: all of a small set, some ranges of a large one"""
+    longest_document: int
+    mean_document: float
+    facts: TokenSetMetadata | None
+
+
+def info(path: str | os.PathLike[str]) -> TokenSetSummary:
+    found = open_set(path)
+    return TokenSetSummary(
+        path=os.fspath(path),
+        kind=found.kind,
+        tokens=len(found.tokens),
+        documents=len(found.ends),
+        dtype=found.tokens.dtype.name,
+        vocab=found.vocab,
+        largest_seen=largest_token(found.tokens),
+        longest_document=_longest(found, found.ends),
+        mean_document=len(found.tokens) / len(found.ends),
+        facts=found.facts,
+    )
+
+
+def _longest(found: TokenSet, ends: npt.NDArray[Any]) -> int:
+    """The longest document. Reads every document end, so that it also detects unordered ones."""
+    longest = before = 0
+    for first in range(0, len(ends), _DOCUMENTS_AT_ONCE):
+        lengths = np.diff(ends[first : first + _DOCUMENTS_AT_ONCE].astype(np.int64), prepend=before)
+        if lengths.min() <= 0:
+            place = first + int(np.argmin(lengths)) + 1
+            raise SpecError(
+                f"{found.path} has a damaged list of documents: number {place:,} ends before it begins; tokenize it anew"
+            )
+        longest, before = max(longest, int(lengths.max())), int(ends[min(first + _DOCUMENTS_AT_ONCE, len(ends)) - 1])
+    return longest

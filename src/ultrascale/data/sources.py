@@ -14,18 +14,71 @@ import zlib
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from ultrascale.data import parquet
 from ultrascale.data.corpora import library_sources
-from ultrascale.data.input_parts import PIECE, DocumentChunk, InputPart, InputSpan, checked, pieces
-from ultrascale.data.reading import cannot_read, size_of
+from ultrascale.data.token_files import cannot_read, size_of
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import open_regular
 from ultrascale.specs.validate import kind_of, shown
+
+PIECE = 2**20  # maximum bytes (or characters) of one text given to the tokenizer
+
+
+@dataclass(frozen=True)
+class InputSpan:
+    """Bytes (.txt, .jsonl) or row groups (.parquet) from `start` to `stop` of a file; gzip files are not split."""
+
+    file: str
+    size: int
+    digest: str
+    """digest of the whole file's content"""
+    start: int
+    stop: int
+    cost: int
+    """bytes on disk, for progress"""
+
+
+@dataclass(frozen=True)
+class InputPart:
+    """The input of one worker task: some spans, one after the other."""
+
+    spans: tuple[InputSpan, ...]
+
+    @property
+    def cost(self) -> int:
+        return sum(span.cost for span in self.spans)
+
+
+@dataclass(frozen=True)
+class DocumentChunk:
+    """A chunk of one document. `last`: it ends the document. `place`: how much of the span's, then the part's, cost is read."""
+
+    text: str
+    last: bool
+    place: int
+
+
+def checked(text: Any, field: str) -> str:
+    if not isinstance(text, str):
+        raise SpecError(f"has {shown(text)} in its field {field!r} but must have text: name another with --field")
+    if not text.isascii() and any("\ud800" <= sign <= "\udfff" for sign in text):
+        raise SpecError(f"has half a character (a lone surrogate) in its field {field!r}: repair it or take it out")
+    return text
+
+
+def pieces(text: str, place: int) -> Iterator[DocumentChunk]:
+    start = 0
+    while len(text) - start > PIECE:
+        stop = text.rfind("\n", start + PIECE // 2, start + PIECE) + 1 or start + PIECE
+        yield DocumentChunk(text[start:stop], False, place)
+        start = stop
+    if text:
+        yield DocumentChunk(text[start:] if start else text, True, place)
+
 
 STDLIB = "stdlib"
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
@@ -101,7 +154,7 @@ def cut(files: list[Path], contents: list[str], field: str, length: int = PART) 
 def _spans(path: Path, digest: str, field: str, length: int) -> Iterator[InputSpan]:
     size = size_of(path)
     if path.name.endswith(".parquet"):
-        yield from parquet.cut(path, field, size, digest, length)
+        yield from _parquet_spans(path, field, size, digest, length)
     elif path.name.endswith(".gz"):
         yield InputSpan(str(path), size, digest, 0, size, size)
     else:
@@ -123,7 +176,7 @@ def _read(span: InputSpan, field: str) -> Iterator[DocumentChunk]:
     name = span.file
     try:
         if name.endswith(".parquet"):
-            yield from parquet.read(span, field)
+            yield from _read_parquet(span, field)
         elif name.endswith(".gz"):
             with open(name, "rb") as packed, gzip.open(packed, "rb") as file:
                 for number, line in enumerate(iter(partial(_line, file, name), b""), 1):
@@ -229,3 +282,65 @@ def _line_end(file: IO[bytes], mark: int, size: int) -> int:
     while place < len(ahead) and ahead[place] & 0xC0 == 0x80:  # a byte within a character
         place += 1
     return mark - 1 + place
+
+
+_ROWS = 64  # rows converted to Python strings at a time
+
+
+def _parquet_spans(path: Path, field: str, size: int, digest: str, length: int) -> Iterator[InputSpan]:
+    groups = _opened(path, field).metadata
+    start = group_bytes = 0
+    for group in range(groups.num_row_groups):
+        group_bytes += groups.row_group(group).total_byte_size
+        if group_bytes >= length or group + 1 == groups.num_row_groups:
+            share = size * (group + 1) // groups.num_row_groups - size * start // groups.num_row_groups
+            yield InputSpan(str(path), size, digest, start, group + 1, share)
+            start, group_bytes = group + 1, 0
+
+
+def _read_parquet(span: InputSpan, field: str) -> Iterator[DocumentChunk]:
+    import pyarrow  # type: ignore[import-untyped]
+
+    try:
+        yield from _rows(span, field)
+    except pyarrow.ArrowException as error:
+        reason = str(error).splitlines()[0][:100]
+        raise SpecError(f"{span.file} cannot be read ({reason}): repair it or take it out") from None
+
+
+def _rows(span: InputSpan, field: str) -> Iterator[DocumentChunk]:
+    file = _opened(Path(span.file), field)
+    counts = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+    before, total, done = sum(counts[: span.start]), sum(counts[span.start : span.stop]), 0
+    for batch in file.iter_batches(_ROWS, row_groups=list(range(span.start, span.stop)), columns=[field], use_threads=False):
+        for value in batch.column(0):
+            done += 1
+            try:
+                text = checked(value.as_py(), field)
+            except (SpecError, UnicodeDecodeError) as error:
+                problem = "is not UTF-8: repair it or take it out" if isinstance(error, UnicodeDecodeError) else error
+                raise SpecError(f"{span.file}, row {before + done} {problem}") from None
+            yield from pieces(text, span.cost * done // total)
+
+
+def _opened(path: Path, field: str) -> Any:
+    try:
+        import pyarrow
+        import pyarrow.parquet  # type: ignore[import-untyped]
+    except ModuleNotFoundError:
+        raise SpecError(
+            f"{path} needs the pyarrow package, which is not installed: try pip install 'ultrascale[data]'"
+        ) from None
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise SpecError(f"{path} is no parquet file ({str(error).splitlines()[0][:100]}): repair it or take it out") from None
+    schema = file.schema_arrow
+    if field not in schema.names:
+        raise SpecError(
+            f"{path} has no column {shown(field)} (it has: {', '.join(schema.names[:8])}): name the text's with --field"
+        )
+    kind = schema.field(field).type
+    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+        raise SpecError(f"{path} holds {kind} in its column {shown(field)} but must hold text: name another with --field")
+    return file

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ultrascale.data.binary import smallest_type
-from ultrascale.data.reading import cannot_read
+from ultrascale.data.token_files import cannot_read, smallest_type
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.files import MAX_TOKENIZER_BYTES, read_bytes
 from ultrascale.specs.validate import shown

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from ultrascale.data import sources
-from ultrascale.data.binary import END, smallest_type
-from ultrascale.data.input_parts import PIECE, DocumentChunk, InputPart
+from ultrascale.data.sources import PIECE, DocumentChunk, InputPart
+from ultrascale.data.token_files import END, smallest_type
 from ultrascale.data.tokenizer import Tokenizer
 from ultrascale.specs.errors import RunError, SpecError
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from ultrascale.cost.columns import CHOICES, NAMES, Array, LayoutColumns, encode
 from ultrascale.cost.legality import RULES, divisors, legal_rows, near
-from ultrascale.schedules import REGISTRY
+from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout, field_value
@@ -32,7 +32,7 @@ OFF: dict[str, Any] = {
     "sequence_parallel": False,
     "recompute": "none",
     "offload": "none",
-    "schedule": "1f1b",
+    "schedule": DEFAULT_SCHEDULE,
 }
 SHORTEST_SLICE = 128  # tokens: below one tile of an attention kernel a rank computes padding
 MAX_LOOPS = 8  # virtual stages tried beyond those that divide the layers evenly
@@ -191,7 +191,10 @@ _AXES = (
 def _product(axes: tuple[tuple[tuple[Any, ...], ...], ...]) -> dict[str, Array]:
     """Every combination of the axes' values, which many degrees have in common; the schedule is filled in by its variants."""
     index = np.indices([len(values) for values in axes]).reshape(len(axes), -1)
-    columns = {"schedule": np.full(index.shape[1], encode("schedule", "1f1b")), "virtual_stages": np.ones_like(index[0])}
+    columns = {
+        "schedule": np.full(index.shape[1], encode("schedule", DEFAULT_SCHEDULE)),
+        "virtual_stages": np.ones_like(index[0]),
+    }
     for names, values, position in zip(_AXES, axes, index, strict=True):
         for name, of_name in zip(names, zip(*values, strict=True), strict=True):
             columns[name] = np.asarray([encode(name, value) for value in of_name])[position]
@@ -224,7 +227,7 @@ def _sequence(job: Job, base: dict[str, int]) -> list[bool]:
 
 def _schedules(job: Job, wishes: LayoutConstraints, pp: int) -> list[tuple[str, int]]:
     if pp == 1:
-        pairs = [("1f1b", 1)]
+        pairs = [(DEFAULT_SCHEDULE, 1)]
     else:
         deepest = job.model.layers // pp
         even = [v for v in divisors(job.model.layers) if job.model.layers % (pp * v) == 0]

@@ -9,7 +9,7 @@ from ultrascale.cost.estimate import DraftEstimate, drafts
 from ultrascale.cost.legality import divisors, problem
 from ultrascale.plan.candidates import LayoutConstraints
 from ultrascale.plan.objective import Objective
-from ultrascale.schedules import REGISTRY, legal
+from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY, legal
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.estimate import CAUSES, Estimate
 from ultrascale.specs.job import Job
@@ -59,7 +59,7 @@ def _following(job: Job, values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """What has to follow a change so that the layout stays legal; never what was asked for itself."""
     pp, loops = values["pp"], values["virtual_stages"]
     if pp == 1 or legal(values["schedule"], pp, values["gas"], loops) is not None or pp * loops > job.model.layers:
-        yield from (("schedule", "1f1b"), ("virtual_stages", 1))
+        yield from (("schedule", DEFAULT_SCHEDULE), ("virtual_stages", 1))
     if values["zero"] == 0 or (values["zero_shards"] and (values["dp"] * values["cp"]) % values["zero_shards"]):
         yield "zero_shards", None
     if values["zero"] != 3:
@@ -282,7 +282,11 @@ def _speed(
     for level in range(4):
         if (other := by_change.get(f"zero={level}")) is not None:
             yield f"ZeRO-{layout.zero} rather than {level}: {level} {_costs(other)}"
-    if layout.pp > 1 and layout.schedule != "1f1b" and (plain := by_change.get("schedule=1f1b")) is not None:
+    if (
+        layout.pp > 1
+        and layout.schedule != DEFAULT_SCHEDULE
+        and (plain := by_change.get(f"schedule={DEFAULT_SCHEDULE}")) is not None
+    ):
         chunks = f"{layout.virtual_stages} stages per rank" if layout.virtual_stages > 1 else "one stage per rank"
         yield f"schedule {layout.schedule} with {chunks}: 1F1B {_costs(plain)}"
     if objective == "throughput":

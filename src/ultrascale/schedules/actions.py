@@ -54,28 +54,6 @@ def stages_of(rank: int, ranks: int, virtual_stages: int, v_shaped: bool) -> tup
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """What every rank computes, in order."""
-
-    name: str
-    ranks: int
-    virtual_stages: int
-    microbatches: int
-    actions: tuple[tuple[Action, ...], ...]
-    v_shaped: bool = False
-
-    @property
-    def stages(self) -> int:
-        return self.ranks * self.virtual_stages
-
-    def rank_of(self, stage: int) -> int:
-        return rank_of(stage, self.ranks, self.v_shaped)
-
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        return stages_of(rank, self.ranks, self.virtual_stages, self.v_shaped)
-
-
-@dataclass(frozen=True)
 class ActionArrays:
     """The lists of a schedule as arrays with an entry per action, rank after rank: what is asked of thousands at once."""
 
@@ -97,3 +75,35 @@ class ActionArrays:
     def rank(self) -> NDArray[np.int64]:
         """Whose action it is."""
         return np.repeat(np.arange(self.ranks), np.diff(self.start))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every rank computes, in order."""
+
+    name: str
+    ranks: int
+    virtual_stages: int
+    microbatches: int
+    actions: tuple[tuple[Action, ...], ...]
+    v_shaped: bool = False
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * self.virtual_stages
+
+    def rank_of(self, stage: int) -> int:
+        return rank_of(stage, self.ranks, self.v_shaped)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        return stages_of(rank, self.ranks, self.virtual_stages, self.v_shaped)
+
+    def arrays(self) -> ActionArrays:
+        actions = [action for by_rank in self.actions for action in by_rank]
+        kind, stage, microbatch = (
+            np.asarray(values, dtype=np.int64)
+            for values in zip(*((KINDS.index(one.kind), one.stage, one.microbatch) for one in actions), strict=True)
+        )
+        start = np.cumsum([0, *map(len, self.actions)])
+        paired = np.asarray([one.paired for one in actions])
+        return ActionArrays(self.ranks, self.virtual_stages, self.microbatches, kind, stage, microbatch, paired, start)

@@ -2,7 +2,7 @@
 
 For equal stages that is a maximum over a handful of linear forms in F, I, W and the send time.
 
-Largest error of `closed.makespan` against the simulator, in percent, over 2 to 16 ranks, 1 to 4 stages per rank, F : I : W =
+Largest error of `makespan` against the simulator, in percent, over 2 to 16 ranks, 1 to 4 stages per rank, F : I : W =
 1 : 1 : 1 and 1 : 1.2 : 0.8, the last stage 1, 1.05 and 1.15 times as slow as the others, sends of 0, 1 and 5 % of F:
 
     schedule      P ≤ m < 2P    m ≥ 2P
@@ -29,7 +29,7 @@ Floats = NDArray[np.float64]
 
 
 class Shape(NamedTuple):
-    """The arguments of `closed.makespan` as arrays. f, i, w: the mean chunk of all ranks but the slowest."""
+    """The arguments of `makespan` as arrays. f, i, w: the mean chunk of all ranks but the slowest."""
 
     p: Floats
     m: Floats
@@ -160,4 +160,33 @@ def dualpipe_v(x: Shape) -> Floats:
         x.m * x.slow + x.hops * (x.i - x.w + 4 * x.send),
         x.m * x.slow + 3 * x.hops * x.send,
     )
+    return np.where(x.p > 1, took, x.m * x.slow)
+
+
+def v_half(x: Shape) -> Floats:
+    """Read off the lists: with F = I = W a fill of 13/4 chunks per rank, less 2. The turn at the fold depends on P."""
+    odd = x.p % 2 == 1
+    fill = x.p * (13 * x.f + 11.5 * x.i - 5 * x.w) / 6 - (2 * x.f + 8 * x.i - 4 * x.w) / 3 + (5.5 * x.p - 6) * x.send
+    # The fill and the drain pass the slowest rank's extra time in fewer micro-batches.
+    slow_fill = x.p * (14 * x.f + 11 * x.i - 7 * x.w) / 6 - x.f - x.i + (5 * x.p - 4) * x.send
+    slow_fill = slow_fill - (x.p + 2) / 6 * (x.slow - x.even)
+    # Down and up again takes three slots a rank: four passes of the slower kind and one more in every micro-batch.
+    slower = np.where(x.p > 2, np.maximum(x.f, x.i), x.f)
+    chain = 4 * slower + np.where(odd, x.w, x.f + x.i - slower) + 2 * x.send
+    ways = (x.m * np.maximum(x.even, chain) + fill, x.m * x.slow + slow_fill)
+    took = longest(*(way - odd * x.f for way in ways), x.m * x.slow)
+    return np.where(x.p > 1, took, x.m * x.slow)
+
+
+def v_min(x: Shape) -> Floats:
+    """A micro-batch there and back without waiting, the others behind it at the pace of the slowest.
+
+    Down and up again takes two slots a rank: six passes of the slower kind in every micro-batch, fewer on two ranks.
+    """
+    turn = np.where(x.p % 3 == 0, 2 * np.minimum(x.w, x.f + x.i - x.w), 0.0)  # the one at the loss is longer
+    trip = x.total - (2 * x.p - 1) * x.w + 4 * x.hops * x.send + turn
+    slower = np.maximum(x.f, x.i)
+    of_two = np.maximum(0.75 * (x.total - 4 * x.w), x.chunk + 3 * slower)
+    chain = np.where(x.p > 2, 6 * slower, of_two) + 6 * x.hops / x.p * x.send
+    took = longest(trip + (x.m - 1) * longest(x.slow, chain), x.m * x.slow)
     return np.where(x.p > 1, took, x.m * x.slow)

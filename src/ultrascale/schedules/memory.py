@@ -6,51 +6,14 @@ gradient, which needs the saved inputs: the conservative reading, as an engine m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ultrascale.schedules.actions import KINDS, ActionKind, Schedule
-from ultrascale.schedules.build import lists
-
-
-@dataclass(frozen=True)
-class InFlightActivations:
-    """The most a rank holds at once."""
-
-    peak_bytes: float
-    at: int  # index into the rank's actions: the level is reached when this one has started
-    count: tuple[int, ...]  # micro-batches held then, per local stage in the order of `Schedule.stages_of`
-
-
-def peak_held(schedule: Schedule, rank: int, bytes_per_stage: Sequence[float]) -> InFlightActivations:
-    """The first highest level of a rank. `bytes_per_stage` is per global stage, for one micro-batch."""
-    peak = InFlightActivations(0.0, 0, (0,) * schedule.virtual_stages)
-    for at, (level, count) in enumerate(_levels(schedule, rank, bytes_per_stage)):
-        if level > peak.peak_bytes:
-            peak = InFlightActivations(level, at, tuple(count))
-    return peak
-
-
-def timeline(schedule: Schedule, rank: int, bytes_per_stage: Sequence[float]) -> tuple[float, ...]:
-    """Bytes held by a rank after each of its actions."""
-    return tuple(level for level, _ in _levels(schedule, rank, bytes_per_stage))
-
-
-def _levels(schedule: Schedule, rank: int, bytes_per_stage: Sequence[float]) -> Iterator[tuple[float, list[int]]]:
-    stages = schedule.stages_of(rank)
-    local = {stage: i for i, stage in enumerate(stages)}
-    count = [0] * len(stages)
-    for action in schedule.actions[rank]:
-        if action.kind is ActionKind.F:
-            count[local[action.stage]] += 1
-        elif action.kind is not ActionKind.I:
-            count[local[action.stage]] -= 1
-        # Summed anew from the counts: adding and subtracting floats would drift from zero.
-        yield sum(n * bytes_per_stage[stage] for n, stage in zip(count, stages, strict=True)), count
+from ultrascale.schedules.actions import KINDS, ActionKind
+from ultrascale.schedules.registry import lists
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ micro-batches struck from a longer ZB-V) it is kept. A search asks for lists of 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -123,3 +124,70 @@ def dualpipe_v(ranks: int, rank: int, microbatches: int) -> list[int]:
         *[WU, ID] * ahead,
         *[WU] * (rank + 1),
     ]
+
+
+# ------------------------------------------------------------------------------------------------------- building blocks of a V
+#
+# V-Half and V-Min: one block of passes, repeated for every micro-batch (Qi, Wan, Huang, Lin 2024, "Controllable Memory").
+#
+# Time is cut into slots, one pass each. A rank has six passes per micro-batch: F, I and W of its two chunks. The block says in
+# which slot each runs for micro-batch 0; micro-batch k runs 6·k slots later, and no two passes of a rank share a slot. The
+# lists are the passes in the order of their slots; each starts as soon as its input is there, which squeezes the empty slots of
+# the fill and the drain. A chunk is held from its F to its W: the fewer slots from rank to rank, the less.
+
+PASSES = 6
+FORWARDS, INPUTS, WEIGHTS = slice(0, 2), slice(2, 4), slice(4, 6)
+_KIND = np.repeat((F, I, W), 2)
+_WAY = np.asarray((0, 1, 0, 1, 0, 1))  # down to the fold with the first chunk, or up from it with the second
+
+
+@dataclass(frozen=True)
+class BuildingBlock:
+    """Slots from a pass to the one that needs its result, such that no two passes of a rank fall on the same slot of six."""
+
+    up: int  # to the rank before: forwards of the second chunk, input gradients of the first; down it is always one slot
+    at_loss: Callable[[Ints], Ints]  # of P: from the last forward to the first input gradient, on the first rank
+    at_fold: Callable[[Ints], Ints]  # of P: from one chunk's input gradient to the other's, on the last rank
+
+    def slots(self, p: Ints, r: Ints) -> Ints:
+        """Of F, I and W, each of the first and the second chunk."""
+        last, follow = p - 1, p - 1 - r
+        there = last + 1 + self.up * last + self.at_loss(p)
+        forwards = (r + 0 * p, last + 1 + self.up * follow)
+        inputs = (there + last + self.at_fold(p) + self.up * follow, there + r)
+        taken = (np.stack(forwards + inputs)[..., None] % PASSES == np.arange(PASSES)).any(axis=0)
+        free = np.moveaxis(np.argsort(taken, axis=-1, kind="stable")[..., :2], -1, 0)
+        waits = [(slot - np.stack(inputs)) % PASSES for slot in (free, free[::-1])]
+        wait = np.where(waits[0].sum(axis=0) <= waits[1].sum(axis=0), *waits)
+        return np.stack((*forwards, *inputs, *(np.stack(inputs) + wait)))
+
+    def lists(self, ranks: int, microbatches: int, _: int) -> ActionArrays:
+        rank = np.arange(ranks)
+        slots = self.slots(np.asarray(ranks), rank).T[..., None] + PASSES * np.arange(microbatches)
+        order = np.argsort(slots.reshape(ranks, -1), axis=1)
+        which, microbatch = np.divmod(order, microbatches)
+        stage = np.where(_WAY[which] == 0, rank[:, None], 2 * ranks - 1 - rank[:, None])
+        start = np.arange(ranks + 1) * order.shape[1]
+        paired = np.zeros(order.size, dtype=bool)
+        return ActionArrays(ranks, 2, microbatches, _KIND[which].ravel(), stage.ravel(), microbatch.ravel(), paired, start)
+
+    def in_flight(self, p: Ints, r: Ints, m: Ints, v: Ints) -> Ints:
+        return self._most(p, r, m, FORWARDS)
+
+    def deferred(self, p: Ints, r: Ints, m: Ints, v: Ints) -> Ints:
+        return self._most(p, r, m, INPUTS)
+
+    def _most(self, p: Ints, r: Ints, m: Ints, begin: slice) -> Ints:
+        """The most chunks between `begin` and the end of their weight gradient, looked at whenever one begins."""
+        p, r, m = np.broadcast_arrays(p, r, m)
+        slots = self.slots(p, r)[..., None]
+        begins, ends, m = slots[begin], slots[WEIGHTS], m[..., None]
+        moments = begins + PASSES * np.arange(slots.max() // PASSES + 1)
+        level = np.zeros(moments.shape, dtype=np.int64)
+        for began, ended in zip(begins, ends, strict=True):
+            level += np.clip((moments - began) // PASSES + 1, 0, m) - np.clip((moments - 1 - ended) // PASSES + 1, 0, m)
+        return np.asarray(level.max(axis=(0, -1)))
+
+
+V_HALF = BuildingBlock(up=2, at_loss=lambda p: 1 + 0 * p, at_fold=lambda p: np.where(p % 2 == 0, 5, 2))
+V_MIN = BuildingBlock(up=1, at_loss=lambda p: np.where(p % 3 == 0, 3, 1), at_fold=lambda p: 1 + 0 * p)

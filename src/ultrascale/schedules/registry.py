@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ultrascale.schedules import formulas
-from ultrascale.schedules.actions import ActionArrays
-from ultrascale.schedules.blocks import V_HALF, V_MIN, v_half_makespan, v_min_makespan
-from ultrascale.schedules.orders import dualpipe_v, looped, rounds, v_shaped, zb_v
+from ultrascale.schedules.actions import KINDS, Action, ActionArrays, Schedule
+from ultrascale.schedules.formulas import Floats, Shape
+from ultrascale.schedules.orders import V_HALF, V_MIN, Ints, dualpipe_v, looped, rounds, v_shaped, zb_v
 from ultrascale.specs.errors import SpecError, nearest
 
-Ints = NDArray[np.int64]
 Counts = Callable[[Ints, Ints, Ints, Ints], Ints]
 
 
@@ -31,7 +30,7 @@ class ScheduleSpec:
     label: str  # a sentence for people: what it does, gains and costs
     lists: Callable[[int, int, int], ActionArrays]  # of P, m and v
     in_flight: Counts  # chunks held at the peak
-    makespan: Callable[[formulas.Shape], formulas.Floats]
+    makespan: Callable[[Shape], Floats]
     least_stages: int = 1  # per rank, and how many there are unless others are asked for
     most_stages: int | None = 1  # None: as many as there are layers
     least_rounds: int = 0  # micro-batches over ranks
@@ -127,7 +126,7 @@ REGISTRY = {
             label="A V whose passes follow each other closely: half the activations of 1f1b, and half its bubble.",
             lists=V_HALF.lists,
             in_flight=V_HALF.in_flight,
-            makespan=v_half_makespan,
+            makespan=formulas.v_half,
             deferred=V_HALF.deferred,
         ),
         _VShaped(
@@ -135,13 +134,21 @@ REGISTRY = {
             label="A V whose passes follow each other at once: a third of the activations of 1f1b, if F, I and W are alike.",
             lists=V_MIN.lists,
             in_flight=V_MIN.in_flight,
-            makespan=v_min_makespan,
+            makespan=formulas.v_min,
             deferred=V_MIN.deferred,
         ),
     )
 }
 
 SCHEDULES = tuple(REGISTRY)
+DEFAULT_SCHEDULE = "1f1b"  # of a layout that names none, and of one without a pipeline
+
+
+def unnamed_schedule(ranks: int, microbatches: int, virtual_stages: int) -> str:
+    """What an engine runs that names none: 1F1B; interleaved with several stages per rank; AFAB with too few micro-batches."""
+    if ranks == 1 or (virtual_stages == 1 and microbatches >= ranks):
+        return DEFAULT_SCHEDULE
+    return "interleaved" if virtual_stages > 1 else "afab"
 
 
 def _unknown(name: str) -> str:
@@ -198,3 +205,86 @@ def legal_mask(name: str, ranks: ArrayLike, microbatches: ArrayLike, virtual_sta
     if spec.in_rounds:
         mask &= m % rounds(np.maximum(p, 1), m) == 0
     return mask
+
+
+# ------------------------------------------------------------------------------------------------------------- lists of actions
+
+
+@lru_cache(maxsize=256)
+def build(name: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
+    """The schedule `name` (one of `SCHEDULES`) for so many ranks, micro-batches and stages per rank."""
+    made = lists(name, ranks, microbatches, virtual_stages)
+    columns = (made.kind.tolist(), made.stage.tolist(), made.microbatch.tolist(), made.paired.tolist())
+    actions = [Action(KINDS[kind], stage, k, paired) for kind, stage, k, paired in zip(*columns, strict=True)]
+    by_rank = (tuple(actions[start:end]) for start, end in zip(made.start, made.start[1:], strict=False))
+    return Schedule(name, ranks, virtual_stages, microbatches, tuple(by_rank), REGISTRY[name].v_shaped)
+
+
+@lru_cache(maxsize=512)
+def lists(name: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> ActionArrays:
+    """The same as arrays."""
+    problem = legal(name, ranks, microbatches, virtual_stages)
+    if problem is not None:
+        raise SpecError(problem)
+    return REGISTRY[name].lists(ranks, microbatches, virtual_stages)
+
+
+# ----------------------------------------------------------------------------------------------------------------- closed forms
+# The search asks these for 10⁵ to 10⁶ layouts at once and simulates only the few that remain. `in_flight` is exact; how far
+# `makespan` is from the simulator stands in formulas.py.
+
+
+def in_flight(name: str, ranks: ArrayLike, rank: ArrayLike, microbatches: ArrayLike, virtual_stages: ArrayLike = 1) -> Ints:
+    """Chunk activations (one stage's share of one micro-batch) that `rank` holds at its peak, all chunks alike: exact."""
+    p, r, m, v = (np.asarray(x, dtype=np.int64) for x in (ranks, rank, microbatches, virtual_stages))
+    return spec_of(name).in_flight(p, r, m, v)
+
+
+def deferred(name: str, ranks: ArrayLike, rank: ArrayLike, microbatches: ArrayLike, virtual_stages: ArrayLike = 1) -> Ints:
+    """The most chunks of `rank` whose input gradient is done and whose weight gradient still waits; 0 without a split.
+
+    A waiting chunk keeps what its weight gradients need: with recomputation that is more than what it kept before.
+    """
+    p, r, m, v = (np.asarray(x, dtype=np.int64) for x in (ranks, rank, microbatches, virtual_stages))
+    owed = spec_of(name).deferred
+    return 0 * (p + r + m) if owed is None else owed(p, r, m, v)
+
+
+def makespan(
+    name: str,
+    ranks: ArrayLike,
+    microbatches: ArrayLike,
+    virtual_stages: ArrayLike,
+    total_f: ArrayLike,
+    total_i: ArrayLike,
+    total_w: ArrayLike,
+    slowest_f: ArrayLike,
+    slowest_i: ArrayLike,
+    slowest_w: ArrayLike,
+    send_s: ArrayLike = 0.0,
+) -> Floats:
+    """Seconds from the first forward to the last backward of a step.
+
+    `total_*` is the time of one micro-batch summed over all stages, `slowest_*` over the stages of the slowest rank.
+    Times of F, I and W are those of one micro-batch; a full backward is I + W.
+    """
+    p, m, v, tf, ti, tw, sf, si, sw, send = (
+        np.asarray(x, dtype=np.float64)
+        for x in (
+            *(ranks, microbatches, virtual_stages),
+            *(total_f, total_i, total_w),
+            *(slowest_f, slowest_i, slowest_w),
+            send_s,
+        )
+    )
+
+    def others(total: Floats, slowest: Floats) -> Floats:
+        return np.where(p > 1, total - slowest, slowest) / (v * np.maximum(p - 1, 1))
+
+    send = np.where(p > 1, send, 0.0)  # one rank sends to nobody
+    x = Shape(
+        *(p, m, v),
+        *(others(tf, sf), others(ti, si), others(tw, sw)),
+        *(sf + si + sw, sw / v, tf + ti + tw, send),
+    )
+    return spec_of(name).makespan(x)

@@ -14,6 +14,7 @@ from ultrascale.cost.legality import problem
 from ultrascale.measure.accuracy import shapes
 from ultrascale.measure.accuracy.cells import UnmodelledRowError, flag, number, whole
 from ultrascale.measure.accuracy.engines import framework_of, gpu_kind, precision_of, prints_gigabytes
+from ultrascale.schedules import unnamed_schedule
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.errors import SpecError, nearest
@@ -303,9 +304,5 @@ def _sequence_parallel(values: Mapping[str, str], assumptions: list[str], degree
 
 
 def _schedule(values: Mapping[str, str], degrees: dict[str, int], batch: dict[str, int]) -> dict[str, Any]:
-    vpp = whole(values, "vpp") or 1
-    if degrees["pp"] == 1:
-        return {"schedule": "1f1b", "virtual_stages": 1}
-    if vpp > 1:
-        return {"schedule": "interleaved", "virtual_stages": vpp}
-    return {"schedule": "1f1b" if batch["gas"] >= degrees["pp"] else "afab", "virtual_stages": 1}
+    stages = (whole(values, "vpp") or 1) if degrees["pp"] > 1 else 1
+    return {"schedule": unnamed_schedule(degrees["pp"], batch["gas"], stages), "virtual_stages": stages}
