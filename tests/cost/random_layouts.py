@@ -7,11 +7,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from builders import make_job
 from ultrascale.cost.legality import divisors, problem
-from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.model import Model
 
 # model, cluster, sequence, sequences in a batch, further fields of the job
 JOBS: tuple[tuple[str, str, int, int, dict[str, Any]], ...] = (
@@ -31,7 +30,7 @@ JOBS: tuple[tuple[str, str, int, int, dict[str, Any]], ...] = (
 
 def job_of(index: int) -> Job:
     model, cluster, seq, sequences, fields = JOBS[index]
-    return Job(model=Model.load(model), cluster=Cluster.load(cluster), seq=seq, batch_tokens=seq * sequences, **fields)
+    return make_job(model, cluster, seq, sequences, **fields)
 
 
 def from_choices(job: Job, choose: Any) -> Layout | None:

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from builders import make_job
 from ultrascale.cost import activations
 from ultrascale.cost.columns import LayoutColumns
-from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.model import Model
 
 SBH = 2048 * 1 * 12288  # GPT-3: s·b·h
 SCORES = 5 * 96 * 2048 / 12288  # 5·a·s/h = 80
-
-
-def job(name: str, seq: int, **fields: object) -> Job:
-    return Job(model=Model.load(name), cluster=Cluster.load("64xh100"), seq=seq, batch_tokens=seq * 64, **fields)
 
 
 def one_layer(of: Job, layout: Layout, moe: bool = False) -> activations.LayerActivations:
@@ -37,7 +32,7 @@ def one_layer(of: Job, layout: Layout, moe: bool = False) -> activations.LayerAc
     ],
 )
 def test_korthikanti_table_2(tp: int, sequence_parallel: bool, recompute: str, per_sbh: float) -> None:
-    of = job("gpt3-175b", 2048, attention="plain", dropout=True)
+    of = make_job("gpt3-175b", "64xh100", 2048, attention="plain", dropout=True)
     layout = Layout(tp=tp, sequence_parallel=sequence_parallel, recompute=recompute)
     assert SCORES == 80
     assert one_layer(of, layout).total[0] == pytest.approx(SBH * per_sbh, rel=1e-12)
@@ -46,7 +41,7 @@ def test_korthikanti_table_2(tp: int, sequence_parallel: bool, recompute: str, p
 
 def test_gpt3_whole_model_is_the_papers_figure() -> None:
     """Equation 1 for GPT-3 at mbs 1: 114·s·b·h = 2.87 GB a layer, 275 GB for 96: why it needs cutting at all."""
-    of = job("gpt3-175b", 2048, attention="plain", dropout=True)
+    of = make_job("gpt3-175b", "64xh100", 2048, attention="plain", dropout=True)
     assert one_layer(of, Layout()).total[0] == 2_868_903_936
     assert 96 * one_layer(of, Layout()).total[0] / 1e9 == pytest.approx(275.4, abs=0.1)
 
@@ -58,7 +53,7 @@ def test_llama_layer_with_flash() -> None:
     MLP norm's input 2·4096, MLP's input 2·4096, gate and up 2·2·14336, activation 2·14336.
     8192 + 8192 + 8192 + 4096 + 8192 + 128 + 8192 + 8192 + 57344 + 28672 = 139,392.
     """
-    layer = one_layer(job("llama-3-8b", 8192), Layout())
+    layer = one_layer(make_job("llama-3-8b", "64xh100", 8192), Layout())
     assert layer.total[0] == layer.whole[0] == 8192 * 139_392
     # Alive in its backward: gradients of gate and up (2·2·14336) and two residual-wide (2·2·4096).
     assert layer.gradients[0] == 8192 * (57_344 + 16_384)
@@ -67,14 +62,14 @@ def test_llama_layer_with_flash() -> None:
 
 def test_llama_layer_selective() -> None:
     """Norm outputs (two of 8192) and the MLP's activation (28672) are computed again: 139,392 − 45,056 = 94,336 a token."""
-    layer = one_layer(job("llama-3-8b", 8192), Layout(recompute="selective"))
+    layer = one_layer(make_job("llama-3-8b", "64xh100", 8192), Layout(recompute="selective"))
     assert layer.total[0] == 8192 * 94_336
     assert layer.working[0] == 8192 * (45_056 + 73_728)
 
 
 def test_llama_layer_full() -> None:
     """Only the layer's input stays: 8192 a token; the rest is back for the one layer in backward."""
-    layer = one_layer(job("llama-3-8b", 8192), Layout(recompute="full"))
+    layer = one_layer(make_job("llama-3-8b", "64xh100", 8192), Layout(recompute="full"))
     assert layer.total[0] == 8192 * 8192
     assert layer.working[0] == 8192 * (139_392 - 8192 + 73_728)
 
@@ -82,7 +77,7 @@ def test_llama_layer_full() -> None:
 def test_llama_layer_cut_by_tensor_parallelism() -> None:
     """tp=8: without sequence parallelism the four residual-wide tensors stay whole; with it all are cut by 8."""
     wide, cut = 4 * 8192, 139_392 - 4 * 8192
-    of = job("llama-3-8b", 8192)
+    of = make_job("llama-3-8b", "64xh100", 8192)
     assert one_layer(of, Layout(tp=8, sequence_parallel=False)).total[0] == 8192 * (wide + cut / 8)
     assert one_layer(of, Layout(tp=8)).total[0] == 8192 * 139_392 / 8
     # tp=16: 8 kv heads, so each rank keeps one k and one v head of 128: 2·2·128 = 512 bytes, not 4096/16.
@@ -90,11 +85,11 @@ def test_llama_layer_cut_by_tensor_parallelism() -> None:
 
 
 def test_context_parallelism_divides_tokens() -> None:
-    assert one_layer(job("llama-3-8b", 8192), Layout(cp=4, mbs=2)).total[0] == 2 * 2048 * 139_392
+    assert one_layer(make_job("llama-3-8b", "64xh100", 8192), Layout(cp=4, mbs=2)).total[0] == 2 * 2048 * 139_392
 
 
 def test_fp32_doubles_everything_but_the_log_sum_exp() -> None:
-    layer = one_layer(job("llama-3-8b", 8192, precision="fp32"), Layout())
+    layer = one_layer(make_job("llama-3-8b", "64xh100", 8192, precision="fp32"), Layout())
     assert layer.total[0] == 8192 * (2 * (139_392 - 128) + 128)
 
 
@@ -106,7 +101,7 @@ def test_moe_layer_of_mixtral(ep: int, rows: float) -> None:
     8192 + 8192 + 8192 + 4096 + 8192 + 128, MLP norm and input 16384, router 4·8 = 32, rows 8192 + 8192, gate and up 57344,
     activation 28672.
     """
-    of = job("mixtral-8x7b", 4096)
+    of = make_job("mixtral-8x7b", "64xh100", 4096)
     assert of.cluster.efficiency.expert_imbalance == 1.10
     by_hand = 36_992 + 16_384 + 32 + rows * (16_384 + 57_344 + 28_672)
     assert one_layer(of, Layout(dp=8, ep=ep), moe=True).total[0] == pytest.approx(4096 * by_hand)
@@ -115,7 +110,11 @@ def test_moe_layer_of_mixtral(ep: int, rows: float) -> None:
 def test_experts_keep_their_inputs_in_fp8_where_the_engine_does() -> None:
     """Of Mixtral's 2 rows a token, 4096 in and 14336 behind the gate are kept in one byte instead of two."""
     layers = [
-        one_layer(job("mixtral-8x7b", 4096, precision="fp8", framework=Framework(transformer_engine=kept)), Layout(), moe=True)
+        one_layer(
+            make_job("mixtral-8x7b", "64xh100", 4096, precision="fp8", framework=Framework(transformer_engine=kept)),
+            Layout(),
+            moe=True,
+        )
         for kept in (False, True)
     ]
     for module, width in (("expert input", 4096), ("expert activation", 14_336)):
@@ -127,7 +126,7 @@ def test_experts_keep_their_inputs_in_fp8_where_the_engine_does() -> None:
 def test_mla_layer_of_deepseek_v3() -> None:
     """Per token: four residual-wide 2·7168; q and k 2·128·192 each, v 2·128·128; latents 1536 + 512 + 64 twice (before and
     after their norms); output 2·128·128; log-sum-exp 4·128. Cut by tp are all but the latents; the dense MLP 3·2·18432."""
-    of = job("deepseek-v3", 4096)
+    of = make_job("deepseek-v3", "64xh100", 4096)
     attention = 2 * 128 * (192 + 192 + 128) + 2 * 128 * 128 + 4 * 128
     latents = 2 * 2 * (1536 + 512 + 64)
     by_hand = 4 * 14_336 + attention + latents + 3 * 36_864
@@ -137,7 +136,7 @@ def test_mla_layer_of_deepseek_v3() -> None:
 
 def test_head_of_llama() -> None:
     """8192 tokens: norm's input and output 2·8192, two fp32 numbers of the softmax, logits 2·128256; then their gradient."""
-    of = job("llama-3-8b", 8192)
+    of = make_job("llama-3-8b", "64xh100", 8192)
     head = activations.head(of, LayoutColumns.of([Layout()]))
     assert head.saved[0] == 8192 * (16_384 + 8 + 256_512)
     assert head.peak[0] == 8192 * (16_384 + 8 + 2 * 256_512)
@@ -150,12 +149,14 @@ def test_head_that_makes_its_gradients_at_once() -> None:
     Kept: norm's input and the hidden states' gradient 2·8192, 8 bytes, and 525,336,576 weights in fp32. At the peak a chunk's
     logits, 2·4096·128,256 bytes, are as many as the weight's gradient in bf16: either stands beside a third 8192 a token.
     """
-    of = job("llama-3-8b", 8192, framework=Framework(loss="at-once"))
+    of = make_job("llama-3-8b", "64xh100", 8192, framework=Framework(loss="at-once"))
     head = activations.head(of, LayoutColumns.of([Layout()]))
     assert head.saved[0] == 8192 * (16_384 + 8) + 4 * 525_336_576
     assert head.peak[0] == head.saved[0] + 8192 * 8192 + 2 * 525_336_576
     # Few tokens have few logits: then the weight's gradient decides.
-    few = activations.head(job("llama-3-8b", 1024, framework=Framework(loss="at-once")), LayoutColumns.of([Layout()]))
+    few = activations.head(
+        make_job("llama-3-8b", "64xh100", 1024, framework=Framework(loss="at-once")), LayoutColumns.of([Layout()])
+    )
     assert few.peak[0] - few.saved[0] == 1024 * 8192 + 2 * 525_336_576
 
 
@@ -170,6 +171,6 @@ def test_where_the_loss_stays_whole(fields: dict[str, str], layout: dict[str, ob
     """
     columns = LayoutColumns.of([Layout(**layout)])
     plain = Framework(loss="overwritten" if fields else "log-softmax")
-    whole = activations.head(job("llama-3-8b", 8192, framework=plain, **fields), columns)
-    at_once = activations.head(job("llama-3-8b", 8192, framework=Framework(loss="at-once"), **fields), columns)
+    whole = activations.head(make_job("llama-3-8b", "64xh100", 8192, framework=plain, **fields), columns)
+    at_once = activations.head(make_job("llama-3-8b", "64xh100", 8192, framework=Framework(loss="at-once"), **fields), columns)
     assert (at_once.saved[0], at_once.peak[0]) == (whole.saved[0], whole.peak[0])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ultrascale import Cluster, Job, Layout, Model, estimate
+from builders import make_job
+from ultrascale import Cluster, Job, Layout, estimate
 from ultrascale.cost import operators
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.hardware import FULL_WORK, ClusterRates
@@ -17,8 +18,7 @@ from ultrascale.specs.framework import Framework
 
 def job_of(name: str, seq: int, mbs: int, boost: float) -> Job:
     cluster = Cluster.of(Cluster.load("1xh200").gpu, nodes=1, gpus_per_node=1, efficiency=Efficiency(boost=boost))
-    engine = Framework.load("ultrascale-gpu")
-    return Job(model=Model.load(name), cluster=cluster, seq=seq, batch_tokens=mbs * seq, framework=engine)
+    return make_job(name, cluster, seq, mbs, "ultrascale-gpu")
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from builders import make_job
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import ClusterRates, attention_rates
 from ultrascale.specs.cluster import Cluster
@@ -16,16 +16,9 @@ from ultrascale.specs.errors import SpecError
 from ultrascale.specs.estimate import Estimate, Traffic
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.gpu import GPU
-from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.model import Model
 
 N8 = 8_030_261_248
-
-
-def job(model: str, cluster: str | Cluster, seq: int, layout: Layout, **fields: Any) -> Job:
-    where = Cluster.load(cluster) if isinstance(cluster, str) else cluster
-    return Job(model=Model.load(model), cluster=where, seq=seq, batch_tokens=layout.batch_tokens(seq), **fields)
 
 
 def with_constants(gpus: int, **constants: float) -> Cluster:
@@ -45,13 +38,13 @@ def test_tensor_parallel_traffic() -> None:
     7/8 of 2·8192·8192 bytes = 117.4 MB.
     """
     layout = Layout(tp=8, gas=4)
-    moved = traffic(estimate(job("llama-3-70b", "8xh200", 8192, layout), layout))
+    moved = traffic(estimate(make_job("llama-3-70b", "8xh200", 8192, layout), layout))
     each = 7 / 8 * 2 * 8192 * 8192
     assert moved["tensor", "all_gather"].calls == 4 * (2 * 80 * 3 + 1 + 2)
     assert moved["tensor", "reduce_scatter"].calls == 4 * (2 * 80 * 2 + 1 + 1)
     assert moved["tensor", "all_gather"].bytes == pytest.approx(4 * (2 * 80 * 3 + 1 + 2) * each)
     without = layout.changed(sequence_parallel=False)
-    reduced = traffic(estimate(job("llama-3-70b", "8xh200", 8192, without), without))["tensor", "all_reduce"]
+    reduced = traffic(estimate(make_job("llama-3-70b", "8xh200", 8192, without), without))["tensor", "all_reduce"]
     assert reduced.bytes == pytest.approx(4 * (2 * 80 * 2 + 2) * 2 * each)  # as much as a gather and a scatter each
 
 
@@ -59,7 +52,7 @@ def test_data_parallel_traffic_happens_once_a_step() -> None:
     """fp32 gradients of Llama-3-8B over 8: 2 · 7/8 · 4N = 56.2 GB, whatever the accumulation."""
     for gas in (1, 16):
         layout = Layout(dp=8, gas=gas)
-        moved = traffic(estimate(job("llama-3-8b", "8xh200", 8192, layout), layout))
+        moved = traffic(estimate(make_job("llama-3-8b", "8xh200", 8192, layout), layout))
         assert moved["data", "all_reduce"].bytes == pytest.approx(2 * 7 / 8 * 4 * N8)
         assert moved["data", "all_reduce"].calls == 1
 
@@ -70,7 +63,7 @@ def test_data_parallel_traffic_happens_once_a_step() -> None:
 def test_zero_traffic(zero: int, keep: bool, gathers: int, scatters: int) -> None:
     """4 micro-batches: ZeRO-1 scatters fp32 gradients and gathers bf16 once; 2 scatters each time; 3 gathers twice."""
     layout = Layout(dp=8, zero=zero, keep_gathered=keep, gas=4)
-    moved = traffic(estimate(job("llama-3-8b", "8xh200", 8192, layout), layout))
+    moved = traffic(estimate(make_job("llama-3-8b", "8xh200", 8192, layout), layout))
     assert moved["zero", "all_gather"].bytes == pytest.approx(gathers * 7 / 8 * 2 * N8)
     assert moved["zero", "reduce_scatter"].bytes == pytest.approx(scatters * 7 / 8 * 4 * N8)
 
@@ -78,7 +71,7 @@ def test_zero_traffic(zero: int, keep: bool, gathers: int, scatters: int) -> Non
 def test_hsdp_reduces_its_replicas() -> None:
     """64 data ranks in shards of 8: gathers stay in the node, and 4N/8 bytes are reduced over the 8 replicas."""
     layout = Layout(dp=64, zero=3, zero_shards=8)
-    moved = traffic(estimate(job("llama-3-8b", "64xh100", 8192, layout), layout))
+    moved = traffic(estimate(make_job("llama-3-8b", "64xh100", 8192, layout), layout))
     gather, reduce = moved["zero", "all_gather"], moved["zero", "all_reduce"]
     assert (gather.group, gather.per_domain) == (8, 8)
     assert (reduce.group, reduce.per_domain) == (8, 1)
@@ -88,7 +81,7 @@ def test_hsdp_reduces_its_replicas() -> None:
 def test_pipeline_traffic() -> None:
     """Activations forward and gradients back, each 2·8192·8192 / 8 bytes with sequence parallelism, for 16 micro-batches."""
     layout = Layout(tp=8, pp=4, gas=16)
-    moved = traffic(estimate(job("llama-3-70b", "32xh100", 8192, layout), layout))["pipeline", "send_recv"]
+    moved = traffic(estimate(make_job("llama-3-70b", "32xh100", 8192, layout), layout))["pipeline", "send_recv"]
     assert moved.bytes == pytest.approx(2 * 16 * 2 * 8192 * 8192 / 8)
     assert moved.per_domain == 1
 
@@ -96,7 +89,7 @@ def test_pipeline_traffic() -> None:
 def test_expert_traffic() -> None:
     """Mixtral, ep 8: dispatch and combine, forward and backward, 32 layers; 2 experts a token, busiest rank 1.1 of the mean."""
     layout = Layout(dp=8, ep=8, gas=2, zero=1)
-    moved = traffic(estimate(job("mixtral-8x7b", "8xh200", 4096, layout), layout))["expert", "all_to_all"]
+    moved = traffic(estimate(make_job("mixtral-8x7b", "8xh200", 4096, layout), layout))["expert", "all_to_all"]
     assert moved.bytes == pytest.approx(2 * 2 * 32 * 2 * 7 / 8 * 2 * 4096 * 2 * 1.1 * 4096)
 
 
@@ -110,7 +103,7 @@ def test_expert_traffic() -> None:
 )
 def test_context_traffic(exchange: str, collective: str, bytes_each: float) -> None:
     layout = Layout(cp=8, context_parallel=exchange)
-    moved = traffic(estimate(job("llama-3-8b", "8xh200", 65536, layout), layout))["context", collective]
+    moved = traffic(estimate(make_job("llama-3-8b", "8xh200", 65536, layout), layout))["context", collective]
     assert moved.bytes == pytest.approx(32 * bytes_each)
 
 
@@ -121,7 +114,7 @@ def test_attention_time() -> None:
     blocks are 2048, beside which 132 multiprocessors stand idle for 1.4 each.
     """
     layout = Layout(dp=8, zero=3)
-    of = job("llama-3-8b", with_constants(8, attention_forward=0.5, attention_backward=0.4), 8192, layout)
+    of = make_job("llama-3-8b", with_constants(8, attention_forward=0.5, attention_backward=0.4), 8192, layout)
     reach = 8192 / (8192 + ClusterRates(of).attention.half_row) * 2048 / (2048 + 1.4 * 132)
     work = 32 * 8192 * 8192 * 32 * 256
     by_hand = work / (989.4e12 * 0.5 * reach) + 2.5 * work / (989.4e12 * 0.4 * reach)
@@ -131,7 +124,7 @@ def test_attention_time() -> None:
 def test_optimizer_time() -> None:
     """ZeRO-1 over 8: N/8 parameters, each with gradient (2·4 bytes), master (2·4), moments (2·8) and bf16 copy (2)."""
     layout = Layout(dp=8, zero=1)
-    of = job("llama-3-8b", with_constants(8, memory_bandwidth=0.5), 8192, layout)
+    of = make_job("llama-3-8b", with_constants(8, memory_bandwidth=0.5), 8192, layout)
     bandwidth = 0.5 * of.cluster.gpu.memory_bandwidth_gb_s * 1e9
     assert estimate(of, layout).time.optimizer_s == pytest.approx(N8 / 8 * 34 / bandwidth, rel=1e-6)
 
@@ -139,15 +132,15 @@ def test_optimizer_time() -> None:
 def test_offload_time() -> None:
     """Gradients down (4 B) and parameters up (2 B) over the host link, and Adam on the node's CPUs at 4e9 a second."""
     layout = Layout(dp=8, zero=2, offload="optimizer")
-    of = job("llama-3-8b", with_constants(8, host_link=0.5, host_adam_gparams_s=4.0), 8192, layout)
+    of = make_job("llama-3-8b", with_constants(8, host_link=0.5, host_adam_gparams_s=4.0), 8192, layout)
     link = 0.5 * of.cluster.gpu.pcie_bandwidth_gb_s * 1e9
     assert estimate(of, layout).time.offload_s == pytest.approx(N8 / 8 * 6 / link + N8 / 4e9, rel=1e-6)
 
 
 def test_a_faster_product_shortens_matmul_alone() -> None:
     layout = Layout(dp=8, zero=1)
-    slow = estimate(job("llama-3-8b", with_constants(8, matmul=0.5), 8192, layout), layout).time
-    fast = estimate(job("llama-3-8b", with_constants(8, matmul=1.0), 8192, layout), layout).time
+    slow = estimate(make_job("llama-3-8b", with_constants(8, matmul=0.5), 8192, layout), layout).time
+    fast = estimate(make_job("llama-3-8b", with_constants(8, matmul=1.0), 8192, layout), layout).time
     assert slow.matmul_s == pytest.approx(2 * fast.matmul_s)
     assert slow.attention_s == fast.attention_s
     assert slow.memory_bound_s == fast.memory_bound_s
@@ -156,7 +149,7 @@ def test_a_faster_product_shortens_matmul_alone() -> None:
 def test_products_take_longer_than_at_peak_and_less_than_at_half() -> None:
     """6·(N − embedding) · 8192 FLOPs = 3.69e14 in 0.373 s at peak: training's shapes reach 60 to 95 % of it on an H100."""
     layout = Layout(dp=8, zero=1)
-    time = estimate(job("llama-3-8b", "8xh100", 8192, layout), layout).time
+    time = estimate(make_job("llama-3-8b", "8xh100", 8192, layout), layout).time
     at_peak = 6 * (N8 - 525_336_576) * 8192 / 989.4e12
     assert 0.60 < at_peak / time.matmul_s < 0.95
 
@@ -164,10 +157,10 @@ def test_products_take_longer_than_at_peak_and_less_than_at_half() -> None:
 def test_full_recomputation_repeats_the_forward() -> None:
     """A third of products and attention's share of forward, less the head: between a quarter and 40 % of the work."""
     layout = Layout(dp=8, zero=1, recompute="full")
-    time = estimate(job("llama-3-8b", "8xh100", 8192, layout), layout).time
+    time = estimate(make_job("llama-3-8b", "8xh100", 8192, layout), layout).time
     work = time.matmul_s + time.attention_s + time.memory_bound_s
     assert 0.25 < time.recompute_s / work < 0.40
-    assert estimate(job("llama-3-8b", "8xh100", 8192, layout), layout.changed(recompute="none")).time.recompute_s == 0
+    assert estimate(make_job("llama-3-8b", "8xh100", 8192, layout), layout.changed(recompute="none")).time.recompute_s == 0
 
 
 def test_checkpointing_leaves_the_last_product_out() -> None:
@@ -176,7 +169,7 @@ def test_checkpointing_leaves_the_last_product_out() -> None:
     def again(schedule: str, recompute: str, stops: bool) -> float:
         layout = Layout(pp=2, gas=4, schedule=schedule, recompute=recompute)
         engine = Framework.load("ultrascale-eager").model_copy(update={"exact_memory_trace": stops})
-        return estimate(job("llama-3-8b", "2xh100", 8192, layout, framework=engine), layout).time.recompute_s
+        return estimate(make_job("llama-3-8b", "2xh100", 8192, layout, framework=engine), layout).time.recompute_s
 
     product = again("1f1b", "full", False) - again("1f1b", "full", True)
     assert product > 0
@@ -187,18 +180,18 @@ def test_checkpointing_leaves_the_last_product_out() -> None:
 def test_the_bubble_of_1f1b() -> None:
     """Equal stages and 32 micro-batches on 8 ranks: idle 7/39 of the time (Narayanan 2021), sends and head on top."""
     layout = Layout(tp=8, pp=8, gas=32)
-    predicted = estimate(job("gpt3-175b", "64xa100-80gb", 2048, layout), layout)
+    predicted = estimate(make_job("gpt3-175b", "64xa100-80gb", 2048, layout), layout)
     assert 7 / 39 < predicted.bubble_fraction < 7 / 39 + 0.02
     assert predicted.time.bubble_s > 0
     one_rank = Layout(dp=8, tp=8, gas=4)
-    assert estimate(job("gpt3-175b", "64xa100-80gb", 2048, one_rank), one_rank).time.bubble_s == 0
+    assert estimate(make_job("gpt3-175b", "64xa100-80gb", 2048, one_rank), one_rank).time.bubble_s == 0
 
 
 def test_days_hours_and_money() -> None:
     """15e12 tokens: days = tokens / rate / 86400; 8 GPUs · 24 h; 2 $ an hour."""
     layout = Layout(dp=8, zero=1, gas=4)
     cluster = Cluster.from_mapping({"gpu": "h100", "gpus": 8, "price_per_gpu_hour_usd": 2.0})
-    predicted = estimate(job("llama-3-8b", cluster, 8192, layout, total_tokens=15 * 10**12), layout)
+    predicted = estimate(make_job("llama-3-8b", cluster, 8192, layout, total_tokens=15 * 10**12), layout)
     days = 15e12 / predicted.tokens_per_s / 86400
     assert predicted.train_days == pytest.approx(days)
     assert predicted.gpu_hours == pytest.approx(days * 24 * 8)
@@ -208,7 +201,7 @@ def test_days_hours_and_money() -> None:
 
 def test_no_price_no_cost() -> None:
     layout = Layout(dp=8, zero=1)
-    predicted = estimate(job("llama-3-8b", "8xh100", 8192, layout), layout)
+    predicted = estimate(make_job("llama-3-8b", "8xh100", 8192, layout), layout)
     assert predicted.cost_usd is predicted.cost_usd_per_billion_tokens is predicted.train_days is None
 
 
@@ -216,34 +209,34 @@ def test_borrowed_hardware_is_named() -> None:
     """No guess is silent: a chip without a table says that half of its peak is assumed, and three quarters of its link."""
     layout = Layout(dp=8, zero=1, mbs=1, gas=1)
     bare = next(gpu for gpu in GPU.presets().values() if gpu.surface is None and "bf16" in gpu.peak_tflops)
-    notes = " ".join(estimate(job("llama-3.2-1b", f"8x1 {bare.name}", 2048, layout), layout).notes)
+    notes = " ".join(estimate(make_job("llama-3.2-1b", f"8x1 {bare.name}", 2048, layout), layout).notes)
     assert "no measured matrix products: 50%" in notes
     assert "no measured collectives: 75%" in notes
-    known = " ".join(estimate(job("llama-3.2-1b", "8xh100", 2048, layout), layout).notes)
+    known = " ".join(estimate(make_job("llama-3.2-1b", "8xh100", 2048, layout), layout).notes)
     assert "matrix products from" in known
     assert "assumed for every shape" not in known
 
 
 def test_shapes_outside_the_table_are_named() -> None:
     layout = Layout(dp=8, zero=1)
-    notes = estimate(job("smollm-135m", "8xh100", 128, layout), layout).notes
+    notes = estimate(make_job("smollm-135m", "8xh100", 128, layout), layout).notes
     assert any("extrapolated" in note for note in notes)
 
 
 def test_an_illegal_layout_is_refused() -> None:
     with pytest.raises(SpecError, match=r"layout\.tp is 3"):
-        estimate(job("llama-3-8b", "3x1 h100", 8192, Layout(tp=3)), Layout(tp=3))
+        estimate(make_job("llama-3-8b", "3x1 h100", 8192, Layout(tp=3)), Layout(tp=3))
 
 
 def test_naive_hooks_and_buckets() -> None:
     """Nothing hidden, hidden with a latency per tensor, hidden: in this order."""
     layout = Layout(dp=64)
     waits = [
-        estimate(job("llama-3-8b", "64xh200", 8192, layout), layout.changed(data_parallel=word)).time.data_s
+        estimate(make_job("llama-3-8b", "64xh200", 8192, layout), layout.changed(data_parallel=word)).time.data_s
         for word in ("bucketed", "hooks", "naive")
     ]
     assert waits[0] < waits[1] < waits[2]
-    moved = traffic(estimate(job("llama-3-8b", "64xh200", 8192, layout), layout))["data", "all_reduce"]
+    moved = traffic(estimate(make_job("llama-3-8b", "64xh200", 8192, layout), layout))["data", "all_reduce"]
     assert waits[2] == pytest.approx(moved.time_s)
 
 
@@ -253,10 +246,10 @@ def test_a_dense_model_waits_for_no_experts() -> None:
     Where latency rules (1 ms a hop) a gather or scatter takes 63 ms; 32 layers, embedding and head gather twice, scatter once.
     """
     layout = Layout(dp=512, zero=3)
-    moved = estimate(job("llama-3-8b", "512xh100", 8192, layout), layout).traffic
+    moved = estimate(make_job("llama-3-8b", "512xh100", 8192, layout), layout).traffic
     assert {(one.technique, one.collective) for one in moved} == {("zero", "all_gather"), ("zero", "reduce_scatter")}
-    of = job("llama-3-8b", with_constants(512, network_latency_s=1e-3, overlap=0.0, overlap_slowdown=0.0), 8192, layout)
-    quick = job("llama-3-8b", with_constants(512, network_latency_s=0.0, overlap=0.0, overlap_slowdown=0.0), 8192, layout)
+    of = make_job("llama-3-8b", with_constants(512, network_latency_s=1e-3, overlap=0.0, overlap_slowdown=0.0), 8192, layout)
+    quick = make_job("llama-3-8b", with_constants(512, network_latency_s=0.0, overlap=0.0, overlap_slowdown=0.0), 8192, layout)
     latency_s = estimate(of, layout).time.zero_s - estimate(quick, layout).time.zero_s
     assert latency_s == pytest.approx(34 * 3 * 63e-3, rel=1e-6)
 

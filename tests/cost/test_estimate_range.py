@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from builders import make_job
 from ultrascale.cost import estimate as estimate_module
 from ultrascale.cost.estimate import ENOUGH, PredictionError, estimate, estimate_range, quantile, similar, time_range
 from ultrascale.specs.cluster import Cluster
@@ -18,16 +19,7 @@ from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 
-
-def job(model: str = "llama-3-8b", cluster: str = "8xh100", framework: str = "ultrascale", gas: int = 4) -> Job:
-    where = Cluster.load(cluster)
-    return Job(
-        model=Model.load(model),
-        cluster=where,
-        seq=4096,
-        batch_tokens=where.gpus * gas * 4096,
-        framework=Framework.load(framework),
-    )
+JOB = make_job(seq=4096, batch=32, framework="ultrascale")
 
 
 @pytest.mark.parametrize(
@@ -101,7 +93,7 @@ def test_an_estimate_lies_in_its_own_range_and_says_which_runs_made_it(
 
 def test_fitting_becomes_less_likely_as_the_peak_nears_the_capacity() -> None:
     peaks = [40.0, 60.0, 70.0, 74.0, 76.0, 78.0, 80.0, 82.0, 86.0, 100.0, 160.0]
-    chances = [estimate_range(job(), 1.0, peak, 80.0).fit_probability for peak in peaks]
+    chances = [estimate_range(JOB, 1.0, peak, 80.0).fit_probability for peak in peaks]
     assert chances == sorted(chances, reverse=True)
     assert chances[0] > 0.9
     assert chances[-1] < 0.1
@@ -110,7 +102,7 @@ def test_fitting_becomes_less_likely_as_the_peak_nears_the_capacity() -> None:
 
 
 def test_the_range_scales_with_the_step() -> None:
-    one, ten = estimate_range(job(), 1.0, 50.0, 80.0), estimate_range(job(), 10.0, 50.0, 80.0)
+    one, ten = estimate_range(JOB, 1.0, 50.0, 80.0), estimate_range(JOB, 10.0, 50.0, 80.0)
     assert ten.step_time_low_s == pytest.approx(10 * one.step_time_low_s)
     assert ten.step_time_high_s == pytest.approx(10 * one.step_time_high_s)
 
@@ -143,7 +135,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_the_circle_is_the_same_engine_on_the_same_chip_where_there_are_enough(runs: Any) -> None:
     runs(rows(ENOUGH), rows(30, framework="nanotron"), rows(30, architecture="ampere"))
-    logs, words = similar(job())
+    logs, words = similar(JOB)
     assert len(logs) == ENOUGH
     assert words == f"{ENOUGH} runs of 2 sources: ultrascale on hopper"
 
@@ -151,28 +143,28 @@ def test_the_circle_is_the_same_engine_on_the_same_chip_where_there_are_enough(r
 @pytest.mark.parametrize(("count", "sources"), [(ENOUGH - 1, 2), (ENOUGH, 1)], ids=["too few runs", "one source"])
 def test_the_circle_widens_to_other_engines_on_the_chip(runs: Any, count: int, sources: int) -> None:
     runs(rows(count, sources), rows(30, framework="nanotron"), rows(30, architecture="ampere"), rows(30, experts=True))
-    logs, words = similar(job())
+    logs, words = similar(JOB)
     assert len(logs) == count + 30
     assert words.endswith(": dense models on hopper")
 
 
 def test_the_circle_widens_to_other_chips(runs: Any) -> None:
     runs(rows(ENOUGH - 1), rows(30, architecture="ampere"), rows(30, experts=True))
-    logs, words = similar(job())
+    logs, words = similar(JOB)
     assert len(logs) == ENOUGH - 1 + 30
     assert words.endswith(": dense models")
 
 
 def test_the_circle_widens_to_everything_last(runs: Any) -> None:
     runs(rows(ENOUGH - 1), rows(30, experts=True))
-    logs, words = similar(job())
+    logs, words = similar(JOB)
     assert len(logs) == ENOUGH - 1 + 30
     assert words.endswith(": all models")
 
 
 def test_models_with_experts_look_at_models_with_experts(runs: Any) -> None:
     runs(rows(40, framework="megatron-core"), rows(20, experts=True, framework="megatron-core", architecture="ampere"))
-    logs, words = similar(job("qwen3-30b-a3b", "32xh100"))
+    logs, words = similar(make_job("qwen3-30b-a3b", "32xh100", 4096, 128, "ultrascale"))
     assert len(logs) == 20
     assert words.endswith(": models with experts")
 
@@ -180,16 +172,16 @@ def test_models_with_experts_look_at_models_with_experts(runs: Any) -> None:
 def test_a_source_left_out_gives_none_of_its_runs(runs: Any) -> None:
     runs(rows(ENOUGH), [row(9.0, source="odd/one"), row(-9.0, source="odd/one")])
     odd = {PredictionError(9.0, "odd/one"), PredictionError(-9.0, "odd/one")}
-    assert odd <= set(similar(job())[0])
-    assert not odd & set(similar(job(), "odd/one")[0])
-    low, high, _ = time_range(job(), 1.0, "odd/one")
+    assert odd <= set(similar(JOB)[0])
+    assert not odd & set(similar(JOB, "odd/one")[0])
+    low, high, _ = time_range(JOB, 1.0, "odd/one")
     assert math.exp(0.0) <= low < high <= math.exp(ENOUGH / 100)
 
 
 def test_runs_predicted_too_fast_put_the_truth_above(runs: Any) -> None:
     """All ratios between 1.10 and 1.22: the truth is 10 to 22 % slower than predicted."""
     runs([row(math.log(1.10 + number / 100), source=f"s/{number}") for number in range(ENOUGH + 1)])
-    low, high, _ = time_range(job(), 1.0)
+    low, high, _ = time_range(JOB, 1.0)
     assert low == pytest.approx(1.10 * (1.11 / 1.10) ** 0.4, rel=1e-6)  # place 0.1 · 14 of 13
     assert high == pytest.approx(1.21 * (1.22 / 1.21) ** 0.6, rel=1e-6)
 
@@ -198,4 +190,4 @@ def test_the_odds_of_fitting_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three runs, one used a quarter more than predicted; 70 GiB would then be 87.5: (2 + 1) / (3 + 2)."""
     memory = [{"id": str(x), "source": "a/a", "log": math.log(x)} for x in (0.95, 1.0, 1.25)]
     monkeypatch.setattr(estimate_module, "_residuals", lambda: {"time": rows(ENOUGH), "memory": memory})
-    assert estimate_range(job(), 1.0, 70.0, 80.0).fit_probability == pytest.approx(3 / 5)
+    assert estimate_range(JOB, 1.0, 70.0, 80.0).fit_probability == pytest.approx(3 / 5)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from builders import make_job
 from ultrascale.cost import communication
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.communication import ExpertTraffic
@@ -14,17 +15,14 @@ from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.network import mesh
 from ultrascale.cost.operators import layer_matmuls, matmul_passes
-from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.model import Model
 
 
 def job_of(name: str, seq: int, behind: bool = True, gpus: int = 8) -> Job:
     engine = Framework.load("ultrascale-gpu").model_copy(update={"expert_overlap": "weight-gradients" if behind else "none"})
-    cluster = Cluster.load(f"{gpus}xh100")
-    return Job(model=Model.load(name), cluster=cluster, seq=seq, batch_tokens=seq * gpus, framework=engine)
+    return make_job(name, f"{gpus}xh100", seq, gpus, engine)
 
 
 def of(job: Job, **fields: Any) -> tuple[ExpertTraffic, bool]:

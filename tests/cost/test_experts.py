@@ -5,23 +5,21 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from builders import make_job
 from ultrascale.cost import activations, memory, operators, stages
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.step import component_times
-from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.model import Model
 
 SEQ = 4096
 MEGATRON = Framework.load("megatron-core")
 
 
-def job(name: str = "qwen3-30b-a3b", **fields: object) -> Job:
-    framework = MEGATRON.model_copy(update=fields)
-    return Job(model=Model.load(name), cluster=Cluster.load("16xh100"), seq=SEQ, batch_tokens=SEQ * 64, framework=framework)
+def megatron_job(name: str = "qwen3-30b-a3b", **fields: object) -> Job:
+    return make_job(name, "16xh100", SEQ, framework=MEGATRON.model_copy(update=fields))
 
 
 def layer(of: Job, **layout: object) -> operators.LayerTime:
@@ -34,9 +32,9 @@ def test_a_layer_keeps_what_transformer_engine_saves() -> None:
     input 2·2048, gate and up 2·2·768 and the activation 2·768; no output, since routing weighs the activation.
     """
     per_token = 16384 + 2 * (8192 + 1024) + 1024 + 8192 + 128 + 17 * 128 + 8 * (4096 + 3072 + 1536)
-    kept = activations.layer(job(), LayoutColumns.of([Layout()]), moe=True)
+    kept = activations.layer(megatron_job(), LayoutColumns.of([Layout()]), moe=True)
     assert kept.total[0] == SEQ * per_token
-    plain = activations.layer(job(transformer_engine=False), LayoutColumns.of([Layout()]), moe=True)
+    plain = activations.layer(megatron_job(transformer_engine=False), LayoutColumns.of([Layout()]), moe=True)
     assert plain.total[0] == SEQ * (per_token - (8192 + 1024) - 13 * 128 + 8 * 4096)
 
 
@@ -44,9 +42,11 @@ def test_an_exchange_behind_another_micro_batch_has_its_layer_beside() -> None:
     row = LayoutColumns.of([Layout(dp=16, ep=16)])
     alone, beside = (
         memory.peak_parts(of, row, stages.share_of(of, row, np.zeros(1, dtype=np.int64)))
-        for of in (job(), job(expert_overlap="microbatches"))
+        for of in (megatron_job(), megatron_job(expert_overlap="microbatches"))
     )
-    assert beside.layer.buffers[0] - alone.layer.buffers[0] == pytest.approx(activations.layer(job(), row, moe=True).whole[0])
+    assert beside.layer.buffers[0] - alone.layer.buffers[0] == pytest.approx(
+        activations.layer(megatron_job(), row, moe=True).whole[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_an_exchange_behind_another_micro_batch_has_its_layer_beside() -> None:
     ],
 )
 def test_tokens_are_moved_once_more_each_way_where_they_come_by_rank(dispatch: str, ep: int, passes: int) -> None:
-    of = job(dispatch=dispatch)
+    of = megatron_job(dispatch=dispatch)
     columns = LayoutColumns.of([Layout(dp=max(ep, 16), ep=ep)])
     routed = 8 * columns.busiest(of.cluster.efficiency.expert_imbalance)[0]
     moved = operators.permuted_bytes(of, columns, moe=True)[0]
@@ -68,7 +68,7 @@ def test_tokens_are_moved_once_more_each_way_where_they_come_by_rank(dispatch: s
 
 
 def test_selective_recomputation_moves_no_token_again() -> None:
-    of, layout = job(), Layout(dp=16, ep=16, recompute="selective")
+    of, layout = megatron_job(), Layout(dp=16, ep=16, recompute="selective")
     machine = ClusterRates(of)
     row = LayoutColumns.of([layout])
     moe = component_times(of, row, machine).moe
@@ -80,7 +80,7 @@ def test_selective_recomputation_moves_no_token_again() -> None:
 
 def test_latents_alone_give_back_queries_keys_and_values_and_repeat_two_products() -> None:
     row = LayoutColumns.of([Layout(dp=8, ep=8, recompute="selective")])
-    cheap, latents = job("deepseek-v3"), job("deepseek-v3", selective="latents")
+    cheap, latents = megatron_job("deepseek-v3"), megatron_job("deepseek-v3", selective="latents")
     one, other = (activations.layer(of, row, moe=True) for of in (cheap, latents))
     gone = {name for name in one.kept if one.kept[name][0] < other.kept[name][0]}
     assert gone == {"qkv input", "mlp input", "expert activation"}
@@ -95,11 +95,11 @@ def test_latents_alone_give_back_queries_keys_and_values_and_repeat_two_products
 
 def test_biases_of_experts_are_added_apart_where_there_are_any() -> None:
     """gpt-oss: 28 bytes of each routed output forward, 40 backward, at the bandwidth of memory-bound operators."""
-    of = job("gpt-oss-120b")
-    apart, inside = (layer(one, dp=16, ep=8) for one in (of, job("gpt-oss-120b", transformer_engine=False)))
+    of = megatron_job("gpt-oss-120b")
+    apart, inside = (layer(one, dp=16, ep=8) for one in (of, megatron_job("gpt-oss-120b", transformer_engine=False)))
     stream = ClusterRates(of).stream_bytes_s
     elements = SEQ * 4 * 1.1 * 2880
     assert apart.memory_bound.forward - inside.memory_bound.forward == pytest.approx(28 * elements / stream)
     assert apart.memory_bound.input_grad - inside.memory_bound.input_grad == pytest.approx(40 * elements / stream)
-    without, with_ = (layer(job(transformer_engine=flag), dp=16, ep=8).total.total for flag in (False, True))
+    without, with_ = (layer(megatron_job(transformer_engine=flag), dp=16, ep=8).total.total for flag in (False, True))
     assert without == with_

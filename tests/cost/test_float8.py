@@ -7,14 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from builders import make_job
 from ultrascale.cost import float8
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.stages import share_of
 from ultrascale.cost.traffic import of_stage
-from ultrascale.specs.cluster import Cluster
-from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model, MoE
@@ -24,10 +23,7 @@ QKV_OUT, MLP = 64 * (64 + 2 * 32) + 64 * 64, 3 * 64 * 192  # head_dim 16
 
 
 def job_of(model: Model = MODEL, engine: str = "ultrascale-eager", precision: str = "fp8", gpus: int = 4) -> Job:
-    cluster = Cluster.load(f"{gpus}xh100")
-    return Job(
-        model=model, cluster=cluster, seq=64, batch_tokens=64 * gpus, precision=precision, framework=Framework.load(engine)
-    )
+    return make_job(model, f"{gpus}xh100", 64, gpus, engine, precision=precision)
 
 
 def narrow(job: Job, stage: int = 0, **fields: Any) -> tuple[float, float]:

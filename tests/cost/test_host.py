@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from builders import make_job
 from ultrascale.cost import host, kernels, operators
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.estimate import estimate
@@ -31,16 +32,16 @@ ON_HOST = Efficiency(
 )
 
 
-def job(model: Model, layout: Layout, seq: int, constants: Efficiency = ON_HOST) -> Job:
+def host_job(model: Model, layout: Layout, seq: int, constants: Efficiency = ON_HOST) -> Job:
     gpu = GPU.load("cpu").model_copy(
         update={"architecture": "x86_64", "peak_tflops": {"fp32": PEAK / 1e12}, "memory_bandwidth_gb_s": BANDWIDTH / 1e9}
     )
     cluster = Cluster.of(gpu, nodes=1, gpus_per_node=layout.gpus).model_copy(update={"efficiency": constants})
-    return Job(model=model, cluster=cluster, seq=seq, batch_tokens=layout.batch_tokens(seq), precision="fp32")
+    return make_job(model, cluster, seq, layout, precision="fp32")
 
 
 def attended(model: str, seq: int, constants: Efficiency = ON_HOST) -> tuple[float, float]:
-    asked = job(Model.load(model), Layout(), seq, constants)
+    asked = host_job(Model.load(model), Layout(), seq, constants)
     passes = kernels.attention_passes(asked, LayoutColumns.of([Layout()]), ClusterRates(asked))
     return float(passes.forward[0]), float(passes.input_grad[0])
 
@@ -75,24 +76,26 @@ def test_short_rows_are_taken_by_few_queries() -> None:
 )
 def test_operators_add_up(recompute: str, forward: int, backward: int) -> None:
     layout = Layout(recompute=recompute)
-    asked = job(Model.load("tiny"), layout, 128)
+    asked = host_job(Model.load("tiny"), layout, 128)
     launched = operators.layer(asked, LayoutColumns.of([layout]), ClusterRates(asked), moe=False).launch
     assert float(launched.forward[0]) == pytest.approx(4e-6 * forward)
     assert float(launched.input_grad[0]) == pytest.approx(4e-6 * backward)
 
 
 def test_ends_and_optimizer_have_operators_too() -> None:
-    one, two = (estimate(job(Model.load("tiny"), layout, 128), layout).time for layout in (Layout(mbs=1), Layout(mbs=1, gas=2)))
+    one, two = (
+        estimate(host_job(Model.load("tiny"), layout, 128), layout).time for layout in (Layout(mbs=1), Layout(mbs=1, gas=2))
+    )
     # 8 layers of 230 + 300, the embedding's 40 + 20 and the head's 70 + 70, in every micro-batch.
     assert one.launch_s == pytest.approx(4e-6 * (8 * 530 + 200))
     assert two.launch_s == pytest.approx(2 * one.launch_s)
     # Seven products and two norms a layer, ten operators each; beside them AdamW's passes, which are bytes.
-    asked = job(Model.load("tiny"), Layout(), 128, ON_HOST.model_copy(update={"kernel_launch_s": 0.0}))
+    asked = host_job(Model.load("tiny"), Layout(), 128, ON_HOST.model_copy(update={"kernel_launch_s": 0.0}))
     assert one.optimizer_s - estimate(asked, Layout()).time.optimizer_s == pytest.approx(4e-6 * 10 * 9 * 8)
 
 
 def test_products_read_and_write_their_operands() -> None:
-    asked = job(Model.load("mini"), Layout(), 128)
+    asked = host_job(Model.load("mini"), Layout(), 128)
     m, n, k = (np.asarray([size]) for size in (128.0, 768.0, 256.0))
     expected = 2 * 128 * 768 * 256 / PEAK + 4 * (128 * 256 + 256 * 768 + 128 * 768) / BANDWIDTH
     assert float(ClusterRates(asked).matmul_s(m, n, k)[0]) == pytest.approx(expected)
@@ -100,7 +103,7 @@ def test_products_read_and_write_their_operands() -> None:
 
 def test_passes_between_products_by_hand() -> None:
     layout = Layout(mbs=2)
-    asked = job(Model.load("mini"), layout, 64)
+    asked = host_job(Model.load("mini"), layout, 64)
     passes = host.cpu_elementwise(asked, LayoutColumns.of([layout]), ClusterRates(asked), moe=False)
     # mini: hidden and queries 256 wide, keys 128, gates 768. Forward 2·7 + 6 of hidden, 10 + 2 of queries and keys, 5 of gates.
     assert float(passes.forward[0]) == pytest.approx(128 * 4 * (20 * 256 + 12 * 384 + 5 * 768) / BANDWIDTH)
@@ -112,7 +115,7 @@ def test_gloo_scatters_what_it_has_summed_for_all() -> None:
     columns = LayoutColumns.of([layout])
 
     def seconds(op: Op, constants: Efficiency) -> float:
-        asked = job(Model.load("tiny"), layout, 128, constants)
+        asked = host_job(Model.load("tiny"), layout, 128, constants)
         machine = ClusterRates(asked)
         return float(machine.collective_s(op, np.asarray([2.0**20]), mesh(columns, machine.cluster).tensor)[0])
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ultrascale import Cluster, Job, Layout, Model, estimate
+from builders import make_job
+from ultrascale import Cluster, Job, Layout, estimate
 from ultrascale.cost import host
 from ultrascale.cost.columns import LayoutColumns, Passes
 from ultrascale.cost.hardware import ClusterRates
@@ -26,7 +27,7 @@ def job_of(
     given = Efficiency(**{"kernel_launch_s": EACH_S, **constants})
     cluster = Cluster.of(Cluster.load("1xh200").gpu, nodes=1, gpus_per_node=1, efficiency=given)
     engine = Framework.load(framework).model_copy(update={"cuda_graphs": graphs, "launch": 1.0})
-    return Job(model=Model.load(name), cluster=cluster, seq=4096, batch_tokens=gas * 4096, framework=engine)
+    return make_job(name, cluster, 4096, gas, engine)
 
 
 def launches(job: Job, layout: Layout) -> float:

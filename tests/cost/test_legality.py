@@ -7,17 +7,12 @@ from typing import Any
 
 import pytest
 
+from builders import make_job
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.legality import RULES, check, divisors, legal_rows, near, problem
-from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.model import Model
-
-
-def job(model: str = "llama-3-8b", gpus: int = 8, sequences: int = 64, seq: int = 8192) -> Job:
-    return Job(model=Model.load(model), cluster=Cluster.load(f"{gpus}xh100"), seq=seq, batch_tokens=seq * sequences)
 
 
 def broken(of: Job, layout: Layout) -> list[int]:
@@ -27,23 +22,23 @@ def broken(of: Job, layout: Layout) -> list[int]:
 
 # rule, job, layout, field named, value that was given, (suggested changes, each of which must mend the rule)
 CASES: dict[str, tuple[int, Job, Layout, str, str, tuple[dict[str, Any], ...]]] = {
-    "world": (0, job(), Layout(dp=4, gas=16), "dp·tp·pp·cp", "4·1·1·1 = 4", ({"dp": 8},)),
+    "world": (0, make_job(), Layout(dp=4, gas=16), "dp·tp·pp·cp", "4·1·1·1 = 4", ({"dp": 8},)),
     "world, odd": (
         0,
-        job(),
+        make_job(),
         Layout(dp=1, tp=3, gas=64),
         "dp·tp·pp·cp",
         "1·3·1·1 = 3",
         ({"tp": 2, "dp": 4}, {"tp": 4, "dp": 2}),
     ),
-    "heads": (1, job(), Layout(tp=3), "layout.tp", "3", ({"tp": 2}, {"tp": 4})),
-    "kv heads": (1, job("qwen2.5-0.5b"), Layout(tp=7), "layout.tp", "7", ({"tp": 2}, {"tp": 14})),
-    "ffn": (2, job("qwen2.5-0.5b"), Layout(tp=14), "ffn = 4864", "14", ({"tp": 8}, {"tp": 16})),
-    "zig-zag": (3, job(seq=8200), Layout(cp=8), "layout.cp", "8", ({"cp": 5}, {"cp": 10})),
-    "slices": (3, job(seq=8190), Layout(cp=8, context_parallel="ring"), "layout.cp", "8", ({"cp": 7}, {"cp": 9})),
+    "heads": (1, make_job(), Layout(tp=3), "layout.tp", "3", ({"tp": 2}, {"tp": 4})),
+    "kv heads": (1, make_job("qwen2.5-0.5b"), Layout(tp=7), "layout.tp", "7", ({"tp": 2}, {"tp": 14})),
+    "ffn": (2, make_job("qwen2.5-0.5b"), Layout(tp=14), "ffn = 4864", "14", ({"tp": 8}, {"tp": 16})),
+    "zig-zag": (3, make_job(seq=8200), Layout(cp=8), "layout.cp", "8", ({"cp": 5}, {"cp": 10})),
+    "slices": (3, make_job(seq=8190), Layout(cp=8, context_parallel="ring"), "layout.cp", "8", ({"cp": 7}, {"cp": 9})),
     "ulysses": (
         4,
-        job(gpus=64),
+        make_job(cluster="64xh100"),
         Layout(cp=16, tp=4, context_parallel="ulysses", gas=64),
         "layout.cp",
         "16",
@@ -51,27 +46,27 @@ CASES: dict[str, tuple[int, Job, Layout, str, str, tuple[dict[str, Any], ...]]] 
     ),
     "sequence": (
         5,
-        job(seq=8196),
+        make_job(seq=8196),
         Layout(tp=8, gas=64),
         "sequence_parallel",
         "tp = 8",
         ({"sequence_parallel": False}, {"tp": 6}, {"tp": 12}),
     ),
-    "no experts": (6, job(), Layout(dp=8, ep=2, gas=8), "layout.ep", "2", ({"ep": 1},)),
-    "experts": (6, job("mixtral-8x7b"), Layout(dp=8, ep=3, gas=8), "layout.ep", "3", ({"ep": 2}, {"ep": 4})),
+    "no experts": (6, make_job(), Layout(dp=8, ep=2, gas=8), "layout.ep", "2", ({"ep": 1},)),
+    "experts": (6, make_job("mixtral-8x7b"), Layout(dp=8, ep=3, gas=8), "layout.ep", "3", ({"ep": 2}, {"ep": 4})),
     "layers": (
         7,
-        job(gpus=64),
+        make_job(cluster="64xh100"),
         Layout(pp=64, gas=64),
         "pp·virtual_stages",
         "64·1 = 64",
         ({"pp": 32},),
     ),
-    "micro-batches": (8, job(sequences=4), Layout(pp=8, gas=4), "layout.gas", "given 4", ({"gas": 8},)),
-    "loops": (8, job(), Layout(pp=8, virtual_stages=2, gas=64), "virtual_stages", "given 2", ({"virtual_stages": 1},)),
+    "micro-batches": (8, make_job(batch=4), Layout(pp=8, gas=4), "layout.gas", "given 4", ({"gas": 8},)),
+    "loops": (8, make_job(), Layout(pp=8, virtual_stages=2, gas=64), "virtual_stages", "given 2", ({"virtual_stages": 1},)),
     "rounds": (
         8,
-        job(sequences=20),
+        make_job(batch=20),
         Layout(pp=8, schedule="interleaved", virtual_stages=2, gas=21),
         "layout.gas",
         "given 21",
@@ -79,25 +74,25 @@ CASES: dict[str, tuple[int, Job, Layout, str, str, tuple[dict[str, Any], ...]]] 
     ),
     "no pipeline": (
         8,
-        job(),
+        make_job(),
         Layout(dp=8, schedule="zb-v", virtual_stages=2, gas=8),
         "layout.schedule",
         "zb-v",
         ({"schedule": "1f1b", "virtual_stages": 1},),
     ),
-    "batch": (9, job(), Layout(dp=8, gas=4), "dp·mbs·gas", "8·1·4 = 32", ({"gas": 8},)),
+    "batch": (9, make_job(), Layout(dp=8, gas=4), "dp·mbs·gas", "8·1·4 = 32", ({"gas": 8},)),
     "shards": (
         10,
-        job(),
+        make_job(),
         Layout(dp=8, gas=8, zero=3, zero_shards=3),
         "zero_shards",
         "3",
         ({"zero_shards": 2}, {"zero_shards": 4}),
     ),
-    "shards of nothing": (10, job(), Layout(dp=8, gas=8, zero_shards=4), "zero_shards", "4", ({"zero": 1},)),
+    "shards of nothing": (10, make_job(), Layout(dp=8, gas=8, zero_shards=4), "zero_shards", "4", ({"zero": 1},)),
     "gathered": (
         11,
-        job(),
+        make_job(),
         Layout(dp=8, gas=8, zero=2, keep_gathered=True),
         "keep_gathered",
         "zero is 2",
@@ -105,7 +100,7 @@ CASES: dict[str, tuple[int, Job, Layout, str, str, tuple[dict[str, Any], ...]]] 
     ),
     "offload": (
         12,
-        job(),
+        make_job(),
         Layout(dp=8, gas=8, zero=1, offload="parameters"),
         "offload",
         "zero is 1",
@@ -113,7 +108,7 @@ CASES: dict[str, tuple[int, Job, Layout, str, str, tuple[dict[str, Any], ...]]] 
     ),
     "ddp": (
         13,
-        job(),
+        make_job(),
         Layout(dp=8, gas=8, zero=1, data_parallel="ddp"),
         "data_parallel",
         "zero is 1",
@@ -151,7 +146,7 @@ def test_check_raises_the_first_broken_rules_sentence(name: str) -> None:
 
 def test_a_batch_that_no_accumulation_reaches_names_reachable_ones() -> None:
     """8 replicas and 60 sequences: 56 or 64 can be cut. The sentence gives both in tokens, and both are legal."""
-    of = job(sequences=60)
+    of = make_job(batch=60)
     sentence = problem(of, Layout(dp=8, gas=8))
     assert sentence is not None
     offered = [int(number) for number in re.findall(r"\d+", sentence.split("try")[1])]
@@ -161,7 +156,7 @@ def test_a_batch_that_no_accumulation_reaches_names_reachable_ones() -> None:
 
 
 def test_too_small_a_batch_names_the_least() -> None:
-    of = job(sequences=4)
+    of = make_job(batch=4)
     sentence = problem(of, Layout(dp=8))
     assert sentence is not None
     assert f"batch_tokens={8 * 8192}" in sentence
@@ -169,9 +164,12 @@ def test_too_small_a_batch_names_the_least() -> None:
 
 
 def test_legal_layouts_pass() -> None:
-    assert problem(job(), Layout(dp=8, gas=8)) is None
-    assert problem(job(gpus=64), Layout(dp=2, tp=4, pp=4, cp=2, gas=32, schedule="interleaved", virtual_stages=2)) is None
-    check(job("mixtral-8x7b"), Layout(dp=8, ep=8, zero=1, gas=8))
+    assert problem(make_job(), Layout(dp=8, gas=8)) is None
+    assert (
+        problem(make_job(cluster="64xh100"), Layout(dp=2, tp=4, pp=4, cp=2, gas=32, schedule="interleaved", virtual_stages=2))
+        is None
+    )
+    check(make_job("mixtral-8x7b"), Layout(dp=8, ep=8, zero=1, gas=8))
 
 
 def test_divisors_and_neighbours() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from builders import make_job
 from ultrascale import Cluster, Job, Layout, Model, estimate
 from ultrascale.cost import host
 from ultrascale.cost.columns import LayoutColumns
@@ -12,15 +13,13 @@ from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.operators import accumulate_s
 from ultrascale.cost.table import evaluate
 from ultrascale.specs.efficiency import Efficiency
-from ultrascale.specs.framework import Framework
 
 MODEL = Model.load("llama-3.2-1b")
 
 
 def job_of(gas: int = 1, framework: str = "ultrascale-gpu") -> Job:
     cluster = Cluster.of(Cluster.load("1xh200").gpu, nodes=1, gpus_per_node=1, efficiency=Efficiency(kernel_launch_s=0.0))
-    engine = Framework.load(framework)
-    return Job(model=MODEL, cluster=cluster, seq=4096, batch_tokens=gas * 4096, framework=engine)
+    return make_job(MODEL, cluster, 4096, gas, framework)
 
 
 def optimizer_bytes(gas: int, framework: str = "ultrascale-gpu") -> float:

@@ -6,6 +6,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from builders import make_job
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.legality import check, divisors, problem
 from ultrascale.export import targets, write
@@ -74,8 +75,7 @@ PLANS: dict[str, tuple[str, str, int, int, dict[str, Any], dict[str, Any]]] = {
 
 def plan_of(name: str) -> Plan:
     model, cluster, seq, sequences, job_fields, layout_fields = PLANS[name]
-    job = Job(model=Model.load(model), cluster=Cluster.load(cluster), seq=seq, batch_tokens=seq * sequences, **job_fields)
-    return planned(job, Layout(**layout_fields))
+    return planned(make_job(model, cluster, seq, sequences, **job_fields), Layout(**layout_fields))
 
 
 def planned(job: Job, layout: Layout) -> Plan:

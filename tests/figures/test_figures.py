@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from builders import make_job
 from ultrascale import Cluster, Job, Layout, Model, Plan, SpecError, estimate, plan
 from ultrascale.cost.timeline import simulated
 from ultrascale.figures import plan as plan_figures
@@ -11,7 +12,7 @@ from ultrascale.figures import runs as run_figures
 from ultrascale.figures import search as search_figures
 from ultrascale.figures import style
 from ultrascale.measure import compare
-from ultrascale.measure.trace_steps import Exchange, StepIntervals
+from ultrascale.measure.trace_steps import CommInterval, StepIntervals
 from ultrascale.plan import survey
 from ultrascale.plan.reasons import neighbours
 from ultrascale.schedules.actions import ActionKind
@@ -22,7 +23,7 @@ pytest.importorskip("plotly")
 
 @pytest.fixture(scope="module")
 def job() -> Job:
-    return Job(model=Model.load("llama-3.2-1b"), cluster=Cluster.load("16xh100"), seq=4096, batch_tokens=2**18)
+    return make_job("llama-3.2-1b", "16xh100", 4096)
 
 
 def made(job: Job, **fields: object) -> Plan:
@@ -146,8 +147,8 @@ def test_lanes_of_a_trace() -> None:
         steps=[("ProfilerStep#3", (1000.0, 3000.0))],
         computing=[(500.0, 1500.0), (1500.5, 2000.0)],
         optimizer=[(1900.0, 2000.0)],
-        exchanges=[Exchange(1800.0, 2600.0, "zero", "all_gather"), Exchange(2500.0, 2700.0, "zero", "all_gather")],
-        counted=[],
+        communication=[CommInterval(1800.0, 2600.0, "zero", "all_gather"), CommInterval(2500.0, 2700.0, "zero", "all_gather")],
+        collectives=[],
         actions=[],
     )
     figure = run_figures.lanes(seen)

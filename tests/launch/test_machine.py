@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from builders import make_job
 from ultrascale.cost.estimate import estimate
 from ultrascale.launch import machine
 from ultrascale.launch.cpu_rates import CPURates, LinkRate, seconds_each
@@ -19,7 +20,6 @@ from ultrascale.specs.errors import SpecError
 from ultrascale.specs.gpu import GPU
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.model import Model
 
 RATES = CPURates(
     products_flops=50e9,
@@ -115,8 +115,8 @@ def test_gpus_are_found_without_torch(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
-def job(cluster: Cluster, sequences: int) -> Job:
-    return Job(model=Model.load("tiny"), cluster=cluster, seq=128, batch_tokens=128 * sequences, precision="fp32")
+def tiny_job(cluster: Cluster, sequences: int) -> Job:
+    return make_job("tiny", cluster, 128, sequences, precision="fp32")
 
 
 def products_s(tokens: int) -> float:
@@ -130,8 +130,8 @@ def products_s(tokens: int) -> float:
 def test_the_laws_give_the_measured_rates_back() -> None:
     cluster = cpu_cluster(2, RATES, LINK, memory=8 * 2**30)
     assert (cluster.gpus, cluster.gpu.memory_gib, cluster.gpu.name) == (2, 4.0, "cpu")
-    alone = estimate(job(cpu_cluster(1, RATES, LINK, memory=8 * 2**30), 2), Layout(mbs=2))
-    both = estimate(job(cluster, 2), Layout(dp=2, data_parallel="naive"))
+    alone = estimate(tiny_job(cpu_cluster(1, RATES, LINK, memory=8 * 2**30), 2), Layout(mbs=2))
+    both = estimate(tiny_job(cluster, 2), Layout(dp=2, data_parallel="naive"))
     assert alone.time.matmul_s == pytest.approx(products_s(256))
     assert both.time.matmul_s == pytest.approx(products_s(128))
     parameters = alone.memory[0].memory.parameters
@@ -161,7 +161,7 @@ def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert 1e-4 < cluster.gpu.peak_tflops["fp32"] < 50
     assert 0.01 < cluster.gpu.memory_bandwidth_gb_s < 2000
     assert 1e-8 < cluster.efficiency.kernel_launch_s < 1e-2
-    seen = estimate(job(cluster, 4), Layout(dp=2, mbs=1, gas=2))
+    seen = estimate(tiny_job(cluster, 4), Layout(dp=2, mbs=1, gas=2))
     assert seen.step_time_s > 0
     assert seen.fits
 

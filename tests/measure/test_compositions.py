@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from builders import make_job
 from ultrascale.measure.verify_layouts import compositions, reduced, spread
 from ultrascale.schedules import REGISTRY
 from ultrascale.specs.cluster import Cluster
@@ -15,20 +16,20 @@ from ultrascale.specs.training import Training
 from ultrascale.train.supported import layout_problem
 
 
-def job(world: int, model: str = "tiny") -> Job:
-    return Job(model=Model.load(model), cluster=Cluster.load(f"{world}xh100"), seq=64, batch_tokens=1024, precision="fp32")
+def tiny_job(world: int, model: str = "tiny") -> Job:
+    return make_job(model, f"{world}xh100", 64, 16, precision="fp32")
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_every_layout_is_legal_and_there_once(world):
-    layouts = compositions(job(world), world)
+    layouts = compositions(tiny_job(world), world)
     assert len(set(layouts)) == len(layouts) > 0
     assert all(layout.gpus == world for layout in layouts)
-    assert all(layout_problem(job(world), layout, Training()) is None for layout in layouts)
+    assert all(layout_problem(tiny_job(world), layout, Training()) is None for layout in layouts)
 
 
 def test_eight_processes_give_more_than_150_and_hold_every_value():
-    layouts = compositions(job(8), 8)
+    layouts = compositions(tiny_job(8), 8)
     assert len(layouts) >= 150
     for field, values in {
         "schedule": set(REGISTRY),
@@ -47,27 +48,27 @@ def test_eight_processes_give_more_than_150_and_hold_every_value():
 
 @pytest.mark.parametrize("world", [4, 8])
 def test_experts_add_at_least_40_layouts(world):
-    layouts = compositions(job(world, "tiny-moe"), world)
+    layouts = compositions(tiny_job(world, "tiny-moe"), world)
     spread_out = [layout for layout in layouts if layout.ep > 1]
     assert len(spread_out) >= 40
-    assert len(layouts) - len(spread_out) == len(compositions(job(world), world))
-    assert all(layout_problem(job(world, "tiny-moe"), layout, Training()) is None for layout in layouts)
+    assert len(layouts) - len(spread_out) == len(compositions(tiny_job(world), world))
+    assert all(layout_problem(tiny_job(world, "tiny-moe"), layout, Training()) is None for layout in layouts)
     assert {layout.zero for layout in spread_out} == {0, 1, 2, 3}
     for axis in ("dp", "tp", "pp", "cp"):
         assert any(getattr(layout, axis) > 1 for layout in spread_out), axis
-    assert compositions(job(world, "tiny-moe"), world, ["ep"]) == spread_out
+    assert compositions(tiny_job(world, "tiny-moe"), world, ["ep"]) == spread_out
 
 
 def test_only_keeps_those_that_use_each_technique():
-    layouts = compositions(job(8), 8, ["pp", "cp", "zero"])
+    layouts = compositions(tiny_job(8), 8, ["pp", "cp", "zero"])
     assert layouts
     assert all(layout.pp > 1 and layout.cp > 1 and layout.zero for layout in layouts)
     with pytest.raises(SpecError, match="did you mean"):
-        compositions(job(8), 8, ["ppp"])
+        compositions(tiny_job(8), 8, ["ppp"])
 
 
 def test_a_spread_of_24_holds_every_schedule_and_way():
-    few = spread(compositions(job(8), 8), 24)
+    few = spread(compositions(tiny_job(8), 8), 24)
     assert len(few) == 24
     assert {layout.schedule for layout in few if layout.pp > 1} == set(REGISTRY)
     assert {layout.context_parallel for layout in few if layout.cp > 1} == {"allgather", "ring", "zigzag", "ulysses"}

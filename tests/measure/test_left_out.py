@@ -10,33 +10,26 @@ from typing import Any
 import pytest
 from made_rows import PUBLISHED
 
+from builders import make_job
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.legality import problem
 from ultrascale.measure.accuracy.left_out import FITTED, adjusted, current, table
 from ultrascale.measure.accuracy.runs import read
 from ultrascale.measure.accuracy.scores import measured_rate, source_group
-from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.model import Model
 
 # Two nodes: the tensor exchange over the fast link, gradients over the network; enough tokens that no engine's host is late.
 ACROSS = Layout(dp=2, tp=8, mbs=4, gas=2)
 ALONE = Layout(gas=2)
 
 
-def job(gpu: str, layout: Layout = ACROSS, framework: str = "ultrascale", **fields: Any) -> Job:
+def job_on(gpu: str, layout: Layout = ACROSS, framework: str = "ultrascale", **fields: Any) -> Job:
     engine = Framework.load(framework)
-    return Job(
-        model=Model.load("llama-3-8b" if layout.gpus > 1 else "llama-3.2-1b"),
-        cluster=Cluster.load(f"{layout.gpus}x{gpu}"),
-        seq=4096,
-        batch_tokens=layout.batch_tokens(4096),
-        framework=engine,
-        attention="plain" if engine.attention.startswith("plain") else "flash",
-        **fields,
-    )
+    model = "llama-3-8b" if layout.gpus > 1 else "llama-3.2-1b"
+    attention = "plain" if engine.attention.startswith("plain") else "flash"
+    return make_job(model, f"{layout.gpus}x{gpu}", 4096, layout, engine, attention=attention, **fields)
 
 
 def step_s(what: Job, layout: Layout, **multipliers: float) -> float:
@@ -46,14 +39,14 @@ def step_s(what: Job, layout: Layout, **multipliers: float) -> float:
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 @pytest.mark.parametrize("gpu", ["h100", "h200", "h100-96", "b200", "mi300x"])
 def test_no_multipliers_change_no_prediction(gpu: str, precision: str) -> None:
-    what = job(gpu, precision=precision)
+    what = job_on(gpu, precision=precision)
     assert estimate(adjusted(what, {}), ACROSS).step_time_s == pytest.approx(estimate(what, ACROSS).step_time_s, rel=1e-9)
 
 
 @pytest.mark.parametrize("gpu", ["a100-40", "a100-80", "h100"])
 @pytest.mark.parametrize("framework", sorted(Framework.presets()))
 def test_no_multipliers_change_no_engine(gpu: str, framework: str) -> None:
-    what = job(gpu, framework=framework)
+    what = job_on(gpu, framework=framework)
     before, after = estimate(what, ACROSS), estimate(adjusted(what, {}), ACROSS)
     assert after.step_time_s == pytest.approx(before.step_time_s, rel=1e-9)
     assert after.peak_gib == before.peak_gib
@@ -61,25 +54,29 @@ def test_no_multipliers_change_no_engine(gpu: str, framework: str) -> None:
 
 # name: a job that uses it, a job that does not, and whether more of it makes a step slower
 USES: dict[str, tuple[Job, Job | None, bool]] = {
-    "sustained.ampere.bf16": (job("a100-80"), job("h100"), False),
-    "sustained.hopper.bf16": (job("h100"), job("a100-80"), False),
-    "sustained.blackwell.bf16": (job("b200"), job("h100"), False),
-    "sustained.hopper.fp8": (job("h100", precision="fp8"), job("h100"), False),
-    "sustained.blackwell.fp8": (job("b200", precision="fp8"), job("b200"), False),
-    "elementwise.fsdp1-eager": (job("h100", framework="fsdp1-eager"), job("h100", framework="eager"), True),
-    "elementwise.eager": (job("h100", framework="eager"), job("h100"), True),
-    "elementwise.megatron-core": (job("h100", framework="megatron-core"), job("h100", framework="megatron-2021"), True),
-    "elementwise.megatron-2021": (job("a100-80", framework="megatron-2021"), job("h100", framework="megatron-core"), True),
-    "elementwise.nanotron": (job("h100", framework="nanotron"), job("h100", framework="torchtitan"), True),
-    "attention.flash.ampere": (job("a100-80"), job("h100"), False),
-    "attention.flash.hopper": (job("h100"), job("h100", framework="nanotron"), False),
-    "attention.flash-1.ampere": (job("a100-80", framework="fsdp1-eager"), job("a100-80"), False),
-    "attention.flash-1.hopper": (job("h100", framework="fsdp1-eager"), job("h100"), False),
-    "attention.flash-2.hopper": (job("h100", framework="nanotron"), job("h100"), False),
-    "memory_bandwidth": (job("h100"), None, False),  # every step streams
-    "link_bandwidth": (job("h100"), job("h100", ALONE), False),
-    "network_bandwidth": (job("h100"), job("h100", ALONE), False),
-    "overlap_slowdown": (job("h100"), job("h100", ALONE), True),
+    "sustained.ampere.bf16": (job_on("a100-80"), job_on("h100"), False),
+    "sustained.hopper.bf16": (job_on("h100"), job_on("a100-80"), False),
+    "sustained.blackwell.bf16": (job_on("b200"), job_on("h100"), False),
+    "sustained.hopper.fp8": (job_on("h100", precision="fp8"), job_on("h100"), False),
+    "sustained.blackwell.fp8": (job_on("b200", precision="fp8"), job_on("b200"), False),
+    "elementwise.fsdp1-eager": (job_on("h100", framework="fsdp1-eager"), job_on("h100", framework="eager"), True),
+    "elementwise.eager": (job_on("h100", framework="eager"), job_on("h100"), True),
+    "elementwise.megatron-core": (job_on("h100", framework="megatron-core"), job_on("h100", framework="megatron-2021"), True),
+    "elementwise.megatron-2021": (
+        job_on("a100-80", framework="megatron-2021"),
+        job_on("h100", framework="megatron-core"),
+        True,
+    ),
+    "elementwise.nanotron": (job_on("h100", framework="nanotron"), job_on("h100", framework="torchtitan"), True),
+    "attention.flash.ampere": (job_on("a100-80"), job_on("h100"), False),
+    "attention.flash.hopper": (job_on("h100"), job_on("h100", framework="nanotron"), False),
+    "attention.flash-1.ampere": (job_on("a100-80", framework="fsdp1-eager"), job_on("a100-80"), False),
+    "attention.flash-1.hopper": (job_on("h100", framework="fsdp1-eager"), job_on("h100"), False),
+    "attention.flash-2.hopper": (job_on("h100", framework="nanotron"), job_on("h100"), False),
+    "memory_bandwidth": (job_on("h100"), None, False),  # every step streams
+    "link_bandwidth": (job_on("h100"), job_on("h100", ALONE), False),
+    "network_bandwidth": (job_on("h100"), job_on("h100", ALONE), False),
+    "overlap_slowdown": (job_on("h100"), job_on("h100", ALONE), True),
 }
 
 
@@ -106,12 +103,12 @@ def test_a_constant_moves_nothing_of_a_job_that_does_not_use_it(name: str) -> No
     ("framework", "family"), [("torchtitan-eager", "eager"), ("deepspeed", "eager"), ("megatron-no-overlap", "megatron-core")]
 )
 def test_engines_of_one_family_share_their_constant(framework: str, family: str) -> None:
-    what = job("h100", framework=framework)
+    what = job_on("h100", framework=framework)
     assert step_s(what, ACROSS, **{f"elementwise.{family}": 1.2}) > step_s(what, ACROSS)
 
 
 def test_the_job_given_is_left_as_it_is() -> None:
-    what = job("h100")
+    what = job_on("h100")
     before = what.model_dump()
     adjusted(what, dict.fromkeys(FITTED, 1.2))
     assert what.model_dump() == before

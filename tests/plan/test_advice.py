@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from builders import make_job
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.legality import problem
 from ultrascale.plan import advice
 from ultrascale.plan.candidates import LayoutConstraints
 from ultrascale.plan.search import plan
-from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.framework import Framework
-from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.model import Model
-
-
-def job(model: str, cluster: str, seq: int, sequences: int) -> Job:
-    return Job(model=Model.load(model), cluster=Cluster.load(cluster), seq=seq, batch_tokens=seq * sequences)
 
 
 @pytest.mark.parametrize(
@@ -33,13 +27,13 @@ def job(model: str, cluster: str, seq: int, sequences: int) -> Job:
     ],
 )
 def test_the_nearest_batch(sequences: int, fixed: dict[str, int], nearest: int) -> None:
-    found, notes = advice.reachable_batch(job("llama-3-8b", "8xh100", 8192, sequences), LayoutConstraints(fixed=fixed))
+    found, notes = advice.reachable_batch(make_job("llama-3-8b", "8xh100", 8192, sequences), LayoutConstraints(fixed=fixed))
     assert found.sequences == nearest
     assert bool(notes) == (nearest != sequences)
 
 
 def test_a_batch_between_two_sequences_goes_to_the_nearer() -> None:
-    of = job("llama-3-8b", "8xh100", 8192, 64)
+    of = make_job("llama-3-8b", "8xh100", 8192, 64)
     for tokens, sequences in ((8192 * 64 + 4000, 64), (8192 * 64 + 5000, 65)):
         found, notes = advice.reachable_batch(of.changed(batch_tokens=tokens), LayoutConstraints())
         assert found.batch_tokens == 8192 * sequences
@@ -48,16 +42,16 @@ def test_a_batch_between_two_sequences_goes_to_the_nearer() -> None:
 
 def test_a_batch_that_keeps_data_parallelism_small_is_named() -> None:
     """66 sequences on 64 GPUs divide over 2; with the 64 nearby any dp is possible."""
-    notes = advice.batch_notes(job("llama-3-8b", "64xh100", 8192, 66), Layout(dp=2, tp=8, pp=4, gas=33))
+    notes = advice.batch_notes(make_job("llama-3-8b", "64xh100", 8192, 66), Layout(dp=2, tp=8, pp=4, gas=33))
     assert len(notes) == 1
     assert "at most dp = 2" in notes[0]
     assert "64 sequences (524,288 tokens, -3.0%) dp = 64 is possible" in notes[0]
-    assert advice.batch_notes(job("llama-3-8b", "64xh100", 8192, 64), Layout(dp=64)) == []
+    assert advice.batch_notes(make_job("llama-3-8b", "64xh100", 8192, 64), Layout(dp=64)) == []
 
 
 def test_what_our_engine_of_today_cannot_hold_is_said() -> None:
     """With context parallelism its layers are neither fused nor compiled."""
-    asked = job("llama-3-70b", "512xh100", 8192, 512)
+    asked = make_job("llama-3-70b", "512xh100", 8192, 512)
     layout = Layout(dp=256, cp=2, context_parallel="allgather", gas=2, zero=3, recompute="selective")
     assert estimate(asked, layout).fits
     engine = asked.changed(framework=Framework.load("ultrascale-gpu"))
@@ -70,14 +64,14 @@ def test_what_our_engine_of_today_cannot_hold_is_said() -> None:
 
 
 def test_smaller_clusters_are_halves() -> None:
-    sizes = [one.cluster.gpus for one in advice.smaller_clusters(job("llama-3-8b", "64xh100", 8192, 64))]
+    sizes = [one.cluster.gpus for one in advice.smaller_clusters(make_job("llama-3-8b", "64xh100", 8192, 64))]
     assert sizes == [64, 32, 16, 8, 4, 2, 1]
-    odd = [one.cluster.gpus for one in advice.smaller_clusters(job("llama-3-8b", "24xh100", 8192, 64))]
+    odd = [one.cluster.gpus for one in advice.smaller_clusters(make_job("llama-3-8b", "24xh100", 8192, 64))]
     assert odd == [24]  # 12 GPUs are no whole nodes
 
 
 def test_the_fastest_fits_and_is_legal() -> None:
-    of = job("llama-3-8b", "8xh100", 8192, 16)
+    of = make_job("llama-3-8b", "8xh100", 8192, 16)
     layout = advice.fastest(of, LayoutConstraints())
     assert layout is not None
     assert problem(of, layout) is None
@@ -87,12 +81,12 @@ def test_the_fastest_fits_and_is_legal() -> None:
 
 
 def test_nothing_is_fastest_when_nothing_fits() -> None:
-    assert advice.fastest(job("llama-3-70b", "4xa100-40gb", 4096, 8), LayoutConstraints()) is None
+    assert advice.fastest(make_job("llama-3-70b", "4xa100-40gb", 4096, 8), LayoutConstraints()) is None
 
 
 @pytest.fixture(scope="module")
 def no_fit() -> advice.NoFit:
-    found = plan(job("llama-3-70b", "8xh100", 8192, 64)).no_fit
+    found = plan(make_job("llama-3-70b", "8xh100", 8192, 64)).no_fit
     assert found is not None
     return found
 
@@ -111,7 +105,7 @@ def test_the_change_to_more_gpus_is_the_fewest(no_fit: advice.NoFit) -> None:
     gpus = change.job.cluster.gpus
     assert gpus in (16, 32)
     if gpus > 16:
-        assert plan(job("llama-3-70b", f"{gpus // 2}xh100", 8192, 64), explain=False).no_fit is not None
+        assert plan(make_job("llama-3-70b", f"{gpus // 2}xh100", 8192, 64), explain=False).no_fit is not None
 
 
 def test_a_larger_gpu_keeps_their_number(no_fit: advice.NoFit) -> None:
@@ -122,7 +116,7 @@ def test_a_larger_gpu_keeps_their_number(no_fit: advice.NoFit) -> None:
 
 
 def test_wishes_hold_in_the_advice() -> None:
-    found = plan(job("llama-3-70b", "8xh100", 8192, 64), fix=["recompute=none"]).no_fit
+    found = plan(make_job("llama-3-70b", "8xh100", 8192, 64), fix=["recompute=none"]).no_fit
     assert found is not None
     assert found.layout.recompute == "none"
     assert all(change.layout.recompute == "none" for change in found.changes)

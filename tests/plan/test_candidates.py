@@ -7,20 +7,15 @@ from typing import Any
 
 import pytest
 
+from builders import make_job
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.legality import divisors, problem
 from ultrascale.plan.candidates import LayoutConstraints, cores, why_empty
 from ultrascale.plan.search import plan
 from ultrascale.schedules import REGISTRY
-from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.model import Model
-
-
-def job(model: str, cluster: str, seq: int, sequences: int) -> Job:
-    return Job(model=Model.load(model), cluster=Cluster.load(cluster), seq=seq, batch_tokens=seq * sequences)
 
 
 def enumerated(of: Job, wishes: LayoutConstraints) -> set[Layout]:
@@ -65,7 +60,7 @@ def by_brute_force(of: Job, loops: int = 8) -> set[Layout]:
 @pytest.mark.parametrize("model", ["tiny", "mixtral-8x7b"])
 def test_every_legal_layout_is_asked_and_no_other(model: str) -> None:
     """4 GPUs in one box, 4 sequences. One fast domain, so there is no HSDP to try."""
-    of = job(model, "4xh100", 1024, 4)
+    of = make_job(model, "4xh100", 1024, 4)
     asked, legal = enumerated(of, LayoutConstraints()), by_brute_force(of)
     assert len(asked) > 300
     assert {x for x in asked if x.virtual_stages <= 8} == legal
@@ -74,13 +69,15 @@ def test_every_legal_layout_is_asked_and_no_other(model: str) -> None:
 
 
 def test_hsdp_shards_over_one_fast_domain() -> None:
-    shards = {x.zero_shards for x in enumerated(job("tiny", "16xh100", 1024, 16), LayoutConstraints(fixed={"pp": 1, "cp": 1}))}
+    shards = {
+        x.zero_shards for x in enumerated(make_job("tiny", "16xh100", 1024, 16), LayoutConstraints(fixed={"pp": 1, "cp": 1}))
+    }
     assert shards == {None, 8, 4, 2}  # 8 GPUs a box over tp of 1, 2 and 4
 
 
 def test_an_odd_slice_gets_the_contiguous_ring() -> None:
     """seq = 1022 splits into 2 but not into 4 slices: zig-zag is not legal there, so the ring stands in."""
-    words = {x.context_parallel for x in enumerated(job("tiny", "2xh100", 1022, 2), LayoutConstraints(fixed={"cp": 2}))}
+    words = {x.context_parallel for x in enumerated(make_job("tiny", "2xh100", 1022, 2), LayoutConstraints(fixed={"cp": 2}))}
     assert words == {"ring", "allgather", "ulysses"}
 
 
@@ -101,7 +98,7 @@ LEFT_OUT = [
 )
 def test_what_is_left_out_never_wins(model: str, cluster: str, seq: int, sequences: int, change: dict[str, Any]) -> None:
     """The best layout with the field pinned to what the search skips is no faster than the best without."""
-    of = job(model, cluster, seq, sequences)
+    of = make_job(model, cluster, seq, sequences)
     best = plan(of, explain=False, top=1).plans[0]
     name, value = next(iter(change.items()))
     pinned = plan(of, explain=False, top=1, fix=[f"{name}={str(value).lower()}"]).plans
@@ -123,7 +120,7 @@ PAIRS = [
 @pytest.mark.parametrize(("change", "layout"), PAIRS, ids=str)
 def test_each_claim_on_one_layout(change: dict[str, Any], layout: Layout) -> None:
     """No sequence parallelism: more memory. Contiguous ring, naive, hooks: same memory, slower. Offload: less, slower."""
-    of = job("llama-3-8b", "16xh100", 8192, 64)
+    of = make_job("llama-3-8b", "16xh100", 8192, 64)
     kept, other = estimate(of, layout), estimate(of, layout.changed(**change))
     if "sequence_parallel" in change:
         # The time is that of an all-reduce instead of a gather and a scatter, which Hopper's switch may do a little faster.
@@ -138,7 +135,7 @@ def test_each_claim_on_one_layout(change: dict[str, Any], layout: Layout) -> Non
 
 
 def test_fixed_fields_are_kept_and_forbidden_ones_absent() -> None:
-    of = job("tiny", "8xh100", 1024, 16)
+    of = make_job("tiny", "8xh100", 1024, 16)
     wishes = LayoutConstraints.parse(["tp=2, recompute=full"], ["cp", "zero=3", "schedule=afab"])
     assert wishes.fixed == {"tp": 2, "recompute": "full", "cp": 1}
     found = enumerated(of, wishes)
@@ -167,7 +164,7 @@ def test_wishes_that_make_no_sense_are_explained(fix: list[str], forbid: list[st
 
 
 def test_a_fixed_value_that_breaks_a_rule_is_named() -> None:
-    of = job("llama-3-8b", "8xh100", 8192, 8)
+    of = make_job("llama-3-8b", "8xh100", 8192, 8)
     assert why_empty(of, LayoutConstraints(fixed={"tp": 3})).startswith("layout.tp is 3 but must divide heads = 32")
     with pytest.raises(SpecError, match="must divide heads = 32"):
         plan(of, fix=["tp=3"])

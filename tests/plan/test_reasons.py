@@ -6,26 +6,19 @@ import re
 
 import pytest
 
+from builders import make_job
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.legality import problem
 from ultrascale.plan.reasons import CAUSE_WORDS, estimate_alone_gib, largest_difference, with_batch
 from ultrascale.plan.search import plan
-from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.estimate import CAUSES
-from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.model import Model
 from ultrascale.specs.plan import Plan
 
-
-def job(model: str, cluster: str, seq: int, sequences: int) -> Job:
-    return Job(model=Model.load(model), cluster=Cluster.load(cluster), seq=seq, batch_tokens=seq * sequences)
-
-
 JOBS = {
-    "8b": job("llama-3-8b", "16xh100", 8192, 64),
-    "70b": job("llama-3-70b", "64xh100", 8192, 128),
-    "moe": job("mixtral-8x7b", "32xh100", 4096, 128),
+    "8b": make_job("llama-3-8b", "16xh100", 8192, 64),
+    "70b": make_job("llama-3-70b", "64xh100", 8192, 128),
+    "moe": make_job("mixtral-8x7b", "32xh100", 4096, 128),
 }
 
 
@@ -52,7 +45,7 @@ def test_the_numbers_of_the_fit_are_the_estimates(best: Plan) -> None:
 
 
 def test_a_small_model_is_counted_in_mib() -> None:
-    reasons = plan(job("tiny", "2xh100", 128, 16), top=1).plans[0].reasons
+    reasons = plan(make_job("tiny", "2xh100", 128, 16), top=1).plans[0].reasons
     states = 427_072 * 18 / 2**20  # bf16 weights and fp32 master, gradients and two states
     assert f"need {states:,.0f} MiB on one GPU of 79.1 GiB" in reasons[0]
     assert not any(re.search(r"(?<![\d.])0 GiB", reason) for reason in reasons[:4])
@@ -60,7 +53,7 @@ def test_a_small_model_is_counted_in_mib() -> None:
 
 def test_of_a_cpu_no_utilisation_is_claimed() -> None:
     """Its rate was measured: a share of it is no share of a peak."""
-    there = job("tiny", "2xh100", 128, 16)
+    there = make_job("tiny", "2xh100", 128, 16)
     assert any("MFU" in reason for reason in plan(there, top=1).plans[0].reasons)
     cpu = there.cluster.model_copy(update={"efficiency": there.cluster.efficiency.model_copy(update={"synchronous": True})})
     best = plan(there.changed(cluster=cpu), top=1).plans[0]
@@ -151,7 +144,7 @@ def test_states_of_llama_70b() -> None:
     ],
 )
 def test_the_playbooks_rule_for_the_size_is_quoted(model: str, cluster: str, seq: int, sequences: int, rule: str) -> None:
-    reasons = plan(job(model, cluster, seq, sequences)).plans[0].reasons
+    reasons = plan(make_job(model, cluster, seq, sequences)).plans[0].reasons
     assert any(f"«{rule}" in reason for reason in reasons)
 
 

@@ -7,6 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from builders import make_job
 from ultrascale.cost import table
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import ClusterRates
@@ -21,10 +22,6 @@ from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 from ultrascale.specs.units import GIB
-
-
-def job(model: str, cluster: str, seq: int, sequences: int) -> Job:
-    return Job(model=Model.load(model), cluster=Cluster.load(cluster), seq=seq, batch_tokens=seq * sequences)
 
 
 def everything(of: Job) -> list[tuple[Layout, Estimate]]:
@@ -51,7 +48,7 @@ def everything(of: Job) -> list[tuple[Layout, Estimate]]:
     return found
 
 
-SMALL = job("smollm2-1.7b", "4xa100-40gb", 4096, 8)
+SMALL = make_job("smollm2-1.7b", "4xa100-40gb", 4096, 8)
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +78,13 @@ def test_the_objective_memory_gives_the_least_peak(brute: list[tuple[Layout, Est
 
 @pytest.mark.slow
 def test_the_winner_on_eight_gpus_is_the_best_of_all() -> None:
-    of = job("llama-3.2-1b", "8xa100-40gb", 8192, 16)
+    of = make_job("llama-3.2-1b", "8xa100-40gb", 8192, 16)
     best = min(predicted.step_time_s for _, predicted in everything(of) if predicted.fits)
     assert plan(of).plans[0].estimate.step_time_s <= best * 1.01
 
 
 def test_plans_are_ranked_fit_and_distinct() -> None:
-    result = plan(job("llama-3-8b", "16xh100", 8192, 64), top=20, explain=False)
+    result = plan(make_job("llama-3-8b", "16xh100", 8192, 64), top=20, explain=False)
     times = [one.estimate.step_time_s for one in result.plans]
     assert len(times) == 20
     assert times == sorted(times)
@@ -100,7 +97,7 @@ def test_plans_are_ranked_fit_and_distinct() -> None:
 
 
 def test_dropping_slow_layouts_early_loses_none_of_the_fastest() -> None:
-    of, kept = job("llama-3-70b", "32xh100", 8192, 128), 1000
+    of, kept = make_job("llama-3-70b", "32xh100", 8192, 128), 1000
     ranked = _rank(of, LayoutConstraints(), "throughput", kept)
     capacity = of.cluster.gpu.memory_gib * GIB
     tables = [
@@ -115,7 +112,7 @@ def test_dropping_slow_layouts_early_loses_none_of_the_fastest() -> None:
 @pytest.mark.quick_cases(every=3)
 @pytest.mark.parametrize("fix", ["tp=4", "pp=2,schedule=interleaved", "zero=3", "recompute=full", "mbs=2", "dp=4"])
 def test_fixed_fields_are_respected(fix: str) -> None:
-    of = job("llama-3-8b", "16xh100", 8192, 64)
+    of = make_job("llama-3-8b", "16xh100", 8192, 64)
     free = plan(of, explain=False).plans[0]
     pinned = plan(of, fix=[fix], explain=False)
     for one in pinned.plans:
@@ -129,18 +126,18 @@ def test_fixed_fields_are_respected(fix: str) -> None:
     ("forbid", "field", "absent"), [("zero", "zero", {1, 2, 3}), ("pp", "pp", {2, 4, 8}), ("zero=1", "zero", {1})]
 )
 def test_forbidden_fields_are_absent(forbid: str, field: str, absent: set[int]) -> None:
-    for one in plan(job("llama-3.2-1b", "8xh100", 8192, 64), forbid=[forbid], explain=False).plans:
+    for one in plan(make_job("llama-3.2-1b", "8xh100", 8192, 64), forbid=[forbid], explain=False).plans:
         assert getattr(one.layout, field) not in absent
 
 
 def test_fixed_wishes_are_among_the_reasons() -> None:
-    best = plan(job("llama-3.2-1b", "8xh100", 8192, 64), fix=["tp=2"]).plans[0]
+    best = plan(make_job("llama-3.2-1b", "8xh100", 8192, 64), fix=["tp=2"]).plans[0]
     assert "Your wish: tp=2 was fixed" in best.reasons
 
 
 def test_the_objective_cost_may_leave_gpus_idle() -> None:
     """A small batch on many GPUs: half of them or less do it for fewer GPU-seconds a token."""
-    of = job("llama-3.2-1b", "64xh100", 2048, 64)
+    of = make_job("llama-3.2-1b", "64xh100", 2048, 64)
     fast, cheap = plan(of, explain=False).plans[0], plan(of, objective="cost", explain=False).plans[0]
 
     def gpu_seconds(one: object) -> float:
@@ -154,7 +151,7 @@ def test_the_objective_cost_may_leave_gpus_idle() -> None:
 
 def test_nothing_fits_and_every_change_really_does() -> None:
     """70B on 8 A100 of 40 GiB: states alone are 18·70.6e9/8 = 148 GiB a GPU."""
-    of = job("llama-3-70b", "8xa100-40gb", 4096, 64)
+    of = make_job("llama-3-70b", "8xa100-40gb", 4096, 64)
     result = plan(of)
     assert result.plans == ()
     assert result.fitting == 0
@@ -172,7 +169,7 @@ def test_nothing_fits_and_every_change_really_does() -> None:
 
 
 def test_no_layout_is_smaller_than_the_one_that_comes_closest() -> None:
-    of = job("llama-3-70b", "4xa100-40gb", 2048, 8)
+    of = make_job("llama-3-70b", "4xa100-40gb", 2048, 8)
     no = plan(of).no_fit
     assert no is not None
     for fields in ({"zero": 3, "dp": 4, "gas": 2}, {"tp": 4, "gas": 8}, {"pp": 4, "gas": 8}, {"cp": 4, "zero": 3, "gas": 8}):
@@ -182,14 +179,14 @@ def test_no_layout_is_smaller_than_the_one_that_comes_closest() -> None:
 
 def test_an_impossible_batch_becomes_the_nearest() -> None:
     """7 sequences on 8 GPUs with dp pinned to 8: 8 sequences are the nearest."""
-    result = plan(job("llama-3.2-1b", "8xh100", 4096, 7), fix=["dp=8"], explain=False)
+    result = plan(make_job("llama-3.2-1b", "8xh100", 4096, 7), fix=["dp=8"], explain=False)
     assert result.job.sequences == 8
     assert "nearest batch that can is 8 sequences = 32,768 tokens" in " ".join(result.notes)
     assert result.plans[0].layout.dp * result.plans[0].layout.mbs * result.plans[0].layout.gas == 8
 
 
 def test_a_batch_of_no_whole_sequences_is_rounded() -> None:
-    of = job("llama-3.2-1b", "8xh100", 4096, 64).changed(batch_tokens=4096 * 64 + 1000)
+    of = make_job("llama-3.2-1b", "8xh100", 4096, 64).changed(batch_tokens=4096 * 64 + 1000)
     result = plan(of, explain=False)
     assert result.job.batch_tokens == 4096 * 64
     assert "not a whole number of 4,096-token sequences" in result.notes[0]

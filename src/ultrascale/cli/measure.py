@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,8 @@ from ultrascale.cli.common import (
     terminal,
     write_json,
 )
+
+STEPS_BEFORE = 3  # before a profile records: compilation, the step whose memory is measured, the profiler's slow first step
 
 if TYPE_CHECKING:
     from ultrascale.measure.trace_analysis import Analysis
@@ -155,10 +158,15 @@ def profile(
     [dim]ultrascale profile plan.yaml --steps 5 -o runs/x[/]
     [dim]ultrascale profile --trace trace.json.gz --plan plan.yaml[/]
     """
-    from ultrascale.measure.profile_request import check
     from ultrascale.show import profile as show
+    from ultrascale.specs.errors import SpecError
 
-    check(words or [], trace or [], plan)
+    if bool(words) == bool(trace):
+        raise SpecError(
+            "profile takes a plan to run, or --trace: try `ultrascale profile plan.yaml`, or `profile --trace runs/x`"
+        )
+    if plan is not None and not trace:
+        raise SpecError("--plan goes with --trace: a plan to run is named alone, `ultrascale profile plan.yaml`")
     found = _read(trace, plan) if trace else _profiled(words or [], steps, nproc, out)
     if found is not None:
         show.show(terminal(), found)
@@ -179,13 +187,20 @@ def _profiled(words: list[str], steps: int, nproc: int | None, out: Path | None)
     """None on other ranks of torchrun."""
     from ultrascale.launch import launcher
     from ultrascale.launch.rank_info import rank_info_from_env
-    from ultrascale.measure import profile_request as profile_asked
+    from ultrascale.specs.errors import SpecError
     from ultrascale.specs.folders import folder_name
     from ultrascale.train import import_torch
     from ultrascale.train.log import batch_line
+    from ultrascale.train.request import from_words
 
+    if "=" in words[0]:
+        raise SpecError(f"{words[0]!r} changes a plan but none is named: try `ultrascale profile plan.yaml {words[0]}`")
+    if any(word.startswith("train.steps") for word in words):
+        raise SpecError("train.steps is what --steps says here, and some steps before those that are recorded: leave it out")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler writes to the error stream
     mine = rank_info_from_env() if nproc is None else None
-    request = profile_asked.request(words, steps, mine.world if mine else nproc, launcher.has_gpu())
+    settings = {"train.steps": STEPS_BEFORE + steps, "checkpoint.save": "false"}
+    request = from_words(words, settings, mine.world if mine else nproc, launcher.has_gpu())
     folder = out or Path("runs") / f"{folder_name(request.job.model.name)}-profile-{datetime.now():%Y%m%d-%H%M%S}"
     import_torch()
     from ultrascale.measure import profile as measure

@@ -100,8 +100,8 @@ def lanes(seen: StepIntervals, step: int = 0) -> go.Figure:
     """One recorded step: computation, and communication by technique, one lane each."""
     go, (name, (start, end)) = style.graph_objects(), seen.steps[step]
     found: dict[str, Intervals] = {"computing": seen.computing, "of it the optimizer": seen.optimizer}
-    for technique in dict.fromkeys(one.technique for one in seen.exchanges):
-        found[technique] = merged((one.start, one.end) for one in seen.exchanges if one.technique == technique)
+    for technique in dict.fromkeys(one.technique for one in seen.communication):
+        found[technique] = merged((one.start, one.end) for one in seen.communication if one.technique == technique)
     figure = style.new_figure(f"{name}: computation and communication", "time in the step (ms)", height=180 + 44 * len(found))
     for (lane, times), colour in zip(found.items(), cycle(style.SERIES), strict=False):
         drawn = _joined(within(times, (start, end)), FINEST * (end - start))

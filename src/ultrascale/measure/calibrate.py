@@ -1,9 +1,7 @@
-"""Calibrate: a Cluster whose constants are those of measured runs, as far as the runs tell them; judged on runs left out.
+"""Calibrate: a Cluster whose constants are fitted to measured runs, as far as these determine them, judged on runs left out.
 
-Step times and memory are judged apart: constants of the one may stay as they were where those of the other are better.
-
-
-The two constants between the tensors that a law counts and the peak that an allocator reports."""
+Step times and memory are judged separately: the constants of one may stay while those of the other change.
+"""
 
 from __future__ import annotations
 
@@ -22,29 +20,29 @@ from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.units import GIB
 
-FEWEST = 3  # runs: with two, each would be judged by the other alone
-FOLDS = 8  # more runs than these are left out several at a time
-STEP, HELD = "step_s", "held_gib"  # what a run tells: its time, its memory
+FEWEST = 3  # runs: with two, each would be judged by one other
+FOLDS = 8  # of cross-validation
+STEP, HELD = "step_s", "held_gib"  # what a run measures: step time, memory
 NO_BETTER = "on runs left out what was fitted is no better"
 NO_JUDGE = "no run is left to judge what was fitted: without any one of them some constant is not told; what would: more runs"
 
 
 @dataclass(frozen=True)
 class ConstantVerdict:
-    """What became of one constant."""
+    """One constant before and after."""
 
     name: str
     before: float
     after: float
     known: float | None
-    """as a share, to within which the runs tell it; None: it was not fitted"""
+    """relative uncertainty; None: it was not fitted"""
     why: str = ""
-    """not fitted: the reason, and which run would determine it"""
+    """why it was not fitted, and which run would determine it"""
 
 
 @dataclass(frozen=True)
 class CalibratedRun:
-    """One run: measured, and as predicted before, after, and by constants that had not seen it."""
+    """One run: measured, and predicted before, after, and by constants fitted without it."""
 
     name: str
     step_s: float
@@ -52,9 +50,9 @@ class CalibratedRun:
     after_s: float
     left_out_s: float
     spread: float
-    """of its own steps"""
+    """of its steps"""
     alone: tuple[str, ...] = ()
-    """constants that no other run tells: left out, it is predicted with their old values, which judges nothing"""
+    """constants that only this run determines: left out, it is predicted with their old values, which judges nothing"""
     held_gib: float | None = None
     held_before_gib: float | None = None
     held_after_gib: float | None = None
@@ -63,7 +61,7 @@ class CalibratedRun:
 
 @dataclass(frozen=True)
 class CalibrationErrors:
-    """Of predicted / measured − 1, without sign."""
+    """Of |predicted / measured − 1|."""
 
     mean: float
     middle: float
@@ -74,7 +72,7 @@ class CalibrationErrors:
 class Calibration:
     base: Cluster
     cluster: Cluster
-    """with the new constants, and the old ones where these are no better on runs left out"""
+    """with new constants, or the old ones where the new are no better on runs left out"""
     verdicts: tuple[ConstantVerdict, ...]
     runs: tuple[CalibratedRun, ...]
 
@@ -83,11 +81,11 @@ class Calibration:
         return self.cluster.calibrated is not None
 
     def errors(self, when: str, of: str = STEP) -> CalibrationErrors | None:
-        """`when`: before, after or left_out, the last of runs that others can judge; `of`: step_s or held_gib."""
+        """`when`: before, after or left_out (only of runs that others determine); `of`: step_s or held_gib."""
         return _errors(self.runs if when != "left_out" else self.judges(of), when, of)
 
     def judges(self, of: str = STEP) -> tuple[CalibratedRun, ...]:
-        """Runs that others tell enough of; of memory all are, whose constants no run tells alone."""
+        """Runs whose constants others determine as well; for memory all are."""
         return tuple(run for run in self.runs if of == HELD or not run.alone)
 
 
@@ -100,10 +98,10 @@ def _errors(runs: Sequence[CalibratedRun], when: str, of: str = STEP) -> Calibra
 
 
 def calibrate(runs: Sequence[CalibrationRun], say: Callable[[str], None] = lambda text: None) -> Calibration:
-    """Fit what the runs determine, judge it on runs left out, and keep the old constants where it does not help."""
+    """Fit what the runs determine, judge it by cross-validation, and keep old constants where it does not help."""
     if len(runs) < FEWEST:
         raise SpecError(f"calibrate needs at least {FEWEST} runs, to judge each by the others, but found {len(runs)}: add some")
-    # The most processes first: a cluster that holds every run.
+    # The run with most processes has a cluster that is large enough for all.
     base = Base.of(max(runs, key=lambda run: run.layout.gpus).job)
     model = StepTimeModel(base, runs)
     everyone = range(len(runs))
@@ -125,35 +123,31 @@ def calibrate(runs: Sequence[CalibrationRun], say: Callable[[str], None] = lambd
             for index, (run, one) in enumerate(zip(runs, held, strict=True))
         )
 
-    verdicts = _verdicts(base, found, efficiency, bool(_spoke(held)))
+    verdicts = _verdicts(base, found, efficiency, any(one is not None and one.holes is not None for one in held))
     result = Calibration(base.cluster, base.cluster, tuple(verdicts), judged(efficiency, lambda each: each))
     taken = {of: _better(result, of) for of in (STEP, HELD)}
     if not any(taken.values()):
         return result
 
     def as_taken(each: Efficiency) -> Efficiency:
-        """With constants of times, of memory, or of both."""
+        """With the new constants of times, of memory, or of both."""
         times, of_memory = (each if taken[of] else base.cluster.efficiency for of in (STEP, HELD))
         return times.model_copy(update={name: getattr(of_memory, name) for name in FIELDS})
 
     why_not = {of: NO_BETTER if result.judges(of) else NO_JUDGE for of in taken}
-    verdicts = [_as_taken(one, taken[of], why_not[of]) for one in verdicts for of in (HELD if one.name in FIELDS else STEP,)]
+    verdicts = [_kept(one, taken[of], why_not[of]) for one in verdicts for of in (HELD if one.name in FIELDS else STEP,)]
     result = Calibration(base.cluster, base.cluster, tuple(verdicts), judged(as_taken(efficiency), as_taken))
     return replace(result, cluster=_signed(result, as_taken(efficiency)))
 
 
 def _folds(runs: int) -> list[list[int]]:
-    """One run at a time, or as many as make eight folds."""
+    """Indices of runs to leave out together."""
     folds = min(runs, FOLDS)
     return [list(range(first, runs, folds)) for first in range(folds)]
 
 
 def _with_memory(base: Base, moves: Moves, held: Sequence[MeasuredPeak]) -> Efficiency:
     return base.changed(moves).model_copy(update=fit_memory(held))
-
-
-def _spoke(held: Sequence[MeasuredPeak | None]) -> list[MeasuredPeak]:
-    return [one for one in held if one is not None and one.holes is not None]
 
 
 def _judged(
@@ -181,20 +175,20 @@ def _judged(
 
 
 def _better(found: Calibration, of: str = STEP) -> bool:
-    """On runs left out that others judge. The middle one counts: one run may be beyond all."""
+    """Whether the median error on runs left out is smaller."""
     before, after = (_errors(found.judges(of), when, of) for when in ("before", "left_out"))
     return before is not None and after is not None and after.middle < before.middle
 
 
-def _as_taken(verdict: ConstantVerdict, taken: bool, why_not: str) -> ConstantVerdict:
+def _kept(verdict: ConstantVerdict, taken: bool, why_not: str) -> ConstantVerdict:
     if taken or verdict.known is None:
         return verdict
     return replace(verdict, after=verdict.before, known=None, why=why_not)
 
 
 def _signed(found: Calibration, efficiency: Efficiency) -> Cluster:
-    """The new cluster, with where its constants come from."""
-    # Where each run alone tells a constant of time, those stayed as they were, and are judged by what is predicted with them.
+    """The new cluster, with the origin of its constants."""
+    # If every run alone determines some constant, the constants of time stay, and are judged by their own predictions.
     time, held = found.errors("left_out") or found.errors("after"), found.errors("left_out", HELD)
     assert time is not None  # there are runs
     origin = Calibrated(
@@ -209,7 +203,7 @@ def _signed(found: Calibration, efficiency: Efficiency) -> Cluster:
     return found.base.model_copy(update={"efficiency": efficiency, "calibrated": origin})
 
 
-def _verdicts(base: Base, found: FitResult, efficiency: Efficiency, spoke: bool) -> list[ConstantVerdict]:
+def _verdicts(base: Base, found: FitResult, efficiency: Efficiency, on_gpu: bool) -> list[ConstantVerdict]:
     verdicts = []
     for constant in CONSTANTS:
         before = base.values[constant.fields[0]]
@@ -222,8 +216,8 @@ def _verdicts(base: Base, found: FitResult, efficiency: Efficiency, spoke: bool)
             )
     for name in FIELDS:
         before, after = getattr(base.cluster.efficiency, name), getattr(efficiency, name)
-        why = "" if spoke else "no allocator spoke in these runs; what would: a run on a GPU"
-        verdicts.append(ConstantVerdict(name, before, after, 0.0 if spoke else None, why))
+        why = "" if on_gpu else "no allocator spoke in these runs; what would: a run on a GPU"
+        verdicts.append(ConstantVerdict(name, before, after, 0.0 if on_gpu else None, why))
     verdicts.append(
         ConstantVerdict("context_gib", base.cluster.efficiency.context_gib, base.cluster.efficiency.context_gib, None, CONTEXT)
     )
@@ -238,16 +232,16 @@ FIELDS = ("workspace_gib", "allocator_slack")
 
 @dataclass(frozen=True)
 class MeasuredPeak:
-    """Bytes on the fullest stage of one run."""
+    """Peak memory of the fullest stage of one run, in bytes."""
 
     predicted: float
     """tensors"""
     moving: float
     """of these, activations and buffers"""
     measured: float
-    """tensors, and on a GPU cuBLAS's workspaces among them"""
+    """tensors, on a GPU with the workspaces of cuBLAS"""
     holes: float | None
-    """what the allocator had reserved beyond; None on a CPU"""
+    """reserved by the allocator beyond that; None on a CPU"""
 
 
 def measured_peak(base: Base, run: CalibrationRun) -> MeasuredPeak | None:
@@ -260,19 +254,19 @@ def measured_peak(base: Base, run: CalibrationRun) -> MeasuredPeak | None:
 
 
 def peak_bytes(one: MeasuredPeak, efficiency: Efficiency) -> float:
-    """What the run's allocator should have handed out at its peak."""
+    """Predicted bytes that the allocator gives out at the peak."""
     return one.predicted + (efficiency.workspace_gib * GIB if one.holes is not None else 0.0)
 
 
 def fit_memory(runs: Sequence[MeasuredPeak]) -> dict[str, float]:
-    """Least squares of relative errors; nothing where no allocator spoke."""
-    spoke = [one for one in runs if one.holes is not None]
-    if not spoke:
+    """Workspace and allocator slack from runs on GPUs."""
+    on_gpu = [one for one in runs if one.holes is not None]
+    if not on_gpu:
         return {}
-    size = np.asarray([one.measured for one in spoke])
-    missing = (size - [one.predicted for one in spoke]) / GIB
-    moving, holes = (np.asarray([getattr(one, name) for one in spoke], dtype=float) for name in ("moving", "holes"))
-    # A law that is off by whole tensors says nothing of workspaces: the middle one counts, each as its share of the run.
+    size = np.asarray([one.measured for one in on_gpu])
+    missing = (size - [one.predicted for one in on_gpu]) / GIB
+    moving, holes = (np.asarray([getattr(one, name) for one in on_gpu], dtype=float) for name in ("moving", "holes"))
+    # A median, since a law that is off by whole tensors says nothing of workspaces; each run weighs by its relative error.
     middle = _weighted_median(missing, 1 / size)
     found = {"workspace_gib": middle, "allocator_slack": float((holes * moving / size**2).sum() / (moving**2 / size**2).sum())}
     limits = {name: bounds(name) for name in FIELDS}

@@ -1,10 +1,8 @@
-"""Which of a cluster's constants step times can tell, where each starts, and which run would tell it.
+"""Bounded least squares on the logarithm of step times, in as few constants as the runs determine.
 
-Bounded least squares on the logarithm of step times, in as few constants as the runs determine.
-
-Gauss-Newton with finite differences; each constant has a prior at the value it starts from, so that it moves as far as runs
-pull it and no farther. Which constants take part is decided first, from sensitivities alone: those leave, one after the other,
-that the runs and the other priors would leave nearly as unknown as they were.
+Gauss-Newton with finite differences; each constant has a prior at its old value. Which constants are fitted is decided first,
+by sensitivities: those leave, one after the other, that the runs and the priors of the others would leave nearly as uncertain
+as they were.
 """
 
 from __future__ import annotations
@@ -26,23 +24,23 @@ from ultrascale.specs.job import Job
 
 @dataclass(frozen=True)
 class Constant:
-    """One number to fit; `fields` of the Efficiency move together where no step time tells them apart."""
+    """One number to fit; several `fields` of Efficiency change together where step times cannot separate them."""
 
     fields: tuple[str, ...]
     prior: float
-    """how far its logarithm may lie from where it starts before that speaks as loud as one run"""
+    """standard deviation of its logarithm around its old value"""
     run: str
-    """what would determine it, in words"""
+    """which run would determine it"""
     on_host: float | None = None
-    """the prior where operators are synchronous and processes share cores with their transfers, if it is another"""
+    """the prior on a CPU, where operators are synchronous and transfers share the cores, if it differs"""
 
     @property
     def name(self) -> str:
         return self.fields[0] if len(self.fields) == 1 else self.fields[0].rsplit("_", 1)[0]
 
 
-# Shares of a data sheet are known to some tenths before any run; times of a host or of a hop only to their order. On a CPU
-# rates were measured alone and for a moment: gloo's threads want the cores that compute, and neighbours the caches.
+# Shares of a data sheet are known to some tenths before any run; times of a host or of a hop only to their order of magnitude.
+# On a CPU rates were measured for a moment without load: gloo's threads share the cores, and other processes the caches.
 CONSTANTS = (
     Constant(("matmul",), 0.2, "a run with more tokens in a micro-batch", 0.5),
     Constant(("matmul_fp8",), 0.2, "a run with job.precision=fp8"),
@@ -64,7 +62,7 @@ CONSTANTS = (
 
 
 def value(job: Job, field: str) -> float:
-    """What the laws take for a field: given, or the kind's own."""
+    """The value of a field that the laws use: given, or that of the GPU kind."""
     machine = ClusterRates(job)
     given = getattr(machine.efficiency, field)
     if given is not None:
@@ -80,7 +78,7 @@ def value(job: Job, field: str) -> float:
 
 
 def bounds(field: str) -> tuple[float, float]:
-    """Of the field, as its own file has them; a time that may be nothing still has a logarithm."""
+    """Limits of the field; at least 1e-7, since logarithms are fitted."""
     limits = {type(each).__name__: each for each in Efficiency.model_fields[field].metadata}
     low = float(getattr(limits.get("Ge"), "ge", 0.0))
     return max(low, 1e-7), float(getattr(limits.get("Le"), "le", math.inf))
@@ -88,7 +86,7 @@ def bounds(field: str) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Base:
-    """The constants as they were, for one machine."""
+    """The constants of one machine before the fit."""
 
     cluster: Cluster
     values: Mapping[str, float]
@@ -103,7 +101,7 @@ class Base:
         return constant.prior if on_host is None else on_host
 
     def moved(self, constant: Constant, by: float) -> dict[str, float]:
-        """The constant's fields with their logarithms moved, within bounds."""
+        """The constant's fields with their logarithms shifted, within bounds."""
 
         def within(field: str) -> float:
             low, high = bounds(field)
@@ -112,7 +110,7 @@ class Base:
         return {field: within(field) for field in constant.fields}
 
     def room(self, constant: Constant) -> tuple[float, float]:
-        """How far the logarithm may move until a field meets a bound."""
+        """How far the logarithm may shift before a field reaches a bound."""
         low = max(math.log(bounds(field)[0] / self.values[field]) for field in constant.fields)
         return low, min(math.log(bounds(field)[1] / self.values[field]) for field in constant.fields)
 
@@ -121,7 +119,7 @@ class Base:
         return self.cluster.efficiency.model_copy(update={name: float(f"{one:.4g}") for name, one in given.items()})
 
     def job(self, job: Job, efficiency: Efficiency) -> Job:
-        """A run's job on this machine: its own nodes, this machine's numbers."""
+        """A run's job on this machine: with its own nodes and this machine's rates."""
         ours = self.cluster
         same = {"gpu": ours.gpu, "link_bandwidth_gb_s": ours.link_bandwidth_gb_s, "network_gb_s": ours.network_gb_s}
         return job.model_copy(update={"cluster": job.cluster.model_copy(update={**same, "efficiency": efficiency})})
@@ -130,20 +128,20 @@ class Base:
 Floats = NDArray[np.float64]
 Moves = dict[Constant, float]
 
-NOISE = 0.01  # the same run twice, on an H200: steps that the GPU sets differ by so much
+NOISE = 0.01  # between two identical runs on an H200 that are not host-bound
 NOISE_ON_HOST = 0.05  # on two cores of a shared machine, at least
-LOUD = 3.0  # a run that is off by so many times its noise counts in proportion less
+LOUD = 3.0  # Huber threshold: a residual beyond so many times the noise weighs less
 STEP = 0.02  # for derivatives
-FAR = 3.0  # of a logarithm: times may lie orders away
-TRIED = (-FAR, -FAR / 2, FAR / 2, FAR)  # where such a time is looked for
-TOLD = 0.5  # of the prior: where runs leave more of it, they do not tell the constant
-MATTERS = 0.02  # of a step, for all of a constant: less, and no run tells it
+FAR = 3.0  # shift of a logarithm: times may be orders of magnitude away
+TRIED = (-FAR, -FAR / 2, FAR / 2, FAR)  # first guesses for such a time
+TOLD = 0.5  # of the prior: if the runs leave more uncertainty, they do not determine the constant
+MATTERS = 0.02  # of a step: the least effect of a constant that is fitted
 ROUNDS, SETTLED = 12, 3e-3
-AGAIN = 3  # rounds of a fit that begins where one with a run more ended
+AGAIN = 3  # rounds of a refit that starts from the fit of all runs
 
 
 class StepTimeModel:
-    """Predicted logarithms of step times, remembered."""
+    """Predicted logarithms of step times, cached."""
 
     def __init__(self, base: Base, runs: Sequence[CalibrationRun]) -> None:
         self.base, self.runs = base, runs
@@ -153,7 +151,7 @@ class StepTimeModel:
         self.followed = tuple(
             constant for constant in CONSTANTS if np.abs(self.logs({constant: self._far(constant)}, everyone) - still).max() > 0
         )
-        """constants that some step time follows, if they move far enough"""
+        """constants on which some step time depends"""
 
     def _far(self, constant: Constant) -> float:
         low, high = self.base.room(constant)
@@ -174,19 +172,19 @@ class StepTimeModel:
 @dataclass(frozen=True)
 class FitResult:
     moves: Moves
-    """of those that took part"""
+    """of the constants that were fitted"""
     known: dict[Constant, float]
-    """to within which logarithm the runs alone tell each"""
+    """uncertainty of each logarithm"""
     why: dict[Constant, str]
-    """why the others did not"""
+    """why the others were not"""
 
 
 def fit(model: StepTimeModel, of: Sequence[int]) -> FitResult:
-    """To the runs `of`."""
+    """Fit to the runs `of`."""
     moves = _looked_for(model, of)
     chosen, _, _ = _chosen(model, of, moves)
     moves = _solved(model, of, {constant: moves.get(constant, 0.0) for constant in chosen})
-    # Where the fit ended, sensitivities are others than where it began.
+    # Sensitivities at the solution differ from those at the start.
     again, known, why = _chosen(model, of, moves)
     if set(again) != set(chosen):
         moves = _solved(model, of, {constant: moves.get(constant, 0.0) for constant in again})
@@ -194,7 +192,7 @@ def fit(model: StepTimeModel, of: Sequence[int]) -> FitResult:
 
 
 def refit(model: StepTimeModel, of: Sequence[int], found: FitResult) -> tuple[Moves, list[Constant]]:
-    """The same constants told by fewer runs, and those of them that these no longer tell: they are as they were."""
+    """The same constants from fewer runs, and those that these runs no longer determine, which keep their old values."""
     told, _, _ = _chosen(model, of, found.moves, most=len(of))
     lost = [constant for constant in found.moves if constant not in told]
     return _solved(model, of, {constant: by for constant, by in found.moves.items() if constant not in lost}, AGAIN), lost
@@ -218,9 +216,9 @@ def _cost(model: StepTimeModel, of: Sequence[int], moves: Moves) -> float:
 
 
 def _looked_for(model: StepTimeModel, of: Sequence[int]) -> Moves:
-    """A start for times that may be orders away, where a derivative at today's value would be nothing: launches that hide.
+    """First guesses of times that may be orders of magnitude away, where the derivative is zero: launches that are hidden.
 
-    The one that explains most goes first: an operator's overhead could else stand for the latency of exchanges that it is not.
+    The constant that explains most goes first, so that an operator's overhead does not stand for a latency of communication.
     """
     moves: Moves = {}
     wide = [constant for constant in model.followed if model.base.prior(constant) >= 1]
@@ -254,9 +252,9 @@ def _sensitivities(model: StepTimeModel, of: Sequence[int], moves: Moves, consta
 def _chosen(
     model: StepTimeModel, of: Sequence[int], moves: Moves, most: int | None = None
 ) -> tuple[list[Constant], dict[Constant, float], dict[Constant, str]]:
-    """Those of which the runs say more than is known without them; how well each is told; and why the others are not.
+    """The constants that the runs determine, the uncertainty of each, and why the others are not determined.
 
-    At most so many: one fewer than there are runs, or, where a run was left out to be judged by the rest, as many.
+    `most`: how many there may be; one fewer than there are runs unless given.
     """
     most = len(of) - 1 if most is None else most
     constants = model.followed
@@ -283,7 +281,7 @@ def _chosen(
 
 
 def _deviations(info: Floats, inside: Sequence[int], prior: Sequence[float]) -> Floats:
-    """To within which each logarithm is known from runs and priors together."""
+    """Standard deviation of each logarithm, from runs and priors together."""
     if not inside:
         return np.zeros(0)
     priors = np.diag([prior[k] ** -2 for k in inside])
@@ -291,7 +289,7 @@ def _deviations(info: Floats, inside: Sequence[int], prior: Sequence[float]) -> 
 
 
 def _blurred(info: Floats, inside: Sequence[int], k: int, prior: Sequence[float]) -> int | None:
-    """Which of the others moves the same runs, where alone this one would be told."""
+    """The other constant that changes the same runs, where this one would be determined without it."""
     if not inside or _deviations(info, [k], prior)[0] > TOLD * prior[k]:
         return None
     alike = [abs(info[k, other]) / math.sqrt(info[k, k] * info[other, other]) for other in inside]

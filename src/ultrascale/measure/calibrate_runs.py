@@ -1,4 +1,4 @@
-"""What calibrations read: run folders, folders of them, gathered runs, or a table of the user's own; each a job and a time."""
+"""Read measured runs for a calibration: run folders, folders of them, gathered runs (.jsonl), or a table (.csv)."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from ultrascale.specs.measurement import MeasuredMemory, Measurement
 from ultrascale.specs.plan import Plan, job_from_mapping
 from ultrascale.specs.validate import build, shown
 
-LARGEST = 256 * 2**20  # bytes of a file of lines: a million steps
+LARGEST = 256 * 2**20  # bytes of a .jsonl file: a million steps
 EXAMPLE = "such as runs/first, runs/, gathered.jsonl or a table with the columns of data/published.csv"
 
 
 @dataclass(frozen=True)
 class CalibrationRun:
-    """A run that was measured."""
+    """One measured run."""
 
     name: str
     job: Job
     layout: Layout
     step_s: float
     spread: float = 0.0
-    """half of what the middle half of its steps differ by, as a share of the median"""
+    """half the interquartile range of its steps, relative to the median"""
     memory: MeasuredMemory | None = None
     """of the fullest stage"""
     stage: int = 0
 
 
 def load(paths: Sequence[Path]) -> list[CalibrationRun]:
-    """Every run that the paths name, once; SpecError for what is none, or cannot stand beside the others."""
+    """Every run that the paths name, once; SpecError for what is no run, or is of another machine."""
     found: dict[str, CalibrationRun] = {}
     for path in paths:
         for one in _under(path):
@@ -79,11 +79,11 @@ def _folder(path: Path) -> CalibrationRun:
         if not (path / name).is_file():
             raise SpecError(f"{path} has no {name}, so it cannot be calibrated with ({made}): leave it out")
     plan, measured = Plan.load(path / PLAN), Measurement.load(path / MEASUREMENT)
-    return _seen(str(path), plan.job, plan.layout, measured, _steps(path / METRICS))
+    return _measured(str(path), plan.job, plan.layout, measured, _steps(path / METRICS))
 
 
 def _gathered(path: Path) -> Iterator[CalibrationRun]:
-    """Runs in a file, a line of JSON each, as benchmarks/gpu/calibration_runs.py writes them."""
+    """Runs in a .jsonl file, as benchmarks/gpu/calibration_runs.py writes them."""
     for number, line in enumerate(_lines(path), 1):
         try:
             data: dict[str, Any] = json.loads(line)
@@ -97,10 +97,10 @@ def _gathered(path: Path) -> Iterator[CalibrationRun]:
         if not isinstance(steps, list):
             raise SpecError(f"{what}, steps_s is {shown(steps)} but must be a list of seconds, such as [0.5, 0.5]")
         times = [_positive(step, f"{what}, steps_s") for step in steps]
-        yield _seen(str(fields["run"]), job_from_mapping(fields["job"], what), layout, measured, times)
+        yield _measured(str(fields["run"]), job_from_mapping(fields["job"], what), layout, measured, times)
 
 
-def _seen(name: str, job: Job, layout: Layout, measured: Measurement, steps: Iterable[float]) -> CalibrationRun:
+def _measured(name: str, job: Job, layout: Layout, measured: Measurement, steps: Iterable[float]) -> CalibrationRun:
     if (measured.device == "cpu") != (job.cluster.gpu.architecture == "cpu" or job.cluster.efficiency.synchronous):
         raise SpecError(
             f"{name} ran on {measured.device} but its plan is of {job.cluster.gpu.name}, so that nothing predicts it: run it "

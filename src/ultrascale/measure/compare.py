@@ -1,6 +1,4 @@
-"""Two sides of a step, term by term: what was planned and what was measured, two runs, or two plans.
-
-What a run's difference from its plan is likely due to, term by term, by what plan and run are."""
+"""Compare two sides of a step, term by term: a plan and a run, two runs, or two plans; with likely causes."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from ultrascale.specs.measurement import Measurement
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import GIB, seconds
 
-# What a Measurement can tell apart, and the causes of an Estimate that it sees as one.
+# What a Measurement distinguishes, and the causes of an Estimate that it measures as one.
 TIMES = {
     "computing": ("computing_s", ("matmul_s", "attention_s", "memory_bound_s", "recompute_s", "launch_s")),
     "tensor exchange": ("tensor_s", ("tensor_s",)),
@@ -31,17 +29,36 @@ TIMES = {
     "optimizer": ("optimizer_s", ("optimizer_s",)),
     "reading data": ("overhead_s", ()),
 }
-# What is on its way and what waits for backward look alike from outside: they are compared together.
+# A measurement cannot tell buffers from activations: they are compared together.
 _TOGETHER = ("activations", "buffers")
 OWNER_TERMS = {
     **{owner: (owner,) for owner in MEASURED_OWNERS if owner not in _TOGETHER},
     ", ".join(_TOGETHER): _TOGETHER,
 }
+HEAD, SHORT_ROW = 128, 2048  # head size of the attention tables; shorter sequences fill a GPU less
+SLOW_LAUNCH_S = 2e-5  # of a kernel: above this, the step is host-bound
+
+_EXCHANGES = {
+    "tensor exchange": "the link between its ranks is another than the plan's",
+    "context exchange": "the link between its ranks is another than the plan's",
+    "expert exchange": "experts got uneven shares of the tokens, or the link is another than the plan's",
+    "gradient reduction": "data ranks wait for the slowest of them, or less of it hides behind backward",
+    "ZeRO exchange": "less of it hides behind a layer's work than planned",
+    "waiting for stages": "stages differ in what they compute, and each wait is for the slowest",
+    "reading data": "the data is read slower than a step computes",
+}
+_OWNERS = {
+    "parameters": "weights are kept in another format than planned",
+    "master": "weights are kept in another format than planned",
+    "gradients": "gradients are kept in another format, or come and go with their layers",
+    "optimizer": "its states are kept in another format than planned",
+    "activations, buffers": "backward keeps other tensors than the law counts",
+}
 
 
 @dataclass(frozen=True)
 class ComparedTerm:
-    """None: that side does not know it."""
+    """One quantity on both sides. None: that side does not know it."""
 
     name: str
     unit: str
@@ -49,11 +66,11 @@ class ComparedTerm:
     first: float | None
     second: float | None
     part: bool = False
-    """of the nearest term above that is none"""
+    """a part of the nearest term above that is not"""
 
     @property
     def difference(self) -> float | None:
-        """Of the first side, relative to the second."""
+        """Of the first side relative to the second."""
         return self.first / self.second - 1 if self.first is not None and self.second else None
 
 
@@ -82,16 +99,16 @@ class Comparison:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """Which part makes most of the difference, of time and of memory, and what it is likely due to."""
+        """The largest part of the difference, in time and in memory, with its likely cause."""
         return tuple(_largest(self, whole, unit) for whole, unit in (("step time", "s"), ("tensors at the peak", "B")))
 
     def cause(self, term: str, gap: float) -> str | None:
-        """Of a plan beside a run; two runs, or two plans, differ in what `apart` lists. `gap`: the first less the second."""
+        """Only for a plan and a run; two runs, or two plans, differ in what `apart` lists. `gap`: first minus second."""
         sides = {side.word: side for side in (self.first, self.second)}
         if len(sides) < 2:
             return None
         planned, measured = sides["planned"].seen, sides["measured"].seen
-        assert isinstance(planned, Estimate)  # which is what the words say
+        assert isinstance(planned, Estimate)
         assert isinstance(measured, Measurement)
         slower = (gap > 0) == (self.first.word == "measured")
         return likely(term, sides["measured"].plan, planned, measured, slower)
@@ -126,7 +143,7 @@ def compare(first: ComparisonSide, second: ComparisonSide) -> Comparison:
 
 
 def _attention_s(side: ComparisonSide) -> float | None:
-    """Of a step; a run on a GPU timed one layer's, forward and backward, when it chose a kernel for it."""
+    """Of a step. A run on a GPU timed attention of one layer, forward and backward, when it selected a kernel."""
     if isinstance(side.seen, Estimate):
         return side.seen.time.attention_s
     layers = max(stage.layers for stage in side.seen.memory)
@@ -135,7 +152,7 @@ def _attention_s(side: ComparisonSide) -> float | None:
 
 
 def terms(first: Seen | None, second: Seen | None) -> Iterator[ComparedTerm]:
-    """Every term that either side knows: rates, time by cause, memory by owner of the fullest stage."""
+    """Every term that a side knows: rates, time by cause, memory of the fullest stage by owner."""
 
     def both(name: str, unit: str, values: tuple[float | None, float | None], part: bool = True) -> Iterator[ComparedTerm]:
         if any(values):
@@ -144,7 +161,7 @@ def terms(first: Seen | None, second: Seen | None) -> Iterator[ComparedTerm]:
     sides = first, second
     rates = {"step time": ("step_time_s", "s"), "tokens/s/GPU": ("tokens_per_s_per_gpu", ""), "MFU": ("mfu", "%")}
     if any(isinstance(side, Measurement) and side.mfu is None for side in sides):
-        del rates["MFU"]  # of a machine whose peak is not known
+        del rates["MFU"]  # the machine's peak is not known
     for name, (field, unit) in rates.items():
         yield from both(name, unit, (getattr(first, field, None), getattr(second, field, None)), part=False)
     for name in TIMES:
@@ -167,7 +184,7 @@ def _time(side: Seen | None, name: str) -> float | None:
 
 
 def _held(side: Seen | None, stage: int | None) -> dict[str, float]:
-    """Tensors alone: a CUDA context or an allocator's holes are nobody's."""
+    """Tensors only, without CUDA context and allocator."""
     if side is None:
         return {}
     place = side.peak_stage if stage is None or stage >= len(side.memory) else stage
@@ -201,12 +218,12 @@ def _largest(compared: Comparison, whole: str, unit: str) -> str:
     ]
     if not known:
         return sentence + _because(compared, whole, first - second)
-    # A part that differs the other way makes the whole's difference smaller, whatever its size.
+    # A part that differs the other way makes the total difference smaller.
     towards = [one for one in known if one[1] * (first - second) > 0]
     term, gap = max(towards or known, key=lambda one: abs(one[1]))
     if abs(gap) < 0.005 * second and abs(first - second) < 0.02 * second:
         return f"{sentence}; no part differs by more than 0.5 % of it"
-    if not towards or abs(gap) < 0.3 * abs(first - second):  # what the run could tell apart is not where the difference lies
+    if not towards or abs(gap) < 0.3 * abs(first - second):  # the difference is not in what the run measures apart
         return sentence + _because(compared, whole, first - second)
     share = "" if term.difference is None else f" ({term.difference:+.0%})"
     most = f"{sentence}; most of it is {term.name}, {amount(abs(gap))} {'more' if gap > 0 else 'less'}{share}"
@@ -222,29 +239,8 @@ def _bytes(value: float) -> str:
     return f"{value / GIB:,.2f} GiB" if value >= GIB / 10 else f"{value / 2**20:,.2f} MiB"
 
 
-HEAD, SHORT_ROW = 128, 2048  # of the attention that the tables were read from; shorter rows fill a GPU less
-SLOW_LAUNCH_S = 2e-5  # more than this for each kernel, and the host is what a GPU waits for
-
-_EXCHANGES = {
-    "tensor exchange": "the link between its ranks is another than the plan's",
-    "context exchange": "the link between its ranks is another than the plan's",
-    "expert exchange": "experts got uneven shares of the tokens, or the link is another than the plan's",
-    "gradient reduction": "data ranks wait for the slowest of them, or less of it hides behind backward",
-    "ZeRO exchange": "less of it hides behind a layer's work than planned",
-    "waiting for stages": "stages differ in what they compute, and each wait is for the slowest",
-    "reading data": "the data is read slower than a step computes",
-}
-_OWNERS = {
-    "parameters": "weights are kept in another format than planned",
-    "master": "weights are kept in another format than planned",
-    "gradients": "gradients are kept in another format, or come and go with their layers",
-    "optimizer": "its states are kept in another format than planned",
-    "activations, buffers": "backward keeps other tensors than the law counts",
-}
-
-
 def likely(term: str, plan: Plan, planned: Estimate, measured: Measurement, slower: bool) -> str | None:
-    """A cause in words; None where there is no telling. `slower`: the run takes or holds more than planned."""
+    """The likely cause of a difference; None: unknown. `slower`: the run takes or holds more than planned."""
     if term == "attention":
         return _attention(plan, slower)
     if term in ("computing", "step time"):

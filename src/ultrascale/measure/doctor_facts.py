@@ -1,8 +1,6 @@
-"""What nvidia-smi tells of GPUs and of the links between them, read without touching a GPU.
+"""Facts about this machine for `doctor`, in some seconds, without torch and without touching a GPU.
 
-What can be learnt about this machine in some seconds, without torch here and without touching a GPU: facts, no judgement.
-
-Whatever cannot be asked here (no nvidia-smi, no /sys, no /dev/shm) is left empty; nothing raises.
+What cannot be queried (no nvidia-smi, no /sys, no /dev/shm) stays empty; nothing raises.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ class GPUFact:
 
 
 def _ask(*words: str) -> tuple[str, str]:
-    """What a program answers, and what went wrong; both empty where there is no such program."""
+    """Output and problem of a program; both empty where it does not exist."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=ASK_S, check=False)
     except subprocess.TimeoutExpired:
@@ -61,7 +59,7 @@ def ask_gpus(visible: str | None) -> tuple[tuple[GPUFact, ...], str]:
 
 
 def parse_gpus(answer: str, visible: str | None = None) -> tuple[GPUFact, ...]:
-    """nvidia-smi's table, of which a process sees those that CUDA_VISIBLE_DEVICES names."""
+    """Rows of nvidia-smi's table that CUDA_VISIBLE_DEVICES selects."""
     rows = [
         [cell.strip() for cell in line.split(",")] for line in answer.splitlines() if line.count(",") == len(_GPU_FIELDS) - 1
     ]
@@ -74,7 +72,7 @@ def parse_gpus(answer: str, visible: str | None = None) -> tuple[GPUFact, ...]:
 
 
 def ask_clocks(uuid: str) -> tuple[float, float] | None:
-    """MHz of a GPU's multiprocessors now and at most."""
+    """Current and highest clock of a GPU's multiprocessors, in MHz."""
     return parse_clocks(
         _ask("nvidia-smi", f"--id=GPU-{uuid}", "--query-gpu=clocks.sm,clocks.max.sm", "--format=csv,noheader,nounits")[0]
     )
@@ -119,7 +117,7 @@ PACKAGES = (
     *(one.name for one in optional_kernels.PACKAGES),
 )
 IMPORT_S = 60.0  # more than a slow disk takes for torch and an optional package
-MOST_WRITTEN, BLOCK, LONGEST_S = 64 * 2**20, 4 * 2**20, 1.0  # of the trial of the disk
+MOST_WRITTEN, BLOCK, LONGEST_S = 64 * 2**20, 4 * 2**20, 1.0  # of the test of the disk
 _USED = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -135,7 +133,7 @@ class Disk:
     problem: str = ""
     write_bytes_s: float | None = None
     clock_ahead_s: float = 0.0
-    """of the disk before this machine's: another machine keeps the time of a shared one"""
+    """clock of the disk minus this machine's: a shared disk has the clock of another machine"""
 
 
 @dataclass(frozen=True)
@@ -144,7 +142,7 @@ class MachineFacts:
     packages: Mapping[str, str | None] = field(default_factory=dict)
     """version, or None where it is not installed"""
     import_problems: Mapping[str, str] = field(default_factory=dict)
-    """optional packages of kernels that are installed and cannot be imported -> why"""
+    """optional kernel packages that are installed but cannot be imported, and why"""
     torch_cuda: str | None = None
     """the CUDA that torch was built for"""
     cores: int = 1
@@ -168,7 +166,7 @@ class MachineFacts:
     disk: Disk = Disk("", 0.0)
     now_s: float = 0.0
     newest_file_s: float = 0.0
-    """of this package: no clock that is right shows an earlier time"""
+    """of this package: a correct clock shows no earlier time"""
 
 
 def gather(place: Path = Path("runs"), say: Callable[[str], None] = lambda _: None) -> MachineFacts:
@@ -178,7 +176,7 @@ def gather(place: Path = Path("runs"), say: Callable[[str], None] = lambda _: No
     say("asking nvidia-smi for GPUs")
     gpus, gpu_problem = ask_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
     links = ask_links() if len(gpus) > 1 else {}
-    # Only where there is a GPU to compute on: without one, some cannot be imported for that reason alone.
+    # Only with a GPU: without one, some packages cannot be imported at all.
     tried = [one for one in optional_kernels.PACKAGES if gpus and packages[one.name] is not None]
     if tried:
         say(f"importing {' and '.join(one.name for one in tried)}")
@@ -227,7 +225,7 @@ def _version(package: str) -> str | None:
 
 
 def try_import(module: str, within_s: float = IMPORT_S) -> str:
-    """Empty when the module can be imported; in a process of its own, since it loads torch and may end it."""
+    """Why the module cannot be imported, or ""; in a process of its own, since it loads torch and may crash."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", f"import {module}"], capture_output=True, text=True, errors="replace", timeout=within_s
@@ -243,7 +241,7 @@ def try_import(module: str, within_s: float = IMPORT_S) -> str:
 
 
 def torch_cuda() -> str | None:
-    """From torch's own file of versions: importing torch would take seconds."""
+    """From torch's version file, since importing torch takes seconds."""
     found = util.find_spec("torch")
     if found is None or found.origin is None:
         return None
@@ -253,7 +251,7 @@ def torch_cuda() -> str | None:
 
 
 def free_memory() -> float:
-    """What could be taken now without swapping, or what is left of a control group's limit if that is less."""
+    """Available without swapping, or what is left of a control group's limit if that is less."""
     least = memory_bytes()
     meminfo = _text("/proc/meminfo")
     if match := re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE):
@@ -278,14 +276,14 @@ def infiniband(root: Path = Path("/sys/class/infiniband")) -> dict[str, str]:
 
 
 def interfaces(root: Path = Path("/sys/class/net")) -> tuple[str, ...]:
-    """Those that are not down; a loopback or a tunnel says `unknown`."""
+    """Those that are up, or `unknown` like loopback and tunnels."""
     if root.is_dir():
         return tuple(sorted(one.name for one in root.iterdir() if _text(one / "operstate") in ("up", "unknown")))
     return tuple(name for _, name in socket.if_nameindex())
 
 
 def resolves(host: str, within_s: float = 2.0) -> str:
-    """Empty when the name has an address; a name server that does not answer is not waited for."""
+    """Why the name has no address, or ""; does not wait for a name server that is silent."""
     problem = [f"{host} was not resolved in {within_s:.0f} s"]
 
     def look() -> None:
@@ -302,7 +300,7 @@ def resolves(host: str, within_s: float = 2.0) -> str:
 
 
 def try_loopback() -> str:
-    """A free port, a connection to it, and a byte through it: what processes of one machine need to meet."""
+    """Send a byte through a free port, as processes of one machine do to connect."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.settimeout(2.0)
@@ -315,13 +313,13 @@ def try_loopback() -> str:
 
 
 def try_disk(place: Path) -> Disk:
-    """Writes at most 64 MiB for at most a second beside where runs go, and takes it away."""
+    """Write at most 64 MiB for at most a second where runs go, and delete it."""
     folder = Path(os.path.abspath(place))
     while not os.path.isdir(folder) and folder != folder.parent:
         folder = folder.parent
     free = float(shutil.disk_usage(folder).free)
     most = min(MOST_WRITTEN, int(free / 4))
-    block = os.urandom(BLOCK)  # a disk that compresses is not flattered
+    block = os.urandom(BLOCK)  # so that a disk that compresses has no advantage
     written, start = 0, time.perf_counter()
     try:
         with tempfile.TemporaryFile(dir=folder) as file:

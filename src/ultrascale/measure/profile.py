@@ -1,6 +1,6 @@
-"""Profile: a run of the real training program under torch.profiler; every rank writes its trace and reads it itself.
+"""Profile: run the real training program under torch.profiler; every rank writes its trace and analyses it itself.
 
-What the ranks found travels to rank 0: no rank needs to see another's files, and a disk that is full loses the files alone.
+The ranks send their results to rank 0, so that no rank reads another's files, and a full disk loses the files alone.
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from ultrascale import __version__
 from ultrascale.launch.launcher import Run
-from ultrascale.measure import profile_memory, trace_times
-from ultrascale.measure import trace_rank as trace
-from ultrascale.measure.profile_memory import StepMemory, draw
-from ultrascale.measure.profile_request import WAIT, WARM_UP
+from ultrascale.measure import profile_memory, trace_rank, trace_times
 from ultrascale.measure.trace_analysis import Analysis, analyse
 from ultrascale.measure.trace_times import RankTime
 from ultrascale.specs.errors import RunError, SpecError
@@ -41,30 +38,30 @@ MEMORY = "memory"
 
 @dataclass(frozen=True)
 class RankProfile:
-    """What one rank brings home."""
+    """What one rank sends to rank 0."""
 
     rank: int
     seen: RankTime | None
     peak_bytes: float | None
-    """of the step whose memory was followed"""
+    """of the step whose memory was recorded"""
     before_s: float | None
     """the last step before the profiler recorded"""
     problems: tuple[str, ...]
 
 
 class Profiler(Observer):
-    """Looks on while a rank steps."""
+    """Records the last `steps` steps of a rank with torch.profiler, and the memory of one step before."""
 
     def __init__(self, engine: Engine, out: Path | None, steps: int) -> None:
         super().__init__(engine)
-        self.out, self.first, self.done = out, WAIT + WARM_UP, 0
-        self.memory: StepMemory | None = None
+        self.out, self.first, self.done = out, engine.training.steps - steps, 0
+        self.memory: profile_memory.StepMemory | None = None
         self.problems: list[str] = []
         if engine.tape is not None:
-            engine.tape.leave()  # launched as one, kernels are no longer told by the range that launched them
+            engine.tape.leave()  # a graph launches kernels outside of the ranges that name them
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (engine.mesh.device.type == "cuda")
-        turns = schedule(wait=WAIT, warmup=WARM_UP, active=steps, repeat=1)
-        self._profile = profile(activities=activities, schedule=turns, acc_events=True)  # else it warns of a second turn
+        turns = schedule(wait=self.first - 1, warmup=1, active=steps, repeat=1)
+        self._profile = profile(activities=activities, schedule=turns, acc_events=True)  # else it warns of a second cycle
         self._ended = [time.perf_counter()]
         self._profile.start()
 
@@ -77,7 +74,7 @@ class Profiler(Observer):
         self._ended.append(time.perf_counter())
         self._profile.step()
         if self.done == self.first:
-            self._profile.add_metadata_json(trace.OURS, json.dumps(facts(self.engine)))
+            self._profile.add_metadata_json(trace_rank.OURS, json.dumps(facts(self.engine)))
 
     def report(self) -> list[RankProfile]:
         self._profile.stop()
@@ -98,7 +95,7 @@ class Profiler(Observer):
         return RankProfile(rank, seen, peak, before_s, tuple(self.problems))
 
     def _trace(self, rank: int) -> RankTime | None:
-        """Exported to where temporary files live, read there, and kept compressed in the run's folder."""
+        """Export to a temporary file, analyse that, and keep it compressed in the run's folder."""
         found: RankTime | None = None
         kept = None if self.out is None else self.out / TRACES / f"rank{rank}.json.gz"
 
@@ -107,7 +104,7 @@ class Profiler(Observer):
             with tempfile.TemporaryDirectory(prefix="ultrascale-") as folder:
                 raw = Path(folder) / f"rank{rank}.json"
                 self._profile.export_chrome_trace(str(raw))
-                found = trace_times.analyse(trace.read(raw))
+                found = trace_times.analyse(trace_rank.read(raw))
                 if kept is not None:
                     self._tried(f"the trace of rank {rank}", lambda: _compress(raw, kept))
 
@@ -123,12 +120,12 @@ class Profiler(Observer):
         write_text(folder / f"rank{rank}.json", json.dumps(timeline.as_json(capacity)) + "\n")
         where = self.engine.mesh.place.words(self.engine.mesh.layout)
         title = f"{self.engine.job.model.name}, rank {rank}{f' ({where})' if where else ''}: memory of one step by owner"
-        write_text(folder / f"rank{rank}.svg", draw(timeline, title, capacity))
+        write_text(folder / f"rank{rank}.svg", profile_memory.draw(timeline, title, capacity))
         if self.memory.snapshot is not None:
             profile_memory.write_snapshot(self.memory, folder / f"rank{rank}.pickle")
 
     def _tried(self, what: str, write: Callable[[], None]) -> None:
-        """Runs what may find a disk full: that is told, and what was seen is not lost."""
+        """Run something that writes; a failure is a problem to report, and loses no result."""
         try:
             write()
         except OSError as error:
@@ -145,12 +142,12 @@ def _compress(raw: Path, kept: Path) -> None:
         with raw.open("rb") as source, gzip.open(kept, "wb", compresslevel=5) as target:
             shutil.copyfileobj(source, target)
     except OSError:
-        kept.unlink(missing_ok=True)  # half a trace would be taken for one that was cut off
+        kept.unlink(missing_ok=True)  # half a trace would look like one that was cut off
         raise
 
 
 def facts(engine: Engine) -> dict[str, Any]:
-    """What a trace says of its run, for who reads it later."""
+    """Metadata of the run, stored in each trace."""
     job, mesh = engine.job, engine.mesh
     return {
         "version": __version__,
@@ -166,10 +163,10 @@ def facts(engine: Engine) -> dict[str, Any]:
 
 
 def together(run: Run) -> Analysis:
-    """What all ranks of a profiled run brought home, beside what was predicted for this machine; kept in the run's folder."""
-    brought: list[RankProfile] = run.outcome.observed
-    seen = [one.seen for one in brought if one.seen is not None]
-    problems = [problem for one in brought for problem in one.problems]
+    """The traces of all ranks together, beside the prediction for this machine."""
+    ranks: list[RankProfile] = run.outcome.observed
+    seen = [one.seen for one in ranks if one.seen is not None]
+    problems = [problem for one in ranks for problem in one.problems]
     if run.outcome.stopped is not None:
         problems.append(f"the run was stopped by {run.outcome.stopped} after step {run.outcome.step}")
     if not seen:
@@ -177,23 +174,23 @@ def together(run: Run) -> Analysis:
     request, plan = run.request, None
     if run.predicted is not None:
         plan = Plan(job=request.job, layout=request.layout, estimate=run.predicted)
-    return analyse(seen, plan, [*problems, *_slowed(brought), *_files(run, brought)])
+    return analyse(seen, plan, [*problems, *_slowed(ranks), *_files(run, ranks)])
 
 
-def _slowed(brought: list[RankProfile]) -> Iterator[str]:
-    first = brought[0]
+def _slowed(ranks: list[RankProfile]) -> Iterator[str]:
+    first = ranks[0]
     if first.before_s is not None and first.seen is not None:
         recorded_s = first.seen.mean(lambda step: step.step_s)
         yield f"recording costs time too: {seconds(first.before_s)} in the step before, {seconds(recorded_s)} while recording"
 
 
-def _files(run: Run, brought: list[RankProfile]) -> Iterator[str]:
+def _files(run: Run, ranks: list[RankProfile]) -> Iterator[str]:
     if run.folder is None:
         return
-    peak = max((one.peak_bytes for one in brought if one.peak_bytes is not None), default=0.0)
+    peak = max((one.peak_bytes for one in ranks if one.peak_bytes is not None), default=0.0)
     on_gpu = run.outcome.measured is not None and run.outcome.measured.device != "cpu"
     snapshot = "beside it PyTorch's snapshot (pytorch.org/memory_viz)" if on_gpu else "a CPU has no snapshot of an allocator"
-    kept = sum(one.seen is not None and bool(one.seen.file) for one in brought)
+    kept = sum(one.seen is not None and bool(one.seen.file) for one in ranks)
     if kept:
         yield f"{kept} {'trace' if kept == 1 else 'traces'} in {run.folder / TRACES}, for ui.perfetto.dev"
     yield f"memory by owner over one step is in {run.folder / MEMORY}, {peak / GIB:,.3f} GiB at the peak; {snapshot}"

@@ -1,6 +1,4 @@
-"""Memory over one step as a picture (SVG) and as JSON. No torch.
-
-Memory over one step by owner: every change on a CPU, where storages are followed; the allocator's own record on a GPU."""
+"""Memory over one step by owner, as JSON and SVG: every change on a CPU, the allocator's record on a GPU."""
 
 from __future__ import annotations
 
@@ -33,14 +31,14 @@ class MemoryTimeline:
     owners: tuple[str, ...]
     rows: tuple[Row, ...]
     how: str
-    """how it was seen"""
+    """how it was measured"""
 
     @property
     def peak(self) -> Row:
         return max(self.rows, key=lambda row: sum(row[1:]), default=(0.0, *(0.0 for _ in self.owners)))
 
     def as_json(self, capacity: float | None = None) -> dict[str, Any]:
-        """A row of `bytes` per moment of `time_s`, in the order of `owners`."""
+        """A row of `bytes` for each of `time_s`, in the order of `owners`."""
         peak = self.peak
         return {
             "owners": list(self.owners),
@@ -53,7 +51,7 @@ class MemoryTimeline:
 
 
 def thinned(rows: Sequence[Row], most: int = MOST) -> tuple[Row, ...]:
-    """About so many rows: the first, and of neighbours the one with most bytes, so that the peak stays."""
+    """About `most` rows: the first, and of neighbours the one with most bytes, so that the peak stays."""
     if len(rows) <= most:
         return tuple(rows)
     each = -(-len(rows) // most)
@@ -62,7 +60,7 @@ def thinned(rows: Sequence[Row], most: int = MOST) -> tuple[Row, ...]:
 
 
 def draw(timeline: MemoryTimeline, title: str, capacity: float | None = None) -> str:
-    """Owners stacked over time, parameters at the bottom; the capacity as a line where it is near enough to show."""
+    """An SVG of owners stacked over time, parameters at the bottom; the capacity is a line where it is near the peak."""
     rows = thinned(timeline.rows, DRAWN)
     peak = sum(timeline.peak[1:])
     shows = capacity is not None and capacity <= 4 * peak
@@ -138,14 +136,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StepMemory:
-    """What a step held over time, and PyTorch's snapshot of it where there is one."""
+    """Memory of a step over time, and PyTorch's snapshot of it where there is one."""
 
     timeline: MemoryTimeline
     snapshot: Any = None
 
 
 def followed(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T, StepMemory]:
-    """Runs the step whose memory is counted."""
+    """Run a step and record its memory."""
     return _on_cpu(engine, step) if engine.mesh.device.type == "cpu" else _on_gpu(engine, step)
 
 
@@ -158,7 +156,7 @@ def write_snapshot(seen: StepMemory, path: Path) -> None:
 
 
 class _Recorder(LiveBytes):  # type: ignore[no-untyped-call]
-    """Live bytes, written down whenever they change."""
+    """Live bytes, recorded whenever they change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +206,7 @@ def _on_gpu(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T, S
 
 
 Held = Mapping[int, tuple[str, int]]
-"""whose the memory at an address is, and how much"""
+"""owner and size of the memory at an address"""
 
 
 def _addresses(owned: Mapping[str, Iterable[torch.Tensor]], device: torch.device) -> dict[int, tuple[str, int]]:
@@ -222,7 +220,7 @@ def _addresses(owned: Mapping[str, Iterable[torch.Tensor]], device: torch.device
 
 
 def from_record(events: Iterable[Mapping[str, Any]], before: Held, after: Held, base: int) -> list[tuple[float, ...]]:
-    """Rows of time and bytes by owner. `before`, `after`: the states around the step; `base`: what was allocated at first."""
+    """Rows of time and bytes by owner. `before`, `after`: states around the step; `base`: bytes allocated at its start."""
     held = dict.fromkeys(MEASURED_OWNERS, 0)
     for owner, size in before.values():
         held[owner] += size

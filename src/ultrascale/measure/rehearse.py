@@ -51,7 +51,7 @@ EMULATED = "fp8 is emulated: casts and products hold what a GPU's do not, so tha
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of exchange of a whole step."""
+    """All collectives of one kind in a step."""
 
     technique: str
     kind: str
@@ -60,34 +60,34 @@ class Collective:
     """forward, backward, gradients, loss, norm, optimizer"""
     calls: int
     bytes: int
-    """that this rank sends over its links, of all calls together"""
+    """that this rank sends, in all calls together"""
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What one rank holds and does in a step."""
+    """Memory, FLOPs and collectives of one rank in a step."""
 
     rank: int
     place: RankCoordinates
     alike: int
-    """ranks of its stage, which hold and do the same"""
+    """ranks of its stage, which are the same"""
     layers: int
     memory: MeasuredMemory
-    """by owner at the peak, but of parameters and gradients the most there were"""
+    """by owner at the peak; parameters and gradients at their own maximum"""
     peak: float
-    """bytes of all tensors then"""
+    """bytes of all tensors at the peak"""
     moment: str
     flops: dict[str, int]
-    """by operator; the causal half of attention, without what its kernel computes again in backward"""
+    """by operator; attention counts its causal half, without recomputation in its backward kernel"""
     collectives: tuple[Collective, ...]
     microbatches: int
-    """that were run; the rest of the step's repeat what these do"""
+    """that were run; the others of the step repeat them"""
     kernels: str
     """fused or eager"""
     seconds: float = 0.0
     """that the rehearsal took"""
     kernels_s: dict[str, float] | None = None
-    """on a GPU: time by kernel, of one step of so many micro-batches"""
+    """on a GPU: time by kernel, of one step with so many micro-batches"""
 
     def sent(self, technique: str, kind: str | None = None) -> int:
         return sum(one.bytes for one in self.collectives if one.technique == technique and kind in (None, one.kind))
@@ -101,9 +101,9 @@ def rehearse(
     progress: Callable[[str], None] = lambda _: None,
     kernels: str | None = None,
 ) -> list[Rehearsal]:
-    """Each of these ranks, one after the other on a GPU, as many at a time as there are cores without one.
+    """Rehearse these ranks: one after the other on a GPU, in parallel processes otherwise.
 
-    `kernels`: fused or eager; not told: as the plan's machines would run it.
+    `kernels`: fused or eager; None: as the plan's machines would run it.
     """
     check(job, layout, device)
     kernels = kernels_of(job, device, kernels)
@@ -117,25 +117,22 @@ def rehearse(
     workers = min(len(ranks), cores())
     if device == "cuda" or workers == 1:
         alone = (rehearse_rank(job, layout, rank, device, kernels) for rank in ranks)
-        return [_told(one, place, len(ranks), progress) for place, one in enumerate(alone)]
-    # What was imported is no garbage: frozen, no collection of a worker's looks at it again.
+        return [_announce(one, place, len(ranks), progress) for place, one in enumerate(alone)]
+    # Frozen objects are skipped by the garbage collectors of workers.
     with ProcessPoolExecutor(workers, get_context("fork"), initializer=gc.freeze) as pool:
-        # Early stages hold, and so run, the most micro-batches: they go first, which they do in the order of ranks.
+        # Early stages run the most micro-batches and should go first, which they do in the order of ranks.
         running = [pool.submit(rehearse_rank, job, layout, rank, device, kernels) for rank in ranks]
-        done = [_told(one.result(), place, len(ranks), progress) for place, one in enumerate(as_completed(running))]
+        done = [_announce(one.result(), place, len(ranks), progress) for place, one in enumerate(as_completed(running))]
     return sorted(done, key=lambda one: one.rank)
 
 
-def _told(one: Rehearsal, done: int, of: int, progress: Callable[[str], None]) -> Rehearsal:
+def _announce(one: Rehearsal, done: int, of: int, progress: Callable[[str], None]) -> Rehearsal:
     progress(f"{done + 1} of {of}: rank {one.rank} in {one.seconds:.1f} s")
     return one
 
 
 def kernels_of(job: Job, device: str, asked: str | None = None) -> str:
-    """With which kernels the engine is rehearsed: those asked for, else a GPU's where the plan has GPUs.
-
-    fp8 is computed on a GPU alone; emulated, it is a matter of operators.
-    """
+    """fused or eager: as asked, or fused where the plan has GPUs. Emulated fp8 has no fused kernels."""
     if asked is not None and asked not in KERNELS:
         raise SpecError(f"--kernels is {asked!r} but a rehearsal runs the engine's fused kernels or eager operators: try fused")
     emulated = device == "meta" and job.precision == "fp8"
@@ -147,12 +144,12 @@ def kernels_of(job: Job, device: str, asked: str | None = None) -> str:
 
 
 def engine_of(kernels: str) -> Framework:
-    """How the cost model knows our engine with such kernels."""
+    """Our engine with these kernels, as the cost model knows it."""
     return Framework.load("ultrascale-gpu" if kernels == "fused" else "ultrascale-eager")
 
 
 def check(job: Job, layout: Layout, device: str) -> None:
-    """Raises SpecError for what cannot be rehearsed."""
+    """SpecError for what cannot be rehearsed."""
     if device not in DEVICES:
         raise SpecError(f"--device is {device!r} but a rehearsal runs on meta (no memory) or cuda (one GPU): try meta")
     if layout.gpus != job.cluster.gpus:
@@ -193,11 +190,11 @@ class RehearsedTerm:
     predicted: float
     rehearsed: float
     unit: str
-    """B: bytes held; sent: bytes sent; FLOP"""
+    """B: bytes of memory; sent: bytes sent; FLOP"""
 
     @property
     def difference(self) -> float:
-        """The prediction's, relative to the rehearsal."""
+        """Of the prediction, relative to the rehearsal."""
         if not self.rehearsed:
             return 0.0 if not self.predicted else float("inf")
         return self.predicted / self.rehearsed - 1
@@ -205,17 +202,17 @@ class RehearsedTerm:
 
 @dataclass(frozen=True)
 class MemoryRoom:
-    """What the fullest of the ranks that were rehearsed takes of its GPU's memory."""
+    """GPU memory of the fullest rehearsed rank."""
 
     stage: int
     tensors_gib: float
     beside_gib: float
-    """context, communicators and the allocator's slack: predicted, unless a GPU told"""
+    """CUDA context, communicators and allocator: predicted, unless measured on a GPU"""
     capacity_gib: float
     planned_gib: float
-    """what the plan's own estimate says of that stage"""
+    """the plan's own estimate of that stage"""
     planned_for: str
-    """the engine that the plan's estimate counts, and the one that was rehearsed"""
+    """the engine of the plan's estimate; `engine`: the one that was rehearsed"""
     engine: str
 
     @property
@@ -229,7 +226,7 @@ class MemoryRoom:
 
 @dataclass(frozen=True)
 class RehearsalReport:
-    """Rehearsals of a plan and what stands beside them."""
+    """Rehearsals of a plan beside the predictions for them."""
 
     job: Job
     layout: Layout
@@ -265,7 +262,7 @@ def room(plan: Plan, predicted: Estimate, found: Sequence[Rehearsal]) -> MemoryR
 
 
 def prediction(job: Job, layout: Layout, kernels: str = "eager") -> Estimate:
-    """Of our engine as it is rehearsed: its own preset, and experts that are chosen equally often."""
+    """Of our engine as it is rehearsed: with balanced experts."""
     return estimate(even(job).changed(framework=engine_of(kernels)), layout)
 
 
@@ -275,33 +272,33 @@ def even(job: Job) -> Job:
 
 
 def notes(job: Job, layout: Layout, device: str, kernels: str) -> list[str]:
-    """What is not as it would be in a run."""
+    """In what a rehearsal differs from a run."""
     if device != "meta":
         return []
-    told = list[str]()
+    found = list[str]()
     if kernels == "eager":
-        told += [EAGER] if job.cluster.gpu.name != "cpu" else []
+        found += [EAGER] if job.cluster.gpu.name != "cpu" else []
     else:
         from ultrascale.kernels.selection import choose
 
         chosen = choose(job, layout, Training(), "cuda")
-        told += [COMPILED] if chosen.compiled and not chosen.fused else []
+        found += [COMPILED] if chosen.compiled and not chosen.fused else []
     if job.precision == "fp8":
-        told.append(EMULATED)
+        found.append(EMULATED)
     if job.model.moe is not None:
-        told.append(BALANCED)
-    return told
+        found.append(BALANCED)
+    return found
 
 
 def compared(job: Job, layout: Layout, predicted: Estimate, seen: Rehearsal) -> list[RehearsedTerm]:
     """Every term that either side has."""
     law = predicted.memory[seen.place.pp].memory
     job = even(job).changed(framework=engine_of(seen.kernels))
-    # Gradients are counted when all of them are there, which need not be at the peak.
+    # Gradients are compared when all of them exist, which need not be at the peak.
     as_made = job.framework.fused_blocks and bool(alone(job, LayoutColumns.of([layout]))[0])
     held = law.model_copy(update={"gradients": 0.0 if as_made else whole_gradients(job, layout, seen.place.pp)})
     terms = [RehearsedTerm(owner, getattr(held, owner), getattr(seen.memory, owner), "B") for owner in STATES]
-    # What is on its way and what waits for backward look alike from outside: they are compared together.
+    # A rehearsal cannot tell buffers from activations: they are compared together.
     moving = law.activations + law.buffers + gone_at_peak(job, layout, seen.place.pp) + as_made * law.gradients
     terms.append(RehearsedTerm("activations, buffers", moving, seen.memory.activations + seen.memory.buffers, "B"))
     tensors = sum(getattr(law, owner) for owner in (*STATES, "activations", "buffers"))
@@ -315,7 +312,7 @@ def compared(job: Job, layout: Layout, predicted: Estimate, seen: Rehearsal) -> 
 
 
 def gone_at_peak(job: Job, layout: Layout, stage: int) -> float:
-    """Parameters that the peak does without: they are compared as a rank has most of them, and the law's buffers lack them."""
+    """Parameters that are freed at the peak: they are compared at their maximum, and the law's buffers exclude them."""
     return peaks(LayoutRows.of(job, layout))[stage].gone
 
 
@@ -327,13 +324,13 @@ def whole_gradients(job: Job, layout: Layout, stage: int) -> float:
 
 
 def predicted_flops(job: Job, layout: Layout, place: RankCoordinates) -> float:
-    """Of a step on one rank, by the products that the cost model times and attention's causal half."""
+    """Of a step on one rank: the GEMMs of the cost model and the causal half of attention."""
     view = LayoutRows.of(job, layout)
     model, row, share = job.model, view.row, view.share
     tokens = float(row.tokens(job.seq)[0])
     stage = place.pp
     scores = flops.score_flops(model, job.seq, causal=True) * tokens / layout.tp
-    if layout.cp > 1 and layout.context_parallel in ("ring", "allgather"):  # later slices of the sequence see more of it
+    if layout.cp > 1 and layout.context_parallel in ("ring", "allgather"):  # later parts of the sequence attend to more of it
         scores *= (2 * place.cp + 1) / layout.cp
     total = 3 * float(share.head[stage]) * flops.head_flops(model) * tokens / layout.tp
     for layers, moe in ((share.dense_layers, False), (share.moe_layers, True)):
@@ -341,8 +338,8 @@ def predicted_flops(job: Job, layout: Layout, place: RankCoordinates) -> float:
         if not count:
             continue
         products = {product.name: float(np.sum(product.flops)) for product in layer_matmuls(job, row, moe)}
-        # torch.utils.checkpoint stops at the last tensor that backward asks for, which the last product does not make. With
-        # experts more follows on a shared one's last product.
+        # torch.utils.checkpoint stops at the last tensor that backward needs, before the last GEMM. A shared expert's last GEMM
+        # is followed by more operators.
         again = 0.0
         if layout.recompute == "full":
             again = sum(products.values()) + scores - (0.0 if moe else products.get("mlp down", 0.0))

@@ -1,7 +1,7 @@
-"""Tensors without memory, quickly: torch's own FakeTensorMode behind a cache whose keys cost little.
+"""Fast tensors without memory: torch's FakeTensorMode behind a cache with cheap keys.
 
-A step repeats few operators on few shapes many times. What torch made of the first is remembered (shapes, strides, which
-argument's storage is shared) and made again without asking; whatever is out of the ordinary goes torch's way every time.
+A step repeats few operators on few shapes many times. The result of the first call is stored as a recipe (shapes, strides,
+which argument's storage is shared) and repeated without torch; unusual operators always go to torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _DEVICE = torch.ops.prim.device.default
 
 
 class _OutputRecipe(NamedTuple):
-    """How an output comes about: argument number `of` itself (no shape), a view of it, or (-1) something new."""
+    """How to make an output: argument `of` itself (shape None), a view of it, or (-1) a new tensor."""
 
     of: int
     shape: tuple[int, ...] | None
@@ -28,7 +28,7 @@ class _OutputRecipe(NamedTuple):
     offset: int
 
 
-class _Unusual(Exception):  # no error: the slow way is taken
+class _Unusual(Exception):  # falls back to torch
     pass
 
 
@@ -37,32 +37,32 @@ _KNOWN: dict[torch.dtype, dict[Any, Any]] = {}
 
 
 class OperatorObserver(Protocol):
-    """Who is told what runs: that costs less than a mode of its own above this one."""
+    """Is called for every operator, which is cheaper than another dispatch mode."""
 
     def follow(self, storage: UntypedStorage) -> None:
-        """Memory that an operator takes."""
+        """An operator allocates this storage."""
 
     def ran(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        """An operator that takes no other memory than it was told of."""
+        """An operator ran whose new storages were already passed to `follow`."""
 
     def saw(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Any other operator."""
+        """Any other operator ran."""
 
 
 class QuickFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.watcher: OperatorObserver | None = None
-        # For all ranks that this process rehearses: how an operator's outputs come about depends on no rank.
+        # Shared by all ranks that this process rehearses: recipes do not depend on the rank.
         self._known = _KNOWN.setdefault(torch.get_default_dtype(), {})
         self._attributes: dict[str, Any] | None = None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and asking costs at every operator
+        return False  # nothing is compiled here, and the check costs time at every operator
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE:  # asked more often than operators run
+        if func is _DEVICE:  # queried more often than operators run
             return args[0].fake_device
         return self.dispatch(func, types, args, kwargs)
 
@@ -71,7 +71,7 @@ class QuickFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         namespace = func.namespace
         if namespace == "profiler":
             return func(*args, **kwargs)
-        if namespace == "c10d":  # writes into what it is given, and nothing else
+        if namespace == "c10d":  # only writes into its arguments
             with in_kernel_invocation_manager(self):
                 result = func(*args, **kwargs)
             if self.watcher is not None:
@@ -95,7 +95,7 @@ class QuickFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return result
 
     def _slowly(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        watcher, self.watcher = self.watcher, None  # an operator may be taken apart into others, which come back here
+        watcher, self.watcher = self.watcher, None  # an operator may decompose into others, which come back here
         try:
             result = super().dispatch(func, types, args, kwargs)
         finally:
@@ -143,10 +143,10 @@ def _nothing(_: list[Any]) -> None:
 
 
 def _recipe(func: Any, result: Any, args: Sequence[Any]) -> Any:
-    """What makes such a result again of such arguments."""
+    """How to make this result from these arguments; _SLOW where torch has to."""
     pack: Callable[[list[Any]], Any]
     if func is torch.ops.aten.lift_fresh.default:
-        return _SLOW  # gives what it was given, which is new to who watches
+        return _SLOW  # returns its argument, which is new to the observer
     if result is None:
         return (), _nothing
     if isinstance(result, Tensor):
@@ -179,7 +179,7 @@ def _recipe(func: Any, result: Any, args: Sequence[Any]) -> Any:
 
 
 def _span(tensor: Tensor) -> int:
-    """Bytes that a storage of its own takes."""
+    """Bytes of a storage of its own."""
     if not tensor.numel():
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -48,10 +48,10 @@ from ultrascale.train.memory import account
 
 
 def rehearse_rank(job: Job, layout: Layout, rank: int, device: str = "meta", kernels: str = "eager") -> Rehearsal:
-    """One step of one rank, in this process. A device of `cpu` computes with real numbers: as a GPU would, but slowly."""
+    """One step of one rank, in this process. The device `cpu` computes real values: like a GPU, but slowly."""
     start = time.perf_counter()
     short = shorten(layout, RankCoordinates.of(layout, rank).pp)
-    # Its own schedule, cut: a layout of so few micro-batches may have another one, or none.
+    # The first micro-batches of its own schedule: a layout with so few could have another order, or be illegal.
     schedule = cut(schedule_of(layout), short.microbatches)
     nowhere = without_memory(routed_rows(job, layout)) if device == "meta" else nullcontext()
     formats = replaced(build, "compute_format", _as_on_a_gpu) if device == "meta" else nullcontext()
@@ -69,7 +69,7 @@ def rehearse_rank(job: Job, layout: Layout, rank: int, device: str = "meta", ker
 
 
 def _as_on_a_gpu(job: Job, _: Mesh) -> torch.dtype:
-    """A CPU that computes has fp32 around products in fp8; nothing is computed here."""
+    """A real CPU computes in fp32 around fp8 GEMMs; nothing is computed here."""
     return COMPUTE["bf16" if job.precision == "fp8" else job.precision]
 
 
@@ -82,16 +82,16 @@ def _rehearsed(
     engine = Engine(
         job, mesh, Training.model_validate({"steps": 1, "kernels": kernels}), cast(Batches, ConstantBatches(job.seq))
     )
-    engine.optimizer.continued(1)  # its states exist from the first step on
+    engine.optimizer.continued(1)  # so that its states exist
     _gather_once(engine)
     if device != "meta":
         without_values(engine)
     kernels_s = None
     if device == "cuda":
-        engine.step(0)  # kernels are compiled and chosen in the first
+        engine.step(0)  # compiles and selects kernels
         kernels_s = kernel_times(lambda: engine.step(0))
     memory, watch = _accounted(engine, techniques, fake)
-    # A step reads the tokens of all its micro-batches, inputs and targets, before it computes.
+    # A step reads inputs and targets of all its micro-batches before it computes.
     unread = (layout.gas - short.microbatches) * layout.mbs * len(engine.here) * 2 * torch.int64.itemsize
     return Rehearsal(
         rank=rank,
@@ -112,7 +112,7 @@ def _rehearsed(
 def _accounted(
     engine: Engine, techniques: Mapping[str, str], fake: QuickFakeTensorMode | None
 ) -> tuple[MeasuredMemory, OperatorTracker]:
-    """What a step holds and does: in one step, or on a GPU, whose allocator must not see who watches, in two."""
+    """Memory and operators of a step; on a GPU of two steps, since the tracker would change what is allocated."""
     gc.collect()
     watch = OperatorTracker(engine, techniques, fake)
     if engine.mesh.device.type == "cpu":
@@ -129,7 +129,7 @@ def _accounted(
 
 @torch.no_grad()
 def _gather_once(engine: Engine) -> None:
-    """FSDP2 makes its buffers in the first forward: it has one before the step, so that the account knows whose they are."""
+    """FSDP2 allocates buffers in the first forward; run one before the step, so that their owner is known."""
     job, mesh = engine.job, engine.mesh
     for stage, chunk in engine.pipeline.chunks.items():
         if not isinstance(chunk.gradients, FSDPGrads):
@@ -183,38 +183,38 @@ Step = tuple[ActionKind, int]
 
 @dataclass(frozen=True)
 class ShortSchedule:
-    """So many micro-batches instead of all, and the stretch of their list that the whole list repeats."""
+    """Fewer micro-batches, and the part of their action list that the whole list repeats."""
 
     microbatches: int
     begin: int = 0
     end: int = 0
     times: int = 1
-    """that the whole list has the stretch"""
+    """how often the whole list has that part"""
 
     def weight(self, place: int | None) -> int:
-        """How often the whole step does what was seen at this place of the list; None: outside of it, once."""
+        """How often the whole step runs the action at this index; None: outside of the list, once."""
         return self.times if place is not None and self.begin <= place < self.end else 1
 
 
 def shorten(layout: Layout, rank: int) -> ShortSchedule:
-    """For one pipeline rank of a layout."""
+    """Of one pipeline rank."""
     whole = schedule_of(layout)
     full = _steps(whole.actions[rank])
-    # What HSDP's replicas met with is there from a chunk's second backward on: most must be held after that, too.
+    # HSDP keeps its reduced gradients from a chunk's second backward on: the maximum after that must be the same, too.
     replicas = layout.zero > 0 and layout.shards < layout.dp * layout.cp
     moments = (0, 2 * layout.virtual_stages) if replicas else (0,)
     for count in range(1, layout.gas):
         short = _steps(cut(whole, count).actions[rank])
         if (
-            all(_holds(short, ended) == _holds(full, ended) for ended in moments)
-            and (found := _stretch(short, full)) is not None
+            all(_maxima(short, ended) == _maxima(full, ended) for ended in moments)
+            and (found := _repeated_part(short, full)) is not None
         ):
             return ShortSchedule(count, *found)
     return ShortSchedule(layout.gas)
 
 
 def cut(schedule: Schedule, microbatches: int) -> Schedule:
-    """The same schedule with its first micro-batches alone."""
+    """The same schedule with its first micro-batches only."""
     kept = tuple(tuple(action for action in actions if action.microbatch < microbatches) for actions in schedule.actions)
     return replace(schedule, microbatches=microbatches, actions=kept)
 
@@ -223,22 +223,21 @@ def _steps(actions: Sequence[Action]) -> list[Step]:
     return [(action.kind, action.stage) for action in actions]
 
 
-def _holds(steps: list[Step], ended: int) -> tuple[int, int]:
-    """The most that wait at a time: chunks whose backward has not ended, and of those the ones that owe weight gradients; once
-    so many backwards have ended.
-    """
-    held, owed, over = [0], [0], [0]
+def _maxima(steps: list[Step], ended: int) -> tuple[int, int]:
+    """Maximum numbers of chunks in flight, and of chunks with deferred weight gradients, after `ended` backwards."""
+    in_flight, deferred, over = [0], [0], [0]
     for kind, _ in steps:
-        held.append(held[-1] + {ActionKind.F: 1, ActionKind.I: 0}.get(kind, -1))
-        owed.append(owed[-1] + {ActionKind.I: 1, ActionKind.W: -1}.get(kind, 0))
+        in_flight.append(in_flight[-1] + {ActionKind.F: 1, ActionKind.I: 0}.get(kind, -1))
+        deferred.append(deferred[-1] + {ActionKind.I: 1, ActionKind.W: -1}.get(kind, 0))
         over.append(over[-1] + (kind in (ActionKind.B, ActionKind.W)))
     late = [place for place, count in enumerate(over) if count >= ended]
-    return max((held[place] for place in late), default=0), max((owed[place] for place in late), default=0)
+    return max((in_flight[place] for place in late), default=0), max((deferred[place] for place in late), default=0)
 
 
-def _stretch(short: list[Step], full: list[Step]) -> tuple[int, int, int] | None:
-    """The part of `short` whose repetition makes `full`. Not its first turn, in which ZeRO gathers and gradients are written
-    and not added to, nor its last, in which gradients meet.
+def _repeated_part(short: list[Step], full: list[Step]) -> tuple[int, int, int] | None:
+    """The part of `short` whose repetition gives `full`: (begin, end, times).
+
+    Not the first round, in which ZeRO gathers and gradients are written rather than added, nor the last, in which they reduce.
     """
     more = len(full) - len(short)
     for length in range(2, len(short) + 1):

@@ -1,7 +1,7 @@
-"""What a rank does in a step, seen operator by operator: live bytes and their peak's moment, FLOPs, collectives.
+"""Track what a rank does in a step, operator by operator: live memory and its peak, FLOPs, collectives.
 
-It sees what passes torch's dispatcher: our own collectives and those of FSDP2 alike, products and attention by torch's own
-formulas, but nothing inside a kernel of ours.
+It sees what passes torch's dispatcher: our collectives and those of FSDP2, GEMMs and attention by torch's formulas, but nothing
+inside a kernel of ours.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ultrascale.train.memory import LiveBytes
 
 aten = torch.ops.aten
 _PRODUCTS = {aten.mm: 0, aten.addmm: 1, aten._grouped_mm: 0, gated_gemm.BACKWARD: 0}
-"""at which argument their two operands begin"""
+"""index of the first of two operands among the arguments"""
 _ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu: (0, 4),
     aten._scaled_dot_product_flash_attention: (0, 4),
@@ -40,8 +40,7 @@ _ATTENTION = {
     flash.FORWARD: (0, None),
     flash.BACKWARD: (1, None),
 }
-"""attention: where its q, k and v begin among the arguments, and where it is told of the causal mask; None: always, and tokens
-come before heads"""
+"""attention: index of q among the arguments, and of is_causal; None: always causal, with tokens before heads"""
 
 _COLLECTIVES: dict[str, tuple[Op, int]] = {
     "allreduce_": ("all_reduce", 0),
@@ -51,11 +50,11 @@ _COLLECTIVES: dict[str, tuple[Op, int]] = {
     "send": ("send_recv", 0),
     "broadcast_": ("broadcast", 0),
 }
-"""c10d's operators: what they are, and which argument is the buffer whose bytes a law counts; a receive is another's send"""
+"""c10d operators: the collective, and the argument whose bytes the law counts; a receive is counted as the peer's send"""
 
 
 class StepPosition(NamedTuple):
-    """Where in a step: its phase, the place in the pipeline's list of actions (None outside), the layer."""
+    """A position in a step: phase, index in the pipeline's action list (None outside), layer."""
 
     phase: str
     place: int | None
@@ -63,28 +62,28 @@ class StepPosition(NamedTuple):
 
 
 class CollectiveCall(NamedTuple):
-    """A collective of one kind, as a law of cost/ would name it."""
+    """A collective, as the laws of cost/ name it."""
 
     technique: str
     kind: Op
     group: int
     sent: float
-    """bytes that this rank sends over its links; no whole number where ranks do not divide the buffer"""
+    """bytes that this rank sends; fractional where ranks do not divide the buffer"""
 
 
 @dataclass
 class StepCounts:
-    """Calls and FLOPs by the place in the list of actions and by phase."""
+    """Collectives and FLOPs by action index and phase."""
 
     calls: dict[tuple[int | None, str], Counter[CollectiveCall]] = field(default_factory=lambda: defaultdict(Counter))
     flops: dict[tuple[int | None, str], Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
 
 
 class OperatorTracker(LiveBytes):  # type: ignore[no-untyped-call]
-    """Follows storages, as `LiveBytes`, and tells beside that what is computed and exchanged, and when."""
+    """Tracks live memory, as `LiveBytes`, and counts FLOPs and collectives by position in the step."""
 
     def __init__(self, engine: Engine, techniques: Mapping[str, str], fake: QuickFakeTensorMode | None = None) -> None:
-        """`fake`: who makes the tensors, where they have no memory; it tells what runs."""
+        """`fake`: the mode of tensors without memory, which calls this tracker."""
         super().__init__()
         self.engine, self.fake = engine, fake
         links = engine.pipeline.links.groups.values()
@@ -93,7 +92,7 @@ class OperatorTracker(LiveBytes):  # type: ignore[no-untyped-call]
         self.phase, self.layer = "reading", ""
         self.peak_moment = StepPosition("", None, "")
         self.most: Counter[str] = Counter()
-        """that each owner came to, at the peak or not"""
+        """maximum of each owner, at the peak or not"""
         self.seen = StepCounts()
 
     def track(self, tensors: Iterable[Tensor], owner: str) -> None:
@@ -108,7 +107,7 @@ class OperatorTracker(LiveBytes):  # type: ignore[no-untyped-call]
 
     def reset_peak(self) -> None:
         if self.phase == "optimizer" and self.engine.mesh.layout.offload != "none":
-            return  # its copies of gradients are the host's, which here is the same device
+            return  # its copies of gradients are on the host, which is the same device here
         super().reset_peak()
         self.peak_moment = self.moment
         self.most |= Counter(self.peak_by_owner)
@@ -151,7 +150,7 @@ class OperatorTracker(LiveBytes):  # type: ignore[no-untyped-call]
         ] += 1
 
     def _where(self, place: int | None) -> str:
-        """forward, backward, weight gradients, or what follows the last backward."""
+        """forward, backward, or the phase outside of the pipeline."""
         actions = self.engine.pipeline.schedule.actions[self.engine.pipeline.rank]
         if place is None or place >= len(actions):
             return "gradients" if self.phase == "pipeline" else self.phase
@@ -162,7 +161,7 @@ _WHERE = {ActionKind.F: "forward", ActionKind.B: "backward", ActionKind.I: "back
 
 
 def watched(engine: Engine, watch: OperatorTracker) -> None:
-    """Lets a watch know where the engine is: phases of the step, and layers, forward and backward."""
+    """Tell the tracker the phase of the step and the layer, in forward and backward."""
 
     def within(owner: Any, name: str, phase: str) -> None:
         inner: Callable[..., Any] = getattr(owner, name)
@@ -189,13 +188,13 @@ def watched(engine: Engine, watch: OperatorTracker) -> None:
         parts = {f"layer {index}": block for index, block in module.blocks.items()}  # type: ignore[operator,union-attr]
         parts |= {name: part for name in ("embed", "head") if (part := getattr(module, name)) is not None}
         for name, part in parts.items():
-            _tells(part, _SPOKEN.get(name, name), watch)
+            _track_layer(part, _LABELS.get(name, name), watch)
 
 
-_SPOKEN = {"embed": "the embedding", "head": "the head and the loss"}
+_LABELS = {"embed": "the embedding", "head": "the head and the loss"}
 
 
-def _tells(part: torch.nn.Module, name: str, watch: OperatorTracker) -> None:
+def _track_layer(part: torch.nn.Module, name: str, watch: OperatorTracker) -> None:
     def there(*_: Any) -> None:
         watch.layer = name
 
@@ -212,7 +211,7 @@ def _group(value: Any) -> dist.ProcessGroup | None:
         return None
     try:
         return dist.ProcessGroup.unbox(value)
-    except RuntimeError:  # a reduction's operator
+    except RuntimeError:  # a ReduceOp
         return None
 
 
@@ -229,7 +228,7 @@ def _formula(func: Any) -> Callable[[Any, Any, Any], float] | None:
     packet = getattr(func, "_overloadpacket", None)
     if packet in _ATTENTION:
         first, causal = _ATTENTION[packet]
-        # Backward is two products of forward's two: what the kernel computes again is its own business (cost/flops.py).
+        # Backward counts twice the GEMMs of forward, without recomputation inside the kernel (cost/flops.py).
         times = (2 if first else 1) * 0.5
 
         def attention(args: Any, kwargs: Any, _: Any) -> float:
@@ -237,14 +236,14 @@ def _formula(func: Any) -> Callable[[Any, Any, Any], float] | None:
             if causal is None:
                 q, k, v = (torch.Size((x[0], x[2], x[1], x[3])) for x in (q, k, v))
             masked = causal is None or (args[causal] if len(args) > causal else kwargs.get("is_causal", False))
-            # Kernels of a GPU take fewer heads of keys than of queries, which torch 2.11 refuses to count: each query counts.
+            # GPU kernels accept fewer kv heads than query heads, which torch 2.11 refuses to count.
             keys, values = ((x[0], q[1], *x[2:]) for x in (k, v))
             whole = float(sdpa_flop_count(q, keys, values))  # type: ignore[no-untyped-call]
             return whole * times * (1 if masked else 2)
 
         return attention
     if packet in _PRODUCTS:
-        # Of the operands: torch's own formulas do not know products that are told their format.
+        # By the operands: torch's formulas do not know GEMMs with an output format.
         first = _PRODUCTS[packet]
         return lambda args, kwargs, out: 2.0 * math.prod(args[first].shape) * args[first + 1].shape[-1]
     if packet is gated_gemm.FORWARD:

@@ -1,16 +1,6 @@
-"""A world with one rank in it: process groups whose collectives do nothing, and tensors that have no memory.
+"""The world of a rehearsed rank: process groups that do nothing, tensors without memory, stand-ins for GPU kernels.
 
-What the engine would read from a tensor has no value here. Losses and norms are read as zero, and numbers of rows that experts
-take as if every expert were chosen equally often.
-
-
-A rank alone with real tensors: its kernels run and are timed, but what other ranks would have sent is whatever lay there.
-
-A GPU's kernels as tensors without memory see them: what they read, write and leave, and nothing computed.
-
-Where there is no GPU a rehearsal runs the engine as one would run it: fused blocks, the loss in chunks, AdamW in one pass.
-Each kernel of ours stands here as the tensors that it makes; attention keeps keys and values with their own few heads, and
-norms are one kernel. What torch.compile would fuse runs operator by operator, which keeps as much and holds more for a moment.
+Losses and norms are read as zero, and experts receive equal numbers of rows.
 """
 
 from __future__ import annotations
@@ -60,7 +50,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def single_rank_world(rank: int, world: int) -> Iterator[None]:
-    """This process as one rank of a world whose others are not there."""
+    """This process as one rank of a world without the others."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         yield
@@ -70,7 +60,7 @@ def single_rank_world(rank: int, world: int) -> Iterator[None]:
 
 @contextmanager
 def without_memory(routed: int) -> Iterator[QuickFakeTensorMode]:
-    """Tensors made here have shapes and storages of a size, but no bytes. `routed`: rows that a rank's experts take."""
+    """Tensors have shapes and storage sizes but no data. `routed`: rows that a rank's experts receive."""
 
     def tolist(tensor: FakeTensor) -> Any:
         if tensor.dim() > 1:
@@ -84,7 +74,7 @@ def without_memory(routed: int) -> Iterator[QuickFakeTensorMode]:
 
 
 def unconnected_groups(mesh: Mesh) -> tuple[Mesh, dict[str, str]]:
-    """The mesh with groups of its own for each technique, where ranks that are the same share one; and whose each group is."""
+    """The mesh with separate process groups for each technique, and the technique of each group by name."""
     data = "zero" if mesh.layout.zero else "data"
     owners = {
         **dict.fromkeys(("tp", "kv"), "tensor"),
@@ -106,18 +96,18 @@ def unconnected_groups(mesh: Mesh) -> tuple[Mesh, dict[str, str]]:
 
 
 def even(rows: int, takers: int) -> list[int]:
-    """So many rows over so many takers, the first of whom take what is left over."""
+    """Split rows as evenly as possible, larger parts first."""
     each, rest = divmod(rows, takers)
     return [each + (taker < rest) for taker in range(takers)]
 
 
 def routed_rows(job: Job, layout: Layout) -> int:
-    """Rows that leave a rank for experts in one layer, and come to it where all experts are chosen alike."""
+    """Rows that a rank sends to experts in one layer, and receives if experts are balanced."""
     return layout.mbs * job.seq // layout.cp * (job.model.moe.top_k if job.model.moe else 1)
 
 
 class ConstantBatches:
-    """Batches of tokens that are all the same: what a rehearsal computes depends on their number alone."""
+    """Batches of zeros: a rehearsal depends only on the number of tokens."""
 
     def __init__(self, seq: int) -> None:
         self.seq = seq
@@ -127,7 +117,7 @@ class ConstantBatches:
 
 
 def without_values(engine: Engine) -> None:
-    """Losses and norms are computed and then read as zero: sums over ranks that are not there may be anything."""
+    """Read losses and norms as zero: sums over missing ranks may be anything."""
 
     def zeroed(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda *args: torch.zeros_like(inner(*args))
@@ -139,7 +129,7 @@ def without_values(engine: Engine) -> None:
 
 def kernel_times(step: Callable[[], object]) -> dict[str, float]:
     """Seconds by kernel of one step on a GPU, the longest first."""
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:  # else it warns of a second turn
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:  # else it warns of a second cycle
         step()
         torch.cuda.synchronize()
     times: Counter[str] = Counter()
@@ -150,7 +140,10 @@ def kernel_times(step: Callable[[], object]) -> dict[str, float]:
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Engines built here have the kernels that they would have on a GPU."""
+    """Engines built in this context use stand-ins of our GPU kernels, which only allocate their outputs.
+
+    What torch.compile would fuse runs operator by operator, which keeps as much and holds more for a moment.
+    """
     choose = selection.choose
 
     def chosen(job: Job, layout: Layout, training: Training, _: str) -> selection.Kernels:
@@ -204,7 +197,7 @@ def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, fresh: bool) -> None:
-    """A product whose sum is `total` itself; of the same FLOPs, into as much of its memory as its own format takes."""
+    """A GEMM that adds to `total`; here with the same FLOPs, into as much of its memory as the operands' format takes."""
     torch.mm(left, right, out=total.view(left.dtype)[:, : total.shape[1]])
 
 
@@ -226,7 +219,7 @@ class _Norm(torch.autograd.Function):
 
 
 def _few_heads(x: Tensor, groups: int) -> Tensor:
-    """[b, s, heads, d] to [b, heads, s, d] or back: a GPU's kernels take fewer keys than queries."""
+    """[b, s, heads, d] to [b, heads, s, d] or back: GPU kernels accept fewer kv heads than query heads."""
     return x.transpose(1, 2)
 
 

@@ -1,6 +1,4 @@
-"""What a profile says in sentences: where the time went, why, and what to change.
-
-Traces of a run, from their files to what they say together, with a plan beside them where there is one."""
+"""Analyse the traces of a run: findings in sentences, and the measured times beside a plan's where there is one."""
 
 from __future__ import annotations
 
@@ -10,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from ultrascale.measure import trace_rank as trace
-from ultrascale.measure import trace_times
+from ultrascale.measure import trace_rank, trace_times
 from ultrascale.measure.compare import ComparedTerm
 from ultrascale.measure.trace_steps import UNMARKED
 from ultrascale.measure.trace_times import Bubble, RankTime, bubble
@@ -40,9 +37,9 @@ ADVICE = {
 
 
 def findings(ranks: Sequence[RankTime], bubble: Bubble | None, predicted_bubble: float | None) -> list[str]:
-    """Where the time went, then what would change it."""
+    """Sentences: where the time went, and what would change it."""
     buckets = list(_buckets(ranks))
-    said = {"data": bool(buckets), "pipeline": bubble is not None}  # what has a sentence of its own, which knows more
+    said = {"data": bool(buckets), "pipeline": bubble is not None}  # these have a sentence of their own
     found = [_overall(ranks), *_exposed(ranks, {technique for technique, known in said.items() if known}), *buckets]
     if bubble is not None:
         found.append(_bubble(bubble, predicted_bubble))
@@ -86,12 +83,12 @@ def _exposed(ranks: Sequence[RankTime], but: set[str]) -> Iterator[str]:
 
 
 def _buckets(ranks: Sequence[RankTime]) -> Iterator[str]:
-    """From when gradients are reduced: with n buckets all but the last can run behind backward."""
+    """Gradient reduction: with n buckets, all but the last can overlap with backward."""
     found = [(one.reductions, one.run or {}) for one in ranks if one.reductions and one.reductions.technique == "data"]
     if not found:
         return
     step, open_s = _step_s(ranks), mean(seen.exposed_s for seen, _ in found)
-    # Who comes last waits for nobody: what the reduction takes there is its own time.
+    # The last rank to arrive does not wait: its time is the reduction's own.
     seen, run = min(found, key=lambda pair: pair[0].time_s)
     layout = run.get("layout", {})
     number = max(1, round(seen.calls))
@@ -173,7 +170,7 @@ def _pageable(ranks: Sequence[RankTime]) -> Iterator[str]:
 
 
 def _operators(ranks: Sequence[RankTime]) -> Iterator[str]:
-    """Of CPUs: on a GPU the same shows as late launches."""
+    """Of CPUs: on a GPU this shows as launch overhead."""
     found = [one for one in ranks if one.device == "cpu"]
     if not found:
         return
@@ -205,7 +202,7 @@ def _bubble(found: Bubble, predicted: float | None) -> str:
 
 SUFFIXES = (".json", ".json.gz")
 
-# What a trace can tell apart, and the causes of an Estimate that are the same.
+# What a trace distinguishes, and the same causes of an Estimate.
 _EXPOSED = {
     "tensor exchange": ("tensor", ("tensor_s",)),
     "context exchange": ("context", ("context_s",)),
@@ -223,13 +220,13 @@ class Analysis:
     ranks: tuple[RankTime, ...]
     bubble: Bubble | None
     terms: tuple[ComparedTerm, ...]
-    """planned beside measured; empty without a plan"""
+    """predicted and measured; empty without a plan"""
     findings: tuple[str, ...]
     notes: tuple[str, ...]
 
 
 def files(given: Sequence[Path]) -> list[Path]:
-    """The trace files that are meant: themselves, or those in a folder, or in a run's folder of traces."""
+    """The trace files that are named: themselves, those in a folder, or in the traces of a run's folder."""
     found: list[Path] = []
     for path in given:
         folder = path / TRACES if (path / TRACES).is_dir() else path
@@ -241,12 +238,14 @@ def files(given: Sequence[Path]) -> list[Path]:
 
 
 def read(given: Sequence[Path]) -> list[RankTime]:
-    """One trace after the other: of each only what it tells is kept."""
-    return sorted((trace_times.analyse(trace.read(path)) for path in files(given)), key=lambda one: (one.rank or 0, one.file))
+    """Analyse one trace after the other; only the results are kept."""
+    return sorted(
+        (trace_times.analyse(trace_rank.read(path)) for path in files(given)), key=lambda one: (one.rank or 0, one.file)
+    )
 
 
 def analyse(ranks: Sequence[RankTime], plan: Plan | None = None, problems: Sequence[str] = ()) -> Analysis:
-    """What all of them say together. SpecError for a plan of another model."""
+    """All ranks together. SpecError for a plan of another model."""
     notes = [*problems, *_notes(ranks)]
     if plan is not None:
         _same_model(ranks, plan)

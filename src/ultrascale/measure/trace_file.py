@@ -1,6 +1,6 @@
-"""Reading PyTorch's traces (Kineto's Chrome format, .json or .json.gz), event by event, so that they may be larger than memory.
+"""Read PyTorch's traces (Kineto's Chrome format, .json or .json.gz) event by event, since they may be larger than memory.
 
-A trace that was cut off is read as far as it is whole.
+A trace that was cut off is read as far as it is complete.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _GZIP = b"\x1f\x8b"
 
 
 class _EndError(Exception):
-    """The text ends, or stops making sense, before the trace does."""
+    """The text ends, or is no JSON, before the trace ends."""
 
 
 @dataclass
 class TraceFile:
-    """A trace while it is read: `events` once, then what stands beside them."""
+    """A trace while it is read: iterate over `events` once, then the other fields are there."""
 
     path: Path
     facts: dict[str, Any] = field(default_factory=dict)
-    """what the trace says of itself: rank, process groups, devices"""
+    """metadata: rank, process groups, devices"""
     broken: str | None = None
-    """why the trace ends before its end, if it does"""
+    """why the trace is cut off, if it is"""
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Every whole event. Raises SpecError for a file that is no trace."""
+        """Every complete event. SpecError for a file that is no trace."""
         try:
             yield from self._all(_Text(_pieces(self.path)))
         except _EndError as end:
@@ -54,7 +54,7 @@ class TraceFile:
 
     def _all(self, text: _Text) -> Iterator[dict[str, Any]]:
         opening = text.peek()
-        if opening == "[":  # Chrome's format without anything around it
+        if opening == "[":  # a bare list of events
             yield from _objects(text)
             return
         if opening != "{":
@@ -80,7 +80,7 @@ def _no_trace(path: Path, why: str) -> str:
 
 
 def _pieces(path: Path) -> Iterator[str]:
-    """The file's text in pieces, unpacked if it is packed; one that was cut off ends where it ends."""
+    """The file's text in pieces, decompressed if it is gzip."""
     if path.is_dir():
         raise SpecError(f"--trace {path} is a folder without traces: name a .json or .json.gz file")
     if not path.exists():
@@ -94,7 +94,7 @@ def _pieces(path: Path) -> Iterator[str]:
 
 
 def _bounded(path: Path, file: IO[bytes]) -> Iterator[bytes]:
-    """What is unpacked, as long as it could be a trace: a gzip file can hold a thousand times its size."""
+    """Decompressed data up to a limit: a gzip file can hold a thousand times its size."""
     most, size = max(MAX_UNPACKED_FREE, MAX_RATIO * os.fstat(file.fileno()).st_size), 0
     for data in _unpacked(file):
         size += len(data)
@@ -107,7 +107,7 @@ def _bounded(path: Path, file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _unpacked(file: IO[bytes]) -> Iterator[bytes]:
-    """At most CHUNK bytes at a time. By hand: Python's gzip module throws away what it has when a file ends too early."""
+    """Decompress CHUNK bytes at a time. Python's gzip module drops what it has when a file ends too early."""
     unpacker, data = zlib.decompressobj(wbits=31), b""
     while True:
         data = data or file.read(CHUNK)
@@ -117,11 +117,11 @@ def _unpacked(file: IO[bytes]) -> Iterator[bytes]:
             return
         if unpacked:
             yield unpacked
-        elif not data:  # nothing is left to read, nor in the unpacker
+        elif not data:  # nothing left to read or to decompress
             return
         data = unpacker.unconsumed_tail
         if unpacker.eof:
-            data = unpacker.unused_data  # of the next member, where several were joined
+            data = unpacker.unused_data  # the next member of a concatenated file
             unpacker = zlib.decompressobj(wbits=31)
 
 
@@ -143,7 +143,7 @@ class _Text:
         self._pieces, self._buffer, self._at, self._read = pieces, "", 0, 0
 
     def peek(self) -> str:
-        """The next sign that is no space."""
+        """The next character that is no space."""
         while True:
             if (space := _SPACE.match(self._buffer, self._at)) is not None:
                 self._at = space.end()
@@ -152,8 +152,8 @@ class _Text:
             if not self._more():
                 raise _EndError(f"it ends after {self._read:,} characters")
 
-    def take(self, sign: str) -> None:
-        if self.peek() != sign:
+    def take(self, character: str) -> None:
+        if self.peek() != character:
             raise self._broken()
         self._at += 1
 
@@ -168,10 +168,10 @@ class _Text:
                 raise self._broken() from None
             except RecursionError:
                 raise _EndError("it is nested too deeply") from None
-            except ValueError:  # a whole number of more digits than Python reads
+            except ValueError:  # an integer with more digits than Python reads
                 raise self._broken() from None
             if end == len(self._buffer) and not isinstance(found, dict | list | str) and self._more():
-                continue  # a number may go on
+                continue  # a number may continue
             self._at = end
             return found
 
@@ -179,7 +179,7 @@ class _Text:
         return _EndError(f"what begins at character {self._read - len(self._buffer) + self._at:,} is not whole")
 
     def _more(self) -> bool:
-        """Reads as much again as an unfinished value already has: trying it again then costs no more than reading it did."""
+        """Read as much again as an unfinished value already has, so that all retries together cost as much as reading."""
         wanted, found, size = len(self._buffer) - self._at, [], 0
         for piece in self._pieces:
             found.append(piece)

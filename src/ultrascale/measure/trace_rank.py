@@ -1,8 +1,6 @@
-"""Whose exchange is it? Names in a trace, ours and those of other engines, as techniques and kinds of collectives.
+"""One rank's trace: kernels with their launches, operators, named ranges, collectives, copies and waits; and what names mean.
 
-One rank's trace as what matters of it: kernels with their launches, operators, named ranges, exchanges, copies, waits.
-
-Times are microseconds on the clock of the machine that wrote the trace. No torch is needed.
+Times are microseconds on the clock of the machine that wrote the trace. Names are those of our engine, of torch and of others.
 """
 
 from __future__ import annotations
@@ -20,9 +18,9 @@ from ultrascale.specs.errors import SpecError
 from ultrascale.specs.validate import shown
 
 TECHNIQUES = ("tensor", "context", "expert", "pipeline", "zero", "data", "bookkeeping", "unknown")
-"""in the order in which a moment that several of them fill is given to one"""
+"""time that several techniques share is counted for the first of them"""
 ACTION = re.compile(r"(forward|backward|input gradients|weight gradients) stage (\d+) micro-batch (\d+)\Z")
-"""the pipeline's actions, as parallel/pipeline.py names them"""
+"""pipeline actions, as parallel/pipeline.py names them"""
 STEP = re.compile(r"ProfilerStep#(\d+)\Z")
 
 _OURS = re.compile(r"(tensor|context|expert|pipeline|zero|data|bookkeeping) ([a-z_]+)\Z")
@@ -34,7 +32,7 @@ _GROUPS = (
     ("expert", {"ep", "expert"}),
     ("context", {"cp", "context"}),
 )
-"""words in the name of a process group; those of data ranks first: `dp_shard_cp` cuts weights, not sequences"""
+"""words in the name of a process group; those of data ranks first: `dp_shard_cp` shards weights, not sequences"""
 _KINDS = (
     ("all_reduce", ("allreduce",)),
     ("reduce_scatter", ("reducescatter",)),
@@ -45,19 +43,19 @@ _KINDS = (
     ("barrier", ("barrier",)),
 )
 _BY_KIND = {"send_recv": "pipeline", "all_to_all": "expert"}
-"""whose an exchange most likely is where nothing else tells"""
+"""the most likely technique of a collective where nothing else tells"""
 _SIZES = {"double": 8, "long": 8, "float": 4, "int": 4, "bfloat16": 2, "half": 2, "short": 2}
 
 
-def our_exchange(name: str) -> tuple[str, str] | None:
-    """The technique and the kind of `tensor all_reduce`, `data wait`; None: no exchange of ours."""
+def our_comm_range(name: str) -> tuple[str, str] | None:
+    """Technique and kind of a range that our engine names, such as `tensor all_reduce` or `data wait`; None: another range."""
     found = _OURS.match(name)
     return (found[1], found[2]) if found else None
 
 
 def technique_of_range(name: str) -> str | None:
-    """Of what is exchanged within a range: ours, torch's FSDP, torch's pipelines."""
-    if (ours := our_exchange(name)) is not None:
+    """The technique whose collectives run inside a range of our engine, of torch's FSDP or of its pipelines."""
+    if (ours := our_comm_range(name)) is not None:
         return ours[0]
     if name.startswith("FSDP::") or "FullyShardedDataParallel" in name:
         return "zero"
@@ -67,7 +65,7 @@ def technique_of_range(name: str) -> str | None:
 
 
 def technique_of_group(*names: str) -> str | None:
-    """Of the description or name that an engine gave a process group: `mesh_dp_shard`, `TENSOR_MODEL_PARALLEL_GROUP`."""
+    """By the description or name of a process group: `mesh_dp_shard`, `TENSOR_MODEL_PARALLEL_GROUP`."""
     for name in names:
         words = {word.rstrip("0123456789") for word in re.split(r"[^a-z0-9]+", name.lower())}
         for technique, signs in _GROUPS:
@@ -91,7 +89,7 @@ def is_collective_kernel(name: str) -> bool:
 
 
 def is_collective_op(name: str) -> bool:
-    """Operators with which a host starts an exchange."""
+    """Whether the host starts a collective with this operator."""
     return name.startswith(("c10d::", "_c10d_functional::", "nccl:", "record_param_comms"))
 
 
@@ -100,7 +98,7 @@ def is_optimizer(name: str) -> bool:
 
 
 def computes(name: str) -> bool:
-    """Does an operator of the host compute, or does it only hold others that do?"""
+    """Whether an operator of the host computes, rather than only containing others that do."""
     if name.startswith(("aten::", "CompiledFunction", "Torch-Compiled Region", "## Call CompiledFxGraph")):
         return True
     return (
@@ -111,7 +109,7 @@ def computes(name: str) -> bool:
 
 
 def message_bytes(facts: dict[str, Any]) -> int | None:
-    """Of a collective, from what Kineto tells of it: the larger of what goes in and what comes out."""
+    """Of a collective, by Kineto's metadata: the larger of input and output."""
     counts = [facts.get("In msg nelems"), facts.get("Out msg nelems")]
     numbers = [count for count in counts if isinstance(count, int)]
     size = _SIZES.get(str(facts.get("dtype", "")).lower(), 1)
@@ -119,12 +117,12 @@ def message_bytes(facts: dict[str, Any]) -> int | None:
 
 
 OURS = "ultrascale"
-"""what our own traces say of their run stands under this name"""
+"""key of our engine's metadata in a trace"""
 _OLD = {"operator": "cpu_op", "runtime": "cuda_runtime", "memcpy": "gpu_memcpy", "memset": "gpu_memset"}
-"""categories as Kineto wrote them before 2022"""
+"""Kineto's categories before 2022"""
 _COPY = re.compile(r"Memcpy (\w+) \((\w+) -> (\w+)\)")
 MOST_US = 1e18  # 30,000 years: a clock that counts from 1970 in nanoseconds has 1.8e18, in microseconds 1.8e15
-_HOLDS = 64  # ranges that may begin between another's beginning and what it holds
+_DEPTH = 64  # ranges that may begin inside another one before a given time
 
 Thread = tuple[Any, Any]
 
@@ -137,7 +135,7 @@ class TraceRange(NamedTuple):
 
 
 class KernelLaunch(NamedTuple):
-    """The host's call that put a kernel on its queue."""
+    """The host's call that launched a kernel."""
 
     start: float
     end: float
@@ -150,9 +148,9 @@ class Kernel(NamedTuple):
     stream: Any
     correlation: int | None
     name: str | None
-    """of collectives alone"""
+    """of collectives only"""
     facts: dict[str, Any] | None
-    """what is told of a collective"""
+    """metadata of a collective"""
 
 
 class Copy(NamedTuple):
@@ -167,7 +165,7 @@ class Copy(NamedTuple):
 
 
 class CollectiveLaunch(NamedTuple):
-    """The host begins an exchange."""
+    """The host starts a collective."""
 
     start: float
     end: float
@@ -191,7 +189,7 @@ class RankTrace:
     ranges: list[TraceRange] = field(default_factory=list)
     calls: list[CollectiveLaunch] = field(default_factory=list)
     background: list[TraceRange] = field(default_factory=list)
-    """gloo's exchanges, on its own threads"""
+    """collectives of gloo, on its own threads"""
     ops: dict[Thread, array[float]] = field(default_factory=lambda: defaultdict(lambda: array("d")))
     """starts and ends of operators that compute on the host, by thread"""
 
@@ -201,19 +199,19 @@ class RankTrace:
 
     @property
     def ours(self) -> dict[str, Any] | None:
-        """What our own engine says of the run."""
+        """Our engine's metadata of the run."""
         said = self.facts.get(OURS)
         return said if isinstance(said, dict) else None
 
     @property
     def origin_us(self) -> float:
-        """Of this trace's clock: traces of one machine can be laid side by side."""
+        """Zero of this trace's clock, so that traces of one machine can be aligned."""
         base = self.facts.get("baseTimeNanoseconds")
         return float(base) / 1e3 if isinstance(base, int | float) and 0 <= base <= MOST_US * 1e3 else 0.0
 
 
 def read(path: Path) -> RankTrace:
-    """Reads a trace; SpecError where it is none, or holds nothing that lasts."""
+    """Read a trace; SpecError where it is none, or has no events with a duration."""
     file = TraceFile(path)
     trace = RankTrace(path)
     for event in file.events():
@@ -236,7 +234,7 @@ def read(path: Path) -> RankTrace:
 def _add(trace: RankTrace, event: dict[str, Any]) -> None:
     if "ts" not in event:
         return
-    start = _microseconds(trace, event, "ts", least=-MOST_US)  # an event before the clock's zero is one
+    start = _microseconds(trace, event, "ts", least=-MOST_US)  # an event may begin before the clock's zero
     end = start + _microseconds(trace, event, "dur", least=0.0)
     trace.events += 1
     kind = str(event.get("cat", "")).lower()
@@ -273,7 +271,7 @@ def _add(trace: RankTrace, event: dict[str, Any]) -> None:
 
 
 def _identifier(value: Any) -> Any:
-    """Of a process, thread or stream, to be a key: a file may have lists there."""
+    """Of a process, thread or stream, as a dictionary key: a file may have lists there."""
     return value if value is None or isinstance(value, int | str) else str(value)
 
 
@@ -282,7 +280,7 @@ def _bytes(size: Any) -> int:
 
 
 def _microseconds(trace: RankTrace, event: dict[str, Any], name: str, least: float) -> float:
-    """A time of an event; SpecError for what is none, since every sum that it enters would be none either."""
+    """A time of an event; SpecError if it is no number in range."""
     value = event.get(name, 0)
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= MOST_US:
         raise SpecError(
@@ -304,7 +302,7 @@ _TOLD = (
 
 
 class EnclosingRanges:
-    """Which range of a thread holds a moment."""
+    """Finds the range of a thread that contains a given time."""
 
     def __init__(self, ranges: list[TraceRange] | list[CollectiveLaunch]) -> None:
         self._by_thread: dict[Thread, list[Any]] = defaultdict(list)
@@ -315,10 +313,10 @@ class EnclosingRanges:
         self._starts = {thread: [one.start for one in found] for thread, found in self._by_thread.items()}
 
     def innermost(self, thread: Thread, moment: float) -> Any:
-        """The one that began last and has not ended; None: none holds it."""
+        """The range that began last and has not ended."""
         found = self._by_thread.get(thread, ())
         place = bisect_right(self._starts.get(thread, []), moment)
-        for one in reversed(found[max(0, place - _HOLDS) : place]):
+        for one in reversed(found[max(0, place - _DEPTH) : place]):
             if one.end > moment:
                 return one
         return None

@@ -1,13 +1,8 @@
-"""Stretches of time as sets: what at least one of them covers, what two cover both, what one covers alone.
+"""One rank's steps as sets of time intervals: when it computed, when it communicated, and for which technique.
 
-A set is a list of (start, end) in order that neither touch nor overlap; `merged` makes one of any stretches.
-
-
-One rank's step as sets of time, the same for hosts and devices: when it computed, when it exchanged and for whom.
-
-On a GPU kernels tell: collectives are exchanges, all others (copies too) are computing, and a step lasts from its first kernel
-to the next step's. On a CPU operators of the main thread are computing; exchanging is waiting in a range of ours, or gloo's
-threads at work.
+A set is a sorted list of (start, end) that neither touch nor overlap. On a GPU kernels decide: collectives are communication,
+all others, copies too, are computing, and a step lasts from its first kernel to the first of the next step. On a CPU operators
+of the main thread are computing; communication is the host waiting in a range of our engine, or gloo's threads at work.
 """
 
 from __future__ import annotations
@@ -31,7 +26,7 @@ from ultrascale.measure.trace_rank import (
     is_optimizer,
     kind_of,
     message_bytes,
-    our_exchange,
+    our_comm_range,
     technique_of_group,
     technique_of_kind,
     technique_of_range,
@@ -41,10 +36,10 @@ Interval = tuple[float, float]
 Intervals = list[Interval]
 
 
-def merged(stretches: Iterable[Interval]) -> Intervals:
-    """All moments that lie in at least one stretch; those that have no length are none."""
+def merged(intervals: Iterable[Interval]) -> Intervals:
+    """The union of intervals; empty ones are dropped."""
     found: Intervals = []
-    for start, end in sorted(stretches):
+    for start, end in sorted(intervals):
         if end <= start:
             continue
         if found and start <= found[-1][1]:
@@ -55,12 +50,17 @@ def merged(stretches: Iterable[Interval]) -> Intervals:
     return found
 
 
+def covered(events: Iterable[Kernel | TraceRange | CommInterval]) -> Intervals:
+    """The union of the times of events."""
+    return merged((one.start, one.end) for one in events)
+
+
 def length(of: Intervals) -> float:
     return sum(end - start for start, end in of)
 
 
 def both(first: Intervals, second: Intervals) -> Intervals:
-    """Moments in either of two sets at once."""
+    """The intersection of two sets."""
     found: Intervals = []
     i = j = 0
     while i < len(first) and j < len(second):
@@ -75,7 +75,7 @@ def both(first: Intervals, second: Intervals) -> Intervals:
 
 
 def without(first: Intervals, second: Intervals) -> Intervals:
-    """Moments in the first set and not in the second."""
+    """The first set without the second."""
     found: Intervals = []
     j = 0
     for start, end in first:
@@ -93,24 +93,24 @@ def without(first: Intervals, second: Intervals) -> Intervals:
 
 
 def within(of: Intervals, window: Interval) -> Intervals:
-    """The part of a set that lies in one window."""
+    """The part of a set inside one window."""
     first = bisect_right(of, window[0], key=lambda one: one[1])
     last = bisect_left(of, window[1], key=lambda one: one[0])
     return both(of[first:last], [window])
 
 
 UNMARKED = "the whole trace"
-"""in the place of a step's name"""
-BESIDE = ("pipeline", "data")
-"""whose exchanges are no part of a stage's pass: messages of others, and gradients that travel while it goes on"""
+"""instead of a step's name"""
+OUTSIDE_PASS = ("pipeline", "data")
+"""techniques whose communication is no part of a stage's pass: messages of other stages, and gradient reduction"""
 
 
-class Exchange(NamedTuple):
+class CommInterval(NamedTuple):
     start: float
     end: float
     technique: str
     kind: str
-    """wait: of the host, for any kind"""
+    """of collective; wait: the host waits for any kind"""
     bytes: int | None = None
 
 
@@ -124,7 +124,7 @@ class TracedPass(NamedTuple):
     stage: int
     microbatch: int
     busy: float
-    """without waiting for other stages, or for gradients"""
+    """without waiting for other stages or gradients"""
 
 
 @dataclass(frozen=True)
@@ -132,10 +132,10 @@ class StepIntervals:
     steps: list[tuple[str, Interval]]
     computing: Intervals
     optimizer: Intervals
-    """computing for the update"""
-    exchanges: list[Exchange]
-    counted: list[Exchange]
-    """one for every exchange that was begun"""
+    """computing in the update"""
+    communication: list[CommInterval]
+    collectives: list[CommInterval]
+    """one for every collective that was started"""
     actions: list[TracedPass]
 
 
@@ -144,51 +144,51 @@ def view(trace: RankTrace) -> StepIntervals:
 
 
 def _of_gpu(trace: RankTrace) -> StepIntervals:
-    whose = _Owner(trace)
+    technique_of = _TechniqueOf(trace)
     launched = sorted(((_launched(trace, kernel), kernel) for kernel in trace.kernels), key=lambda pair: pair[0])
-    exchanges = [whose.kernel(kernel) for kernel in trace.kernels if kernel.name is not None]
-    beside = {(one.start, one.end) for one in exchanges if one.technique in BESIDE}
+    communication = [technique_of.kernel(kernel) for kernel in trace.kernels if kernel.name is not None]
+    beside = {(one.start, one.end) for one in communication if one.technique in OUTSIDE_PASS}
     own = [(at, kernel) for at, kernel in launched if kernel.name is None or (kernel.start, kernel.end) not in beside]
     updates = [kernel for one in trace.ranges if is_optimizer(one.name) for kernel in _between(own, one)]
     return StepIntervals(
         steps=_device_steps(windows(trace), launched),
-        computing=_covered(kernel for kernel in trace.kernels if kernel.name is None),
-        optimizer=_covered(kernel for kernel in updates if kernel.name is None),
-        exchanges=exchanges,
-        counted=exchanges,
+        computing=covered(kernel for kernel in trace.kernels if kernel.name is None),
+        optimizer=covered(kernel for kernel in updates if kernel.name is None),
+        communication=communication,
+        collectives=communication,
         actions=[action for one in trace.ranges if (action := _device_action(one, own)) is not None],
     )
 
 
 def _of_cpu(trace: RankTrace) -> StepIntervals:
-    whose, main = _Owner(trace), _main_thread(trace)
+    technique_of, main = _TechniqueOf(trace), _main_thread(trace)
     pairs = trace.ops.get(main, array("d"))
     operators = merged(zip(pairs[::2], pairs[1::2], strict=True))
-    held = [(one, our_exchange(one.name)) for one in trace.ranges if one.thread == main]
-    waits = [Exchange(one.start, one.end, *said) for one, said in held if said is not None]
-    calls = [Exchange(one.start, one.end, *whose.call(one)) for one in trace.calls if one.thread == main]
+    held = [(one, our_comm_range(one.name)) for one in trace.ranges if one.thread == main]
+    waits = [CommInterval(one.start, one.end, *said) for one, said in held if said is not None]
+    calls = [CommInterval(one.start, one.end, *technique_of.call(one)) for one in trace.calls if one.thread == main]
     running = sorted(one for one in trace.background if not waits or _collective(one))
-    behind = [Exchange(one.start, one.end, *whose.background(one)) for one in running]
-    told = {one.technique for one in waits}
-    # Where the host tells its waits, an exchange outside of them runs behind whatever the host does.
+    background = [CommInterval(one.start, one.end, *technique_of.background(one)) for one in running]
+    waited_for = {one.technique for one in waits}
+    # Where the ranges tell when the host waits, communication outside of them is overlapped.
     hidden = without(
-        merged((one.start, one.end) for one in behind if one.technique in told),
-        merged((one.start, one.end) for one in waits),
+        covered(one for one in background if one.technique in waited_for),
+        covered(waits),
     )
-    pipeline = merged((one.start, one.end) for one in waits if one.technique == "pipeline")
-    updates = merged((one.start, one.end) for one in trace.ranges if is_optimizer(one.name))
+    pipeline = covered(one for one in waits if one.technique == "pipeline")
+    updates = covered(one for one in trace.ranges if is_optimizer(one.name))
     return StepIntervals(
         steps=windows(trace),
         computing=merged([*operators, *hidden]),
         optimizer=both(operators, updates),
-        exchanges=[*waits, *calls, *behind],
-        counted=calls,
+        communication=[*waits, *calls, *background],
+        collectives=calls,
         actions=[action for one in trace.ranges if (action := _host_action(one, pipeline)) is not None],
     )
 
 
 def windows(trace: RankTrace) -> list[tuple[str, Interval]]:
-    """The steps as the host ran them; the whole trace as one where nobody marked them."""
+    """The steps of the host, or the whole trace where no steps are marked."""
     steps = sorted((one.start, one.end, one.name) for one in trace.ranges if STEP.match(one.name))
     if steps:
         return [(name, (start, end)) for start, end, name in steps]
@@ -201,8 +201,8 @@ def windows(trace: RankTrace) -> list[tuple[str, Interval]]:
     return [(UNMARKED, (min(start for start, _ in spans), max(end for _, end in spans)))]
 
 
-class _Owner:
-    """Whose an exchange is: told by the range that holds its beginning, by its process group, or else by its kind."""
+class _TechniqueOf:
+    """The technique of a collective: by the range in which it starts, by its process group, or else by its kind."""
 
     def __init__(self, trace: RankTrace) -> None:
         self._trace = trace
@@ -215,20 +215,20 @@ class _Owner:
         self._groups = {str(one.get("pg_name")): str(one.get("pg_desc", "")) for one in groups if isinstance(one, dict)}
         self._queues = _queues(trace.calls)
 
-    def kernel(self, kernel: Kernel) -> Exchange:
+    def kernel(self, kernel: Kernel) -> CommInterval:
         launch = self._trace.launches.get(kernel.correlation) if kernel.correlation is not None else None
         holder = self._ranges.innermost(launch.thread, launch.start) if launch is not None else None
         call = self._calls.innermost(launch.thread, launch.start) if launch is not None else None
         facts = {**(call.facts if call is not None else {}), **(kernel.facts or {})}
         kind = kind_of(str(facts.get("Collective name") or kernel.name))
-        return Exchange(kernel.start, kernel.end, self._technique(holder, facts, kind), kind, message_bytes(facts))
+        return CommInterval(kernel.start, kernel.end, self._technique(holder, facts, kind), kind, message_bytes(facts))
 
     def call(self, call: CollectiveLaunch) -> tuple[str, str, int | None]:
         holder = self._ranges.innermost(call.thread, call.start)
         return self._technique(holder, call.facts, call.kind), call.kind, message_bytes(call.facts)
 
     def background(self, one: TraceRange) -> tuple[str, str, int | None]:
-        """gloo runs what is given to it in order, and says nothing of whom it is for."""
+        """gloo runs collectives in the order of their calls, without their process group."""
         kind = kind_of(one.name)
         queue = self._queues.get(kind)
         if queue and queue[0].start <= one.start:
@@ -248,12 +248,12 @@ class _Owner:
 def _queues(calls: Iterable[CollectiveLaunch]) -> dict[str, deque[CollectiveLaunch]]:
     queues: dict[str, deque[CollectiveLaunch]] = defaultdict(deque)
     for call in sorted(calls, key=lambda call: call.start):
-        queues["all_reduce" if call.kind == "reduce_scatter" else call.kind].append(call)  # as gloo scatters
+        queues["all_reduce" if call.kind == "reduce_scatter" else call.kind].append(call)  # which gloo runs for it
     return queues
 
 
 def _collective(one: TraceRange) -> bool:
-    """gloo's messages last from their posting until somebody asks for them: where waits are told, those tell more."""
+    """A message of gloo lasts until it is asked for, so that the host's waits say more, where they are known."""
     return kind_of(one.name) != "send_recv"
 
 
@@ -267,17 +267,13 @@ def _launched(trace: RankTrace, kernel: Kernel) -> float:
     return launch.start if launch is not None else kernel.start
 
 
-def _covered(kernels: Iterable[Kernel]) -> Intervals:
-    return merged((kernel.start, kernel.end) for kernel in kernels)
-
-
 def _between(launched: list[tuple[float, Kernel]], one: TraceRange) -> list[Kernel]:
-    first, last = (bisect_left(launched, moment, key=lambda pair: pair[0]) for moment in (one.start, one.end))
+    first, last = (bisect_left(launched, time, key=lambda pair: pair[0]) for time in (one.start, one.end))
     return [kernel for _, kernel in launched[first:last]]
 
 
 def _device_steps(steps: list[tuple[str, Interval]], launched: list[tuple[float, Kernel]]) -> list[tuple[str, Interval]]:
-    """A step of the device begins with the first kernel that the host launches in it, and ends where the next begins."""
+    """A step of the device lasts from the first kernel that the host launches in it to the first of the next step."""
     begun = []
     for name, (start, end) in steps:
         kernels = (
@@ -300,7 +296,7 @@ def _host_action(one: TraceRange, pipeline: Intervals) -> TracedPass | None:
 
 def _device_action(one: TraceRange, own: list[tuple[float, Kernel]]) -> TracedPass | None:
     found = ACTION.match(one.name)
-    kernels = _covered(_between(own, one)) if found is not None else []
+    kernels = covered(_between(own, one)) if found is not None else []
     if found is None or not kernels:
         return None
     return TracedPass(kernels[0][0], kernels[-1][1], found[1], int(found[2]), int(found[3]), length(kernels))

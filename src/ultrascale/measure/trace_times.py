@@ -1,8 +1,4 @@
-"""What a GPU's host does to it: launches that come too late, copies between host and device, waits in the middle of a step.
-
-What a rank's time went into, step by step: computing, exchanging, both, neither; whose exchanges stood in the open.
-
-The pipeline's bubble as it was, beside the one that its schedule has with the same stage times."""
+"""Where a rank's time went: computing, communication, launch overhead, copies and synchronizations, and the pipeline bubble."""
 
 from __future__ import annotations
 
@@ -15,12 +11,13 @@ from typing import Any
 
 from ultrascale.measure.trace_rank import ACTION, STEP, TECHNIQUES, EnclosingRanges, RankTrace, Thread
 from ultrascale.measure.trace_steps import (
-    Exchange,
+    CommInterval,
     Interval,
     Intervals,
     StepIntervals,
     TracedPass,
     both,
+    covered,
     length,
     merged,
     view,
@@ -35,27 +32,27 @@ US = 1e-6
 
 
 Late = tuple[int, float, float, float, float]
-"""a kernel's place among all, when the gap before it began and ended, when it was launched, how long it ran"""
+"""a kernel's index, the beginning and end of the gap before it, its launch, its duration"""
 
 
 @dataclass(frozen=True)
 class Launches:
-    """Of a mean step: when the device had nothing to do because the next kernel was launched after the last one ended."""
+    """Launch overhead of a mean step: the device is idle because the host launches the next kernel too late."""
 
     late_s: float
     gaps: float
     stretches: float
-    """runs of kernels that each found the queue empty"""
+    """runs of kernels that are all late"""
     longest_s: float
-    """of those runs, over all steps"""
+    """of these runs, over all steps"""
     kernel_s: float
-    """mean length of the kernels that came late"""
+    """mean duration of late kernels"""
     every_s: float
-    """mean time from one launch to the next in those runs"""
+    """mean time between launches in these runs"""
     after_waits_s: float
-    """idle because the host had waited for the device before it launched more"""
+    """idle because the host synchronized with the device before it launched more"""
     where: dict[str, float]
-    """seconds by what the host was doing"""
+    """seconds by the range that the host was in"""
 
 
 @dataclass(frozen=True)
@@ -70,12 +67,12 @@ class Copies:
     pageable_bytes: float
     copy_s: float
     waits: float
-    """times that the host waited for the device"""
+    """synchronizations of the host with the device"""
     wait_s: float
 
 
 def launches(trace: RankTrace, steps: list[Interval]) -> Launches:
-    busy = merged((kernel.start, kernel.end) for kernel in trace.kernels)
+    busy = covered(trace.kernels)
     kernels = sorted(trace.kernels, key=lambda kernel: kernel.start)
     starts = [kernel.start for kernel in kernels]
     phases = EnclosingRanges([one for one in trace.ranges if not STEP.match(one.name)])
@@ -89,7 +86,7 @@ def launches(trace: RankTrace, steps: list[Interval]) -> Launches:
         kernel = kernels[place] if place < len(kernels) and starts[place] == end else None
         launch = trace.launches.get(kernel.correlation) if kernel is not None and kernel.correlation is not None else None
         if kernel is None or launch is None or launch.start <= begin:
-            continue  # the device waited for something else: another stream, another rank
+            continue  # the device waited for another stream or rank
         if _ended_in(waits, begin, launch.start):
             after_waits_s += (end - begin) * US
             continue
@@ -110,7 +107,7 @@ def launches(trace: RankTrace, steps: list[Interval]) -> Launches:
 
 
 def _runs(late: list[Late]) -> list[list[Late]]:
-    """Kernels that came late one after the other."""
+    """Consecutive late kernels."""
     runs: list[list[Late]] = []
     for one in late:
         if runs and one[0] == runs[-1][-1][0] + 1:
@@ -121,13 +118,13 @@ def _runs(late: list[Late]) -> list[list[Late]]:
 
 
 def _ended_in(waits: list[Interval], begin: float, end: float) -> bool:
-    """Did the host come out of a wait between the device's last kernel and its next launch?"""
+    """Whether the host ended a synchronization between the device's last kernel and the next launch."""
     place = bisect_left(waits, (end, end))
     return any(begin <= done <= end for _, done in waits[max(0, place - 4) : place])
 
 
 def _phase(phases: EnclosingRanges, threads: Iterable[Thread], moment: float) -> str:
-    """The pass of the pipeline, the optimizer, or whatever the engine named; backward launches from a thread of its own."""
+    """The innermost range on one of these threads: a pipeline action, the optimizer. Backward has a thread of its own."""
     for one in (phases.innermost(thread, moment) for thread in threads):
         if one is not None:
             found = ACTION.match(one.name)
@@ -155,7 +152,7 @@ def copies(trace: RankTrace, steps: list[Interval], count: int) -> Copies:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds; the four parts add up to the step."""
+    """Seconds; computing, exchanging, both and neither add up to the step."""
 
     name: str
     step_s: float
@@ -169,7 +166,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class TechniqueTime:
-    """One technique's exchanges in a mean step."""
+    """One technique's communication in a mean step."""
 
     technique: str
     calls: float
@@ -177,25 +174,25 @@ class TechniqueTime:
     """calls by kind"""
     time_s: float
     exposed_s: float
-    """while nothing was computed; a moment of several techniques is counted for one"""
+    """exposed communication; time that several techniques share is counted for one"""
 
 
 @dataclass(frozen=True)
 class Reductions:
-    """How gradients met in a mean step."""
+    """Gradient reduction in a mean step."""
 
     technique: str
     calls: float
     time_s: float
     exposed_s: float
     backward_s: float | None
-    """of the backward that they could run behind"""
+    """of the backward that it could overlap with"""
     bytes: float | None
 
 
 @dataclass(frozen=True)
 class RankTime:
-    """What one trace tells."""
+    """The times of one rank's trace."""
 
     file: str
     rank: int | None
@@ -210,7 +207,7 @@ class RankTime:
     launches: Launches | None
     copies: Copies | None
     run: dict[str, Any] | None = field(default=None)
-    """what our own engine said of the run"""
+    """our engine's metadata of the run"""
 
     def mean(self, of: Callable[[StepTime], float]) -> float:
         return sum(map(of, self.steps)) / len(self.steps)
@@ -222,7 +219,7 @@ def analyse(trace: RankTrace) -> RankTime:
         raise SpecError(f"--trace {trace.path} marks steps in which nothing ran: profile steps that compute")
     inside = [window for _, window in seen.steps]
     count = len(inside)
-    exchanging = merged((one.start, one.end) for one in seen.exchanges)
+    exchanging = covered(seen.communication)
     return RankTime(
         file=str(trace.path),
         rank=trace.rank,
@@ -260,10 +257,10 @@ def _techniques(seen: StepIntervals, steps: list[Interval]) -> tuple[TechniqueTi
     taken = seen.computing
     found = []
     for technique in TECHNIQUES:
-        mine = both(merged((one.start, one.end) for one in seen.exchanges if one.technique == technique), whole)
+        mine = both(covered(one for one in seen.communication if one.technique == technique), whole)
         exposed = without(mine, taken)
         taken = merged([*taken, *exposed])
-        kinds = Counter(one.kind for one in seen.counted if one.technique == technique and _in(one, steps))
+        kinds = Counter(one.kind for one in seen.collectives if one.technique == technique and _in(one, steps))
         if mine or kinds:
             each = {kind: number / count for kind, number in kinds.most_common()}
             calls = kinds.total() / count
@@ -271,7 +268,7 @@ def _techniques(seen: StepIntervals, steps: list[Interval]) -> tuple[TechniqueTi
     return tuple(found)
 
 
-def _in(one: Exchange | TracedPass, steps: list[Interval]) -> bool:
+def _in(one: CommInterval | TracedPass, steps: list[Interval]) -> bool:
     return any(start <= one.start < end for start, end in steps)
 
 
@@ -281,22 +278,20 @@ def _actions(seen: StepIntervals, window: Interval, origin_us: float) -> tuple[T
 
 
 def _reductions(seen: StepIntervals, steps: list[Interval]) -> Reductions | None:
-    """All-reduces of data parallelism, reduce-scatters of ZeRO; those that no host waited for apart from others count too."""
+    """All-reduces of data parallelism, or reduce-scatters of ZeRO, with the waits for them."""
     kinds = {"data": "all_reduce", "zero": "reduce_scatter"}
     for technique, kind in kinds.items():
-        begun = [one for one in seen.counted if (one.technique, one.kind) == (technique, kind) and _in(one, steps)]
-        if not begun:
+        started = [one for one in seen.collectives if (one.technique, one.kind) == (technique, kind) and _in(one, steps)]
+        if not started:
             continue
-        spans = merged(
-            (one.start, one.end) for one in seen.exchanges if one.technique == technique and one.kind in (kind, "wait")
-        )
+        spans = covered(one for one in seen.communication if one.technique == technique and one.kind in (kind, "wait"))
         mine = both(spans, merged(steps))
-        sizes = [one.bytes for one in begun if one.bytes is not None]
+        sizes = [one.bytes for one in started if one.bytes is not None]
         backward = [one.busy for one in seen.actions if one.name != "forward" and _in(one, steps)]
         count = len(steps)
         return Reductions(
             technique,
-            len(begun) / count,
+            len(started) / count,
             length(mine) * US / count,
             length(without(mine, seen.computing)) * US / count,
             sum(backward) * US / count if backward else None,
@@ -308,17 +303,17 @@ def _reductions(seen: StepIntervals, steps: list[Interval]) -> Reductions | None
 @dataclass(frozen=True)
 class Bubble:
     measured: float
-    """idle share of all ranks' time between the step's first and last action"""
+    """idle share of all ranks' time between the first and the last action of the step"""
     scheduled: float
-    """of the same schedule with the same stage times, where messages take no time and stages never vary"""
+    """of the schedule simulated with these stage times and without messages"""
     schedule: str
     makespan_s: float
     stage_s: tuple[float, ...]
-    """what all passes of one micro-batch take, by stage"""
+    """all passes of one micro-batch, by stage"""
 
 
 def bubble(ranks: Sequence[RankTime]) -> Bubble | None:
-    """None where no rank tells a pipeline's actions, or where not all of its ranks were traced."""
+    """None without pipeline actions in the traces, or where not all ranks of a pipeline were traced."""
     pipelines: dict[tuple[int, ...], list[RankTime]] = defaultdict(list)
     for one in ranks:
         if one.run is not None and any(one.actions) and _layout(one)["pp"] > 1:
