@@ -207,7 +207,7 @@ def _size(gib: float, digits: int = 1) -> str:
 
 def estimate_alone_gib(job: Job) -> float:
     """Parameters, master, gradients and optimizer states of the whole model (no activations), in GiB."""
-    from ultrascale.cost.activations import compute_bytes, gradient_bytes
+    from ultrascale.cost.memory.states import compute_bytes, gradient_bytes
     from ultrascale.specs.job import OPTIMIZER_STATE_BYTES
 
     master = 4 if job.precision != "fp32" else 0
