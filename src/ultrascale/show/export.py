@@ -1,4 +1,4 @@
-"""`ultrascale export` and `import` in the terminal: files and what they cannot say; what was read, and what it would do."""
+"""Output of `ultrascale export` and `import`: files and what they cannot express; the plan that was read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.console import Console
 from ultrascale.export.header import NOT_EXPRESSIBLE
 from ultrascale.export.read import Imported
 from ultrascale.show.explain import show_plan
-from ultrascale.show.lines import bullets, heading, labelled
+from ultrascale.show.lines import bullets, heading, notes
 from ultrascale.specs.units import seconds
 
 
@@ -30,8 +30,7 @@ def written_json(written: list[Path], said: list[str], follows: str) -> dict[str
 
 def show_imported(console: Console, found: Imported) -> None:
     console.print(f"A file for {found.engine.title}.")
-    for note in found.notes:
-        labelled(console, "note:", "yellow", note)
+    notes(console, found.notes)
     show_plan(console, found.plan)
     there = found.native
     if there is not None:
