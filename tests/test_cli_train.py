@@ -125,7 +125,7 @@ def test_a_plan_runs_as_it_stands_and_is_verified(run: Run, tmp_path: Path) -> N
     assert "in fp32" in said
     code, printed, said = run("verify", plan, "--json", tmp_path / "out.json")
     assert code == 0, said
-    assert "1 of 1 layouts compute what one process computes" in printed
+    assert "1 of 1 layouts compute the same as one process" in printed
     (row,) = json.loads((tmp_path / "out.json").read_text())["layouts"]
     assert row["ok"] is True
     assert row["layout"]["pp"] == 2
@@ -137,7 +137,7 @@ def test_drawn_runs_are_verified_and_their_pairs_shown(run: Run, tmp_path: Path,
     code, printed, said = run("verify", "--runs", 1, "--seed", 3, "--processes", 2, "--json", tmp_path / "out.json")
     assert code == 0, printed + said
     lines = printed.splitlines()
-    assert lines[-1] == "1 of 1 runs are those of one uninterrupted process, to what rounding explains"
+    assert lines[-1] == "1 of 1 runs are equal to one uninterrupted process, within rounding"
     assert any("pairs of features ran together" in line for line in lines)
     assert max(map(len, lines)) <= 100
     found = json.loads((tmp_path / "out.json").read_text())

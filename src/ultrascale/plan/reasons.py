@@ -18,13 +18,13 @@ from ultrascale.specs.plan import Neighbour
 from ultrascale.specs.units import GIB, count, seconds
 
 CAUSE_WORDS = {
-    "matmul_s": "matrix products",
+    "matmul_s": "matmuls",
     "attention_s": "attention",
     "memory_bound_s": "memory-bound operators",
     "recompute_s": "recomputation",
     "launch_s": "kernel launches",
-    "tensor_s": "tensor-parallel exchange",
-    "context_s": "context-parallel exchange",
+    "tensor_s": "tensor-parallel communication",
+    "context_s": "context-parallel communication",
     "expert_s": "expert all-to-all",
     "zero_s": "ZeRO gathers and scatters",
     "data_s": "gradient reduction",

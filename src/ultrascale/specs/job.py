@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.model import Model
-from ultrascale.specs.validate import build
+from ultrascale.specs.validate import FrozenSpec, build
 
 Precision = Literal["fp32", "fp16", "bf16", "fp8"]
 Optimizer = Literal["adamw", "adamw-bf16", "adamw-8bit", "muon", "sgd-momentum", "sgd"]
@@ -39,10 +39,8 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
 }
 
 
-class Job(BaseModel):
+class Job(FrozenSpec):
     """Model, cluster, sequence length, tokens per batch, precision, optimizer, total tokens."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: Model
     cluster: Cluster
