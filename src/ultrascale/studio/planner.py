@@ -17,7 +17,7 @@ from ultrascale.cost.legality import problem
 from ultrascale.export import targets
 from ultrascale.export.common import File
 from ultrascale.figures import choice, memory, pipeline, time
-from ultrascale.plan.objective import OBJECTIVES, Objective
+from ultrascale.plan.candidates import OBJECTIVES, Objective
 from ultrascale.plan.search import LayoutPreview, Result, explained
 from ultrascale.plan.search import plan as search
 from ultrascale.report.of_plan import headline, plan_page, verdict
