@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from builders import make_job
-from ultrascale.cost import activations, memory, operators, stages
+from ultrascale.cost import operators, stages
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.memory import activations
+from ultrascale.cost.memory.estimate import peak_parts
 from ultrascale.cost.step import component_times
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
@@ -41,7 +43,7 @@ def test_a_layer_keeps_what_transformer_engine_saves() -> None:
 def test_an_exchange_behind_another_micro_batch_has_its_layer_beside() -> None:
     row = LayoutColumns.of([Layout(dp=16, ep=16)])
     alone, beside = (
-        memory.peak_parts(of, row, stages.share_of(of, row, np.zeros(1, dtype=np.int64)))
+        peak_parts(of, row, stages.share_of(of, row, np.zeros(1, dtype=np.int64)))
         for of in (megatron_job(), megatron_job(expert_overlap="microbatches"))
     )
     assert beside.layer.buffers[0] - alone.layer.buffers[0] == pytest.approx(

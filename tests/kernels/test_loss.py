@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ultrascale.cost import activations
+from ultrascale.cost.memory import activations
 from ultrascale.kernels import loss
 from ultrascale.kernels.loss import ChunkedHead, linear_cross_entropy
 from ultrascale.model.init import initialize

@@ -10,8 +10,8 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ultrascale.cost import activations
 from ultrascale.cost.columns import LayoutColumns
+from ultrascale.cost.memory import activations
 from ultrascale.model.hf import from_hf, to_hf
 from ultrascale.model.init import initialize
 from ultrascale.model.rotary import tables

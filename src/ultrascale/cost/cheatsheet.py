@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ultrascale.cost import flops, params, stages
-from ultrascale.cost.activations import compute_bytes, gradient_bytes
+from ultrascale.cost import flops, stages
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.memory.parameters import on_rank
+from ultrascale.cost.memory.states import compute_bytes, gradient_bytes
 from ultrascale.cost.network import CommGroup, mesh
 from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.layout import Layout
@@ -62,7 +63,7 @@ def strategies(plan: Plan) -> list[Strategy]:
     tokens = x.mbs * job.seq / x.cp
     peak = job.peak_flops
     stage_share = stages.share_of(job, row, np.zeros(1, dtype=np.int64))
-    own = params.on_rank(model, row, stage_share)
+    own = on_rank(model, row, stage_share)
     rank_parameters = float(own.total[0])
     # Of a MoE layer only the parameters that a token meets compute, while gradients of all that a rank holds travel.
     layer = flops.layer_matmul_flops(model, moe=model.moe_layers > 0) / 2

@@ -74,6 +74,11 @@ class LayoutColumns:
         """Rows whose schedule has a property of `ScheduleSpec` that is true or false."""
         return np.asarray([getattr(REGISTRY[name], trait) for name in CHOICES["schedule"]])[self.schedule]
 
+    @property
+    def split_backward(self) -> Array:
+        """Rows whose schedule computes weight gradients apart from input gradients."""
+        return self.schedule_has("split_backward")
+
     def distinct(self, names: Sequence[str]) -> tuple[LayoutColumns, Array]:
         """The distinct combinations of some fields (as whole rows) and, per row, which of them it is.
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ultrascale.cost import float8, host
-from ultrascale.cost.activations import compute_bytes, gradient_bytes, split_backward
+from ultrascale.cost import host
 from ultrascale.cost.columns import Array, LayoutColumns, Passes
 from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.memory.states import compute_bytes, fp8_saving, gradient_bytes
 from ultrascale.cost.network import CollectiveTransfer, GroupPlacement, exposed, group, transfer
 from ultrascale.cost.operators import layer_matmuls, matmul_passes, mlp_matmuls
 from ultrascale.specs.job import Job
@@ -101,7 +101,7 @@ def zero_traffic(
     expert_shards = np.maximum(1, columns.shards * whole_experts // columns.ep)
     experts = group(expert_shards, columns.expert_cut * columns.ep, machine.cluster)
     return ZeroTraffic(
-        transfer(machine, "zero", "all_gather", b * elements - float8.less(job, np.asarray(narrow)), places.shard),
+        transfer(machine, "zero", "all_gather", b * elements - fp8_saving(job, narrow), places.shard),
         transfer(machine, "zero", "reduce_scatter", g * elements, places.shard),
         transfer(machine, "zero", "all_gather", b * expert_elements, experts),
         transfer(machine, "zero", "reduce_scatter", g * expert_elements, experts),
@@ -304,7 +304,7 @@ def _behind(
         for share in (np.ones(len(columns)), staying, 1 - staying)
     )
     one = both / EXCHANGES / machine.efficiency.overlap  # a window beyond it hides nothing more
-    split = split_backward(columns) & (columns.pp > 1)
+    split = columns.split_backward & (columns.pp > 1)
     late = np.where(split, 0.0, whole.weight_grad)
 
     def traffic_with(forward: Array, backward: Array) -> ExpertTraffic:

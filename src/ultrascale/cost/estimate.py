@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ultrascale.cost import activations, flops, kernels, memory, stages, traffic
+from ultrascale.cost import flops, kernels, stages, traffic
 from ultrascale.cost.columns import LayoutColumns, Passes
 from ultrascale.cost.layout_rows import LayoutRows, pipelines_s, send_s, views
 from ultrascale.cost.legality import check, legal_rows
+from ultrascale.cost.memory import activations
+from ultrascale.cost.memory.estimate import Peak, peaks, runtime
 from ultrascale.cost.operators import layer_matmuls
-from ultrascale.cost.peaks import Peak, peaks
 from ultrascale.schedules import makespan
 from ultrascale.specs.estimate import OWNERS, ActivationItem, Estimate, EstimateRange, Memory, StageMemory, Time
 from ultrascale.specs.job import Job
@@ -157,7 +158,7 @@ def whole(draft: DraftEstimate) -> Estimate:
 def _owned(view: LayoutRows, at_peak: list[Peak]) -> list[dict[str, float]]:
     state = view.state()
     lasting = zip(state.parameters.tolist(), state.master.tolist(), state.optimizer.tolist(), strict=True)
-    runtime = memory.runtime(view.job, np.asarray([peak.activations + peak.buffers for peak in at_peak])).tolist()
+    beside = runtime(view.job, np.asarray([peak.activations + peak.buffers for peak in at_peak])).tolist()
     return [
         {
             "parameters": parameters,
@@ -166,9 +167,9 @@ def _owned(view: LayoutRows, at_peak: list[Peak]) -> list[dict[str, float]]:
             "optimizer": optimizer,
             "activations": peak.activations,
             "buffers": peak.buffers,
-            "runtime": beside,
+            "runtime": runtime_bytes,
         }
-        for (parameters, master, optimizer), peak, beside in zip(lasting, at_peak, runtime, strict=True)
+        for (parameters, master, optimizer), peak, runtime_bytes in zip(lasting, at_peak, beside, strict=True)
     ]
 
 

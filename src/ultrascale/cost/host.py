@@ -21,10 +21,9 @@ import numpy as np
 import yaml
 from pydantic import BaseModel, ConfigDict
 
-from ultrascale.cost.activations import compute_bytes, lean
 from ultrascale.cost.columns import Array, LayoutColumns, Passes
 from ultrascale.cost.hardware import ClusterRates
-from ultrascale.cost.memory import alone, on_one_gpu
+from ultrascale.cost.memory.states import accumulates_nothing, compute_bytes, lean, on_one_gpu
 from ultrascale.cost.stages import RankShare
 from ultrascale.specs.job import Job
 from ultrascale.specs.model import Model
@@ -192,7 +191,7 @@ def idle_s(
     forward, backward = (launch_s * share.layers for launch_s in dense_layer_launch_s(job, columns, machine))
     ends = queue.ends * each
     weights = weights_launch_s(job.model, machine, share.layers)
-    backward = backward + np.where(alone(job, columns), 0.0, weights)
+    backward = backward + np.where(accumulates_nothing(job, columns), 0.0, weights)
     optimizer = weights - optimizer_s
     begun = optimizer + machine.efficiency.step_overhead_s
     first = 0.5 * ends + forward - layers.forward
@@ -219,7 +218,7 @@ def kernel_starts_s(job: Job, columns: LayoutColumns, share: RankShare) -> tuple
     forward = np.where(in_fused_blocks, fused.forward, compiled.forward)
     backward = np.where(in_fused_blocks, fused.backward, compiled.backward) + np.where(full, compiled.again, 0)
     weights = weights_of(job.model) * share.layers
-    sums = np.where(alone(job, columns), 0, weights)
+    sums = np.where(accumulates_nothing(job, columns), 0, weights)
     start = queue.start_s
     return start * forward * share.layers, start * (backward * share.layers + sums), start * 2 * weights
 

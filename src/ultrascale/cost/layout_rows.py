@@ -11,9 +11,12 @@ from functools import cached_property
 
 import numpy as np
 
-from ultrascale.cost import communication, memory, padding, params, stages, step
+from ultrascale.cost import communication, stages, step
 from ultrascale.cost.columns import Array, LayoutColumns, Passes, rows_of
 from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.memory.estimate import ChunkParts, chunk_parts, peak_parts
+from ultrascale.cost.memory.parameters import fsdp_shards, on_rank
+from ultrascale.cost.memory.states import StateBytes, states
 from ultrascale.cost.network import GroupPlacement, mesh
 from ultrascale.cost.step import ComponentTime, ComponentTimes, ComponentTotals, component_times
 from ultrascale.schedules import REGISTRY, StageTimes, TimedSchedule, simulate_makespans
@@ -94,14 +97,14 @@ class LayoutRows:
         """The pipeline rank of every chunk."""
         return np.asarray(np.argsort(self.chunks, axis=None) // self.layout.virtual_stages)
 
-    def parts(self, first: bool = False) -> memory.WalkedParts:
+    def parts(self, first: bool = False) -> ChunkParts:
         """What every chunk holds, beside the states of its rank; `first`: until a step's first backward is over."""
         return rows_of(self.together.first_parts if first else self.together.later_parts, self._chunks)
 
     def chunk_gradients(self) -> ChunkGradients:
         return rows_of(self.together.chunk_gradients, self._chunks)
 
-    def state(self) -> memory.StateBytes:
+    def state(self) -> StateBytes:
         """Of every rank."""
         return rows_of(self.together.state, self._ranks)
 
@@ -217,8 +220,8 @@ class _Together:
         return stages.share_of(self.job, self.ranks, np.tile(np.arange(self.layouts[0].pp), len(self.rows)))
 
     @cached_property
-    def state(self) -> memory.StateBytes:
-        return memory.peak_parts(self.job, self.ranks, self.share).state
+    def state(self) -> StateBytes:
+        return peak_parts(self.job, self.ranks, self.share).state
 
     @cached_property
     def chunk_start(self) -> tuple[int, ...]:
@@ -241,19 +244,19 @@ class _Together:
         return stages.share_of(self.job, self.chunks, np.concatenate(ranks))
 
     @cached_property
-    def later_parts(self) -> memory.WalkedParts:
-        return memory.walked_parts(self.job, self.chunks, self.chunk_share, self.holders)
+    def later_parts(self) -> ChunkParts:
+        return chunk_parts(self.job, self.chunks, self.chunk_share, self.holders)
 
     @cached_property
-    def first_parts(self) -> memory.WalkedParts:
-        return memory.walked_parts(self.job, self.chunks, self.chunk_share, self.holders, first=True)
+    def first_parts(self) -> ChunkParts:
+        return chunk_parts(self.job, self.chunks, self.chunk_share, self.holders, first=True)
 
     @cached_property
     def chunk_gradients(self) -> ChunkGradients:
-        job, rows, nothing = self.job, self.chunks, np.zeros(len(self.chunks))
-        held = params.on_rank(job.model, rows, self.chunk_share, padding.shards_of(job, rows))
+        job, rows = self.job, self.chunks
+        held = on_rank(job.model, rows, self.chunk_share, fsdp_shards(job, rows))
         cut = rows.changed(zero=np.maximum(rows.zero, 2))
-        return ChunkGradients(*(memory.states(job, each, held, nothing).gradients for each in (rows, cut)))
+        return ChunkGradients(*(states(job, each, held).gradients for each in (rows, cut)))
 
     @property
     def _row_of_rank(self) -> Array:

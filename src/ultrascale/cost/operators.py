@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ultrascale.cost import host, kernels
-from ultrascale.cost.activations import compute_bytes, gradient_bytes, lean
 from ultrascale.cost.columns import Array, LayoutColumns, Passes
 from ultrascale.cost.hardware import ClusterRates
-from ultrascale.cost.memory import alone, has_master
+from ultrascale.cost.memory.states import accumulates_nothing, compute_bytes, gradient_bytes, has_master, lean
 from ultrascale.specs.job import OPTIMIZER_STATE_BYTES, Job
 from ultrascale.specs.model import Model
 
@@ -178,7 +177,7 @@ def accumulate_s(job: Job, columns: LayoutColumns, machine: ClusterRates, elemen
     b, g = compute_bytes(job), gradient_bytes(job)
     # Fused into the product, its own write of the gradient (counted with the product) becomes the read and write in fp32.
     each = machine.stream_s(elements * (2 * g - b if job.framework.accumulation == "fused" else b + 2 * g))
-    return np.where(alone(job, columns), 0.0, each) if job.framework.fused_blocks else each
+    return np.where(accumulates_nothing(job, columns), 0.0, each) if job.framework.fused_blocks else each
 
 
 def fp8_casts(job: Job, machine: ClusterRates, products: list[Matmul]) -> Passes:
@@ -195,7 +194,7 @@ def fp8_casts(job: Job, machine: ClusterRates, products: list[Matmul]) -> Passes
 def stepped_gradient_bytes(job: Job, columns: LayoutColumns) -> Array:
     """Of one weight's gradient as the optimizer finds it."""
     g = np.full(len(columns), gradient_bytes(job))
-    return np.where(alone(job, columns), compute_bytes(job), g) if job.framework.fused_blocks else g
+    return np.where(accumulates_nothing(job, columns), compute_bytes(job), g) if job.framework.fused_blocks else g
 
 
 def optimizer_bytes(job: Job, columns: LayoutColumns) -> Array:

@@ -12,11 +12,12 @@ from functools import reduce
 
 import numpy as np
 
-from ultrascale.cost import activations, communication, float8, host, operators, params
-from ultrascale.cost.activations import compute_bytes, gradient_bytes
+from ultrascale.cost import communication, host, operators
 from ultrascale.cost.columns import Array, LayoutColumns, Passes
 from ultrascale.cost.communication import TensorTraffic
 from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.memory import parameters
+from ultrascale.cost.memory.states import compute_bytes, fp8_layer_mean, gradient_bytes, lean
 from ultrascale.cost.network import GroupPlacement, exposed, mesh, transfer
 from ultrascale.cost.operators import LayerTime, optimizer_bytes, stepped_gradient_bytes
 from ultrascale.cost.stages import RankShare
@@ -173,13 +174,13 @@ def _layer(
     elif job.model.mla is not None and job.attention == "flash":
         up = [product for product in compute.matmuls if product.name in ("q up", "kv up")]
         cheap = (nothing if job.framework.selective == "latents" else cheap) + operators.matmul_passes(machine, up).forward
-    repeated = np.where(columns.is_("recompute", "selective") & ~activations.lean(job, columns), cheap, repeated)
-    layer = params.per_layer(job.model, columns)
+    repeated = np.where(columns.is_("recompute", "selective") & ~lean(job, columns), cheap, repeated)
+    layer = parameters.per_layer(job.model, columns)
     elements, experts = (layer.moe, layer.experts) if moe else (layer.dense, nothing)
     behind_forward = around.behind_forward_s + np.minimum(pieced, compute.matmul.forward) + behind_rows.forward
     behind_backward = around.behind_backward_s + behind_again + np.minimum(pieced, rest) + behind_rows.input_grad
     free = compute.total + Passes(-behind_forward, repeated - behind_backward, nothing)
-    sharded = _zero(job, columns, machine, places, elements, experts, free, float8.mean(job, columns, moe))
+    sharded = _zero(job, columns, machine, places, elements, experts, free, fp8_layer_mean(job, columns, moe))
     accumulated = Passes(nothing, nothing, operators.accumulate_s(job, columns, machine, elements + experts))
     return ComponentTime(
         _full(compute.matmul, nothing),
@@ -206,8 +207,8 @@ def _end(
     """Embedding or head: one exchange of the residual stream each way when tp cuts the vocabulary."""
     nothing = np.zeros(len(columns))
     one = np.where(inside.with_sequence, inside.gather.time_s, 0.5 * inside.reduce.time_s)
-    shardable = params.head(job.model) if is_head else params.embedding(job.model)
-    elements = shardable.on_rank(columns.tp, job.model.kv_heads)
+    weights = [parameters.vocabulary(job.model)] if is_head else parameters.embedding(job.model)
+    elements = parameters.on_tp_rank(weights, job.model, columns)
     if is_head and job.model.tied_embeddings:
         elements = nothing  # gathered with the embedding, which on the last stage of a pipeline is its copy
     none = Passes(nothing, nothing, nothing)
@@ -278,7 +279,7 @@ def end_of_step(
     job: Job, columns: LayoutColumns, machine: ClusterRates, places: GroupPlacement, share: RankShare, totals: ComponentTotals
 ) -> EndOfStep:
     one_microbatch = totals.on(share)
-    held = params.on_rank(job.model, columns, share)
+    held = parameters.on_rank(job.model, columns, share)
     backward, forward = one_microbatch.input_grad + one_microbatch.weight_grad, one_microbatch.forward
     reduced = communication.data_traffic(job, columns, places, machine, held.trunk, held.experts)
     sharded = communication.zero_traffic(job, columns, places, machine, held.trunk, held.experts)
@@ -311,7 +312,7 @@ def end_of_step(
 
 
 def _optimizer(
-    job: Job, columns: LayoutColumns, machine: ClusterRates, held: params.RankParameters, forward: Array, backward: Array
+    job: Job, columns: LayoutColumns, machine: ClusterRates, held: parameters.RankParameters, forward: Array, backward: Array
 ) -> tuple[Array, Array]:
     """Reading and writing every state once, and the gradient once more for its norm; or doing so on the host."""
     expert_shards = np.maximum(1, columns.shards * columns.tp / columns.expert_cut / columns.ep)

@@ -13,9 +13,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from ultrascale.cost import communication, memory, stages
+from ultrascale.cost import communication, stages
 from ultrascale.cost.columns import Array, LayoutColumns, Passes, encode
 from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.memory.estimate import InFlightMicrobatches, peak_parts
 from ultrascale.cost.network import mesh
 from ultrascale.cost.step import component_times, depends_on, end_of_step
 from ultrascale.schedules import REGISTRY, held_microbatches, legal_mask, makespan, stages_of
@@ -121,7 +122,7 @@ def _peaks(job: Job, cores: LayoutColumns, variants: Sequence[Variant], legal: A
     peak = found = np.zeros(legal.shape)
     rows: Array | None = None  # all, so far
     for share, holders in _by_share(job, pp, variants):
-        parts = memory.peak_parts(job, cores, stages.constant_share(share, len(cores)))
+        parts = peak_parts(job, cores, stages.constant_share(share, len(cores)))
         for number, rank in holders:
             name, loops = variants[number]
             here = waiting(job, name, pp, rank, gas, loops).take(of)
@@ -154,16 +155,16 @@ def _by_share(job: Job, pp: int, variants: Sequence[Variant]) -> list[tuple[tupl
     return ordered
 
 
-def waiting(job: Job, name: str, pp: int, rank: int, gas: Array, loops: int) -> memory.InFlightMicrobatches:
+def waiting(job: Job, name: str, pp: int, rank: int, gas: Array, loops: int) -> InFlightMicrobatches:
     """The closed forms of schedules/registry.py in micro-batches' worth of the rank's layers."""
     one, none = np.ones(len(gas)), np.zeros(len(gas))
     if pp == 1:
-        return memory.InFlightMicrobatches(one, none, none)
+        return InFlightMicrobatches(one, none, none)
     spec, layers = REGISTRY[name], stages.chunk_layers(job, pp, loops)
     own = [layers[chunk] for chunk in stages_of(rank, pp, loops, spec.v_shaped)]
     held, put_off = held_microbatches(name, pp, rank, gas, own)
     losses = np.asarray(held - 1 if spec.holds_all else none)
-    return memory.InFlightMicrobatches(held, np.asarray(put_off), losses, together=not spec.defers_last, one=1 / loops)
+    return InFlightMicrobatches(held, np.asarray(put_off), losses, together=not spec.defers_last, one=1 / loops)
 
 
 def _steps(

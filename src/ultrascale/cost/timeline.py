@@ -9,7 +9,7 @@ import numpy as np
 
 from ultrascale.cost.layout_rows import LayoutRows, send_s
 from ultrascale.cost.legality import check
-from ultrascale.cost.memory_point import fullest
+from ultrascale.cost.memory.walker import fullest
 from ultrascale.schedules import ActionKind, build, simulate
 from ultrascale.schedules.simulate import Timeline
 from ultrascale.specs.errors import SpecError
@@ -61,11 +61,11 @@ def memory_timeline(job: Job, layout: Layout, stage: int = 0, first_step: bool =
     for event in events:
         kind, chunk, microbatch, _ = event.action
         key = (chunk, microbatch)
-        now = parts.between
+        now = parts.weight_grads
         if kind is ActionKind.F:
             # The loss waits with its layers: for a moment in most schedules, for the whole forward in AFAB.
             held[key] = float(parts.kept[chunk] + parts.kept_loss[chunk])
-            now = parts.forward
+            now = parts.forward_end
         elif kind is ActionKind.B:
             held[key] = float(parts.kept[chunk])
             now = fullest(parts.layer, parts.loss)
@@ -75,7 +75,9 @@ def memory_timeline(job: Job, layout: Layout, stage: int = 0, first_step: bool =
         live = sum(held.values()) + float(now.activations[chunk])
         static = base + float(now.gradients[chunk]) + (0.0 if first_step else optimizer)
         name = f"{kind.value}{microbatch}" + (f" of chunk {chunk}" if layout.virtual_stages > 1 else "")
-        moments.append(TimelinePoint(event.start_s, event.end_s, name, static, live, float(now.buffers[chunk])))
+        moments.append(
+            TimelinePoint(event.start_s, event.end_s, name, static, live, float(now.buffers[chunk] + now.parameters[chunk]))
+        )
         if kind in (ActionKind.B, ActionKind.W):
             held.pop(key)
     end = moments[-1].end_s

@@ -13,10 +13,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from ultrascale.cost import communication, float8, operators, padding, params, stages
-from ultrascale.cost.activations import FP32, gradient_bytes, sharded_gradient_bytes, split_backward
+from ultrascale.cost import communication, operators, stages
 from ultrascale.cost.columns import Array, LayoutColumns
 from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.memory import parameters
+from ultrascale.cost.memory.states import FP32, fp8_on_rank, gradient_bytes, sharded_gradient_bytes
 from ultrascale.cost.network import CollectiveTransfer, GroupPlacement, group, mesh, transfer
 from ultrascale.schedules import REGISTRY, ActionKind, build, stages_of
 from ultrascale.specs.estimate import Time, Traffic
@@ -106,12 +107,12 @@ class Stage:
         return int(self.share.head[0])
 
     @property
-    def held(self) -> params.RankParameters:
-        return params.on_rank(self.job.model, self.row, self.share, self.shards)
+    def held(self) -> parameters.RankParameters:
+        return parameters.on_rank(self.job.model, self.row, self.share, self.shards)
 
     @property
     def shards(self) -> Array:
-        return padding.shards_of(self.job, self.row)
+        return parameters.fsdp_shards(self.job, self.row)
 
     @property
     def last_gradient(self) -> float:
@@ -180,12 +181,13 @@ def _tensor(stage: Stage) -> Calls:
 def _repeated_weights(stage: Stage) -> Calls:
     """Gradients of weights that several tp ranks hold and each of which saw a part, summed once a step."""
     layout, model, g = stage.layout, stage.job.model, stage.last_gradient
-    partial = params.partial_on_tp(model, stage.share, layout.sequence_parallel, stage.shards)
+    partial = parameters.partial_on_tp(model, stage.row, stage.share, layout.sequence_parallel, stage.shards)
     if float(partial[0]):
         yield transfer(stage.machine, "tensor", "all_reduce", g * partial, stage.places.tensor), 1
     copies = layout.tp // min(layout.tp, model.kv_heads)
     if copies > 1 and model.mla is None:
-        each = stage.layers * (params.attention(model).kv / model.kv_heads + padding.keys(model, stage.row, stage.shards))
+        repeated = [weight for weight in parameters.attention(model) if weight.cut == "kv rows"]
+        each = stage.layers * parameters.on_tp_rank(repeated, model, stage.row, stage.shards)
         alike = group(np.asarray([copies]), np.asarray([1]), stage.machine.cluster)
         yield transfer(stage.machine, "tensor", "all_reduce", g * each, alike), 1
 
@@ -249,8 +251,8 @@ def _pipeline(stage: Stage) -> Calls:
     yield replace(hop, group=both), float(hops(stage.layout, stage.index) * stage.layout.gas)
     if model.tied_embeddings and stage.embedding != stage.head:
         # Two stages hold a copy each, whose gradients meet.
-        rows = params.head(model).on_rank(row.tp, model.kv_heads) + padding.added(padding.vocabulary(model, row), stage.shards)
-        whole = stage.last_gradient * rows
+        elements = parameters.on_tp_rank([parameters.vocabulary(model)], model, row, stage.shards)
+        whole = stage.last_gradient * elements
         yield transfer(stage.machine, "pipeline", "all_reduce", whole, both), 1
 
 
@@ -264,7 +266,7 @@ def _data(stage: Stage) -> Calls:
 
 def _zero(stage: Stage) -> Calls:
     job, layout, held = stage.job, stage.layout, stage.held
-    narrow = float8.on_rank(job, stage.row, stage.share)
+    narrow = fp8_on_rank(job, stage.row, stage.share)
     moved = communication.zero_traffic(job, stage.row, stage.places, stage.machine, held.trunk, held.experts, narrow.elements)
     gathers = {1: 1, 2: 1, 3: layout.gas * (1 if layout.keep_gathered else 2)}[layout.zero]
     scatters = 1 if layout.zero == 1 else layout.gas
@@ -289,7 +291,7 @@ def _zero(stage: Stage) -> Calls:
             yield moved.expert_scatter, scatters
     if layout.data_ranks > layout.shards:
         # Replicas meet once a step; after a split backward with every scatter, since not every one has all weights.
-        split = job.framework.states == "fp32" and layout.zero >= 2 and layout.shards > 1 and bool(split_backward(stage.row)[0])
+        split = job.framework.states == "fp32" and layout.zero >= 2 and layout.shards > 1 and bool(stage.row.split_backward[0])
         # Of experts fewer ranks of a replica have parts.
         experts = held.experts * layout.shards / moved.expert_gather.group.size
         met = [*_scattered(stage, scatters), (experts, scatters)] if split else [(held.trunk + experts, 1)]
@@ -305,12 +307,12 @@ def _scattered(stage: Stage, scatters: int) -> Iterator[tuple[Array, int]]:
     after it, of several micro-batches together if so many came before.
     """
     job, layout, trunk = stage.job, stage.layout, stage.held.trunk
-    if not (job.framework.states == "fp32" and layout.zero >= 2 and split_backward(stage.row)[0]):
+    if not (job.framework.states == "fp32" and layout.zero >= 2 and stage.row.split_backward[0]):
         yield trunk, scatters
         return
     chunks = stages.chunk_shares(job, layout.pp, layout.virtual_stages)
     rows = stage.row.take(np.zeros(len(chunks.layers), dtype=np.int64))
-    at_once = params.outside_products(job.model, rows, chunks, padding.shards_of(job, rows))
+    at_once = parameters.never_deferred(job.model, rows, chunks, parameters.fsdp_shards(job, rows))
     actions = build(layout.schedule, layout.pp, layout.gas, layout.virtual_stages).actions[stage.index]
     own = sorted({action.stage for action in actions})
     yield trunk - at_once[own].sum(), scatters

@@ -2,7 +2,7 @@
 
 Forward computes a chunk's logits, their loss and, in the same memory, their gradient, and from it at once the gradients of the
 hidden states and of the head's weight. Those two gradients are saved for backward, which only scales them. The cost model is
-cost/activations.py.
+cost/memory/activations.py.
 """
 
 from __future__ import annotations

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ultrascale.cost import flops
-from ultrascale.cost.chunk_progress import most_gradients
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.layout_rows import LayoutRows
-from ultrascale.cost.memory import alone, peak_parts
+from ultrascale.cost.memory.estimate import most_gradients, peak_parts, peaks
+from ultrascale.cost.memory.states import accumulates_nothing
 from ultrascale.cost.operators import layer_matmuls
-from ultrascale.cost.peaks import peaks
 from ultrascale.cost.traffic import of_stage
 from ultrascale.launch.cpu_rates import cores
 from ultrascale.specs.errors import SpecError
@@ -295,7 +294,7 @@ def compared(job: Job, layout: Layout, predicted: Estimate, seen: Rehearsal) -> 
     law = predicted.memory[seen.place.pp].memory
     job = even(job).changed(framework=engine_of(seen.kernels))
     # Gradients are compared when all of them exist, which need not be at the peak.
-    as_made = job.framework.fused_blocks and bool(alone(job, LayoutColumns.of([layout]))[0])
+    as_made = job.framework.fused_blocks and bool(accumulates_nothing(job, LayoutColumns.of([layout]))[0])
     held = law.model_copy(update={"gradients": 0.0 if as_made else whole_gradients(job, layout, seen.place.pp)})
     terms = [RehearsedTerm(owner, getattr(held, owner), getattr(seen.memory, owner), "B") for owner in STATES]
     # A rehearsal cannot tell buffers from activations: they are compared together.
@@ -313,7 +312,7 @@ def compared(job: Job, layout: Layout, predicted: Estimate, seen: Rehearsal) -> 
 
 def gone_at_peak(job: Job, layout: Layout, stage: int) -> float:
     """Parameters that are freed at the peak: they are compared at their maximum, and the law's buffers exclude them."""
-    return peaks(LayoutRows.of(job, layout))[stage].gone
+    return peaks(LayoutRows.of(job, layout))[stage].freed_parameters
 
 
 def whole_gradients(job: Job, layout: Layout, stage: int) -> float:

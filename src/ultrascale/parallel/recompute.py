@@ -1,7 +1,7 @@
 """Activation recomputation: what a block drops after its forward and recomputes in backward.
 
 Full saves only a block's input. Selective saves what is expensive, the outputs of GEMMs and attention, and recomputes norms,
-rotary embeddings and gates. The cost model is cost/activations.py.
+rotary embeddings and gates. The cost model is cost/memory/activations.py.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ultrascale.cost.activations import compute_bytes, gradient_bytes
 from ultrascale.cost.estimate import DraftEstimate, drafts
 from ultrascale.cost.legality import divisors, problem
+from ultrascale.cost.memory.states import compute_bytes, gradient_bytes
 from ultrascale.plan.candidates import LayoutConstraints, Objective
 from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY, legal
 from ultrascale.specs.errors import SpecError

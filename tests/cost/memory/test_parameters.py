@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ultrascale.cost import params, stages
+from ultrascale.cost import stages
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.flops import parameters_approximate
+from ultrascale.cost.memory import parameters
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -18,10 +19,10 @@ def job_of(model: Model) -> Job:
     return Job(model=model, cluster=Cluster.load("8xh100"), seq=1024, batch_tokens=2**20)
 
 
-def ranks_of(model: Model, layout: Layout) -> params.RankParameters:
+def ranks_of(model: Model, layout: Layout) -> parameters.RankParameters:
     """One row per pipeline rank."""
     columns = LayoutColumns.of([layout] * layout.pp)
-    return params.on_rank(model, columns, stages.share_of(job_of(model), columns, np.arange(layout.pp)))
+    return parameters.on_rank(model, columns, stages.share_of(job_of(model), columns, np.arange(layout.pp)))
 
 
 @pytest.mark.parametrize(
@@ -121,8 +122,8 @@ def test_every_tensor_is_somewhere(name: str, layout: Layout) -> None:
     model = Model.load(name)
     held = ranks_of(model, layout)
     everywhere = layout.tp * (held.trunk.sum() + layout.ep * held.experts.sum())
-    attention = params.attention(model)
-    repeated = model.layers * (attention.whole + params.norms(model)) + model.final_norm_parameters
+    whole = sum(weight.elements for weight in parameters.attention(model) if weight.cut == "none")
+    repeated = model.layers * (whole + 2 * parameters.norm(model).elements) + model.final_norm_parameters
     repeated += model.moe_layers * (model.router_parameters + (model.hidden if model.moe and model.moe.shared_gate else 0))
     tied_copy = model.vocab * model.hidden * model.tied_embeddings
     assert everywhere == pytest.approx(model.parameters + (layout.tp - 1) * repeated + tied_copy, rel=1e-12)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from builders import make_job
-from ultrascale.cost import float8
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.memory.states import fp8_on_rank
 from ultrascale.cost.stages import share_of
 from ultrascale.cost.traffic import of_stage
 from ultrascale.specs.job import Job
@@ -28,7 +28,7 @@ def job_of(model: Model = MODEL, engine: str = "ultrascale-eager", precision: st
 
 def narrow(job: Job, stage: int = 0, **fields: Any) -> tuple[float, float]:
     columns = LayoutColumns.of([Layout(**{"dp": 4, "zero": 3, **fields})])
-    found = float8.on_rank(job, columns, share_of(job, columns, np.asarray([stage])))
+    found = fp8_on_rank(job, columns, share_of(job, columns, np.asarray([stage])))
     return float(found.elements[0]), float(found.scales[0])
 
 

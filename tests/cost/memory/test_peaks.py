@@ -289,7 +289,7 @@ def test_experts_shard_over_what_ep_leaves() -> None:
 
 def test_the_worked_example_of_the_documentation() -> None:
     """docs/memory.md prints every owner of this layout in GiB."""
-    text = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "memory.md").read_text(encoding="utf-8")
     printed = dict(re.findall(r"^\| (\w+) \|[^|\n]*\| (\d+\.\d\d) \|$", text, flags=re.MULTILINE))
     predicted = predict("llama-3-8b", "8xh100", 8192, Layout(dp=8, zero=3, gas=8, recompute="selective"))
     held = {owner: bytes_ / GIB for owner, bytes_ in predicted.memory[0].memory.model_dump().items()}

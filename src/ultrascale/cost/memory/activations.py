@@ -1,4 +1,4 @@
-"""What forward keeps for backward: bytes per layer and module, under each recompute policy.
+"""Tensors saved for backward: bytes per layer and module under each recomputation policy, and those of head and loss.
 
 The count is by tensor, for fused norms and gated activations and flash attention (docs/memory.md lists every one). For a GPT
 layer with dropout and plain attention it adds up to s·b·h·(34 + 5·a·s/h), equation 1 of Korthikanti 2022.
@@ -7,64 +7,42 @@ layer with dropout and plain attention it adds up to s·b·h·(34 + 5·a·s/h), 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from ultrascale.cost.columns import Array, LayoutColumns
-from ultrascale.cost.legality import fused_blocks_problem
+from ultrascale.cost.memory.states import FP32, compute_bytes, eager, lean, operand_bytes
 from ultrascale.specs.job import Job
 from ultrascale.specs.model import Model
 
-FP32 = 4
-CHUNKS = 8  # pieces in which a chunked loss computes its logits
-LOSS_CHUNK = 4096  # tokens at a time of a loss that makes its gradients at once (kernels/loss.py)
-
-
-def compute_bytes(job: Job) -> int:
-    """Bytes of an activation: fp8 is a format of operands, what is kept stays bf16."""
-    return 4 if job.precision == "fp32" else 2
-
-
-def operand_bytes(job: Job) -> int:
-    """Bytes of a product's input as it is kept: an engine may keep the fp8 copy instead of what it was cast from."""
-    return 1 if job.precision == "fp8" and job.framework.transformer_engine else compute_bytes(job)
-
-
-def gradient_bytes(job: Job) -> int:
-    return FP32 if (job.gradients == "fp32" and job.framework.states != "pure") or job.precision == "fp32" else 2
-
-
-def sharded_gradient_bytes(job: Job) -> int:
-    """As a rank keeps its shard of them: FSDP casts what was scattered to the format of its shards."""
-    return FP32 if job.framework.states == "fp32" else gradient_bytes(job)
-
-
-def split_backward(columns: LayoutColumns) -> Array:
-    """Schedules whose weight gradients come apart from input gradients."""
-    return columns.schedule_has("split_backward")
+CHUNKS = 8  # a chunked loss computes its logits in so many
+LOSS_CHUNK = 4096  # tokens at a time of a loss that computes its gradients in forward (kernels/loss.py)
 
 
 @dataclass(frozen=True)
 class LayerActivations:
-    """Bytes of one layer and one micro-batch on one rank, by module; `kept` after the policy, `whole` without any."""
+    """Bytes saved by one layer for one micro-batch on one rank, by module."""
 
     kept: dict[str, Array]
+    """under the recomputation policy"""
     modules: dict[str, Array]
     """without any policy"""
-    whole: Array
-    input: Array
-    """the layer's input: all that full recomputation keeps"""
     gradients: Array
-    """gradients of activations alive at the busiest moment of the layer's backward"""
+    """gradients of activations that are live at the peak of the layer's backward"""
 
-    @property
+    @cached_property
     def total(self) -> Array:
         return np.asarray(sum(self.kept.values()))
 
+    @cached_property
+    def whole(self) -> Array:
+        return np.asarray(sum(self.modules.values()))
+
     @property
-    def working(self) -> Array:
-        """Alive for the one layer in backward, beyond what every layer keeps: what was dropped is back for a moment."""
-        return np.asarray(self.whole - self.total + self.gradients)
+    def recomputed(self) -> Array:
+        """Live again while the layer is in backward."""
+        return np.asarray(self.whole - self.total)
 
 
 def layer(job: Job, columns: LayoutColumns, moe: bool) -> LayerActivations:
@@ -81,15 +59,14 @@ def layer(job: Job, columns: LayoutColumns, moe: bool) -> LayerActivations:
     }
     if job.dropout:
         modules["dropout masks"] = 2 * residual / b
-    whole = np.asarray(sum(modules.values()))
     width = _active_width(model, moe)
-    # A backward in one go frees what it has used; a split one keeps inputs and output gradients for the weights' turn, so that
-    # the gradient of the activation and of both residual branches come on top.
-    split = split_backward(columns)
+    # An unsplit backward frees what it has used. A split one keeps inputs and output gradients for the weight gradients, so
+    # that the gradients of the activation and of both residual branches come on top.
+    split = columns.split_backward
     wide = (2 if model.gated else 1) + np.where(split, 1, 0)
     gradients = b * tokens * wide * width / columns.tp + np.where(split, 4, 2) * residual
     kept = _apply_policy(job, columns, modules, residual)
-    return LayerActivations(kept, modules, whole, residual, np.asarray(gradients))
+    return LayerActivations(kept, modules, np.asarray(gradients))
 
 
 def _active_width(model: Model, moe: bool) -> float:
@@ -201,22 +178,6 @@ def _apply_policy(job: Job, columns: LayoutColumns, modules: dict[str, Array], r
     return kept
 
 
-def uncut(columns: LayoutColumns) -> Array:
-    """Layers that one GPU computes whole, backward in one go: they can be fused or compiled."""
-    return np.asarray((columns.tp == 1) & (columns.cp == 1) & ~split_backward(columns))
-
-
-def eager(job: Job, columns: LayoutColumns) -> Array:
-    """Layers that run operator by operator, where that was followed."""
-    return np.asarray(job.framework.exact_memory_trace & ~(uncut(columns) & job.framework.fused_blocks))
-
-
-def lean(job: Job, columns: LayoutColumns) -> Array:
-    """Layers whose backward makes the cheap outputs again without being asked to recompute."""
-    fits = job.framework.fused_blocks and job.attention == "flash"  # compiled blocks in fp8 keep as little (docs/fp8.md)
-    return np.asarray(uncut(columns) & (fits and fused_blocks_problem(job.model, job.seq) is None))
-
-
 @dataclass(frozen=True)
 class HeadActivations:
     """Bytes of final norm, vocabulary-parallel logits and loss for one micro-batch, with a compiled (fused) loss.
@@ -261,7 +222,7 @@ def head(job: Job, columns: LayoutColumns) -> HeadActivations:
     plain = HeadActivations(*(np.asarray(norm + statistics + each * logits) for each in (saved, peak, cast)))
     if job.framework.loss != "at-once":
         return plain
-    return _head_at_once(job, columns, norm + statistics).where((columns.tp == 1) & ~split_backward(columns), plain)
+    return _head_at_once(job, columns, norm + statistics).where((columns.tp == 1) & ~columns.split_backward, plain)
 
 
 def _head_at_once(job: Job, columns: LayoutColumns, norm: Array) -> HeadActivations:
@@ -276,15 +237,3 @@ def _head_at_once(job: Job, columns: LayoutColumns, norm: Array) -> HeadActivati
     if job.precision == "fp16":  # which must scale its gradients before: head and loss are one compiled graph
         saved = peak = norm + b * tokens * model.vocab
     return HeadActivations(saved, peak, peak)
-
-
-def korthikanti(sequence: int, mbs: int, hidden: int, heads: int, tp: int, sequence_parallel: bool, recompute: str) -> float:
-    """Bytes of one GPT layer by the closed forms of Korthikanti 2022, table 2; for comparison, never for planning."""
-    sbh, scores = sequence * mbs * hidden, 5 * heads * sequence / hidden
-    if recompute == "full":
-        return 2 * sbh / (tp if sequence_parallel else 1)
-    if recompute == "selective":
-        scores = 0.0
-    if sequence_parallel:
-        return sbh / tp * (34 + scores)
-    return sbh * (10 + 24 / tp + scores / tp)

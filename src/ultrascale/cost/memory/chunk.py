@@ -1,0 +1,291 @@
+"""Sizes on one chunk of a pipeline rank, and what FSDP2 holds there of parameters and gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ultrascale.cost.columns import Array, LayoutColumns
+from ultrascale.cost.memory import activations, parameters, states
+from ultrascale.cost.memory.activations import LayerActivations
+from ultrascale.cost.memory.states import FP32, compute_bytes, gradient_bytes, sharded_gradient_bytes
+from ultrascale.cost.stages import RankShare
+from ultrascale.specs.job import Job
+
+
+@dataclass(frozen=True)
+class ChunkMemory:
+    """One rank, or one chunk of it, of every row of a table of layouts."""
+
+    job: Job
+    columns: LayoutColumns
+    share: RankShare
+    """what the chunk computes"""
+    rank_share: RankShare
+    """what its rank holds, which may have other chunks"""
+    first_backward: bool = False
+    """until the end of a step's first backward: FSDP has neither allocated gradients nor reduce-scattered any"""
+
+    @cached_property
+    def shards(self) -> Array:
+        return parameters.fsdp_shards(self.job, self.columns)
+
+    @cached_property
+    def held(self) -> parameters.RankParameters:
+        """Parameters of the rank."""
+        return parameters.on_rank(self.job.model, self.columns, self.rank_share, self.shards)
+
+    @cached_property
+    def own(self) -> parameters.RankParameters:
+        """Parameters of the chunk."""
+        if self.rank_share is self.share:
+            return self.held
+        return parameters.on_rank(self.job.model, self.columns, self.share, self.shards)
+
+    @cached_property
+    def layers(self) -> list[tuple[Array, bool, LayerActivations]]:
+        """How many layers of each kind, whether they are of experts, and what one saves."""
+        kinds = ((self.share.dense_layers, False), (self.share.moe_layers, True))
+        return [(count, moe, activations.layer(self.job, self.columns, moe)) for count, moe in kinds if np.any(count)]
+
+    @cached_property
+    def head(self) -> activations.HeadActivations:
+        return activations.head(self.job, self.columns)
+
+    # Widths of activations.
+
+    @cached_property
+    def full_sequence(self) -> Array:
+        """One activation as wide as the model, of all tokens of a micro-batch."""
+        return np.asarray(compute_bytes(self.job) * self.columns.tokens(self.job.seq) * self.job.model.hidden)
+
+    @cached_property
+    def residual(self) -> Array:
+        """The same as the residual stream has it: a slice, where sequence parallelism cuts it."""
+        return np.asarray(self.full_sequence / self.columns.sequence_cut)
+
+    @cached_property
+    def gathered_sequence(self) -> Array:
+        """A whole sequence gathered from slices, where sequence parallelism cuts it."""
+        return np.where(self.columns.sequence_cut > 1, self.full_sequence, 0.0)
+
+    @property
+    def router_input(self) -> Array:
+        """The router's copy of its input, in fp32."""
+        return np.asarray(FP32 / compute_bytes(self.job) * self.full_sequence)
+
+    def norm_workspace(self, normed: Array) -> Array:
+        """Backward of a norm in fp32: five tensors of what is `normed`, four where nothing is cast, none where it is fused."""
+        if self.job.framework.fused_blocks:
+            return 0.0 * normed
+        b = compute_bytes(self.job)
+        return np.asarray((5 if b < FP32 else 4) * FP32 / b * normed)
+
+    # Micro-batches in flight.
+
+    @cached_property
+    def saved_layers(self) -> Array:
+        """Saved for backward by the chunk's layers for one micro-batch."""
+        return np.asarray(sum((count * layer.total for count, _, layer in self.layers), np.zeros(len(self.columns))))
+
+    @cached_property
+    def saved(self) -> Array:
+        """Live for one micro-batch in flight. A traced stage also keeps its output, from which its backward starts, and one
+        table of rotary angles.
+        """
+        if not self.job.framework.exact_memory_trace:
+            return self.saved_layers
+        model, b = self.job.model, compute_bytes(self.job)
+        angles = 2 * b * self.job.seq / self.columns.cp * model.head_dim * (model.positions == "rotary")
+        return np.asarray(self.saved_layers + angles + np.where(self.sends_output, self.residual, 0.0))
+
+    @cached_property
+    def sends_output(self) -> Array:
+        """Neither the last chunk nor, in a V, the one at the turn, whose output is the next one's input."""
+        turn = self.columns.schedule_has("v_shaped") & (self.share.rank == self.columns.pp - 1)
+        return np.asarray((self.columns.pp > 1) & (self.share.head == 0) & ~turn)
+
+    @cached_property
+    def deferred_layers(self) -> Array:
+        """Live beyond `saved` in the layers of a micro-batch whose weight gradients are deferred: what recomputation brought
+        back, and output gradients in the place of the tensors that they were computed from.
+
+        Of a dense layer they are as large, but gathered where sequence parallelism cuts them. Of a layer with experts the
+        router's input is freed and, without a shared expert, the layer's input; of attention what norms and the kernel need.
+        """
+        total = np.zeros(len(self.columns))
+        for count, moe, layer in self.layers:
+            each = layer.recomputed
+            if self.job.framework.exact_memory_trace:
+                change = 2 * (self.full_sequence - self.residual)
+                for name in ("q, k before norm", "switched output", "copies of k, v"):
+                    change = change - layer.modules.get(name, 0.0)
+                if moe:
+                    change = change - self.router_input - np.where(self.routed_only(moe), self.residual, 0.0)
+                each = each + np.where(self.columns.split_backward, change, 0.0)
+            total = total + count * each
+        return np.asarray(total)
+
+    @cached_property
+    def deferred(self) -> Array:
+        """The same of the chunk: what it received stays, what it sent is freed."""
+        ends = np.where(self.share.embedding == 0, self.residual, 0.0) - np.where(self.sends_output, self.residual, 0.0)
+        there = self.columns.split_backward & self.job.framework.exact_memory_trace
+        return np.asarray(self.deferred_layers + np.where(there, ends, 0.0))
+
+    def routed_only(self, moe: bool) -> bool:
+        """A layer of experts without a shared one: all its rows have gradients of their own."""
+        return moe and self.job.model.moe is not None and not self.job.model.moe.shared_experts
+
+    # FSDP2: which rows shard, and when they reduce and free.
+
+    @cached_property
+    def sharded(self) -> Array:
+        return np.asarray((self.columns.zero >= 1) & (self.columns.shards > 1))
+
+    @cached_property
+    def single_backward(self) -> Array:
+        """One micro-batch a step: gradients exist only as far as backward has come."""
+        return np.asarray(self.sharded & (self.columns.gas == 1))
+
+    @cached_property
+    def reduce_scatters(self) -> Array:
+        """Every backward reduce-scatters its gradients."""
+        return np.asarray(self.sharded & ((self.columns.zero >= 2) | self.single_backward))
+
+    @cached_property
+    def holds_fresh_gradients(self) -> Array:
+        """FSDP holds a layer's fresh gradients until its backward ends, unless autograd adds each to one of the same format."""
+        added = ~self.reduce_scatters & (not self.first_backward) & (compute_bytes(self.job) == gradient_bytes(self.job))
+        return np.asarray(self.sharded & ~added)
+
+    @cached_property
+    def frees_gathered(self) -> Array:
+        """Parameters that stay gathered are freed by the step's last backward in ZeRO-1 and 2, by every one in ZeRO-3."""
+        keeps = self.columns.keep_gathered == 1
+        return np.asarray((self.single_backward & (self.columns.zero < 3)) | (self.sharded & keeps))
+
+    # FSDP2: bytes of parameters.
+
+    def unsharded(self, elements: Array, fp8_elements: Array) -> Array:
+        """Parameters that ZeRO-3 has gathered, `fp8_elements` of them in fp8."""
+        columns = self.columns
+        gathers = (columns.zero == 3) & (columns.keep_gathered == 0) & (columns.shards > 1)
+        gathered = compute_bytes(self.job) * elements - states.fp8_saving(self.job, fp8_elements)
+        return np.where(gathers, gathered, 0.0)
+
+    @cached_property
+    def fp8_block(self) -> Array:
+        """Elements of a layer that are gathered in fp8, if it is neither the model's first nor its last."""
+        return states.fp8_of_largest_layer(self.job, self.columns, self.share)
+
+    def fp8_prefetched(self, done: Array, this_layer: bool = True) -> Array:
+        """The same of the layer in backward and of the one prefetched, when `done` layers are through; or of the latter."""
+        layers, head, embedding = self.share.layers, self.share.head, self.share.embedding
+        left = layers - done
+        if not this_layer:
+            return np.asarray((left >= 2) * (1 - embedding * (left == 2)) * self.fp8_block)
+        in_bf16 = head * (done == 0) + embedding * (left <= 2)
+        return np.asarray(np.maximum(0, np.minimum(2, left) - in_bf16) * self.fp8_block)
+
+    @cached_property
+    def unsharded_between_layers(self) -> Array:
+        """Embedding and head, gathered through a micro-batch, and the chunk's last layer."""
+        share = self.share
+        in_bf16 = (share.head == 1) | ((share.embedding == 1) & (share.layers == 1))
+        return self.unsharded(self.held.ends + self.held.block, np.where(in_bf16, 0.0, self.fp8_block))
+
+    @cached_property
+    def last_all_gather(self) -> Array:
+        """The buffer of a forward's last all-gather, live until the forward ends; in ZeRO-1 and 2 only of a step's first."""
+        columns = self.columns
+        gathers = (columns.zero == 3) | self.single_backward | (self.first_backward & (columns.pp == 1))
+        return np.where(self.sharded & gathers, compute_bytes(self.job) * self.last_group, 0.0)
+
+    @cached_property
+    def last_group(self) -> Array:
+        """Elements of FSDP's last parameter group: a layer, or its experts, which are their own group where ep cuts them."""
+        if self.job.model.moe is None:
+            return self.held.block
+        experts = parameters.per_layer(self.job.model, self.columns, self.shards).experts
+        return np.where((self.columns.ep > 1) & (self.rank_share.moe_layers > 0), experts, self.held.block)
+
+    # FSDP2: bytes of gradients.
+
+    @cached_property
+    def reduce_scatter_input(self) -> Array:
+        """Input of the chunk's last reduce-scatter, which FSDP keeps until the next: embedding and head where the chunk has
+        them, else its first layer; where a split backward reduce-scatters after the weight gradients, its last group.
+        """
+        first = np.where(self.own.ends > 0, self.own.ends, self.own.block)
+        return self._kept_reduce_scatter_input(np.where(self.columns.split_backward, self.last_group, first))
+
+    @cached_property
+    def rank_reduce_scatter_inputs(self) -> Array:
+        """The same of all chunks of the rank, kept through the next forward."""
+        columns, rank = self.columns, self.rank_share
+        without_ends = np.maximum(0, columns.virtual_stages - rank.embedding - rank.head)
+        first = self.held.ends + without_ends * self.held.block
+        last = columns.virtual_stages * self.last_group
+        return self._kept_reduce_scatter_input(np.where(columns.split_backward, last, first))
+
+    def _kept_reduce_scatter_input(self, elements: Array) -> Array:
+        columns = self.columns
+        keeps = (columns.zero >= 2) & (columns.shards > 1) & (columns.gas > 1) & (not self.first_backward)
+        return np.where(keeps, gradient_bytes(self.job) * elements, 0.0)
+
+    def reduce_scatter_output(self, elements: Array) -> Array:
+        """A rank's shard as it arrives, and in the format in which it is kept, where that is wider."""
+        g, kept = gradient_bytes(self.job), sharded_gradient_bytes(self.job)
+        return np.asarray((g + np.where(kept > g, kept, 0)) * elements / self.columns.shards)
+
+    def first_gradients(self, elements: Array) -> Array:
+        """Gradients that a step's first backward has allocated for so many elements: shards, or whole ones in ZeRO-1."""
+        shards = sharded_gradient_bytes(self.job) * elements / self.columns.shards
+        allocated = np.where(self.reduce_scatters, shards, gradient_bytes(self.job) * elements)
+        return np.where(self.sharded & self.first_backward, allocated, 0.0)
+
+    @cached_property
+    def hsdp_reduced_grads(self) -> Array:
+        """A split backward all-reduces HSDP's shards after every reduce-scatter, and FSDP keeps the last result."""
+        columns = self.columns
+        reduces = self.reduce_scatters & columns.split_backward & (columns.data_ranks > columns.shards)
+        there = reduces & self.job.framework.exact_memory_trace
+        return np.where(there, gradient_bytes(self.job) * self.own.total / columns.shards, 0.0)
+
+    @cached_property
+    def vocabulary_gradient(self) -> Array:
+        """Fresh gradient of the embedding's or the head's matrix."""
+        model = self.job.model
+        return compute_bytes(self.job) * parameters.on_tp_rank([parameters.vocabulary(model)], model, self.columns)
+
+    @cached_property
+    def head_gradient(self) -> Array:
+        """FSDP's root group, embedding and head, holds its fresh gradients until all layers are through; so does a head that is
+        tied to the embedding beside it, whose part is yet to come.
+        """
+        tied = self.job.model.tied_embeddings & (self.share.embedding == 1)
+        return np.where(self.holds_fresh_gradients | tied, self.share.head * self.vocabulary_gradient, 0.0)
+
+    @cached_property
+    def mlp_weight_gradient(self) -> dict[bool, Array]:
+        """Fresh gradient of one of the MLP's matrices, by whether the layer has experts: of all those on the rank."""
+        model, columns, b = self.job.model, self.columns, compute_bytes(self.job)
+        found = {False: np.asarray(b * model.hidden * model.ffn / columns.tp)}
+        if model.moe is not None:
+            expert = model.hidden * model.moe.expert_ffn / columns.expert_cut
+            found[True] = np.asarray(b * expert * model.moe.experts / columns.ep)
+        return found
+
+    @cached_property
+    def sent_gradient(self) -> Array:
+        """An input gradient on its way to the previous stage, live until that has used it; none was sent yet where the peak is
+        in the first backward, with all micro-batches in flight.
+        """
+        columns, several = self.columns, self.columns.virtual_stages > 1
+        all_in_flight = columns.schedule_has("holds_all") | (columns.gas <= columns.pp - self.share.rank)
+        sent_before = several | ~(all_in_flight | self.first_backward)
+        sends = (columns.pp > 1) & ((self.share.embedding == 0) | several) & sent_before
+        return np.where(sends, self.residual, 0.0)

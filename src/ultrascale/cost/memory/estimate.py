@@ -1,0 +1,332 @@
+"""Peak memory of every pipeline rank: chunks of the schedule with their micro-batches in flight.
+
+Playbook: peak = model_bf16 + model_fp32 + grads_fp32 + optimstates + actives, with ZeRO dividing each by the ranks it shards
+over. Added here is what a real run also holds: gathered layers, transfers in flight, the loss, the context, allocator slack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ultrascale.cost.columns import Array, LayoutColumns
+from ultrascale.cost.memory import tensors
+from ultrascale.cost.memory.chunk import ChunkMemory
+from ultrascale.cost.memory.states import (
+    StateBytes,
+    accumulates_nothing,
+    compute_bytes,
+    fp8_on_rank,
+    gradient_bytes,
+    states,
+)
+from ultrascale.cost.memory.tensors import ChunkEvent
+from ultrascale.cost.memory.walker import MemoryPoint
+from ultrascale.cost.stages import RankShare
+from ultrascale.schedules import KINDS, REGISTRY, ActionKind, InFlightCounts, counts
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.units import GIB
+
+if TYPE_CHECKING:
+    from ultrascale.cost.layout_rows import LayoutRows
+
+
+@dataclass(frozen=True)
+class InFlightMicrobatches:
+    """Micro-batches' worth of activations on a rank at its peak."""
+
+    in_flight: Array
+    """forward done, backward not finished"""
+    deferred: Array
+    """of these, those whose weight gradients a split backward deferred: what was recomputed for them stays"""
+    losses: Array
+    """finished losses that wait for their backward: only in AFAB"""
+    together: bool = True
+    """most are in flight while most are deferred; a V defers only while it drains"""
+    one: float = 1.0
+    """one chunk, as a share of the rank's: what a split backward brings back at a time"""
+
+    def take(self, rows: Array) -> InFlightMicrobatches:
+        return replace(self, in_flight=self.in_flight[rows], deferred=self.deferred[rows], losses=self.losses[rows])
+
+
+@dataclass(frozen=True)
+class PeakParts:
+    """A rank's peak as a function of its micro-batches in flight: everything but those numbers."""
+
+    state: StateBytes
+    kept: Array
+    """activations of one micro-batch in flight"""
+    dropped: Array
+    """what deferred weight gradients of a micro-batch hold beyond that"""
+    layer: MemoryPoint
+    """backward of a layer"""
+    split_layer: MemoryPoint
+    """the same, its input gradients alone"""
+    loss: MemoryPoint
+    kept_loss: Array
+    slack: float
+    """the allocator's, of temporary memory"""
+
+    def live(self, waiting: InFlightMicrobatches) -> Array:
+        """Activations of all micro-batches in flight."""
+        live = waiting.in_flight * self.kept + waiting.losses * self.kept_loss
+        if waiting.together:
+            return np.asarray(live + waiting.deferred * self.dropped)
+        draining = waiting.deferred * (self.kept + self.dropped)
+        return np.asarray(np.maximum(live + waiting.one * self.dropped, draining))
+
+    @cached_property
+    def _persistent(self) -> Array:
+        return np.asarray(self.state.parameters + self.state.master + self.state.optimizer)
+
+    @cached_property
+    def _on_top(self) -> tuple[Array, Array]:
+        """The fuller of layer and loss with the allocator's slack; the same where backward is split."""
+        slack = 1 + self.slack
+        layer, split, loss = (slack * one.temporary + one.gradients for one in (self.layer, self.split_layer, self.loss))
+        return np.maximum(layer, loss), np.maximum(split, loss)
+
+    def total(self, job: Job, waiting: InFlightMicrobatches) -> Array:
+        whole, split = self._on_top
+        on_top = np.where(waiting.deferred > 0, split, whole)
+        persistent = self._persistent + job.cluster.efficiency.context_gib * GIB
+        return np.asarray(persistent + (1 + self.slack) * self.live(waiting) + on_top)
+
+
+@dataclass(frozen=True)
+class ChunkParts(PeakParts):
+    """One chunk, with what else a walk along its rank's list of actions needs."""
+
+    forward_end: MemoryPoint
+    weight_grads: MemoryPoint
+    """while deferred weight gradients are computed"""
+    backward_end: MemoryPoint
+    backward_start: MemoryPoint
+    embedding: Array
+    """gradients in the embedding's backward, never deferred"""
+    waiting_head: Array
+    """the head's weight gradient while it waits for the chunk's reduce-scatter"""
+    waiting_embedding: Array
+    reduce_scatter_input: Array
+    """of the chunk's last reduce-scatter"""
+    hsdp_reduced_grads: Array
+    """from its second backward on"""
+
+
+def runtime(job: Job, temporary: Array) -> Array:
+    """The CUDA context, and the allocator's rounding and holes in temporary memory."""
+    constants = job.cluster.efficiency
+    return np.asarray(constants.context_gib * GIB + constants.allocator_slack * temporary)
+
+
+def peak_parts(job: Job, columns: LayoutColumns, share: RankShare) -> PeakParts:
+    """Of a rank that computes `share`."""
+    return _peak_parts(ChunkMemory(job, columns, share, share))
+
+
+def chunk_parts(job: Job, columns: LayoutColumns, share: RankShare, rank_share: RankShare, first: bool = False) -> ChunkParts:
+    """Of one chunk, whose rank has the states of several; `first`: until a step's first backward ends."""
+    chunk = ChunkMemory(job, columns, share, rank_share, first)
+    parts = _peak_parts(chunk)
+    gradients, nothing = parts.state.gradients, np.zeros(len(columns))
+    if job.framework.exact_memory_trace:
+        live = tensors.chunk_events(chunk, gradients)
+        forward_end, weight_grads = live.at(ChunkEvent.FORWARD_END), live.at(ChunkEvent.WEIGHT_GRADS)
+        backward_start, backward_end = live.at(ChunkEvent.BACKWARD_START), tensors.backward_end(chunk, live)
+    else:
+        forward_end = weight_grads = MemoryPoint(nothing, tensors.concurrent_buffers(chunk), gradients, nothing)
+        backward_start = backward_end = MemoryPoint(nothing, nothing, gradients, nothing)
+    return ChunkParts(
+        **vars(parts),
+        forward_end=forward_end,
+        weight_grads=weight_grads,
+        backward_end=backward_end,
+        backward_start=backward_start,
+        embedding=tensors.embedding_backward(chunk),
+        waiting_head=tensors.waiting_gradient(chunk, share.head),
+        waiting_embedding=tensors.waiting_gradient(chunk, share.embedding),
+        reduce_scatter_input=chunk.reduce_scatter_input,
+        hsdp_reduced_grads=chunk.hsdp_reduced_grads,
+    )
+
+
+def _peak_parts(chunk: ChunkMemory) -> PeakParts:
+    job, columns = chunk.job, chunk.columns
+    state = states(job, columns, chunk.held, fp8_on_rank(job, columns, chunk.rank_share).elements)
+    if chunk.first_backward:
+        state = replace(state, gradients=0.0 * state.gradients)
+    layer, loss = tensors.layer_backward(chunk, state.gradients, split=False), tensors.loss_peak(chunk, state.gradients)
+    if job.framework.fused_blocks:
+        single, b = accumulates_nothing(job, columns), compute_bytes(job)
+        # No gradients at the loss, the head's at the first layer; then each layer's take the place of activations that it
+        # frees. The fullest layer is the first or the last of backward: there all gradients are live and nothing is in flight.
+        of_head = np.where(single, b * chunk.share.head * job.model.vocab * job.model.hidden, 0.0)
+        at_last = np.maximum(0.0, b * chunk.held.total - of_head - chunk.saved)
+        state = replace(state, gradients=np.where(single, at_last, state.gradients))
+        loss = replace(loss, gradients=np.where(single, 0.0, loss.gradients))
+        uncounted = of_head - np.where(single & job.framework.exact_memory_trace, chunk.head_gradient, 0.0)
+        made = np.where(single, at_last, layer.gradients)
+        layer = replace(layer, activations=layer.activations + uncounted, gradients=made)
+    return PeakParts(
+        state,
+        chunk.saved,
+        chunk.deferred,
+        layer,
+        tensors.layer_backward(chunk, state.gradients, split=True),
+        loss,
+        np.asarray(chunk.share.head * chunk.head.saved),
+        job.cluster.efficiency.allocator_slack,
+    )
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The fullest action of a rank: bytes by owner, and what the rank is doing."""
+
+    activations: float
+    buffers: float
+    gradients: float
+    chunks: dict[int, float]
+    """micro-batches in flight of each of its chunks"""
+    moment: str
+    freed_parameters: float
+    """bytes of the rank's parameters that are not live then: `buffers` is less by it"""
+
+    def in_flight(self, layers: tuple[int, ...]) -> float:
+        """Micro-batches' worth of the rank's layers."""
+        return sum(count * layers[chunk] for chunk, count in self.chunks.items()) / sum(layers[chunk] for chunk in self.chunks)
+
+
+def peaks(view: LayoutRows) -> list[Peak]:
+    """Of every rank: its list of actions, walked with the bytes of its chunks."""
+    layout, later = view.layout, view.parts()
+    # FSDP allocates gradients in a step's first backward.
+    allocates = view.job.framework.exact_memory_trace and _sharded(layout) and layout.gas > 1
+    first = view.parts(first=True) if allocates else later
+    # Beyond four rounds the list only repeats itself, and what is in flight no longer grows (AFAB holds everything).
+    enough = layout.gas if REGISTRY[layout.schedule].holds_all else min(layout.gas, _steady_state(layout))
+    held = counts(layout.schedule, layout.pp, enough, layout.virtual_stages)
+    points = [point for point in _action_points(view, first, later, held) if point.there.any()]
+    others = OtherChunks.of(view, later, held) if allocates else None
+    totals = np.stack([point.totals(held, others) for point in points], axis=1)
+    fullest = totals.reshape(layout.pp, -1).argmax(axis=1)
+    return [
+        points[which].peak(held, others, rank, int(action), view.chunks[rank])
+        for rank, (which, action) in enumerate(zip(*np.divmod(fullest, held.stage.shape[1]), strict=True))
+    ]
+
+
+def _sharded(layout: Layout) -> bool:
+    return layout.zero > 0 and layout.shards > 1
+
+
+def _steady_state(layout: Layout) -> int:
+    """The fewest micro-batches, a multiple of the ranks away from gas, at which the schedule is in its steady state."""
+    least = 4 * layout.pp
+    return least + (layout.gas - least) % layout.pp if layout.gas > least else layout.gas
+
+
+@dataclass(frozen=True)
+class _ActionPoint:
+    """A point that some actions of the ranks have: ranks × actions."""
+
+    name: str
+    there: Array
+    """which actions have it"""
+    in_flight: Array
+    """activations in flight meanwhile"""
+    later: MemoryPoint
+    """on top of that, for each chunk"""
+    first: MemoryPoint
+    """the same until the chunk's first backward of a step ends"""
+
+    def totals(self, held: InFlightCounts, others: OtherChunks | None) -> Array:
+        top = self.later.total[held.stage]
+        if others is not None:
+            top = np.where(held.begun, top, self.first.total[held.stage]) + others.gradients + others.buffers
+        return np.where(self.there, self.in_flight + top, -np.inf)
+
+    def peak(self, held: InFlightCounts, others: OtherChunks | None, rank: int, action: int, chunks: Array) -> Peak:
+        at = rank, action
+        chunk = held.stage[at]
+        top = self.later if others is None or held.begun[at] else self.first
+        in_flight = held.waiting[at] + held.deferred[at]
+        in_flight[chunks == chunk] += held.kind[at] == KINDS.index(ActionKind.B)
+        return Peak(
+            float(self.in_flight[at] + top.activations[chunk]),
+            float(top.buffers[chunk] + top.parameters[chunk] + (others.buffers[at] if others else 0.0)),
+            float(top.gradients[chunk] + (others.gradients[at] if others else 0.0)),
+            {int(each): float(count) for each, count in zip(chunks, in_flight, strict=True)},
+            self.name,
+            -float(top.parameters[chunk]),
+        )
+
+
+def _action_points(view: LayoutRows, first: ChunkParts, later: ChunkParts, held: InFlightCounts) -> Iterator[_ActionPoint]:
+    chunks, at, traced = view.chunks, held.stage, view.job.framework.exact_memory_trace
+    kept, dropped, kept_loss = later.kept, later.dropped, later.kept_loss
+    forward, whole, inputs, weights = (held.of[kind] for kind in ActionKind)
+    live = _over_chunks(held.waiting, (kept + kept_loss)[chunks]) + _over_chunks(held.deferred, (kept + dropped)[chunks])
+    live = live + np.where(whole, kept[at], 0.0) + _over_chunks(held.ended >= 2, later.hsdp_reduced_grads[chunks])
+    # Where experts make the end of a forward the peak, its own loss is yet to come.
+    in_forward = live - np.where(forward & traced, kept_loss[at], 0.0)
+    yield _ActionPoint("end of a forward", forward, in_forward, later.forward_end, first.forward_end)
+    yield _ActionPoint("weight gradients", weights, live, later.weight_grads, first.weight_grads)
+    yield _ActionPoint("end of a backward", whole | weights, live, later.backward_end, first.backward_end)
+    at_loss = live
+    if inputs.any():
+        # At the loss a split backward has recomputed nothing yet.
+        at_loss = live - np.where(inputs & traced, dropped[at], 0.0)
+        # Gradients of head and embedding are never deferred: FSDP holds them until the chunk's reduce-scatter, the next ones
+        # beside them.
+        again = held.inputs_again & _sharded(view.layout)
+        at_loss = at_loss + np.where(again, later.waiting_head[at], 0.0)
+        # A gradient that is reduced in another format than it was made in is live in both.
+        both = again | (gradient_bytes(view.job) > compute_bytes(view.job))
+        at_embedding = live + later.embedding[at] + np.where(both, later.waiting_embedding[at], 0.0)
+        yield _ActionPoint("backward of the embedding", inputs, at_embedding, later.weight_grads, first.weight_grads)
+    yield _ActionPoint("backward of a layer", whole, live, later.layer, first.layer)
+    yield _ActionPoint("backward of a layer", held.backward_again, live, later.backward_start, first.backward_start)
+    yield _ActionPoint("backward of a layer", inputs, live, later.split_layer, first.split_layer)
+    yield _ActionPoint("loss of a micro-batch", whole | inputs, at_loss, later.loss, first.loss)
+
+
+@dataclass(frozen=True)
+class OtherChunks:
+    """What other chunks of the rank hold beyond what the action's own chunk counts for the rank: ranks × actions.
+
+    FSDP has gradients only of chunks that had a backward.
+    """
+
+    gradients: Array
+    buffers: Array
+
+    @classmethod
+    def of(cls, view: LayoutRows, later: ChunkParts, held: InFlightCounts) -> OtherChunks:
+        chunks, at, scattered = view.chunks, held.stage, later.reduce_scatter_input
+        each, begun = view.chunk_gradients(), held.ended > 0
+        there = _over_chunks(held.over, each.over[chunks]) + _over_chunks(begun & ~held.over, each.begun[chunks])
+        counted = later.state.gradients[at]
+        scattered_there = _over_chunks(begun, scattered[chunks]) - np.where(held.begun, scattered[at], 0.0)
+        scattered_counted = scattered[chunks].sum(axis=1)[:, None] - scattered[at]
+        return cls(there - np.where(held.begun, counted, 0.0), scattered_there - np.where(held.begun, scattered_counted, 0.0))
+
+
+def _over_chunks(count: Array, bytes_: Array) -> Array:
+    """Sum over a rank's chunks of counts (ranks × actions × chunks) times bytes (ranks × chunks)."""
+    return np.asarray(np.matmul(count, bytes_[:, :, None])[:, :, 0])
+
+
+def most_gradients(view: LayoutRows, rank: int) -> float:
+    """The most that a rank has: ZeRO-1 shards a chunk's after its last backward, perhaps before another's first."""
+    layout, each = view.layout, view.chunk_gradients()
+    ends = counts(layout.schedule, layout.pp, layout.gas, layout.virtual_stages).ends[rank]
+    ended, local = np.cumsum(ends, axis=0), view.chunks[rank]
+    there = np.where(ended >= ends.sum(axis=0), each.over[local], np.where(ended > 0, each.begun[local], 0.0))
+    return float(there.sum(axis=1).max())

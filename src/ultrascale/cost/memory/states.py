@@ -1,0 +1,206 @@
+"""Bytes of an element by what it is; parameters, master weights, gradients and optimizer states of one rank; fp8 gathers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ultrascale.cost.columns import Array, LayoutColumns
+from ultrascale.cost.legality import fused_blocks_problem
+from ultrascale.cost.memory.parameters import RankParameters
+from ultrascale.cost.stages import RankShare
+from ultrascale.specs.job import OPTIMIZER_STATE_BYTES, Job
+from ultrascale.specs.model import Model
+from ultrascale.specs.training import FP8_MULTIPLE
+
+FP32 = 4
+
+
+def compute_bytes(job: Job) -> int:
+    """Bytes of an activation: fp8 is a format of matmul operands, saved tensors stay in bf16."""
+    return 4 if job.precision == "fp32" else 2
+
+
+def operand_bytes(job: Job) -> int:
+    """Bytes of a matmul's input as it is saved: an engine may save the fp8 copy instead of the tensor it was cast from."""
+    return 1 if job.precision == "fp8" and job.framework.transformer_engine else compute_bytes(job)
+
+
+def gradient_bytes(job: Job) -> int:
+    return FP32 if (job.gradients == "fp32" and job.framework.states != "pure") or job.precision == "fp32" else 2
+
+
+def sharded_gradient_bytes(job: Job) -> int:
+    """Bytes in a rank's shard: FSDP casts the result of a reduce-scatter to the format of its parameter shards."""
+    return FP32 if job.framework.states == "fp32" else gradient_bytes(job)
+
+
+def has_master(job: Job) -> bool:
+    """Whether fp32 weights exist beside the copy that computes."""
+    return job.precision != "fp32" and job.framework.states != "pure"
+
+
+def uncut(columns: LayoutColumns) -> Array:
+    """Layers that one GPU computes whole, with an unsplit backward: they can be fused or compiled."""
+    return np.asarray((columns.tp == 1) & (columns.cp == 1) & ~columns.split_backward)
+
+
+def eager(job: Job, columns: LayoutColumns) -> Array:
+    """Layers that run operator by operator in an engine whose allocations were traced."""
+    return np.asarray(job.framework.exact_memory_trace & ~(uncut(columns) & job.framework.fused_blocks))
+
+
+def lean(job: Job, columns: LayoutColumns) -> Array:
+    """Layers whose backward kernels write norm and gate outputs again without being asked to recompute."""
+    fits = job.framework.fused_blocks and job.attention == "flash"  # compiled blocks in fp8 save as little (docs/fp8.md)
+    return np.asarray(uncut(columns) & (fits and fused_blocks_problem(job.model, job.seq) is None))
+
+
+def on_one_gpu(job: Job, columns: LayoutColumns) -> Array:
+    """The whole job runs on one GPU, AdamW included."""
+    ranks = columns.data_ranks * columns.tp * columns.pp * columns.ep
+    return np.asarray((ranks == 1) & columns.is_("offload", "none") & (job.optimizer == "adamw"))
+
+
+def accumulates_nothing(job: Job, columns: LayoutColumns) -> Array:
+    """One micro-batch on one GPU: there is no other gradient to add one to."""
+    return np.asarray((columns.gas == 1) & on_one_gpu(job, columns))
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """The playbook's four persistent owners on one rank."""
+
+    parameters: Array
+    master: Array
+    gradients: Array
+    optimizer: Array
+
+
+def states(job: Job, columns: LayoutColumns, held: RankParameters, fp8_elements: Array | float = 0.0) -> StateBytes:
+    """ZeRO divides each owner by the ranks that shard it; experts by the data ranks that ep leaves them.
+
+    `fp8_elements` of the parameters are gathered in fp8.
+    """
+    zero, shards = columns.zero, columns.shards
+    expert_shards = np.maximum(1, shards * columns.tp / columns.expert_cut / columns.ep)
+
+    def sharded(bytes_each: Array | float, is_sharded: Array) -> Array:
+        cut, expert_cut = np.where(is_sharded, shards, 1), np.where(is_sharded, expert_shards, 1)
+        return np.asarray(bytes_each * (held.trunk / cut + held.experts / expert_cut))
+
+    keeps = columns.keep_gathered == 1
+    compute, optimizer_sharded = compute_bytes(job), zero >= 1
+    # ZeRO-3 that keeps its layers gathered holds the whole copy through the step, as ZeRO-2 does.
+    parameters_sharded = (zero == 3) & ~keeps
+    parameters = sharded(compute, parameters_sharded) - np.where((zero == 3) & keeps, fp8_saving(job, fp8_elements), 0.0)
+    master = sharded(FP32 if has_master(job) else 0, optimizer_sharded)
+    if job.framework.fused_blocks and job.optimizer == "adamw" and job.precision in ("bf16", "fp8"):
+        master = np.where((shards == 1) | (zero == 0), sharded(FP32 - compute, optimizer_sharded), master)
+    gradients_sharded = zero >= 2
+    if job.framework.states == "fp32":
+        # FSDP's shards are the fp32 weights. A copy in the compute format exists only where it is gathered; in fp32 a copy that
+        # stays gathered exists beside them.
+        no_copy = parameters_sharded & (shards > 1) & (job.precision != "fp32")
+        parameters = np.where(no_copy, 0.0, parameters)
+        beside = optimizer_sharded & ~parameters_sharded & (shards > 1) & (job.precision == "fp32")
+        master = np.where(beside, sharded(FP32, optimizer_sharded), master)
+        # With one micro-batch each layer's gradients are reduce-scattered as soon as they are made, in ZeRO-1 too.
+        gradients_sharded = gradients_sharded | (optimizer_sharded & (columns.gas == 1))
+    whole = gradient_bytes(job) * (held.total - held.padding)
+    in_shard = np.where(shards > 1, sharded_gradient_bytes(job), gradient_bytes(job))
+    on_gpu = columns.is_("offload", "none")
+    return StateBytes(
+        parameters=np.where(columns.is_("offload", "parameters"), 0.0, parameters),
+        master=np.where(on_gpu, master, 0.0),
+        gradients=np.where(gradients_sharded, sharded(in_shard, gradients_sharded), whole),
+        optimizer=np.where(on_gpu, sharded(OPTIMIZER_STATE_BYTES[job.optimizer], optimizer_sharded), 0.0),
+    )
+
+
+@dataclass(frozen=True)
+class Float8Gather:
+    """What ZeRO-3 gathers in fp8: one byte where others take two.
+
+    These are the weights of fp8 matmuls, in an engine that gathers so (`fp8_gather`). First and last block, head and embedding
+    stay in bf16, as `train.fp8_keep` has it by default, and so do matrices whose sizes the kernels do not take.
+    """
+
+    elements: Array
+    scales: Array
+    """on which ranks agree once a step"""
+
+    def scaled(self, factor: Array | float) -> Float8Gather:
+        return Float8Gather(np.asarray(factor * self.elements), np.asarray(factor * self.scales))
+
+    def __add__(self, other: Float8Gather) -> Float8Gather:
+        return Float8Gather(np.asarray(self.elements + other.elements), np.asarray(self.scales + other.scales))
+
+
+def fp8_saving(job: Job, elements: Array | float) -> Array:
+    """Bytes that so many elements need less, gathered in fp8."""
+    return np.asarray((compute_bytes(job) - 1) * elements)
+
+
+def fp8_of_layer(job: Job, columns: LayoutColumns, moe: bool) -> Float8Gather:
+    """Of one layer, if it is neither the first nor the last."""
+    split = (columns.pp > 1) & columns.split_backward
+    return _fp8_of_layer(job, columns, moe, split).scaled(~columns.is_("offload", "parameters"))
+
+
+def fp8_on_rank(job: Job, columns: LayoutColumns, share: RankShare) -> Float8Gather:
+    total = Float8Gather(np.zeros(len(columns)), np.zeros(len(columns)))
+    for layers, moe in ((share.dense_layers, False), (share.moe_layers, True)):
+        if np.any(layers):
+            inner = np.maximum(0, layers - _end_layers(job.model, share, moe))
+            total = total + fp8_of_layer(job, columns, moe).scaled(inner)
+    return total
+
+
+def fp8_layer_mean(job: Job, columns: LayoutColumns, moe: bool) -> Array:
+    """Elements of a layer, averaged over the model with its first and last layer."""
+    found = _fp8_of_layer(job, columns, moe, split=False)
+    return np.asarray(found.elements * max(0, job.model.layers - 2) / job.model.layers)
+
+
+def fp8_of_largest_layer(job: Job, columns: LayoutColumns, share: RankShare) -> Array:
+    """Elements of the largest layer on a rank, as one that is neither first nor last."""
+    dense, moe = (fp8_of_layer(job, columns, each).elements for each in (False, True))
+    return np.where(share.moe_layers > 0, moe if job.model.moe is not None else 0.0, dense)
+
+
+def fits_fp8(rows: int, columns: Array) -> Array:
+    multiple = FP8_MULTIPLE["tensor"]
+    return np.asarray((rows % multiple == 0) & (columns % multiple == 0))
+
+
+def _fp8_of_layer(job: Job, columns: LayoutColumns, moe: bool, split: Array | bool) -> Float8Gather:
+    model, tp, none = job.model, columns.tp, np.zeros(len(columns))
+    if job.precision != "fp8" or not job.framework.fp8_gather or model.mla is not None:
+        return Float8Gather(none, none)
+    gathers = (columns.zero == 3) & (columns.shards > 1)
+    h, q, kv = model.hidden, model.q_dim / tp, model.kv_dim / np.minimum(tp, model.kv_heads)
+    together = (tp > 1) | split  # q, k and v are one autograd function, in fp8 together or not at all
+    q_fits = fits_fp8(h, q) & (fits_fp8(h, kv) | ~together)
+    kv_fits = fits_fp8(h, kv) & (fits_fp8(h, q) | ~together)
+    width, matrices = _dense_mlp_width(model, moe) / tp, (3 if model.gated else 2)
+    mlp_fits = fits_fp8(h, width) & (width > 0)
+    elements = h * (q * q_fits + 2 * kv * kv_fits + q * fits_fp8(h, q) + matrices * width * mlp_fits)
+    # A fused block has one matmul for q, k and v, and one for gate and up, with one scale each.
+    scales = np.where(lean(job, columns), 4, 1 * q_fits + 2 * kv_fits + fits_fp8(h, q) + matrices * mlp_fits)
+    return Float8Gather(np.where(gathers, elements, 0.0), np.where(gathers, scales, 0))
+
+
+def _end_layers(model: Model, share: RankShare, moe: bool) -> Array:
+    """First and last layer of the model, where a rank has them and they are of that kind."""
+    first, last = (model.is_moe_layer(index) == moe for index in (0, model.layers - 1))
+    if model.layers == 1:
+        return share.embedding * first
+    return np.asarray(share.embedding * first + share.head * last)
+
+
+def _dense_mlp_width(model: Model, moe: bool) -> int:
+    if not moe or model.moe is None:
+        return model.ffn
+    return (model.moe.shared_expert_ffn or 0) if model.moe.shared_experts else 0

@@ -1,0 +1,530 @@
+"""What one chunk allocates and frees, as tables of tensors with lifetimes: backward of a layer, loss, ends of a pass.
+
+There are two ways to count. The allocations of our own engine were traced operator by operator (`exact_memory_trace`,
+docs/rehearse.md), so that every tensor has the events between which it is live. For other engines a planner must not promise
+too much: all buffers are taken to be live at once (`concurrent_buffers`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import IntEnum, auto
+
+import numpy as np
+
+from ultrascale.cost.columns import Array
+from ultrascale.cost.memory.activations import LayerActivations
+from ultrascale.cost.memory.chunk import ChunkMemory
+from ultrascale.cost.memory.states import FP32, compute_bytes, fp8_on_rank, fp8_saving, gradient_bytes, lean, uncut
+from ultrascale.cost.memory.walker import Live, MemoryPoint, TensorLifetime, activation, buffer, fullest, walk
+
+
+class LayerEvent(IntEnum):
+    """Backward of one layer: of a fused block, of a compiled one, or operator by operator."""
+
+    FUSED_GATE = 0
+    FUSED_DOWN_WEIGHT = auto()
+    FUSED_NORM = auto()
+    FUSED_UP_WEIGHTS = auto()
+    COMPILED = auto()
+    COMBINE = auto()
+    DOWN_MATMUL = auto()
+    GATE = auto()
+    EXPERT_ROWS = auto()
+    UP_MATMUL = auto()
+    INPUT_SUM = auto()
+    GATE_MATMUL = auto()
+    MLP_NORM = auto()
+    ATTENTION = auto()
+    ATTENTION_NORM = auto()
+    REDUCE_SCATTER = auto()
+    END = auto()
+
+
+class ChunkEvent(IntEnum):
+    """What happens to a chunk outside its layers' backward."""
+
+    FORWARD_END = 0
+    LOSS_FORWARD = auto()
+    LOSS = auto()
+    FINAL_NORM = auto()
+    BACKWARD_START = auto()
+    """where ZeRO-3 gathers embedding and head again"""
+    WEIGHT_GRADS = auto()
+    """deferred ones"""
+    ROOT_REDUCE_SCATTER = auto()
+    """of embedding and head, FSDP's root group: the last, or the first after deferred weight gradients"""
+    LAYER_REDUCE_SCATTER = auto()
+    """of the first layer after deferred weight gradients"""
+    END = auto()
+
+
+# Events at which tensors that a layer saved are freed: in a whole backward, and in a split one, which keeps matmul inputs for
+# the weight gradients. What is not named here is freed when the layer's backward ends.
+_FREED: dict[str, tuple[LayerEvent, LayerEvent]] = {
+    "expert output": (LayerEvent.DOWN_MATMUL, LayerEvent.DOWN_MATMUL),
+    "mlp activation": (LayerEvent.GATE, LayerEvent.END),
+    "expert activation": (LayerEvent.GATE, LayerEvent.END),
+    "mlp products": (LayerEvent.EXPERT_ROWS, LayerEvent.EXPERT_ROWS),
+    "expert products": (LayerEvent.EXPERT_ROWS, LayerEvent.EXPERT_ROWS),
+    "mlp input": (LayerEvent.MLP_NORM, LayerEvent.END),
+    "expert input": (LayerEvent.MLP_NORM, LayerEvent.END),
+    "router": (LayerEvent.ATTENTION, LayerEvent.END),
+    "shared expert": (LayerEvent.ATTENTION, LayerEvent.END),
+    "shared output": (LayerEvent.ATTENTION, LayerEvent.END),
+    "mlp norm": (LayerEvent.ATTENTION, LayerEvent.ATTENTION),
+}
+
+
+def layer_backward(chunk: ChunkMemory, gradients: Array, split: bool) -> MemoryPoint:
+    """The peak of the chunk's layers in backward, on top of what is in flight; `split`: of the input gradients alone."""
+    rows = len(chunk.columns)
+    if not chunk.job.framework.exact_memory_trace:
+        most = np.zeros(rows)
+        for count, _, layer in chunk.layers:
+            own = layer.gradients if split else layer.recomputed + layer.gradients
+            most = np.maximum(most, np.where(count > 0, own, 0.0))
+        return MemoryPoint(most, concurrent_buffers(chunk), gradients, np.zeros(rows))
+    deferring = chunk.columns.split_backward & split
+    found = nothing = MemoryPoint.nothing(rows)
+    for count, moe, layer in chunk.layers:
+        happens = _layer_events(chunk, moe, deferring)
+        live = walk(_layer_tensors(chunk, layer, moe, deferring), LayerEvent.END, rows, deferring)
+        for done in _layers_done(chunk, moe):
+            beside = walk(_beside_layer(chunk, layer, moe, gradients, done, deferring), LayerEvent.END, rows)
+            found = fullest(found, (live + beside).peak(happens).where(count > 0, nothing))
+    return found
+
+
+def _layers_done(chunk: ChunkMemory, moe: bool) -> list[Array]:
+    """Layers of the chunk whose backward is over when one of this kind may peak: when it is the first of its kind in backward,
+    the second, the last but one, or the last. Dense layers come first in a model, so last in backward.
+
+    Where parameters are freed with all that a layer saved, no later than the second.
+    """
+    own, before = (chunk.share.moe_layers, 0) if moe else (chunk.share.dense_layers, chunk.share.moe_layers)
+    most = np.minimum(np.where(chunk.frees_gathered & ~chunk.columns.split_backward, 1, own), own - 1)
+    return [before + np.maximum(0, np.minimum(number, most)) for number in (0, 1, own - 2, own - 1)]
+
+
+def _layer_events(chunk: ChunkMemory, moe: bool, split: Array) -> dict[int, Array | bool]:
+    """In which rows an event happens, for those that do not in all."""
+    job, columns, event = chunk.job, chunk.columns, LayerEvent
+    whole = uncut(columns) & job.framework.fused_blocks
+    fused = lean(job, columns) & ~columns.is_("recompute", "full") & (not moe)
+    eager, rmsnorm = ~whole, job.model.norm == "rmsnorm"
+    return {
+        **dict.fromkeys((event.FUSED_GATE, event.FUSED_DOWN_WEIGHT, event.FUSED_NORM, event.FUSED_UP_WEIGHTS), fused),
+        event.COMPILED: whole & ~fused,
+        event.COMBINE: eager & moe,
+        event.DOWN_MATMUL: eager,
+        event.GATE: eager,
+        event.EXPERT_ROWS: eager & moe,
+        event.UP_MATMUL: eager,
+        event.INPUT_SUM: eager & (columns.tp > 1) & (not moe),
+        event.GATE_MATMUL: eager & job.model.gated,
+        event.MLP_NORM: eager & rmsnorm,
+        event.ATTENTION: eager,
+        event.ATTENTION_NORM: eager & split & rmsnorm,
+        event.REDUCE_SCATTER: chunk.holds_fresh_gradients & ~split,
+    }
+
+
+def _layer_tensors(chunk: ChunkMemory, layer: LayerActivations, moe: bool, split: Array) -> Iterator[TensorLifetime]:
+    if chunk.job.framework.fused_blocks:
+        yield activation("saved by a compiled block", layer.whole, LayerEvent.COMPILED, LayerEvent.COMBINE)
+        yield activation("gradients in a compiled block", layer.gradients, LayerEvent.COMPILED, LayerEvent.COMBINE)
+        if not moe:
+            yield from _fused_layer(chunk, layer)
+    yield from _saved(chunk, layer, moe)
+    yield from _mlp_backward(chunk, layer, moe)
+    yield from _mlp_weight_gradients(chunk, moe, split)
+    yield from _norm_and_attention_backward(chunk, moe, split)
+    yield from _layer_reduce_scatter(chunk)
+
+
+def _fused_layer(chunk: ChunkMemory, layer: LayerActivations) -> Iterator[TensorLifetime]:
+    """A fused block's MLP is one autograd function: its inputs are live until it returns, its weight gradients are returned
+    together. Nothing is recomputed; matmuls of parameters that ZeRO gathered one by one copy them together.
+    """
+    event, residual, wide = LayerEvent, chunk.residual, layer.modules["mlp activation"]
+    weight = chunk.mlp_weight_gradient[False]
+    yield activation("saved for backward", layer.total, event.FUSED_GATE, event.COMPILED)
+    yield activation("residual gradient", residual, event.FUSED_GATE, event.COMPILED)
+    yield activation("gradients of gate and up", 2 * wide, event.FUSED_GATE, event.COMPILED)
+    yield activation("gradient of the activation", wide, event.FUSED_GATE, event.FUSED_DOWN_WEIGHT)
+    yield activation("activation, computed again", wide, event.FUSED_GATE, event.FUSED_NORM)
+    yield activation("gradient of the norm's output", residual, event.FUSED_NORM, event.COMPILED)
+    yield activation("norm's output, computed again", residual, event.FUSED_NORM, event.COMPILED)
+    yield activation("gradient of the norm's input", residual, event.FUSED_NORM, event.FUSED_UP_WEIGHTS)
+    yield buffer("weight gradient of down", weight, event.FUSED_DOWN_WEIGHT, event.COMPILED)
+    copies = np.where(chunk.holds_fresh_gradients, 2 * weight, 0.0)
+    yield buffer("gate and up weights, copied together", copies, event.FUSED_NORM, event.FUSED_UP_WEIGHTS)
+    yield buffer("weight gradients of gate and up", 2 * weight, event.FUSED_UP_WEIGHTS, event.COMPILED)
+
+
+def _saved(chunk: ChunkMemory, layer: LayerActivations, moe: bool) -> Iterator[TensorLifetime]:
+    """Tensors saved for backward, recomputed ones included."""
+    event = LayerEvent
+    for name, size in layer.modules.items():
+        freed, freed_if_split = _FREED.get(name, (event.REDUCE_SCATTER, event.END))
+        if moe and name == "mlp input":  # the router's copy serves no matmul whose weight gradient is deferred
+            yield activation("router input in fp32", chunk.router_input, event.COMBINE, freed)
+            size = size - chunk.router_input
+        yield activation(name, size, event.COMBINE, freed, freed_if_split)
+
+
+def _mlp_backward(chunk: ChunkMemory, layer: LayerActivations, moe: bool) -> Iterator[TensorLifetime]:
+    """Gradients of activations. A gate writes its activation once more. Matmuls of one input add to its gradient in turns."""
+    event, gated = LayerEvent, chunk.job.model.gated
+    wide = layer.modules["expert activation" if moe else "mlp activation"]
+    rows = layer.modules["expert input"] if moe else chunk.full_sequence
+    gathered = chunk.gathered_sequence
+    yield activation("residual gradient", chunk.residual, event.COMBINE, event.END)
+    if moe:
+        out = layer.modules["expert output"]
+        kept = event.DOWN_MATMUL if chunk.routed_only(moe) else event.END  # for the weights of a shared expert
+        yield activation("gathered output gradient", gathered, event.COMBINE, event.DOWN_MATMUL, kept)
+        yield activation("gradient of weighted expert output", out, event.COMBINE, event.DOWN_MATMUL)
+        yield activation("gradient of expert output", out, event.COMBINE, event.GATE, event.END)
+        yield activation("input gradients of each expert", rows, event.EXPERT_ROWS, event.UP_MATMUL)
+    else:
+        yield activation("gathered output gradient", gathered, event.DOWN_MATMUL, event.GATE, event.END)
+        yield activation("gathered input", gathered, event.UP_MATMUL, event.MLP_NORM, event.UP_MATMUL)
+    yield activation("gradient of the activation", wide, event.DOWN_MATMUL, event.EXPERT_ROWS)
+    yield activation("gradient of up", wide, event.GATE, event.GATE_MATMUL, event.END)
+    yield activation("input gradient", rows, event.EXPERT_ROWS, event.MLP_NORM)
+    yield activation("scattered input gradient", chunk.residual, event.INPUT_SUM, event.GATE_MATMUL)
+    if gated:
+        yield activation("activation, computed again", wide, event.GATE, event.EXPERT_ROWS)
+        yield activation("gradient of gate", wide, event.GATE, event.MLP_NORM, event.END)
+        yield activation("input gradient through up", rows, event.EXPERT_ROWS, event.INPUT_SUM)
+        yield activation("input gradient through gate", rows, event.GATE_MATMUL, event.MLP_NORM)
+
+
+def _mlp_weight_gradients(chunk: ChunkMemory, moe: bool, split: Array) -> Iterator[TensorLifetime]:
+    """Fresh weight gradients, which FSDP holds until its group's backward ends. Experts' are stacked from those of each."""
+    event, gated = LayerEvent, chunk.job.model.gated
+    fresh = np.where(split, 0.0, chunk.mlp_weight_gradient[moe])
+    held = np.where(chunk.holds_fresh_gradients, fresh, 0.0)
+    own_group = moe & (chunk.columns.ep > 1)  # experts that ep cuts are an FSDP group, whose backward ends with them
+    until_end = np.where(own_group, 0.0, held)
+    stacked = (2 if moe else 1) * fresh
+    yield buffer("weight gradient of down", stacked, event.DOWN_MATMUL, event.GATE)
+    yield buffer("weight gradient of down, held", held, event.GATE, event.MLP_NORM)
+    yield buffer("weight gradient of up", fresh, event.UP_MATMUL, event.GATE_MATMUL)
+    yield buffer("weight gradient of up, held", held, event.GATE_MATMUL, event.MLP_NORM)
+    if gated:
+        yield buffer("weight gradient of gate, with up's", fresh, event.INPUT_SUM, event.GATE_MATMUL)
+        yield buffer("weight gradient of gate", stacked, event.GATE_MATMUL, event.MLP_NORM)
+    yield buffer("MLP's weight gradients, held", (2 + gated) * until_end, event.MLP_NORM, event.ATTENTION_NORM)
+
+
+def _norm_and_attention_backward(chunk: ChunkMemory, moe: bool, split: Array) -> Iterator[TensorLifetime]:
+    event, residual = LayerEvent, chunk.residual
+    workspace = chunk.norm_workspace(residual)
+    for norm, end in ((event.MLP_NORM, event.ATTENTION), (event.ATTENTION_NORM, event.REDUCE_SCATTER)):
+        yield activation("gradient of the norm's output", residual, norm, end)
+        yield activation("norm in fp32", workspace, norm, end)
+    gradients = _attention_gradients(chunk)
+    yield activation("gradients of output, q, k, v", gradients, event.ATTENTION, event.ATTENTION_NORM)
+    # Deferred weight gradients keep what the last matmuls of attention and MLP were given: gathered, or the residual's
+    # gradient as it was then. Attention's takes the place of the MLP norm's input.
+    of_attention = np.where(split, chunk.gathered_sequence, 0.0)
+    yield activation("gathered output gradient of attention", of_attention, event.ATTENTION_NORM, event.END)
+    of_mlp = np.where(split & (chunk.columns.sequence_cut == 1) & (not chunk.routed_only(moe)), residual, 0.0)
+    yield activation("output gradient of the MLP", of_mlp, event.ATTENTION, event.END)
+
+
+def _attention_gradients(chunk: ChunkMemory) -> Array:
+    """Gradients of the output, of queries, and of keys and values as the kernel writes them: one for every head of queries, and
+    where heads share keys it reads copies of these. All-gathered keys and values are live beside gradients as long.
+    """
+    model, columns, b = chunk.job.model, chunk.columns, compute_bytes(chunk.job)
+    tokens = columns.tokens(chunk.job.seq)
+    query = b * tokens * model.q_dim / columns.tp
+    key = b * tokens * model.kv_dim / np.minimum(columns.tp, model.kv_heads)
+    copies = np.where(query > key, 2 * query, 0.0)
+
+    def ring(queries_seen: float) -> Array:
+        """One block of keys and values with the queries that see it: dq is summed in fp32; dk and dv of the rank's own keys and
+        the sums for others are live, and while blocks are exchanged each one sent and received.
+        """
+        blocks = 2 * (2 + 2 * (columns.cp > 2) + (columns.cp > 3))  # own gradients, keys at work; sums twice; next keys
+        return np.asarray((1 + FP32 / b + 2 + queries_seen) * query + copies + (blocks + (copies > 0)) * key)
+
+    plain = 4 * query + copies
+    by_variant = {
+        "allgather": np.maximum(2 * query + 4 * key + 4 * columns.cp * key, plain + 2 * columns.cp * key),
+        "ring": ring(1.0),
+        "zigzag": ring(0.5),
+        "ulysses": 5 * query + np.where(query > key * columns.key_copies(model.kv_heads), 2 * query, 0.0),
+    }
+    found = plain
+    for variant, size in by_variant.items():
+        found = np.where((columns.cp > 1) & columns.is_("context_parallel", variant), size, found)
+    # The norm of queries is computed in fp32 when the kernel's own gradients are freed.
+    return np.maximum(found, chunk.norm_workspace(query)) if model.qk_norm else found
+
+
+def _layer_reduce_scatter(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
+    """The end of a layer's backward: fresh gradients, copied into the reduce-scatter's input unless that has their format and
+    comes after deferred weight gradients.
+    """
+    at, b, g, block = LayerEvent.REDUCE_SCATTER, compute_bytes(chunk.job), gradient_bytes(chunk.job), chunk.held.block
+    late = chunk.columns.split_backward
+    copied, reduced = chunk.reduce_scatters & ~(late & (g == b)), chunk.reduce_scatters & ~late
+    output = np.where(reduced, chunk.reduce_scatter_output(block), 0.0)
+    yield buffer("layer's weight gradients", b * block, at, LayerEvent.END)
+    yield buffer("reduce-scatter input", np.where(copied, g * block, 0.0), at, LayerEvent.END)
+    yield buffer("reduce-scatter output", output, at, LayerEvent.END)
+
+
+def _beside_layer(
+    chunk: ChunkMemory, layer: LayerActivations, moe: bool, gradients: Array, done: Array, split: Array
+) -> Iterator[TensorLifetime]:
+    """Live beside a layer in backward when `done` layers of the chunk are through.
+
+    What is in flight was counted for the whole chunk, this layer included: saved tensors of layers that are done are freed.
+    A split backward frees none, but only layers that are done have what is counted for their deferred weight gradients.
+    """
+    start, scatter, end = LayerEvent.FUSED_GATE, LayerEvent.REDUCE_SCATTER, LayerEvent.END
+    held, columns, late = chunk.held, chunk.columns, chunk.columns.split_backward
+    b, g, share_done = compute_bytes(chunk.job), gradient_bytes(chunk.job), done / np.maximum(1, chunk.share.layers)
+    freed = np.where(split, chunk.deferred - share_done * chunk.deferred_layers, share_done * chunk.saved_layers)
+    yield activation("of what is in flight: this layer, and those done", -layer.total - freed, start, end)
+    # The gradient that the chunk received is the residual's own until attention of the first layer in backward; a deferred
+    # weight gradient of that layer may need it anyway, unless it was gathered.
+    received = (chunk.share.head == 0) & (~split | (columns.sequence_cut > 1) | chunk.routed_only(moe))
+    yield activation("received gradient", np.where(received & (done > 0), chunk.residual, 0.0), start, end)
+    separate = np.where(received & (done == 0), chunk.residual, 0.0)
+    yield activation("received gradient", separate, LayerEvent.ATTENTION, end)
+    # This layer and the one prefetched. Its parameters are freed before its gradients are reduce-scattered.
+    blocks = np.minimum(2, np.maximum(1, chunk.share.layers) - done) * held.block
+    both = chunk.unsharded(held.ends + blocks + (held.layer - held.block), chunk.fp8_prefetched(done))
+    next_one = held.ends + blocks + (held.layer - 2 * held.block)
+    prefetched = chunk.unsharded(next_one, chunk.fp8_prefetched(done, this_layer=False))
+    yield buffer("unsharded parameters", both, start, scatter)
+    yield buffer("unsharded parameters", prefetched, scatter, end)
+    through = share_done * (chunk.own.total - chunk.own.ends)
+    frees = chunk.frees_gathered
+    yield TensorLifetime("freed parameters of layers done", "parameters", np.where(frees, -b * through, 0.0), start, end)
+    yield TensorLifetime("freed parameters of this layer", "parameters", np.where(frees, -b * held.block, 0.0), scatter, end)
+    yield buffer("gradient sent to the previous stage", chunk.sent_gradient, start, end)
+    yield buffer("head's weight gradient", chunk.head_gradient, start, end)
+    # FSDP frees the input of a reduce-scatter when the next one begins.
+    others = chunk.rank_reduce_scatter_inputs - chunk.reduce_scatter_input
+    yield buffer("reduce-scatter inputs of other chunks", others, start, end)
+    last_layer = np.where(chunk.reduce_scatters, g * held.block, 0.0)
+    last = np.where(late | (done == 0), chunk.reduce_scatter_input, last_layer)
+    yield buffer("last reduce-scatter input", last, start, scatter)
+    yield buffer("last reduce-scatter input", np.where(late, last, 0.0), scatter, end)
+    # A whole backward of a chunk whose others are split reduce-scatters all its gradients at its end, as theirs do.
+    whole = np.where(late & ~split & chunk.reduce_scatters, g * through, np.where(late, 0.0, chunk.first_gradients(through)))
+    yield buffer("gradients of layers done", whole, start, end)
+    made = (gradients - gradients * held.ends / held.total) * share_done
+    yield TensorLifetime("gradients", "gradients", np.where(chunk.single_backward, made, gradients), start, end)
+
+
+CHUNK_LOSS = (ChunkEvent.LOSS_FORWARD, ChunkEvent.LOSS, ChunkEvent.FINAL_NORM)
+
+
+def chunk_events(chunk: ChunkMemory, gradients: Array) -> Live:
+    """A chunk of a traced engine outside its layers' backward."""
+    return walk(_chunk_tensors(chunk, gradients), ChunkEvent.END, len(chunk.columns))
+
+
+def loss_peak(chunk: ChunkMemory, gradients: Array) -> MemoryPoint:
+    if not chunk.job.framework.exact_memory_trace:
+        loss = np.asarray(chunk.share.head * chunk.head.peak)
+        return MemoryPoint(loss, concurrent_buffers(chunk), gradients, 0.0 * loss)
+    return loss_of(chunk, chunk_events(chunk, gradients))
+
+
+def loss_of(chunk: ChunkMemory, live: Live) -> MemoryPoint:
+    """The peak of head and loss; the final norm in fp32 outweighs few logits."""
+    events = CHUNK_LOSS if chunk.job.model.norm == "rmsnorm" else CHUNK_LOSS[:2]
+    # The loss itself first: of events as full as each other the first is told.
+    return fullest(live.at(ChunkEvent.LOSS), *(live.at(event) for event in events if event != ChunkEvent.LOSS))
+
+
+def _chunk_tensors(chunk: ChunkMemory, gradients: Array) -> Iterator[TensorLifetime]:
+    event, head = ChunkEvent, chunk.share.head
+    none = np.zeros(len(chunk.columns))
+    yield from _forward_end(chunk)
+    yield from _loss(chunk)
+    # ZeRO-3 and the last reduce-scatter, in a forward and while deferred weight gradients are computed.
+    between = chunk.unsharded_between_layers + chunk.rank_reduce_scatter_inputs
+    yield buffer("unsharded parameters, reduce-scatter inputs", between, event.FORWARD_END, event.LOSS_FORWARD)
+    yield buffer("unsharded parameters, reduce-scatter inputs", head * between, event.LOSS_FORWARD, event.BACKWARD_START)
+    yield buffer("unsharded parameters, reduce-scatter inputs", between, event.WEIGHT_GRADS, event.ROOT_REDUCE_SCATTER)
+    frees = chunk.columns.split_backward & chunk.frees_gathered & (chunk.columns.zero == 3)
+    freed = np.where(frees, -compute_bytes(chunk.job) * chunk.own.total, 0.0)
+    yield TensorLifetime(
+        "parameters freed with the input gradients", "parameters", freed, event.WEIGHT_GRADS, event.ROOT_REDUCE_SCATTER
+    )
+    yield from _backward_start(chunk)
+    yield from _backward_end(chunk)
+    accumulated = np.where(chunk.single_backward, none, gradients)
+    yield TensorLifetime("gradients", "gradients", accumulated, event.FORWARD_END, event.BACKWARD_START)
+    yield TensorLifetime("gradients", "gradients", gradients, event.BACKWARD_START, event.WEIGHT_GRADS)
+    yield TensorLifetime("gradients", "gradients", accumulated, event.WEIGHT_GRADS, event.ROOT_REDUCE_SCATTER)
+    # Of a step's only backward, shards whose reduce-scatter is running were not there before.
+    arriving = np.where(chunk.columns.split_backward, chunk.own.total, chunk.own.ends) / chunk.held.total
+    there = gradients * (1 - np.where(chunk.single_backward, arriving, 0.0))
+    yield TensorLifetime("gradients", "gradients", there, event.ROOT_REDUCE_SCATTER, event.END)
+
+
+def _forward_end(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
+    """Where the last layer has experts: rows that return from them; the layer's output is not there yet."""
+    start, end = ChunkEvent.FORWARD_END, ChunkEvent.LOSS_FORWARD
+    for _, moe, layer in chunk.layers:
+        if not moe:
+            continue
+        there = chunk.share.moe_layers > 0
+        sizes = {
+            "expert rows, received and weighted": 2 * layer.modules["expert output"],
+            "sum of each token's rows": chunk.full_sequence,
+            "gathered input": chunk.gathered_sequence,
+            "layer's normed input": chunk.residual,
+            "output to send, not there yet": np.where(chunk.sends_output, -chunk.residual, 0.0),
+        }
+        for name, size in sizes.items():
+            yield activation(name, np.where(there, size, 0.0), start, end)
+        yield buffer("last all-gather", np.where(there, chunk.last_all_gather, 0.0), start, end)
+
+
+def _loss(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
+    """Buffers of ZeRO-3 hold one layer: prefetched for backward or, where the loss peaks in forward, not yet freed."""
+    event, head, columns = ChunkEvent, chunk.share.head, chunk.columns
+    normed = 2 * chunk.residual + chunk.norm_workspace(chunk.residual)
+    yield activation("head and loss, in forward", head * chunk.head.forward, event.LOSS_FORWARD, event.LOSS)
+    yield activation("head and loss", head * chunk.head.peak, event.LOSS, event.FINAL_NORM)
+    yield activation("final norm's input, gradient, fp32", head * normed, event.FINAL_NORM, event.BACKWARD_START)
+    stays = (columns.zero < 3) | (columns.keep_gathered == 1)  # else that layer is freed already
+    gathered = np.where(stays, chunk.last_all_gather, 0.0)
+    in_forward = head * np.where(gathered > 0, gathered, chunk.sent_gradient)
+    in_backward = head * chunk.sent_gradient
+    yield buffer("last all-gather, or gradient sent", in_forward, event.LOSS_FORWARD, event.LOSS)
+    at_loss = np.where(columns.tp > 1, in_forward, in_backward)  # over a cut vocabulary the loss peaks in forward
+    yield buffer("last all-gather, or gradient sent", at_loss, event.LOSS, event.FINAL_NORM)
+    yield buffer("gradient sent", in_backward, event.FINAL_NORM, event.BACKWARD_START)
+    yield buffer("head's weight gradient", chunk.head_gradient, event.FINAL_NORM, event.BACKWARD_START)
+
+
+def _backward_start(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
+    """ZeRO-3 gathers embedding and head again: as they arrive, and as they are used."""
+    start, end, held = ChunkEvent.BACKWARD_START, ChunkEvent.WEIGHT_GRADS, chunk.held
+    gathers = (chunk.columns.zero == 3) & (chunk.columns.keep_gathered == 0)
+    unsharded = chunk.unsharded(2 * held.ends + 2 * held.block, chunk.fp8_prefetched(0 * chunk.share.layers))
+    sizes = unsharded + chunk.rank_reduce_scatter_inputs
+    yield activation("residual gradient", np.where(gathers, chunk.residual, 0.0), start, end)
+    yield buffer("unsharded parameters, reduce-scatter inputs", np.where(gathers, sizes, 0.0), start, end)
+
+
+def _backward_end(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
+    """Activations are freed. Root's gradients are FSDP's last group. After deferred weight gradients root is the first, and all
+    of the chunk's gradients are there; those of the first layer are freed as they are copied for its reduce-scatter.
+    """
+    root, layer, end = ChunkEvent.ROOT_REDUCE_SCATTER, ChunkEvent.LAYER_REDUCE_SCATTER, ChunkEvent.END
+    own, b, g, late = chunk.own, compute_bytes(chunk.job), gradient_bytes(chunk.job), chunk.columns.split_backward
+    in_flight = chunk.saved + np.where(late, chunk.deferred, 0.0)
+    yield activation("this micro-batch, in flight until now", -in_flight, root, end)
+    made = np.where(late, g * (own.total - own.padding), b * own.ends)
+    yield buffer("weight gradients", made, root, end)
+    yield buffer("reduce-scatter input", g * own.ends, root, layer)
+    yield buffer("reduce-scatter output", chunk.reduce_scatter_output(own.ends), root, layer)
+    yield buffer("reduce-scatter input, less the root's gradients", g * (own.block - own.ends), layer, end)
+    first_layers = np.where(late, 0.0, chunk.first_gradients(own.total - own.ends))
+    yield buffer("gradients of the layers", first_layers, root, end)
+    yield buffer("gradients of the root", chunk.first_gradients(own.ends), layer, end)
+    others = chunk.rank_reduce_scatter_inputs - chunk.reduce_scatter_input
+    yield buffer("reduce-scatter inputs of other chunks", others, root, end)
+    yield TensorLifetime("freed parameters", "parameters", np.where(chunk.frees_gathered, -b * own.total, 0.0), root, end)
+
+
+def backward_end(chunk: ChunkMemory, live: Live) -> MemoryPoint:
+    """The fuller of the reduce-scatters that end a backward, where it has any."""
+    late = chunk.columns.split_backward
+    point = live.at(ChunkEvent.ROOT_REDUCE_SCATTER)
+    after = live.at(ChunkEvent.LAYER_REDUCE_SCATTER)
+    found = after.where(late & ((chunk.own.ends == 0) | (after.total > point.total)), point)
+    nothing = MemoryPoint.nothing(len(chunk.columns))
+    return found.where(chunk.reduce_scatters, nothing)
+
+
+def fresh_gradient(chunk: ChunkMemory, there: Array) -> Array:
+    """The weight gradient of embedding or head, which is never deferred, where backward is split."""
+    return np.where(
+        chunk.columns.split_backward & chunk.job.framework.exact_memory_trace, there * chunk.vocabulary_gradient, 0.0
+    )
+
+
+def waiting_gradient(chunk: ChunkMemory, there: Array) -> Array:
+    """The same until the chunk's reduce-scatter, in the format that is reduced; in ZeRO-1 it is among the gradients."""
+    separate = chunk.sharded & (chunk.reduce_scatters | chunk.first_backward)
+    ratio = max(1.0, gradient_bytes(chunk.job) / compute_bytes(chunk.job))
+    return np.where(separate, ratio * fresh_gradient(chunk, there), 0.0)
+
+
+def embedding_backward(chunk: ChunkMemory) -> Array:
+    """The embedding's weight gradient, and output gradients of all tokens on a rank that has a part of the vocabulary."""
+    cut = chunk.columns.split_backward & (chunk.columns.tp > 1) & chunk.job.framework.exact_memory_trace
+    gathered = np.where(cut, chunk.share.embedding * chunk.full_sequence, 0.0)
+    return np.asarray(fresh_gradient(chunk, chunk.share.embedding) + gathered)
+
+
+def concurrent_buffers(chunk: ChunkMemory) -> Array:
+    """All buffers of collectives and fresh gradients of a backward, live at once."""
+    return np.asarray(sum(size for _, size in _concurrent_buffers(chunk)))
+
+
+def _concurrent_buffers(chunk: ChunkMemory) -> Iterator[tuple[str, Array]]:
+    job, columns, held = chunk.job, chunk.columns, chunk.held
+    model, b, g, wide = job.model, compute_bytes(job), gradient_bytes(job), chunk.full_sequence
+    # Experts are sharded over the data ranks that ep leaves them: with ep = shards there is nothing of them to gather.
+    elsewhere = 1 - 1 / columns.shards
+    not_own = held.trunk * elsewhere + held.experts * (1 - 1 / np.maximum(1, columns.shards / columns.ep))
+    # ZeRO-3: this layer and the one prefetched, embedding and head; never more than the parameters that live elsewhere.
+    two_layers = b * (2 * held.layer + held.ends)
+    least = np.minimum(
+        chunk.fp8_prefetched(0 * chunk.share.layers), chunk.fp8_prefetched(np.maximum(0, chunk.share.layers - 2))
+    )
+    of_rank = fp8_on_rank(job, columns, chunk.rank_share).elements
+    most = np.minimum(two_layers - fp8_saving(job, least), b * not_own - fp8_saving(job, of_rank * elsewhere))
+    gathered = np.where((columns.zero == 3) & (columns.keep_gathered == 0), most, 0.0)
+    yield "unsharded parameters", np.where(columns.is_("offload", "parameters"), two_layers, gathered)
+    if g != b:
+        yield "fresh weight gradients", b * (held.total if job.framework.accumulation == "after-backward" else held.layer)
+    reduced = held.layer
+    if job.framework.states == "fp32":
+        # FSDP reduce-scatters a chunk's gradients together where backward is split: its hooks do not see deferred ones.
+        reduced = np.where(columns.split_backward, held.total / columns.virtual_stages, reduced)
+    yield "reduce-scatter input", np.where(columns.zero >= 2, g * np.minimum(reduced, not_own), 0.0)
+    yield "gathered sequence", np.where((columns.tp > 1) & (columns.sequence_parallel == 1), wide, 0.0)
+    yield "received activations and gradients", np.where(columns.pp > 1, 2 * wide / columns.sequence_cut, 0.0)
+    yield "keys and values of other ranks", _context_buffers(chunk)
+    if model.moe is not None:
+        routed = job.cluster.efficiency.expert_imbalance * model.moe.top_k * wide
+        sent = routed / columns.routed_cut(job.framework.transformer_engine)
+        yield "dispatched tokens", np.where(columns.ep > 1, sent, 0.0)
+    if job.framework.expert_overlap == "microbatches":
+        for count, moe, layer in chunk.layers:
+            if moe:
+                yield "a layer of the micro-batch that hides the all-to-all", np.where(count > 0, layer.whole, 0.0)
+
+
+def _context_buffers(chunk: ChunkMemory) -> Array:
+    """Ring: the block at work and the next, of values and in backward of their gradients. All-gather: keys and values of the
+    whole sequence. Ulysses: q, k and v a second time, cut by heads.
+    """
+    job, columns, model, b = chunk.job, chunk.columns, chunk.job.model, compute_bytes(chunk.job)
+    tokens = columns.tokens(job.seq)
+    kv_width = 2 * model.kv_dim if model.mla is None else model.heads * (model.qk_head_dim + model.v_head_dim)
+    kv_cut = np.minimum(columns.tp, model.kv_heads if model.mla is None else model.heads)
+    keys_and_values = b * tokens * kv_width / kv_cut
+    queries = b * tokens * model.heads * model.qk_head_dim / columns.tp
+    ring = columns.is_("context_parallel", "ring") | columns.is_("context_parallel", "zigzag")
+    gather = columns.is_("context_parallel", "allgather")
+    each = np.where(ring, 2 * keys_and_values, np.where(gather, columns.cp * keys_and_values, queries + keys_and_values))
+    return np.where(columns.cp > 1, each, 0.0)
