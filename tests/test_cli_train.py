@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch._dynamo
 
-from ultrascale.launch import cpu_rates, launcher
+from ultrascale.launch import launcher, machine
 from ultrascale.launch.cpu_rates import CPURates, LinkRate
 from ultrascale.launch.machine import cpu_cluster
 from ultrascale.specs.measurement import Measurement
@@ -164,7 +164,7 @@ def test_a_run_in_this_process_leaves_its_threads_as_they_were(
 ) -> None:
     """Counted, not set: threads that a test had used would be missing in the ranks that later ones fork."""
     asked: list[int] = []
-    monkeypatch.setattr(cpu_rates, "cores", lambda: 3)
+    monkeypatch.setattr(machine, "cores", lambda: 3)
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     before = torch.get_num_threads()
     code, _, said = run("train", "--model", "tiny", "--steps", "2", "--seq", "32", "--out", tmp_path / "x")

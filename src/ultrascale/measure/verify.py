@@ -25,6 +25,7 @@ from ultrascale.specs.errors import RunError
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import Training
+from ultrascale.train.build import build_engine
 from ultrascale.train.data import Batches
 from ultrascale.train.engine import Engine
 from ultrascale.train.optimizer import Weight
@@ -267,4 +268,4 @@ def make_engine(rank_info: RankInfo, job: Job, layout: Layout, training: Trainin
     torch.set_num_threads(1)
     mesh = Mesh.build(layout, job.model.kv_heads, rank_info.rank, device)
     batches = Batches(corpus(training, job.model.vocab), job.seq, layout.dp * layout.mbs * layout.gas, training.seed)
-    return Engine(job, mesh, training, batches)
+    return build_engine(job, mesh, training, batches)

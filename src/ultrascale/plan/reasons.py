@@ -208,10 +208,10 @@ def _size(gib: float, digits: int = 1) -> str:
 def estimate_alone_gib(job: Job) -> float:
     """Parameters, master, gradients and optimizer states of the whole model (no activations), in GiB."""
     from ultrascale.cost.memory.states import compute_bytes, gradient_bytes
-    from ultrascale.specs.job import OPTIMIZER_STATE_BYTES
+    from ultrascale.specs.job import OPTIMIZERS
 
     master = 4 if job.precision != "fp32" else 0
-    each = compute_bytes(job) + master + gradient_bytes(job) + OPTIMIZER_STATE_BYTES[job.optimizer]
+    each = compute_bytes(job) + master + gradient_bytes(job) + OPTIMIZERS[job.optimizer].state_bytes
     return job.model.parameters * each / GIB
 
 

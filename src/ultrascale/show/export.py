@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ultrascale.export.header import UNSAID
+from ultrascale.export.header import NOT_EXPRESSIBLE
 from ultrascale.export.read import Imported
 from ultrascale.show.explain import show_plan
 from ultrascale.show.lines import bullets, heading, notes
@@ -17,7 +17,7 @@ from ultrascale.specs.units import seconds
 def show_written(console: Console, written: list[Path], said: list[str], follows: str) -> None:
     for file in written:
         console.print(f"Wrote {file}", soft_wrap=True)
-    unsaid = [line.removeprefix(f"{UNSAID}: ") for line in said if line.startswith(UNSAID)]
+    unsaid = [line.removeprefix(f"{NOT_EXPRESSIBLE}: ") for line in said if line.startswith(NOT_EXPRESSIBLE)]
     if unsaid:
         heading(console, "Not expressible there (also in the file)")
         bullets(console, unsaid)
