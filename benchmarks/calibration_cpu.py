@@ -132,6 +132,7 @@ def in_turns(rank: int, world: int, store: str, wanted: Sequence[Asked], turns: 
     from ultrascale.launch.rank_info import RankInfo
     from ultrascale.launch.rendezvous import join
     from ultrascale.parallel.mesh import Mesh
+    from ultrascale.train.build import build_engine
     from ultrascale.train.data import Batches
     from ultrascale.train.engine import Engine
 
@@ -139,7 +140,7 @@ def in_turns(rank: int, world: int, store: str, wanted: Sequence[Asked], turns: 
         asked = request(one, world, 1)
         job, layout, training = asked.job, asked.layout, asked.training
         batches = Batches(corpus(training, job.model.vocab), job.seq, layout.mbs * layout.dp * layout.gas, training.seed)
-        return Engine(job, Mesh.build(layout, job.model.kv_heads, rank), training, batches)
+        return build_engine(job, Mesh.build(layout, job.model.kv_heads, rank), training, batches)
 
     join(RankInfo(rank, world, rank, world, store), 600)
     if world == 1:

@@ -32,8 +32,8 @@ from ultrascale.specs.model import Model
 from ultrascale.specs.training import Training
 from ultrascale.specs.units import GIB
 from ultrascale.train.async_checkpoint import CheckpointManager
+from ultrascale.train.build import build_engine
 from ultrascale.train.data import Batches
-from ultrascale.train.engine import Engine
 
 TURNS = 5
 SHAPES = {
@@ -48,7 +48,7 @@ def measure(rank: int, world: int, store: str, name: str, layout: Layout, folder
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
     training = Training(steps=1000, data="synthetic")
     job = Job(model=SHAPES[name], cluster=Cluster.load(f"{world}xh100"), seq=64, batch_tokens=64 * world, precision="fp32")
-    engine = Engine(
+    engine = build_engine(
         job, Mesh.build(layout, job.model.kv_heads, rank), training, Batches(corpus(training, job.model.vocab), 64, world, 0)
     )
     beside, waited = (

@@ -26,8 +26,8 @@ from ultrascale.launch import local
 from ultrascale.launch.machine import gpu_names
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.specs.training import Training
+from ultrascale.train.build import build_engine
 from ultrascale.train.data import Batches
-from ultrascale.train.engine import Engine
 
 WINDOW = 20  # steps whose mean is one point of a smoothed curve
 BOUND = 0.005  # how far fp8 may be from bf16
@@ -76,7 +76,7 @@ def train(run: Run, seed: int, options: argparse.Namespace) -> list[float]:
             kernels=kernels,
         )
         batches = Batches(corpus(training, model.vocab), job.seq, options.batch, training.seed)
-        engine = Engine(job, Mesh.build(Layout(mbs=options.batch), model.kv_heads, 0, device), training, batches)
+        engine = build_engine(job, Mesh.build(Layout(mbs=options.batch), model.kv_heads, 0, device), training, batches)
         return [engine.step(number).loss for number in range(options.steps)]
 
     (losses,) = local.run(rank, 1)

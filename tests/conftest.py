@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from ultrascale import cli
-from ultrascale.launch import cpu_rates, machine
+from ultrascale.launch import machine
 
 # Ranks are forked from this process, and OpenMP's threads do not survive a fork: a child that needs them waits for ever.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -76,8 +76,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def one_thread() -> Iterator[None]:
     """Runs in this process, too, keep to one thread, however many cores there are."""
     with pytest.MonkeyPatch.context() as patched:
-        for place in (cpu_rates, machine):
-            patched.setattr(place, "cores", lambda: 1)
+        patched.setattr(machine, "cores", lambda: 1)
         yield
 
 

@@ -45,7 +45,7 @@ def test_a_run_goes_on_in_its_folder(run: Run, copied: Path) -> None:
     before = curve(copied)
     code, _, said = run("train", "--resume", copied, "--steps", 6)
     assert code == 0, said
-    assert "going on from" in said
+    assert "resuming from" in said
     assert "step-000004" in said
     after = curve(copied)
     assert list(after) == [1, 2, 3, 4, 5, 6]

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch._dynamo
 
-from ultrascale.launch import cpu_rates, launcher
+from ultrascale.launch import launcher, machine
 from ultrascale.launch.cpu_rates import CPURates, LinkRate
 from ultrascale.launch.machine import cpu_cluster
 from ultrascale.specs.measurement import Measurement
@@ -125,7 +125,7 @@ def test_a_plan_runs_as_it_stands_and_is_verified(run: Run, tmp_path: Path) -> N
     assert "in fp32" in said
     code, printed, said = run("verify", plan, "--json", tmp_path / "out.json")
     assert code == 0, said
-    assert "1 of 1 layouts compute what one process computes" in printed
+    assert "1 of 1 layouts compute the same as one process" in printed
     (row,) = json.loads((tmp_path / "out.json").read_text())["layouts"]
     assert row["ok"] is True
     assert row["layout"]["pp"] == 2
@@ -137,7 +137,7 @@ def test_drawn_runs_are_verified_and_their_pairs_shown(run: Run, tmp_path: Path,
     code, printed, said = run("verify", "--runs", 1, "--seed", 3, "--processes", 2, "--json", tmp_path / "out.json")
     assert code == 0, printed + said
     lines = printed.splitlines()
-    assert lines[-1] == "1 of 1 runs are those of one uninterrupted process, to what rounding explains"
+    assert lines[-1] == "1 of 1 runs are equal to one uninterrupted process, within rounding"
     assert any("pairs of features ran together" in line for line in lines)
     assert max(map(len, lines)) <= 100
     found = json.loads((tmp_path / "out.json").read_text())
@@ -164,7 +164,7 @@ def test_a_run_in_this_process_leaves_its_threads_as_they_were(
 ) -> None:
     """Counted, not set: threads that a test had used would be missing in the ranks that later ones fork."""
     asked: list[int] = []
-    monkeypatch.setattr(cpu_rates, "cores", lambda: 3)
+    monkeypatch.setattr(machine, "cores", lambda: 3)
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     before = torch.get_num_threads()
     code, _, said = run("train", "--model", "tiny", "--steps", "2", "--seq", "32", "--out", tmp_path / "x")

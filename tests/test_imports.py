@@ -45,7 +45,6 @@ ALLOWED = {
     "show": {"show", "measure", "export", "launch", "train", "plan", "cost", "specs", "__version__"},
     "report": {"report", "figures", "show", "measure", "plan", "cost", "specs", "__version__"},
     "studio": {"studio", "report", "figures", "show", "export", "measure", "plan", "cost", "schedules", "specs"},
-    "asked.py": {"launch", "train", "specs"},
     "__init__.py": {"launch", "plan", "cost", "specs"},
     "__main__.py": {"cli"},
 }

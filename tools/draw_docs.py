@@ -14,7 +14,7 @@ from draw_shapes import context_masks, pipeline
 from svg import Bar, stacked
 from ultrascale import Estimate, Layout, estimate
 from ultrascale.figures import style
-from ultrascale.figures.time import EXCHANGE
+from ultrascale.figures.plan import COMMUNICATION
 from ultrascale.measure.compare import TIMES
 from ultrascale.specs.estimate import CAUSES, OWNERS
 from ultrascale.specs.units import GIB
@@ -83,8 +83,8 @@ def time_parts(found: Estimate, attention_apart: bool = False) -> dict[str, floa
     """Seconds of a step in groups of causes."""
     causes = TIMES["computing"][1]
     computing = [cause for cause in causes if not (attention_apart and cause == "attention_s")]
-    rest = [cause for cause in CAUSES if cause not in (*causes, *EXCHANGE)]
-    groups = {"computing": computing, "exposed communication": EXCHANGE, "bubble, optimizer, host": rest}
+    rest = [cause for cause in CAUSES if cause not in (*causes, *COMMUNICATION)]
+    groups = {"computing": computing, "exposed communication": COMMUNICATION, "bubble, optimizer, host": rest}
     if attention_apart:
         groups = {"attention": ["attention_s"], **groups}
     return {name: sum(getattr(found.time, cause) for cause in group) for name, group in groups.items()}

@@ -35,6 +35,7 @@ from ultrascale.parallel.mesh import Mesh
 from ultrascale.specs.model import MoE
 from ultrascale.specs.training import Training
 from ultrascale.specs.units import GIB
+from ultrascale.train.build import build_engine
 from ultrascale.train.data import Batches
 from ultrascale.train.engine import Engine
 
@@ -123,7 +124,7 @@ def build(model: Model, mbs: int, recompute: str, steps: int, numbers: Numbers, 
     job = Job(model=model, cluster=Cluster.load("1xh200"), seq=seq, batch_tokens=mbs * seq, precision=numbers.precision)
     training = Training(steps=steps, data="synthetic", clip=1.0, fp8_scaling=numbers.scaling, fp8_keep=numbers.keep)
     batches = Batches(corpus(training, model.vocab), seq, mbs, training.seed)
-    return Engine(job, Mesh.build(layout, model.kv_heads, 0, device), training, batches)
+    return build_engine(job, Mesh.build(layout, model.kv_heads, 0, device), training, batches)
 
 
 @contextmanager
@@ -173,7 +174,7 @@ def measure(
         reserved_gib=torch.cuda.max_memory_reserved() / GIB,
         losses=(*losses[:5], losses[-1]),
         ready_s=started - began,
-        chosen=tuple(str(one) for one in (engine.attention, engine.gates) if one is not None),
+        chosen=tuple(map(str, engine.autotuned)),
     )
     return row, profile(engine, WARM_UP + steps) if profiled else [], torch.cuda.get_device_name()
 

@@ -32,7 +32,7 @@ def test_tokenize_then_info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert rows["tokens"].strip() == "10 (uint16)"
     assert rows["longest document"].strip() == "6 tokens"
     assert rows["mean document"].strip() == "5.0 tokens"
-    assert rows["made of"].strip().startswith("a.jsonl: 1 files, ")
+    assert rows["made from"].strip().startswith("a.jsonl: 1 files, ")
 
 
 def test_json_for_machines(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_json_for_machines(tmp_path: Path) -> None:
     np.array([1, 7, 3], dtype=np.uint16).tofile(tmp_path / "flat.bin")
     flat = json.loads(called("info", tmp_path / "flat.bin", "--json"))
     assert (flat["kind"], flat["vocab"], flat["largest_seen"], flat["facts"]) == ("flat", None, 7, None)
-    assert "not said; tokens up to 7 seen" in called("info", tmp_path / "flat.bin")
+    assert "not stated; tokens up to 7 found" in called("info", tmp_path / "flat.bin")
 
 
 def test_mistakes_are_sentences(tmp_path: Path) -> None:

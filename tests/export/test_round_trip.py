@@ -149,7 +149,11 @@ UNSAID = {
 def test_only_what_an_engine_lacks_is_left_unsaid(engine: EngineFormat, name: str) -> None:
     plan = plan_of(name)
     _, lines = write.for_engine(engine, plan.job, plan.layout)
-    unsaid = [line.removeprefix(f"{header.UNSAID}: ").split(" = ")[0] for line in lines if line.startswith(header.UNSAID)]
+    unsaid = [
+        line.removeprefix(f"{header.NOT_EXPRESSIBLE}: ").split(" = ")[0]
+        for line in lines
+        if line.startswith(header.NOT_EXPRESSIBLE)
+    ]
     short = dict.fromkeys("model.…" if name.startswith("model.") else name.removeprefix("layout.") for name in unsaid)
     assert " ".join(short) == UNSAID[engine.title][name]
 
@@ -204,7 +208,7 @@ def test_header_lines_are_read_whatever_is_in_a_value() -> None:
         "layout.schedule": "1f1b",
     }
     lines = header.lines(missing, Layout(dp=2, zero=2), {"layout.zero": "has (its) own"}, "X")
-    assert header.found("\n".join(f"# {line}" for line in lines)) == missing
+    assert header.parse("\n".join(f"# {line}" for line in lines)) == missing
 
 
 SCALINGS: dict[str, dict[str, object]] = {
@@ -243,7 +247,7 @@ def said_to_megatron(**changes: object) -> tuple[str, list[str]]:
     plan = plan_of("sharded")
     model = build(Model, {**Model.load("llama-2-7b").model_dump(), "max_positions": 131072, **changes}, "model")
     files, lines = write.for_engine(targets.ENGINES["megatron"][0], plan.job.changed(model=model), plan.layout)
-    return files[0].text, [line for line in lines if line.startswith(header.UNSAID)]
+    return files[0].text, [line for line in lines if line.startswith(header.NOT_EXPRESSIBLE)]
 
 
 def test_megatron_is_told_of_scaling_only_what_it_computes() -> None:

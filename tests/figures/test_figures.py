@@ -7,7 +7,10 @@ import pytest
 from builders import make_job
 from ultrascale import Cluster, Job, Layout, Model, Plan, SpecError, estimate, plan
 from ultrascale.cost.timeline import simulated
-from ultrascale.figures import choice, evidence, memory, pipeline, style, time
+from ultrascale.figures import plan as plan_figures
+from ultrascale.figures import runs as run_figures
+from ultrascale.figures import search as search_figures
+from ultrascale.figures import style
 from ultrascale.measure import compare
 from ultrascale.measure.trace_steps import CommInterval, StepIntervals
 from ultrascale.plan import survey
@@ -35,7 +38,7 @@ def four_stages(job: Job) -> Plan:
 
 
 def test_memory_bars_add_up_to_each_stage(four_stages: Plan) -> None:
-    figure = memory.by_stage(four_stages)
+    figure = plan_figures.memory_by_stage(four_stages)
     for place, stage in enumerate(four_stages.estimate.memory):
         assert sum(trace.y[place] for trace in figure.data) == pytest.approx(stage.total_gib)
     assert figure.layout.shapes[0].y0 == four_stages.estimate.capacity_gib
@@ -44,14 +47,14 @@ def test_memory_bars_add_up_to_each_stage(four_stages: Plan) -> None:
 
 def test_memory_over_a_step_reaches_the_peak(four_stages: Plan) -> None:
     stage = four_stages.estimate.peak_stage
-    figure = memory.over_step(four_stages)
+    figure = plan_figures.memory_over_step(four_stages)
     totals = [sum(trace.y[i] for trace in figure.data) for i in range(len(figure.data[0].x))]
     held = four_stages.estimate.memory[stage].memory
     assert max(totals) == pytest.approx((held.total - held.runtime) / GIB, rel=0.02)
 
 
 def test_time_bars_add_up_to_the_step(four_stages: Plan) -> None:
-    figure = time.by_cause(four_stages)
+    figure = plan_figures.time_by_cause(four_stages)
     assert sum(sum(trace.x) for trace in figure.data) == pytest.approx(1e3 * four_stages.estimate.time.total)
     labels = [label for trace in figure.data for label in trace.y]
     assert len(labels) == len(set(labels))
@@ -59,7 +62,7 @@ def test_time_bars_add_up_to_the_step(four_stages: Plan) -> None:
 
 def test_the_gantt_draws_every_action_once_and_pairs_in_halves(four_stages: Plan) -> None:
     timeline = simulated(four_stages.job, four_stages.layout)
-    figure = pipeline.schedule(four_stages)
+    figure = plan_figures.schedule(four_stages)
     bars = {trace.name: trace for trace in figure.data}
     forwards = [event for event in timeline.events if event.action.kind is ActionKind.F]
     assert len(bars["forward"].x) == len(forwards)
@@ -72,8 +75,8 @@ def test_the_gantt_draws_every_action_once_and_pairs_in_halves(four_stages: Plan
 
 
 def test_a_long_step_is_cut_and_the_title_says_so(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "MOST", 50)
-    figure = pipeline.schedule(made(job, dp=4, pp=4, gas=16, zero=1))
+    monkeypatch.setattr(plan_figures, "MOST_BARS", 50)
+    figure = plan_figures.schedule(made(job, dp=4, pp=4, gas=16, zero=1))
     drawn = sum(len(trace.x) for trace in figure.data if trace.name != "bubble")
     assert drawn <= 50
     assert "first" in figure.layout.title.text
@@ -81,7 +84,7 @@ def test_a_long_step_is_cut_and_the_title_says_so(job: Job, monkeypatch: pytest.
 
 def test_sensitivity_marks_what_does_not_fit() -> None:
     job = Job(model=Model.load("llama-3-8b"), cluster=Cluster.load("8xh100"), seq=4096, batch_tokens=2**17)
-    figure = choice.sensitivity(made(job, dp=8, zero=3, gas=4), most=40)
+    figure = search_figures.sensitivity(made(job, dp=8, zero=3, gas=4), most=40)
     hatched = [name for name, shape in zip(figure.data[0].y, figure.data[0].marker.pattern.shape, strict=True) if shape]
     assert any(name.startswith("zero=0") for name in hatched)
     assert not any(name.startswith("recompute=full") for name in hatched)
@@ -94,7 +97,7 @@ def test_the_front_holds_the_fastest_and_nothing_that_another_beats(job: Job) ->
     times, peaks = [found.step_time_s for _, found in front], [found.peak_gib for _, found in front]
     assert times == sorted(times)
     assert peaks == sorted(peaks, reverse=True)
-    figure = choice.pareto(front, front[0][1])
+    figure = search_figures.pareto(front, front[0][1])
     assert list(figure.data[0].y) == [found.headroom_gib for _, found in front]
 
 
@@ -104,7 +107,7 @@ def test_scaling_keeps_tokens_per_gpu_and_shows_the_node(job: Job) -> None:
         if point.estimate is not None:
             tokens = point.estimate.tokens_per_s * point.estimate.step_time_s
             assert tokens == pytest.approx(point.gpus * survey.SEQUENCES * job.seq)
-    figure = choice.scaling(points, job.cluster, "scaling")
+    figure = search_figures.scaling(points, job.cluster, "scaling")
     assert [trace.name for trace in figure.data] == list(survey.TECHNIQUES)
     assert figure.layout.annotations[0].text == "node boundary"
     inside = {point.technique: point.estimate for point in points if point.gpus == 16}
@@ -117,7 +120,7 @@ def test_scaling_keeps_tokens_per_gpu_and_shows_the_node(job: Job) -> None:
 def test_the_heat_map_says_what_does_not_fit(job: Job) -> None:
     models = [Model.load("llama-3.2-1b"), Model.load("llama-3-405b")]
     cells = survey.heat_map(models, job.cluster, [1, 2], 4096, 2**18)
-    figure = choice.heat_map(cells, "h100")
+    figure = search_figures.heat_map(cells, "h100")
     text = figure.data[0].text
     assert text[1][0] == "does not fit"
     assert "tok/s/GPU" in text[0][0]
@@ -127,16 +130,16 @@ def test_the_heat_map_says_what_does_not_fit(job: Job) -> None:
 def test_predicted_beside_measured(four_stages: Plan) -> None:
     side = compare.ComparisonSide("a", four_stages, four_stages.estimate)
     found = compare.compare(side, side)
-    figure = time.predicted_and_measured(found)
+    figure = plan_figures.predicted_and_measured(found)
     first = figure.data[0]
     assert first.x[list(first.y).index("step time")] == pytest.approx(1e3 * four_stages.estimate.step_time_s)
 
 
 def test_losses_and_speed_of_runs() -> None:
     rows = [{"step": 1, "loss": 5.0, "tokens_per_s_per_gpu": 10.0}, {"step": 2, "loss": 4.0, "eval_loss": 4.5}]
-    figure = evidence.losses({"a": rows})
+    figure = run_figures.losses({"a": rows})
     assert [list(trace.y) for trace in figure.data] == [[5.0, 4.0], [4.5]]
-    assert list(evidence.throughput({"a": rows}).data[0].y) == [10.0]
+    assert list(run_figures.throughput({"a": rows}).data[0].y) == [10.0]
 
 
 def test_lanes_of_a_trace() -> None:
@@ -148,7 +151,7 @@ def test_lanes_of_a_trace() -> None:
         collectives=[],
         actions=[],
     )
-    figure = evidence.lanes(seen)
+    figure = run_figures.lanes(seen)
     found = {trace.name: [(base, base + long) for base, long in zip(trace.base, trace.x, strict=True)] for trace in figure.data}
     assert found["computing"] == [pytest.approx((0.0, 1.0))]  # cut at the step, and a gap of less than a pixel closed
     assert found["zero"] == [pytest.approx((0.8, 1.7))]
@@ -156,7 +159,7 @@ def test_lanes_of_a_trace() -> None:
 
 @pytest.mark.parametrize("theme", style.THEMES)
 def test_themes_change_colours_only(theme: style.Theme, four_stages: Plan) -> None:
-    figure = style.themed(memory.by_stage(four_stages), theme)
+    figure = style.themed(plan_figures.memory_by_stage(four_stages), theme)
     assert figure.layout.paper_bgcolor == style.PAPER[theme]
     assert figure.layout.font.color == style.INK[theme]
     with pytest.raises(SpecError, match="light or dark"):
@@ -165,9 +168,9 @@ def test_themes_change_colours_only(theme: style.Theme, four_stages: Plan) -> No
 
 @pytest.mark.parametrize("theme", style.THEMES)
 def test_a_page_draws_what_a_themed_figure_says(theme: style.Theme, four_stages: Plan) -> None:
-    figure = memory.by_stage(four_stages)
+    figure = plan_figures.memory_by_stage(four_stages)
     before = figure.to_plotly_json()
-    drawn = style.drawn(figure, theme)
+    drawn = style.themed_json(figure, theme)
     assert figure.to_plotly_json() == before
     assert drawn == style.themed(figure, theme).to_plotly_json()
 

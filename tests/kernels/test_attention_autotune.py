@@ -17,6 +17,7 @@ from ultrascale.model.transformer import CausalAttention, Transformer
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
+from ultrascale.train.build import build_engine
 from ultrascale.train.data import Batches
 from ultrascale.train.engine import Engine
 
@@ -108,10 +109,9 @@ def test_a_run_on_a_gpu_says_what_it_chose_and_where_a_mask_stays_dense() -> Non
     narrow = job.model_copy(update={"model": job.model.model_copy(update={"sliding_window": 4, "head_dim": 8})})
 
     def notes(job: Job, device: torch.device, chosen: autotune.AttentionTimes | None) -> str:
-        mesh = SimpleNamespace(device=device, layout=Layout())
-        return "; ".join(
-            rank._notes(cast(Engine, SimpleNamespace(job=job, mesh=mesh, training=training_of(), attention=chosen, gates=None)))
-        )
+        mesh, autotuned = SimpleNamespace(device=device, layout=Layout()), () if chosen is None else (chosen,)
+        engine = SimpleNamespace(job=job, mesh=mesh, training=training_of(), autotuned=autotuned)
+        return "; ".join(rank._notes(cast(Engine, engine)))
 
     assert notes(job, GPU, autotune.AttentionTimes({FLASH: 4.9})) == "attention: flash 4.90 ms"
     assert "attention's mask is dense: heads of 8" in notes(narrow, GPU, None)
@@ -121,12 +121,12 @@ def test_a_run_on_a_gpu_says_what_it_chose_and_where_a_mask_stays_dense() -> Non
 def engine_of(**fields: object) -> Engine:
     job, training = job_of("llama"), training_of(**fields)
     batches = Batches(corpus(training, job.model.vocab), job.seq, 2, training.seed)
-    return Engine(job, Mesh.build(Layout(mbs=2), job.model.kv_heads), training, batches)
+    return build_engine(job, Mesh.build(Layout(mbs=2), job.model.kv_heads), training, batches)
 
 
 def test_an_engine_on_a_cpu_leaves_torch_alone() -> None:
     engine = engine_of()
-    assert engine.attention is None
+    assert engine.autotuned == ()
     modules = [module for chunk in engine.pipeline.chunks.values() for module in chunk.gradients.module.modules()]
     assert [core.backends for core in modules if isinstance(core, CausalAttention)] == [[]] * engine.job.model.layers
 
@@ -137,4 +137,4 @@ def test_an_engine_hands_its_choice_to_every_layer(monkeypatch: pytest.MonkeyPat
     modules = [module for chunk in engine.pipeline.chunks.values() for module in chunk.gradients.module.modules()]
     cores = [module for module in modules if isinstance(module, CausalAttention)]
     assert [core.backends for core in cores] == [[SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]] * engine.job.model.layers
-    assert engine_of(document_mask=True).attention is None  # masks have a kernel of their own
+    assert engine_of(document_mask=True).autotuned == ()  # masks have a kernel of their own

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
+from model.builders import initialize
 from ultrascale.kernels import compile, loss
-from ultrascale.model import grouped, moe
-from ultrascale.model.init import initialize
+from ultrascale.model import grouped
 from ultrascale.model.transformer import Transformer
 from ultrascale.parallel import recompute
 from ultrascale.specs.layout import Recompute
@@ -51,7 +51,7 @@ EXPERTS = Model(
 @pytest.fixture
 def grouped_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: torch's grouped product, which a CPU has too, but slow."""
-    for module in (grouped, moe):
+    for module in (grouped, compile):
         monkeypatch.setattr(module, "has_kernel", lambda *_: True)
 
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from model.builders import initialize
 from parallel.harness import job_of, training_of
 from ultrascale.kernels import float8, float8_block, fused
 from ultrascale.kernels.float8_block import Float8Block
 from ultrascale.kernels.float8_gemm import WIDE
 from ultrascale.kernels.selection import choose, why_not_fused
-from ultrascale.model.init import initialize
 from ultrascale.model.transformer import Transformer
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model

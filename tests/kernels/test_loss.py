@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from model.builders import initialize
 from ultrascale.cost.memory import activations
 from ultrascale.kernels import loss
 from ultrascale.kernels.loss import ChunkedHead, linear_cross_entropy
-from ultrascale.model.init import initialize
 from ultrascale.model.transformer import IGNORED, Transformer
 from ultrascale.specs.model import Model
 from ultrascale.train.memory import LiveBytes

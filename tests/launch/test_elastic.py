@@ -71,7 +71,7 @@ def test_a_killed_worker_restarts_from_the_last_checkpoint(tmp_path: Path) -> No
     wait_for_a_checkpoint(run, [one])
     os.kill(worker_of(one.pid, 1), signal.SIGKILL)
     told = ended([one])
-    assert "going on from" in told
+    assert "resuming from" in told
     assert [step for step, _ in curve(run)] == list(range(1, STEPS + 1))
     environment = json.loads((run / "env.json").read_text())
     assert environment["resumed_from"] is not None

@@ -177,7 +177,7 @@ torch.set_num_threads(2)
 x = torch.randn(512, 512, requires_grad=True)
 (x @ x).mul(x).sum().backward()
 machine.gpu_names = lambda: []
-cpu_rates.cores, cpu_rates._TURNS, cpu_rates._EACH_S = (lambda: 2), 1, 1e-3
+machine.cores, cpu_rates._TURNS, cpu_rates._EACH_S = (lambda: 2), 1, 1e-3
 print(machine.detect(1).gpu.name, machine.detect(2).gpus)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -19,7 +19,7 @@ from ultrascale.measure import bench_layouts as layouts
 from ultrascale.measure import bench_trial as trial
 from ultrascale.measure.bench_collectives import CollectivesReport, CollectiveTiming
 from ultrascale.measure.bench_layouts import CandidateSet, SweepProgress, TrialRecord, TrialRow, verdict
-from ultrascale.show import bench_layouts as show
+from ultrascale.show import bench as show
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -120,7 +120,7 @@ def test_ctrl_c_ends_with_a_table_and_a_word(plan: Plan, run: Run, tmp_path: Pat
     code, out, said = run("bench", "layouts", plan.save(tmp_path / "plan.yaml"), "--vary", "mbs", "-o", tmp_path / "out")
     assert code == 1
     assert "failed: interrupted" in out
-    assert "stopped by Ctrl-C: what is measured is kept" in said
+    assert "stopped by Ctrl-C: measured trials are kept" in said
 
 
 def test_links_of_several_gpus_become_constants(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

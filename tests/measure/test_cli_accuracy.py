@@ -170,7 +170,7 @@ def test_one_published_run_predicted_against_measured_term_by_term(run: Run) -> 
     assert "1,039" in out
     assert "63.0" in out or "63.1" in out
     assert "80 % range of the step" in out
-    assert "matrix products" in out
+    assert "matmuls" in out
     assert "The largest cause is" in out
 
 

@@ -20,8 +20,8 @@ from ultrascale.measure.verify import verify
 from ultrascale.measure.verify_layouts import small_job
 from ultrascale.parallel import context, tensor
 from ultrascale.parallel.data import BucketedGrads
-from ultrascale.parallel.multi_linear import ALONE
 from ultrascale.parallel.pipeline import Pipeline
+from ultrascale.parallel.tensor import ALONE
 from ultrascale.parallel.token_dispatch import TokenDispatcher
 from ultrascale.parallel.zero import FSDPGrads
 from ultrascale.specs.layout import Layout
@@ -124,7 +124,7 @@ def ties_not_summed(patch: Patch) -> None:
 
 
 def combined_in_wrong_order(patch: Patch) -> None:
-    wrapped(patch, TokenDispatcher, "return_", lambda original, self: original(self).roll(1, 0))
+    wrapped(patch, TokenDispatcher, "combine", lambda original, self: original(self).roll(1, 0))
 
 
 def ring_gradients_stay_away(patch: Patch) -> None:

@@ -18,7 +18,7 @@ from torch.nn.attention import flex_attention
 from ultrascale.measure import bench_kernel_cases as cases
 from ultrascale.measure import bench_kernels as kernels
 from ultrascale.measure.bench_kernels import KernelCandidate, KernelComparison, KernelResult, KernelShape, KernelsReport
-from ultrascale.show import kernels as show
+from ultrascale.show import bench as show
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.model import Model
 

@@ -14,7 +14,7 @@ from ultrascale.measure import bench_ladders as ladders
 from ultrascale.measure import bench_trial as trial
 from ultrascale.measure.bench_ladders import LADDERS, Figures, Ladder, LadderMachine, Rung, planned
 from ultrascale.measure.bench_trial import TrialFailure
-from ultrascale.show import bench_ladders as show
+from ultrascale.show import bench as show
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job

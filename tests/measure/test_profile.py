@@ -51,7 +51,7 @@ def planned(path: Path, **fields: Any) -> Path:
 def profiled(run: Run, folder: Path, plan: Path, *words: Any) -> dict[str, Any]:
     code, printed, said = run("profile", plan, "--steps", 2, "-o", folder / "run", "--json", folder / "profile.json", *words)
     assert code == 0, said
-    assert "what this says" in printed
+    assert "findings" in printed
     found: dict[str, Any] = json.loads((folder / "profile.json").read_text())
     return found
 

@@ -296,7 +296,7 @@ def test_the_command_shows_and_writes_both_sides(plan_file: Path, run: Any) -> N
     out = plan_file.with_name("out.json")
     code, said, _ = run("rehearse", plan_file, "--stage", "all", "--json", out)
     assert code == 0
-    for word in ("one rank of each stage", "parameters", "exact", "collectives of a step", "reduce_scatter", "not predicted"):
+    for word in ("one rank of each stage", "parameters", "exact", "collectives of one step", "reduce_scatter", "not predicted"):
         assert word in said
     data = json.loads(out.read_text())
     assert [one["place"]["pp"] for one in data["ranks"]] == [0, 1]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ultrascale.model.init import initialize
+from model.builders import initialize
 from ultrascale.model.transformer import CausalAttention, Transformer
 from ultrascale.specs.model import Model
 from ultrascale.specs.validate import build

@@ -6,8 +6,8 @@ import pytest
 import torch
 import transformers
 
+from model.builders import initialize
 from ultrascale.model.hf import from_hf, to_hf
-from ultrascale.model.init import initialize
 from ultrascale.model.transformer import Transformer
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.model import Model

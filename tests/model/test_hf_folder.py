@@ -13,9 +13,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from model.builders import initialize
 from ultrascale.model.hf_folder import CONFIG, INDEX, SINGLE, HFFolder
 from ultrascale.model.hf_write import write
-from ultrascale.model.init import initialize
 from ultrascale.model.transformer import Transformer
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.model import Model

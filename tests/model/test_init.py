@@ -6,7 +6,8 @@ import math
 
 import torch
 
-from ultrascale.model.init import full_weight, initialize
+from model.builders import initialize
+from ultrascale.model.init import full_weight
 from ultrascale.model.transformer import Transformer
 from ultrascale.specs.model import Model
 

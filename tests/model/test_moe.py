@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from model.builders import initialize
 from ultrascale.model.grouped import grouped_gemm, has_kernel, why_not
-from ultrascale.model.init import initialize
-from ultrascale.model.moe import LocalDispatcher, MixtureOfExperts
-from ultrascale.model.permute import ExpertPermutation
-from ultrascale.model.route import _BF16GemmToFP32
-from ultrascale.model.transformer import MLP, Transformer
+from ultrascale.model.moe import MixtureOfExperts
+from ultrascale.model.route import ExpertPermutation, _BF16GemmToFP32
+from ultrascale.model.transformer import Transformer
 from ultrascale.specs.model import Model, MoE
 
 SHAPE: dict[str, Any] = {"layers": 1, "hidden": 16, "heads": 2, "vocab": 32, "ffn": 24}
@@ -227,29 +225,3 @@ def test_half_precision_routes_in_single() -> None:
 def test_the_capacity_rounds_down() -> None:
     moe = MoE(experts=8, top_k=2, expert_ffn=4)
     assert [moe.capacity(64, factor) for factor in (1.0, 1.3, 0.01)] == [16, 20, 0]
-
-
-class Watched(LocalDispatcher):
-    def __init__(self, heard: list[str], rows: Tensor, counts: Tensor) -> None:
-        super().__init__(rows, counts)
-        self.heard = heard
-        heard.append("leave")
-
-    def run_experts(self, experts: nn.Module) -> None:
-        self.heard.append("meet")
-        super().run_experts(experts)
-
-    def combine(self) -> Tensor:
-        self.heard.append("return")
-        return super().combine()
-
-
-def test_shared_experts_compute_while_tokens_travel() -> None:
-    mlp = layer(shared_experts=1)
-    heard: list[str] = []
-    mlp.make_dispatcher = partial(Watched, heard)
-    assert isinstance(mlp.shared, MLP)
-    mlp.shared.inputs.register_forward_hook(lambda *_: heard.append("first products"))
-    mlp.shared.down.register_forward_hook(lambda *_: heard.append("last product"))
-    mlp(tokens())
-    assert heard == ["leave", "first products", "meet", "last product", "return"]

@@ -10,10 +10,10 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from model.builders import initialize
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.memory import activations
 from ultrascale.model.hf import from_hf, to_hf
-from ultrascale.model.init import initialize
 from ultrascale.model.rotary import tables
 from ultrascale.model.transformer import Block, CausalAttention, CrossEntropy, Transformer
 from ultrascale.specs.cluster import Cluster
@@ -233,7 +233,7 @@ def test_latent_models_are_refused() -> None:
 
 
 def test_experts_with_biases_are_refused() -> None:
-    with pytest.raises(SpecError, match=r"model\.mlp_bias is true .* but experts have no biases: try false"):
+    with pytest.raises(SpecError, match=r"model\.mlp_bias is true .* but the engine's experts have no biases: try false"):
         Transformer(variant(moe={"experts": 4, "top_k": 2, "expert_ffn": 8}, mlp_bias=True))
 
 

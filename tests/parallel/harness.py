@@ -22,6 +22,7 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 from ultrascale.specs.training import Training
 from ultrascale.train import supported
+from ultrascale.train.build import build_engine
 from ultrascale.train.data import Batches
 from ultrascale.train.engine import Engine
 from ultrascale.train.optimizer import Weight
@@ -159,7 +160,7 @@ def _rank(
 def engine_of(job: Job, layout: Layout, training: Training, rank: int = 0) -> Engine:
     mesh = Mesh.build(layout, job.model.kv_heads, rank)
     batches = Batches(corpus(training, job.model.vocab), job.seq, layout.dp * layout.mbs * layout.gas, training.seed)
-    return Engine(job, mesh, training, batches)
+    return build_engine(job, mesh, training, batches)
 
 
 def train(engine: Engine, evaluate: bool = False) -> Seen:

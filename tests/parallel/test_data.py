@@ -18,7 +18,7 @@ from ultrascale.launch import local
 from ultrascale.parallel import comm, data
 from ultrascale.parallel.comm import Axis
 from ultrascale.parallel.data import mean_start
-from ultrascale.parallel.multi_linear import ALONE
+from ultrascale.parallel.tensor import ALONE
 from ultrascale.specs.layout import Layout
 from ultrascale.train.engine import Engine
 

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from parallel.harness import check, in_ranks, job_of, one_process, train, training_of
-from ultrascale.kernels import selection
 from ultrascale.launch import local
 from ultrascale.measure.rehearse_tracker import OperatorTracker
 from ultrascale.model import grouped
@@ -20,15 +19,15 @@ from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.transformer import MLP
 from ultrascale.parallel import token_dispatch
 from ultrascale.parallel.comm import Axis
-from ultrascale.parallel.dispatch_overlap import LocalTokensFirst
-from ultrascale.parallel.expert import DISPATCHERS
-from ultrascale.parallel.token_dispatch import AllToAllExchange, TokenDispatcher
+from ultrascale.parallel.expert import DISPATCHERS, dispatched_forward
+from ultrascale.parallel.expert_layer import ParallelExperts
+from ultrascale.parallel.token_dispatch import AllToAllExchange, LocalTokensFirst, TokenDispatcher
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 from ultrascale.specs.training import ExpertOverlap, Training
-from ultrascale.train import supported
+from ultrascale.train import build, supported
 from ultrascale.train.engine import Engine
 
 slow = pytest.mark.slow
@@ -346,13 +345,14 @@ def order_of_events(rank: int, nproc: int, store: str, overlap: ExpertOverlap) -
     layer.router.weight, layer.router.bias = torch.nn.Parameter(torch.empty(8, model.hidden)), torch.zeros(8)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    layer.make_dispatcher = partial(DISPATCHERS[overlap], axis)
+    ParallelExperts.of(layer)
+    layer.forward = partial(dispatched_forward, layer, partial(DISPATCHERS[overlap], axis))  # type: ignore[method-assign]
     for name, module in (("first products", shared.inputs), ("last product", shared.down)):
         module.register_forward_hook(lambda *_, name=name: heard.append(name))
         module.register_full_backward_hook(lambda *_, name=name: heard.append(name))
     x = torch.randn(2, 8, model.hidden, requires_grad=True)
     patched = mock.patch.object(token_dispatch, "AllToAllExchange", Loud)
-    with patched, told("experts", grouped._gemms), told("their weights", grouped._weight_gradient):
+    with patched, told("experts", grouped.gemms), told("their weights", grouped.weight_gradient):
         out = layer(x)
         forward = list(heard)
         heard.clear()
@@ -401,8 +401,8 @@ def test_the_law_chooses_on_a_gpu_alone() -> None:
     for tokens in (512, 16384):
         job = Job(model=model, cluster=Cluster.load("8xh100"), seq=tokens, batch_tokens=8 * tokens)
         layout = Layout(dp=8, ep=8)
-        assert selection.expert_overlap(job, layout, Training(), "cpu") == "none"
-        assert selection.expert_overlap(job, layout.changed(ep=1), Training(), "cuda") == "none"
-        assert selection.expert_overlap(job, layout, Training(expert_overlap="none"), "cuda") == "none"
-        chosen[tokens] = selection.expert_overlap(job, layout, Training(), "cuda")
+        assert build.expert_overlap(job, layout, Training(), "cpu") == "none"
+        assert build.expert_overlap(job, layout.changed(ep=1), Training(), "cuda") == "none"
+        assert build.expert_overlap(job, layout, Training(expert_overlap="none"), "cuda") == "none"
+        chosen[tokens] = build.expert_overlap(job, layout, Training(), "cuda")
     assert chosen == {512: "gradients", 16384: "rows"}

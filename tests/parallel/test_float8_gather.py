@@ -18,7 +18,7 @@ from ultrascale.kernels.selection import Kernels
 from ultrascale.measure.rehearse_tracker import OperatorTracker
 from ultrascale.model.transformer import Transformer
 from ultrascale.parallel.float8_gather import Float8GatherScales
-from ultrascale.parallel.multi_linear import ALONE
+from ultrascale.parallel.tensor import ALONE
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
@@ -85,7 +85,7 @@ def test_nothing_but_the_way_changes_beside_experts() -> None:
 
 def test_a_fused_block_takes_what_was_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a weight then share a scale, a power of two as theirs were: no entry is so small that it rounds otherwise."""
-    monkeypatch.setattr("ultrascale.train.build.kernels.choose", lambda *_: Kernels(fused=True, loss=True))
+    monkeypatch.setattr("ultrascale.train.build.selection.choose", lambda *_: Kernels(fused=True, loss=True))
     narrow, wide = both(MODEL, {"dp": 2}, fp8_keep="none")
     assert narrow[0].losses == pytest.approx(wide[0].losses, rel=1e-6)
     for one, other in zip(narrow[0].pieces, wide[0].pieces, strict=True):
@@ -115,7 +115,7 @@ def test_an_evaluation_sees_the_weights_as_they_are() -> None:
 
 def test_a_scale_is_that_of_the_numbers_that_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     """449 is 448 in bf16, which just fits: with a scale of the fp32 weight, half of fp8's range would be lost."""
-    monkeypatch.setattr("ultrascale.parallel.float8_gather._local", lambda weight: weight.data)
+    monkeypatch.setattr("ultrascale.parallel.float8_gather.local_tensor", lambda weight: weight.data)
     weight = torch.nn.Parameter(torch.tensor([[449.0, -1.0], [3.0, 0.3]]))
     scales = Float8GatherScales([[weight]], ALONE, torch.bfloat16, torch.device("cpu"))
     scales.update()

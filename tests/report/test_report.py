@@ -59,7 +59,7 @@ def test_a_name_cannot_leave_its_place(plan: Plan) -> None:
 
 
 def test_a_title_cannot_end_the_script_that_holds_its_figure() -> None:
-    written = chart(style.picture("</script><script>alert(1)</script>"), "one")
+    written = chart(style.new_figure("</script><script>alert(1)</script>"), "one")
     assert "<script>alert(1)" not in written
     (data,) = re.findall(r'id="one">(.*?)</script>', written)
     assert json.loads(data)["layout"]["title"]["text"] == "</script><script>alert(1)</script>"

@@ -210,7 +210,7 @@ def test_a_taken_port_is_refused(address: str, place: Path) -> None:
     done = subprocess.run(command("--runs", __file__), capture_output=True, text=True, timeout=60, env=environment())
     assert done.returncode == 2
     assert "--runs is" in done.stderr
-    assert "no folder" in done.stderr
+    assert "not a folder" in done.stderr
     done = subprocess.run(command("--accuracy", "nowhere.csv"), capture_output=True, text=True, timeout=60, env=environment())
     assert done.returncode == 2
     assert "nowhere.csv does not exist" in done.stderr

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from model.builders import initialize
 from parallel.harness import (
     SEQ,
     assert_same,
@@ -22,7 +23,6 @@ from parallel.harness import (
     training_of,
 )
 from ultrascale.data.mixture import corpus
-from ultrascale.model.init import initialize
 from ultrascale.model.transformer import Transformer
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.specs.errors import RunError

@@ -1,6 +1,6 @@
-"""The verbs. Each is one thin function over the Python API; heavy imports wait until a verb runs.
+"""The verbs, each a thin function over the Python API. Heavy imports happen when a verb runs.
 
-Exit codes: 0 done, 1 the answer is no (nothing fits, layouts differ, a run ended early), 2 the input cannot be used as given.
+Exit codes: 0 success, 1 the answer is no (nothing fits, layouts differ, a run ended early), 2 the input cannot be used.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import typer
 
 from ultrascale.cli.common import BAD_INPUT, NO, app, echo
 
-# Each adds its verbs to the app; the panels of `--help` stand in this order.
+# Each adds its verbs to the app; the panels of `--help` have this order.
 # isort: off
-from ultrascale.cli import plan, run, measure, see, hand_over  # noqa: F401
+from ultrascale.cli import plan, run, measure, export  # noqa: F401
 
 
 @app.callback(invoke_without_command=True)
@@ -30,7 +30,7 @@ def root(
         raise typer.Exit
 
 
-# What the system says of a name that a user gave, wherever it is first looked at.
+# Errors of the system about a file name that a user gave.
 _OF_NAMES = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES)
 
 
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def _refuse_control_characters(words: list[str]) -> None:
-    """Before typer, which prints what it cannot use as it is."""
+    """Before typer, which prints unusable arguments unescaped."""
     from ultrascale.specs.errors import SpecError
     from ultrascale.specs.printable import printable
 

@@ -1,4 +1,4 @@
-"""`ultrascale bench`: measure on this machine, one thing beside another in the same run."""
+"""Verbs of `ultrascale bench`: layouts, kernels, ladders, collectives, hardware."""
 
 from __future__ import annotations
 
@@ -7,17 +7,110 @@ from typing import Annotated
 
 import typer
 
-from ultrascale.cli.bench_layouts import layouts
-from ultrascale.cli.common import NO, JsonFileOption, write_json
+from ultrascale.cli.common import NO, JsonFileOption, PlanArgument, progress, terminal, write_json
 
 app = typer.Typer(
     name="bench",
-    help="Measure on this machine: layouts, techniques step by step, collectives, kernels, and what the hardware gives.",
+    help="Measure on this machine: layouts, techniques step by step, collectives, kernels, hardware.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-app.command()(layouts)
+
+@app.command()
+def layouts(
+    plan: PlanArgument,
+    vary: Annotated[
+        str | None,
+        typer.Option(
+            "--vary",
+            help="Change one field at a time of the layout: [cyan]tp,mbs,recompute[/], or with values, [cyan]mbs=1:2:4[/].",
+        ),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option("--budget", help="Time limit: [cyan]30m[/]. Without --vary: measure the planner's best candidates."),
+    ] = None,
+    top: Annotated[int, typer.Option("--top", help="How many of the planner's candidates to measure.", min=1, max=200)] = 8,
+    nproc: Annotated[
+        int | None, typer.Option("--nproc", "-n", help="Processes. Default: as many as the plan has GPUs.", min=1, max=1024)
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", help="Steps of a trial; the first two warm up.", min=3, max=2**20)] = 10,
+    timeout: Annotated[str, typer.Option("--timeout", help="A trial that takes longer has failed.")] = "10m",
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            "--storage",
+            help="Where trials are stored: [cyan]sqlite:///study.db[/], or [cyan]postgresql://user@host/database[/], which "
+            "several machines can share. Default: study.db in the folder.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="A folder for runs and winner.yaml. Default: runs/layouts-MODEL.")
+    ] = None,
+    json_file: JsonFileOption = None,
+) -> None:
+    """Measure layouts of a plan's job here, each in new processes of the real engine; predicted beside measured.
+
+    [dim]ultrascale bench layouts plan.yaml --vary tp,mbs,recompute --nproc 2[/]
+    [dim]ultrascale bench layouts plan.yaml --budget 30m[/]
+
+    [cyan]--vary[/] changes one field at a time; dp and gas follow, so processes and batch stay the same. [cyan]--budget[/]
+    takes the planner's ranking for this machine, stops trials that are clearly slower than the best, writes winner.yaml and
+    prints how much slower the planner's first choice was.
+
+    A trial that runs out of memory, crashes, hangs or is killed is a row with the reason. The same command resumes an
+    interrupted bench: measured and failed trials are not repeated.
+    """
+    from ultrascale.launch import launcher, machine
+    from ultrascale.measure import bench_layouts as measure
+    from ultrascale.specs.errors import RunError, SpecError
+    from ultrascale.specs.folders import folder_name
+    from ultrascale.specs.plan import Plan
+
+    if vary is None and budget is None:
+        raise SpecError("bench layouts needs to know what to measure: try --vary tp,mbs,recompute or --budget 30m")
+    budget_s = None if budget is None else measure.duration(budget, "--budget")
+    limit_s = measure.duration(timeout, "--timeout")
+    names, loaded = machine.gpu_names(), Plan.load(plan)
+    base = measure.base_request(loaded, nproc, steps, len(names))
+    measure.import_optuna()
+    from ultrascale.measure.bench_layouts_study import Study, lock_file, study_name
+    from ultrascale.show import bench as show
+
+    folder = out or Path("runs") / f"layouts-{folder_name(base.job.model.name)}"
+    address = storage or f"sqlite:///{folder / 'study.db'}"
+    console = terminal()
+    with lock_file(address):
+        study = Study(address, study_name(base, names[0] if names else "cpu"))
+        with progress() as say:
+            say("measuring this machine, for predictions to compare with")
+            cluster = launcher.detect_cluster(base.layout.gpus, base.job.precision)
+            if vary is not None:
+                asked = measure.varied(loaded, base, vary, cluster)
+            elif cluster is None:
+                raise SpecError(f"the planner knows no rates of {names[0] if names else 'this machine'}: try --vary tp,mbs")
+            else:
+                say("asking the planner")
+                asked = measure.ranked(base, cluster, top)
+        for note in base.notes:
+            terminal(to_errors=True).print(f"note: {note}")
+        stopped = False
+        with show.watching(asked) as changed:
+            sweep = measure.Sweep(asked, study, folder, cluster, limit_s, budget_s, changed)
+            try:
+                sweep.run()
+            except KeyboardInterrupt:
+                stopped = True
+    rows, found, file = sweep.rows, measure.verdict(sweep.rows), None
+    if found is not None and asked.ranked:
+        file = measure.winning_plan(asked, found.winner.candidate, cluster).save(folder / "winner.yaml")
+    write_json(json_file, show.layouts_json(asked, rows, found, study.shown, study.name))
+    show.show_layouts(console, asked, rows, found, file)
+    if stopped:
+        raise RunError("stopped by Ctrl-C: measured trials are kept, and the same command continues with the rest")
+    if found is None:
+        raise typer.Exit(NO)
 
 
 @app.command()
@@ -26,12 +119,12 @@ def kernels(
         str | None,
         typer.Option(
             "--only",
-            help="Some of them: [cyan]norm,rotary,gate[/] (of a block), [cyan]loss,adamw[/] (of a step), "
+            help="A selection: [cyan]norm,rotary,gate[/] (of a block), [cyan]loss,adamw[/] (of a step), "
             "[cyan]window,documents[/] (attention under a mask).",
         ),
     ] = None,
     tokens: Annotated[
-        str | None, typer.Option("--tokens", help="In a micro-batch: [cyan]16k[/]. Default: 32k for 1b, 16k for 3b.")
+        str | None, typer.Option("--tokens", help="Tokens in a micro-batch: [cyan]16k[/]. Default: 32k for 1b, 16k for 3b.")
     ] = None,
     hidden: Annotated[
         int | None,
@@ -41,7 +134,7 @@ def kernels(
     ] = None,
     json_file: JsonFileOption = None,
 ) -> None:
-    """Race each of our GPU kernels against plain torch, torch.compile and Liger-Kernel: same inputs, forward and backward.
+    """Compare our GPU kernels with plain torch, torch.compile and Liger-Kernel: same inputs, forward and backward.
 
     [dim]ultrascale bench kernels --only norm,gate --json kernels.json[/]
 
@@ -51,8 +144,7 @@ def kernels(
     """
     from ultrascale.launch import launcher
     from ultrascale.measure.bench_kernels import chosen, shapes
-    from ultrascale.show import kernels as show
-    from ultrascale.show.lines import progress, terminal
+    from ultrascale.show import bench as show
     from ultrascale.specs.errors import SpecError
     from ultrascale.specs.units import tokens as count
     from ultrascale.train import import_torch
@@ -60,7 +152,7 @@ def kernels(
     names, asked = chosen(only), shapes(None if tokens is None else count(tokens, "--tokens", "16k"), hidden)
     if not launcher.has_gpu():
         raise SpecError(
-            "bench kernels races kernels on a GPU but nvidia-smi shows none here: run it on a machine that has one; "
+            "bench kernels needs a GPU but nvidia-smi shows none here: run it on a machine that has one; "
             "docs/kernels/README.md holds the table of an H200"
         )
     import_torch()
@@ -68,7 +160,7 @@ def kernels(
 
     with progress() as say:
         for report in measure(names, asked, say):
-            write_json(json_file, show.kernels_json(report))  # after each, so that a bench that is ended keeps what it found
+            write_json(json_file, show.kernels_json(report))  # after each, so an interrupted bench keeps its results
     show.show_kernels(terminal(), report)
 
 
@@ -78,7 +170,7 @@ def ladders(
         str | None,
         typer.Option(
             "--only",
-            help="Some of them: [cyan]data,zero,tensor,context,pipeline[/] (several processes), "
+            help="A selection: [cyan]data,zero,tensor,context,pipeline[/] (several processes), "
             "[cyan]recompute,precision,kernels[/] (one). Default: all.",
         ),
     ] = None,
@@ -96,23 +188,22 @@ def ladders(
     nproc: Annotated[
         int | None, typer.Option("--nproc", "-n", help="Processes. Default: one per GPU, or 2 on a CPU.", min=1, max=1024)
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", help="Steps that count, after two that warm up.", min=1, max=2**20)] = 8,
+    steps: Annotated[int, typer.Option("--steps", help="Measured steps, after two warm-up steps.", min=1, max=2**20)] = 8,
     json_file: JsonFileOption = None,
 ) -> None:
-    """Climb each technique step by step in the real engine: what each step costs, holds, and bought over the one before.
+    """Run each technique step by step in the real engine: time, memory, and the gain of each step over the one before.
 
     [dim]ultrascale bench ladders --only data,pipeline[/]
     [dim]ultrascale bench ladders --only kernels --model llama-3.2-1b --seq 4096 --mbs 8[/]
 
-    Each rung is a run of its own. Its step, its tensors at the peak, the communication that nothing hides and the pipeline's
-    bubble stand beside the estimate for this machine. A rung that cannot run here, or has no memory, is a row that says so.
+    Each rung is a separate run. Step time, tensors at the peak, exposed communication and pipeline bubble are printed beside
+    the estimate for this machine. A rung that cannot run here, or runs out of memory, is a row with the reason.
     """
     from functools import cache
 
     from ultrascale.launch import launcher, machine
     from ultrascale.measure import bench_ladders as measure
-    from ultrascale.show import bench_ladders as show
-    from ultrascale.show.lines import progress, terminal
+    from ultrascale.show import bench as show
     from ultrascale.specs.errors import SpecError
     from ultrascale.specs.model import Model
     from ultrascale.specs.units import tokens as count
@@ -133,7 +224,7 @@ def ladders(
         for name in names:
             found.append(measure.climb(name, here, say))
             show.show_ladder(console, found[-1])
-            write_json(json_file, show.ladders_json(found))  # after each, so that a bench that is ended keeps what it found
+            write_json(json_file, show.ladders_json(found))  # after each, so an interrupted bench keeps its results
     if not any(rung.measured for ladder in found for rung in ladder.rungs):
         raise typer.Exit(NO)
 
@@ -142,7 +233,7 @@ def ladders(
 def collectives(
     only: Annotated[
         str | None,
-        typer.Option("--only", help="Some of them: [cyan]all_reduce,all_gather[/]. Default: all ten."),
+        typer.Option("--only", help="A selection: [cyan]all_reduce,all_gather[/]. Default: all ten."),
     ] = None,
     nproc: Annotated[
         int | None,
@@ -150,7 +241,7 @@ def collectives(
     ] = None,
     sizes: Annotated[str, typer.Option("--sizes", help="Bytes: [cyan]1k..64M[/] in fours, or [cyan]4k,1M[/].")] = "1k..64M",
     groups: Annotated[
-        str | None, typer.Option("--groups", help="Ranks that talk: [cyan]2,4[/]. Default: powers of two, and all.")
+        str | None, typer.Option("--groups", help="Group sizes: [cyan]2,4[/]. Default: powers of two, and all.")
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", "-o", help="Also write every figure there, for machines.", metavar="OUT.JSON")
@@ -167,15 +258,14 @@ def collectives(
     from ultrascale.launch import machine
     from ultrascale.launch.rank_info import rank_info_from_env
     from ultrascale.measure import bench_collectives as asking
-    from ultrascale.show import bench_collectives as show
-    from ultrascale.show.lines import progress, terminal
+    from ultrascale.show import bench as show
     from ultrascale.specs.errors import SpecError
 
     mine, gpus = (rank_info_from_env() if nproc is None else None), len(machine.gpu_names())
     world = mine.world if mine else nproc or gpus or 2
     if world == 1 or (mine is None and gpus == 1):
         alone = "this machine shows one GPU" if gpus else "there is one process"
-        raise SpecError(f"{alone}, so there is nobody to talk to: on CPUs try CUDA_VISIBLE_DEVICES= with --nproc 2")
+        raise SpecError(f"{alone}, so there is nothing to measure: on CPUs try CUDA_VISIBLE_DEVICES= with --nproc 2")
     if mine is None and gpus and world > gpus:
         raise SpecError(f"--nproc is {world} but this machine shows {gpus} GPUs: try {gpus}")
     asked = asking.chosen(only), asking.sizes(sizes), asking.groups(groups, world)
@@ -199,19 +289,18 @@ def hardware(
     ] = 1,
     json_file: JsonFileOption = None,
 ) -> None:
-    """Measure what this machine gives a training step, and write it down as a cluster to plan with.
+    """Measure this machine's rates in a training step, and write them as a cluster to plan with.
 
     [dim]ultrascale bench hardware -o cluster.yaml[/]
     [dim]ultrascale plan llama-3.2-1b --cluster cluster.yaml[/]
 
-    On a GPU, products, attention and copies take turns for some seconds, until the power limit sets the clock as it does in
-    training; the links of several GPUs are timed by all-reduces. On a CPU, products, attention, copies and gloo are timed in as
-    many processes as will train.
+    On a GPU, matmuls, attention and copies alternate for some seconds, until the power limit sets the clock as in training;
+    the links of several GPUs are timed by all-reduces. On a CPU, matmuls, attention, copies and gloo are timed in as many
+    processes as will train.
     """
     from ultrascale.launch import launcher
     from ultrascale.measure import bench_hardware as measuring
-    from ultrascale.show.hardware import hardware_json, show_hardware
-    from ultrascale.show.lines import progress, terminal
+    from ultrascale.show.bench import hardware_json, show_hardware
     from ultrascale.train import import_torch
 
     with progress() as say:

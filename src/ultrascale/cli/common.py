@@ -1,9 +1,11 @@
-"""What every verb shares: the app, the panels of `--help`, options, exit codes, and how an answer is printed."""
+"""The app, help panels, options, exit codes and output functions that the verbs share."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,9 +14,12 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ultrascale.specs.cluster import Cluster
+    from ultrascale.specs.job import Job
+
 app = typer.Typer(
     name="ultrascale",
-    help="The Ultra-Scale Playbook as software: plan a training run, run it, prove it, measure it.",
+    help="The Ultra-Scale Playbook as software: plan a training run, run it, verify it, measure it.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -23,13 +28,11 @@ app = typer.Typer(
 )
 
 NO, BAD_INPUT = 1, 2
-PLAN, RUN, MEASURE, HAND_OVER = "Plan", "Run", "Measure", "See and hand over"
+PLAN, RUN, MEASURE, EXPORT = "Plan", "Run", "Measure", "Report and export"
 
 PlanArgument = Annotated[Path, typer.Argument(help="A plan written by [cyan]ultrascale plan -o[/].", metavar="PLAN.YAML")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")]
-JsonFileOption = Annotated[
-    Path | None, typer.Option("--json", help="Also write every figure there, for machines.", metavar="OUT.JSON")
-]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+JsonFileOption = Annotated[Path | None, typer.Option("--json", help="Also write all figures as JSON.", metavar="OUT.JSON")]
 
 
 def terminal(to_errors: bool = False) -> Console:
@@ -38,8 +41,14 @@ def terminal(to_errors: bool = False) -> Console:
     return lines.terminal(to_errors)
 
 
+def progress() -> AbstractContextManager[Callable[[str], None]]:
+    from ultrascale.show import lines
+
+    return lines.progress()
+
+
 def echo(text: str, err: bool = False) -> None:
-    """Print a line that may hold words of a user."""
+    """Print a line that may contain text of a user."""
     from ultrascale.specs.printable import printable
 
     typer.echo(printable(text), err=err)
@@ -54,8 +63,61 @@ def print_json(data: Any) -> None:
 
 
 def write_json(file: Path | None, data: Any) -> None:
-    """Write the figures to the file that was asked for, if one was."""
+    """Write the figures to the file of `--json`, if given."""
     from ultrascale.specs.files import write_text
 
     if file is not None:
         write_text(file, json.dumps(data, indent=1, allow_nan=False) + "\n")
+
+
+def job_from_options(
+    model: str,
+    cluster: str,
+    batch_tokens: str,
+    seq: str,
+    precision: str = "bf16",
+    gradients: str = "fp32",
+    optimizer: str = "adamw",
+    attention: str = "flash",
+    total_tokens: str | None = None,
+    framework: str = "ultrascale",
+) -> Job:
+    """A Job from words of the command line: presets or files, sizes such as 4M and 8k, `here`."""
+    from ultrascale.specs import units
+    from ultrascale.specs.framework import Framework
+    from ultrascale.specs.job import Job
+    from ultrascale.specs.model import Model
+    from ultrascale.specs.validate import build
+
+    place = cluster_named(cluster)
+    engine = Framework.load("ultrascale-eager" if framework == "ultrascale" and place.gpu.name == "cpu" else framework)
+    return build(
+        Job,
+        {
+            "model": Model.load(model),
+            "cluster": place,
+            "seq": units.tokens(seq, "--seq", "8192 or 8k"),
+            "batch_tokens": units.tokens(batch_tokens, "--batch-tokens"),
+            "precision": precision,
+            "gradients": gradients,
+            "optimizer": optimizer,
+            "attention": "plain" if engine.attention.startswith("plain") else attention,
+            "framework": engine,
+            "total_tokens": None if total_tokens is None else units.total_tokens(total_tokens, "--total-tokens"),
+        },
+        "job",
+    )
+
+
+def cluster_named(name: str) -> Cluster:
+    """A preset, a file, or `here`: this machine, its GPUs or two processes of its CPU; `4xhere` for four."""
+    from ultrascale.specs.cluster import Cluster
+
+    count, _, place = name.strip().lower().rpartition("x")
+    if place != "here" or not (count == "" or (count.isascii() and count.isdigit() and 1 <= len(count) <= 4 and int(count))):
+        return Cluster.load(name)
+    from ultrascale.launch import machine
+    from ultrascale.train import import_torch
+
+    import_torch()
+    return machine.detect(int(count) if count else len(machine.gpu_names()) or 2)

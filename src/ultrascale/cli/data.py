@@ -1,4 +1,4 @@
-"""`ultrascale data`: make token sets of texts, and look into them."""
+"""Verbs of `ultrascale data`: make token sets from texts, and inspect them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="data",
-    help="Make token sets of texts, and look into them.",
+    help="Make token sets from texts, and inspect them.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of lines.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")]
 _EVERY_S = (0.2, 10.0)  # between two lines of progress: on a terminal, elsewhere
 
 
@@ -31,8 +31,8 @@ def tokenize(
     source: Annotated[
         str,
         typer.Argument(
-            help="A [cyan].txt[/] (one document), [cyan].jsonl[/], [cyan].jsonl.gz[/] or [cyan].parquet[/] file (a document a "
-            "line or row), a folder of them, or [cyan]stdlib[/]: Python's own library.",
+            help="A [cyan].txt[/] (one document), [cyan].jsonl[/], [cyan].jsonl.gz[/] or [cyan].parquet[/] file (one per line "
+            "or row), a folder of them, or [cyan]stdlib[/]: Python's own library.",
             metavar="INPUT",
         ),
     ],
@@ -46,15 +46,15 @@ def tokenize(
             metavar="FILE",
         ),
     ] = None,
-    workers: Annotated[int, typer.Option("--workers", "-w", help="Processes. The result is the same for any number.")] = 2,
+    workers: Annotated[int, typer.Option("--workers", "-w", help="Processes; the output does not depend on their number.")] = 2,
     field: Annotated[str, typer.Option("--field", help="The field or column that holds the text.")] = "text",
     eod: Annotated[
         str | None,
-        typer.Option("--eod", help="The token that ends a document, if the tokenizer does not make it plain.", metavar="TOKEN"),
+        typer.Option("--eod", help="The end-of-document token, if the tokenizer does not define one.", metavar="TOKEN"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Turn texts into a token set to train on. Killed or stopped, the same command goes on where it was.
+    """Tokenize texts into a token set to train on. After a kill, the same command resumes.
 
     [dim]ultrascale data tokenize ./texts -o data/web --tokenizer tokenizer.json --workers 8[/]
     [dim]ultrascale train --model tiny train.data=data/web[/]
@@ -79,11 +79,11 @@ def tokenize(
 def info(
     path: Annotated[
         str,
-        typer.Argument(help="A folder that [cyan]data tokenize[/] made, a [cyan].bin[/], or the name of Megatron's two files."),
+        typer.Argument(help="A folder of [cyan]data tokenize[/], a [cyan].bin[/], or the name of Megatron's two files."),
     ],
     as_json: JsonOption = False,
 ) -> None:
-    """Say what a token set holds: tokens, documents, vocabulary, where it came from.
+    """Print tokens, documents, vocabulary and source of a token set.
 
     [dim]ultrascale data info data/web[/]
     """
@@ -101,7 +101,7 @@ def info(
 
 def _rows(found: TokenSetSummary) -> list[tuple[str, str]]:
     kinds = {"ultrascale": "ultrascale", "megatron": "Megatron .bin and .idx", "flat": "flat, without a header"}
-    vocab = f"{found.vocab:,}" if found.vocab is not None else f"not said; tokens up to {found.largest_seen:,} seen"
+    vocab = f"{found.vocab:,}" if found.vocab is not None else f"not stated; tokens up to {found.largest_seen:,} found"
     documents = f"{found.documents:,}" if found.kind != "flat" else "not marked"
     rows = [
         ("format", kinds[found.kind]),
@@ -115,13 +115,13 @@ def _rows(found: TokenSetSummary) -> list[tuple[str, str]]:
         made = found.facts.inputs
         rows += [
             ("tokenizer", f"{found.facts.tokenizer}, documents end with {found.facts.eod}"),
-            ("made of", f"{made.path}: {made.files:,} files, {made.bytes:,} bytes"),
+            ("made from", f"{made.path}: {made.files:,} files, {made.bytes:,} bytes"),
         ]
     return rows
 
 
 class _Line:
-    """Progress on the error stream: one line that changes on a terminal, a line now and then elsewhere."""
+    """Progress on the error stream: one line that is rewritten on a terminal, a line every ten seconds elsewhere."""
 
     def __init__(self) -> None:
         self.terminal = sys.stderr.isatty()

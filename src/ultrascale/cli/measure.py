@@ -1,4 +1,4 @@
-"""Verbs of measuring: rehearse, compare, profile, and those of bench."""
+"""Verbs of measuring: compare, calibrate, rehearse, profile, bench."""
 
 from __future__ import annotations
 
@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ultrascale.cli.bench import app as bench_verbs
-from ultrascale.cli.common import MEASURE, NO, JsonFileOption, JsonOption, PlanArgument, app, print_json, terminal, write_json
+from ultrascale.cli.common import (
+    MEASURE,
+    NO,
+    JsonFileOption,
+    JsonOption,
+    PlanArgument,
+    app,
+    print_json,
+    progress,
+    terminal,
+    write_json,
+)
 
 STEPS_BEFORE = 3  # before a profile records: compilation, the step whose memory is measured, the profiler's slow first step
 
@@ -22,7 +33,7 @@ if TYPE_CHECKING:
 @app.command(rich_help_panel=MEASURE)
 def compare(
     first: Annotated[Path, typer.Argument(help="A plan file, or a run's folder.", metavar="PLAN|RUN")],
-    second: Annotated[Path, typer.Argument(help="The other: its numbers are what the difference is of.", metavar="PLAN|RUN")],
+    second: Annotated[Path, typer.Argument(help="The other; differences are relative to it.", metavar="PLAN|RUN")],
     as_json: JsonOption = False,
 ) -> None:
     """Compare a plan with a run, two runs, or two plans: time by cause, memory by owner, and which part differs most.
@@ -46,24 +57,23 @@ def calibrate(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            help="Run folders, folders of them, a file of gathered runs, or a CSV with the columns of data/published.csv.",
+            help="Run folders, folders of them, a JSONL file of runs, or a CSV with the columns of data/published.csv.",
             metavar="RUNS…",
         ),
     ],
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the cluster there, for `plan --cluster`.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the cluster here, for `plan --cluster`.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Fit a cluster's constants to measured runs of it, as far as they tell them, and judge the fit on runs left out.
+    """Fit a cluster's constants to measured runs, and judge the fit on runs left out.
 
     [dim]ultrascale calibrate runs/* -o cluster.yaml[/]
     [dim]ultrascale plan llama-3.2-1b --cluster cluster.yaml[/]
 
-    Exit 1 if the constants that were there predict left-out runs better: then they stay, and nothing is written.
+    Exit 1 if the old constants predict left-out runs better: then nothing is written.
     """
     from ultrascale.measure.calibrate import calibrate as calibrated
     from ultrascale.measure.calibrate_runs import load
     from ultrascale.show.calibrate import calibrate_json, show_calibration
-    from ultrascale.show.lines import progress
 
     with progress() as say:
         found = calibrated(load(runs), say)
@@ -81,7 +91,7 @@ def calibrate(
 @app.command(rich_help_panel=MEASURE)
 def rehearse(
     file: PlanArgument,
-    rank: Annotated[int | None, typer.Option("--rank", help="The rank to run; 0 unless told otherwise.")] = None,
+    rank: Annotated[int | None, typer.Option("--rank", help="The rank to run. Default: 0.")] = None,
     stage: Annotated[
         str | None, typer.Option("--stage", help="[cyan]all[/]: one rank of each pipeline stage; or one stage's number.")
     ] = None,
@@ -92,20 +102,19 @@ def rehearse(
         str | None,
         typer.Option(
             "--kernels",
-            help="[cyan]fused[/]: as a GPU runs it; [cyan]eager[/]: operator by operator. Default: as the plan's machines do.",
+            help="[cyan]fused[/]: as a GPU runs it; [cyan]eager[/]: operator by operator. Default: as on the plan's machines.",
         ),
     ] = None,
     json_file: JsonFileOption = None,
 ) -> None:
-    """Run the real training program of one rank alone, without its peers: memory, FLOPs, collectives, beside the Estimate.
+    """Run the real training program of one rank alone, without its peers: memory, FLOPs, collectives, beside the estimate.
 
-    Exit code 1: what was rehearsed does not fit the plan's GPU.
+    Exit 1 if the rank does not fit the plan's GPU.
 
     [dim]ultrascale rehearse plan.yaml --stage all[/]
     """
     from ultrascale.measure import rehearse as measure
     from ultrascale.show import rehearse as show
-    from ultrascale.show.lines import progress
     from ultrascale.specs.plan import Plan
     from ultrascale.train import import_torch
 
@@ -129,10 +138,10 @@ def profile(
         list[str] | None,
         typer.Argument(help="A plan to run, and changes to it.", metavar="[PLAN.YAML] [SECTION.FIELD=VALUE]…"),
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, max=1000, help="Steps to record, after three others.")] = 5,
+    steps: Annotated[int, typer.Option("--steps", min=1, max=1000, help="Steps to record, after three warm-up steps.")] = 5,
     nproc: Annotated[
         int | None,
-        typer.Option("--nproc", min=1, max=1024, help="Start so many processes here; not needed under torchrun or srun."),
+        typer.Option("--nproc", min=1, max=1024, help="Number of processes to start here; not needed under torchrun or srun."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="The run's folder: traces, memory. Default: runs/MODEL-profile-TIME.")
@@ -141,7 +150,7 @@ def profile(
         list[Path] | None,
         typer.Option("--trace", help="Read traces instead of running: files of torch.profiler, of any engine, or folders."),
     ] = None,
-    plan: Annotated[Path | None, typer.Option("--plan", help="With --trace: the plan to lay beside it.")] = None,
+    plan: Annotated[Path | None, typer.Option("--plan", help="With --trace: the plan to compare with.")] = None,
     json_file: JsonFileOption = None,
 ) -> None:
     """Profile a plan's training program, or read existing traces: where a step's time went, why, and what to change.
@@ -166,7 +175,6 @@ def profile(
 
 def _read(traces: list[Path], plan: Path | None) -> Analysis:
     from ultrascale.measure import trace_analysis
-    from ultrascale.show.lines import progress
     from ultrascale.specs.plan import Plan
 
     beside = None if plan is None else Plan.load(plan)
@@ -176,10 +184,9 @@ def _read(traces: list[Path], plan: Path | None) -> Analysis:
 
 
 def _profiled(words: list[str], steps: int, nproc: int | None, out: Path | None) -> Analysis | None:
-    """None on every rank of torchrun but the first."""
+    """None on other ranks of torchrun."""
     from ultrascale.launch import launcher
     from ultrascale.launch.rank_info import rank_info_from_env
-    from ultrascale.show.lines import progress
     from ultrascale.specs.errors import SpecError
     from ultrascale.specs.folders import folder_name
     from ultrascale.train import import_torch

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ultrascale.cli.common import NO, PLAN, JsonOption, app, echo, print_json, terminal, write_json
+from ultrascale.cli.common import NO, PLAN, JsonOption, app, echo, job_from_options, print_json, progress, terminal, write_json
 
 ModelArgument = Annotated[
     str, typer.Argument(help="A preset ([cyan]llama-3-70b[/]), a model file, or a Hugging Face [cyan]config.json[/].")
@@ -40,26 +40,26 @@ def plan(
         str,
         typer.Option(
             "--objective",
-            help="[cyan]throughput[/], [cyan]memory[/] (least peak) or [cyan]cost[/] (least GPU time a token, fewer GPUs too).",
+            help="[cyan]throughput[/], [cyan]memory[/] (least peak) or [cyan]cost[/] (least GPU time per token).",
         ),
     ] = "throughput",
     fix: Annotated[
-        list[str] | None, typer.Option("--fix", help="Pin a field of the layout: [cyan]--fix tp=8 --fix zero=1[/].")
+        list[str] | None, typer.Option("--fix", help="Fix a field of the layout: [cyan]--fix tp=8 --fix zero=1[/].")
     ] = None,
     forbid: Annotated[
         list[str] | None,
-        typer.Option("--forbid", help="Rule out a technique or a value: [cyan]--forbid cp --forbid recompute=full[/]."),
+        typer.Option("--forbid", help="Exclude a technique or a value: [cyan]--forbid cp --forbid recompute=full[/]."),
     ] = None,
     precision: Annotated[str, typer.Option(help="bf16, fp8, fp16 or fp32.")] = "bf16",
-    gradients: Annotated[str, typer.Option(help="In which gradients are accumulated and reduced: fp32 or bf16.")] = "fp32",
+    gradients: Annotated[str, typer.Option(help="Format of gradient accumulation and reduction: fp32 or bf16.")] = "fp32",
     optimizer: Annotated[str, typer.Option(help="adamw, adamw-bf16, adamw-8bit, muon, sgd-momentum or sgd.")] = "adamw",
-    attention: Annotated[str, typer.Option(help="flash, or plain (whole score matrices).")] = "flash",
+    attention: Annotated[str, typer.Option(help="flash, or plain (materialised score matrices).")] = "flash",
     framework: Annotated[
         str,
-        typer.Option(help="The engine that would run it: ultrascale, [cyan]megatron-core[/], [cyan]torchtitan[/]…"),
+        typer.Option(help="Predict for this engine: ultrascale, [cyan]megatron-core[/], [cyan]torchtitan[/]…"),
     ] = "ultrascale",
     total_tokens: Annotated[
-        str | None, typer.Option("--total-tokens", help="Of the whole training, for days and cost: [cyan]15T[/].")
+        str | None, typer.Option("--total-tokens", help="Tokens of the whole training, for days and cost: [cyan]15T[/].")
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the best plan to this file.")] = None,
     as_json: JsonOption = False,
@@ -68,12 +68,12 @@ def plan(
 
     [dim]ultrascale plan llama-3-70b --cluster 64xh100 --batch-tokens 4M --seq 8192 -o plan.yaml[/]
     """
-    from ultrascale import asked
     from ultrascale.plan.search import plan as search
     from ultrascale.show import plan as show
-    from ultrascale.show.lines import progress
 
-    job = asked.job(model, cluster, batch_tokens, seq, precision, gradients, optimizer, attention, total_tokens, framework)
+    job = job_from_options(
+        model, cluster, batch_tokens, seq, precision, gradients, optimizer, attention, total_tokens, framework
+    )
     with progress() as say:
         result = search(
             job,
@@ -93,7 +93,7 @@ def plan(
         if output is not None and result.plans:
             console.print(f"Wrote {output}; next: ultrascale explain {output}")
         elif output is not None:
-            console.print(f"{output} was not written: there is no plan to keep")
+            console.print(f"{output} was not written: there is no plan to write")
     if not result.plans:
         raise typer.Exit(NO)
 
@@ -109,23 +109,23 @@ def explain(
         typer.Option("--row", help="The id of one run in the CSV: predicted against measured, term by term."),
     ] = None,
     cheatsheet: Annotated[
-        bool, typer.Option("--cheatsheet", help="The playbook's cheat-sheet with this plan's numbers in every cell.")
+        bool, typer.Option("--cheatsheet", help="The playbook's cheat-sheet with this plan's numbers.")
     ] = False,
     what_if: Annotated[
         list[str] | None,
         typer.Option(
             "--what-if",
-            help="A change beside today: [cyan]zero=3[/], [cyan]recompute=selective,mbs=4[/], [cyan]gradients=bf16[/], "
+            help="Compare with a change: [cyan]zero=3[/], [cyan]recompute=selective,mbs=4[/], [cyan]gradients=bf16[/], "
             "[cyan]offload=optimizer[/], [cyan]zero_shards=8[/] (HSDP), [cyan]keep_gathered=true[/], [cyan]gpus=128[/].",
         ),
     ] = None,
     largest: Annotated[
         str | None,
-        typer.Option("--largest", help="How far the layout goes before it no longer fits: mbs, seq or model."),
+        typer.Option("--largest", help="The largest mbs, seq or model that fits this layout."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what a plan holds and does: memory by owner and stage, time by cause, traffic, reasons, rejected neighbours.
+    """Explain a plan: memory by owner and stage, time by cause, communication, reasons, rejected alternatives.
 
     [dim]ultrascale explain plan.yaml --what-if zero=3 --what-if recompute=selective,mbs=4[/]
     """
@@ -141,7 +141,7 @@ def explain(
         _explain_row(file, row, as_json)
         return
     loaded = Plan.load(file)
-    check(loaded.job, loaded.layout)  # a file can be edited
+    check(loaded.job, loaded.layout)  # the file may have been edited
     console = terminal()
     if not as_json:
         show.show_staleness(console, loaded)
@@ -181,7 +181,7 @@ def accuracy(
     file: Annotated[Path, typer.Argument(help="A CSV of measured runs, published ones or your own.", metavar="RUNS.CSV")],
     json_file: Annotated[
         Path | None,
-        typer.Option("--json", help="Write every prediction and the summary there.", metavar="OUT.JSON"),
+        typer.Option("--json", help="Write all predictions and the summary as JSON.", metavar="OUT.JSON"),
     ] = None,
     group: Annotated[str, typer.Option("--by", help="Group errors by source, gpu or system.")] = "source",
     worst: Annotated[int, typer.Option("--worst", help="How many of the worst rows to show.")] = 10,
@@ -189,14 +189,13 @@ def accuracy(
         Path | None, typer.Option("--report", help="Also write the report as Markdown.", metavar="OUT.MD")
     ] = None,
 ) -> None:
-    """Score the cost model on measured runs: speed, memory, fit or out of memory, ranking; worst rows and why not modelled.
+    """Score the cost model on measured runs: speed, memory, fit or out of memory, ranking, the worst rows.
 
     [dim]ultrascale accuracy data/published.csv --by gpu --worst 20[/]
     """
     from ultrascale.measure.accuracy import scores as measure
     from ultrascale.measure.accuracy.runs import read
     from ultrascale.show import accuracy as show
-    from ultrascale.show.lines import progress
     from ultrascale.specs.errors import SpecError, nearest
     from ultrascale.specs.files import write_text
 

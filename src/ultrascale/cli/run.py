@@ -1,4 +1,4 @@
-"""Verbs of running: quickstart, train, verify, convert, doctor, and those of data."""
+"""Verbs of running: quickstart, train, verify, convert, doctor, data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ultrascale.cli.common import NO, RUN, JsonOption, app, echo, print_json, terminal, write_json
+from ultrascale.cli.common import NO, RUN, JsonOption, app, echo, job_from_options, print_json, progress, terminal, write_json
 from ultrascale.cli.data import app as data_verbs
 
 
@@ -17,15 +17,14 @@ from ultrascale.cli.data import app as data_verbs
 def quickstart(
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the plan is written.")] = Path("plan.yaml"),
     out: Annotated[Path | None, typer.Option("--out", help="The run's folder. Default: runs/quickstart-TIME.")] = None,
-    seconds: Annotated[int, typer.Option("--seconds", help="About how long to train.", min=1, max=3600)] = 45,
+    seconds: Annotated[int, typer.Option("--seconds", help="Approximate training time.", min=1, max=3600)] = 45,
 ) -> None:
-    """Close the loop on this machine: detect it, plan a small model, train it on real text, predicted beside measured."""
-    from ultrascale import asked
+    """Detect this machine, plan a small model, train it on real text, and print predicted beside measured."""
     from ultrascale.launch import launcher
     from ultrascale.plan.search import plan as search
+    from ultrascale.show import compare as show
     from ultrascale.show import plan as show_plan
-    from ultrascale.show import run as show
-    from ultrascale.show.lines import heading, progress
+    from ultrascale.show.lines import heading
     from ultrascale.train.log import batch_line
     from ultrascale.train.request import Overrides, from_plan
 
@@ -34,7 +33,7 @@ def quickstart(
     heading(console, f"$ ultrascale plan mini --cluster here --batch-tokens 4k --seq 256 --precision {precision} -o {output}")
     with progress() as say:
         say("measuring this machine")
-        job = asked.job("mini", "here", "4k", "256", precision=precision)
+        job = job_from_options("mini", "here", "4k", "256", precision=precision)
         result = search(job, top=3, progress=say)
     best = result.plans[0]
     best.save(output)
@@ -49,8 +48,8 @@ def quickstart(
     request = from_plan(best, Overrides.parse([f"train.steps={steps}", "train.lr=1e-3", f"train.eval_every={steps}"]), world)
     console.print(f"{request.layout}; {batch_line(request.layout, request.job.seq)}; text: Python's standard library, as bytes")
     run = launcher.train(request, folder, world, job.cluster)
-    assert run is not None  # only ranks of torchrun get nothing back
-    show.show_comparison(console, run)
+    assert run is not None  # None only on other ranks of torchrun
+    show.show_measured(console, run)
     console.print(
         f"The plan is in {output}, the run in {folder}. Next: ultrascale verify {output}, ultrascale explain {output}"
     )
@@ -62,7 +61,7 @@ def train(
         list[str] | None,
         typer.Argument(
             help="A plan, and changes to it: [cyan]plan.yaml layout.tp=4 train.lr=1e-3 job.seq=2048[/]. "
-            "dp follows from the processes, gas from the batch.",
+            "dp follows from the number of processes, gas from the batch.",
             metavar="[PLAN.YAML] [SECTION.FIELD=VALUE]…",
         ),
     ] = None,
@@ -72,7 +71,7 @@ def train(
     steps: Annotated[int | None, typer.Option("--steps", help="Optimizer steps (train.steps).")] = None,
     nproc: Annotated[
         int | None,
-        typer.Option("--nproc", min=1, max=1024, help="Start so many processes here; not needed under torchrun or srun."),
+        typer.Option("--nproc", min=1, max=1024, help="Number of processes to start here; not needed under torchrun or srun."),
     ] = None,
     data: Annotated[
         str | None,
@@ -80,24 +79,24 @@ def train(
     ] = None,
     resume: Annotated[
         Path | None,
-        typer.Option("--resume", help="Go on with a run's folder (or one of its checkpoints), cut as before or otherwise."),
+        typer.Option("--resume", help="Resume a run's folder (or one of its checkpoints), under any layout."),
     ] = None,
     weights: Annotated[
         Path | None,
-        typer.Option("--weights", help="Begin with the weights of a run or checkpoint, at step 0, with a new optimizer."),
+        typer.Option("--weights", help="Start from the weights of a run or checkpoint, at step 0, with a new optimizer."),
     ] = None,
     allow_changed: Annotated[
         str | None,
-        typer.Option("--allow-changed", help="With --resume: what may differ now, [cyan]data[/], [cyan]seed[/] or both."),
+        typer.Option("--allow-changed", help="With --resume: what may have changed, [cyan]data[/], [cyan]seed[/] or both."),
     ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Of weights and data order (train.seed).")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Seed of weights and data order (train.seed).")] = None,
     seq: Annotated[str | None, typer.Option("--seq", help="Sequence length (job.seq).")] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="The run's folder: plan, metrics, measurement. Default: runs/MODEL-TIME.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a plan, or try a model: any layout, on CPUs or GPUs, measured and compared with the prediction.
+    """Train a plan or a model under any layout, on CPUs or GPUs, measured and compared with the prediction.
 
     [dim]ultrascale train --model tiny --steps 20 --nproc 4 layout.dp=2 layout.tp=2[/]
     [dim]torchrun --nproc-per-node 8 -m ultrascale train plan.yaml --out runs/first layout.tp=4[/]
@@ -109,8 +108,8 @@ def train(
     """
     from ultrascale.launch import launcher
     from ultrascale.launch.rank_info import rank_info_from_env
-    from ultrascale.show import run as show
-    from ultrascale.show.lines import progress, told_now_and_then
+    from ultrascale.show import compare as show
+    from ultrascale.show.lines import periodic_progress
     from ultrascale.specs.folders import folder_name
     from ultrascale.train.checkpoint import run_named, run_of
     from ultrascale.train.log import batch_line
@@ -118,7 +117,7 @@ def train(
 
     mine = rank_info_from_env() if nproc is None else None
     if resume is not None and mine is not None and (run_folder := run_named(resume)).resolve() == (out or run_folder).resolve():
-        # A restart goes on from the newest checkpoint; the one on the command line may have been moved or deleted since.
+        # A restart resumes from the newest checkpoint; the one on the command line may have been moved or deleted since.
         resume = run_folder if launcher.is_restart(run_folder, mine) else resume
     options = {"train.steps": steps, "train.seed": seed, "train.data": data, "job.seq": seq}
     first = mine is None or mine.rank == 0
@@ -132,7 +131,7 @@ def train(
         weights,
         allow_changed,
         first,
-        told_now_and_then("comparing train.data with the run's"),
+        periodic_progress("comparing train.data with the run's"),
     )
     if out is None:
         new = Path("runs") / f"{folder_name(request.job.model.name)}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -141,7 +140,7 @@ def train(
     if first:
         console.print(f"{request.job.model.name}: {request.layout}; {batch_line(request.layout, request.job.seq)}")
         if request.resume is not None:
-            console.print(f"going on from {request.resume}, to step {request.training.steps}")
+            console.print(f"resuming from {request.resume}, to step {request.training.steps}")
         for note in request.notes:
             console.print(f"note: {note}")
     with progress() as say:
@@ -163,28 +162,27 @@ def verify(
         list[str] | None,
         typer.Argument(help="A plan, and changes to it.", metavar="[PLAN.YAML] [SECTION.FIELD=VALUE]…"),
     ] = None,
-    world: Annotated[int | None, typer.Option("--world", help="Compositions of so many processes, without a plan.")] = None,
+    world: Annotated[int | None, typer.Option("--world", help="Layouts of this many processes, without a plan.")] = None,
     only: Annotated[
-        str | None, typer.Option("--only", help="Those that use each of these: [cyan]pp,cp[/] (dp tp pp cp ep zero recompute).")
+        str | None,
+        typer.Option("--only", help="Layouts that use all of [cyan]pp,cp[/] (dp tp pp cp ep zero recompute)."),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every composition, not a spread of them.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Every layout, not a selection.")] = False,
     model: Annotated[str, typer.Option("--model", "-m", help="The model to verify on, with --world.")] = "tiny",
     precision: Annotated[
-        str, typer.Option("--precision", help="fp32, bf16, fp16 or fp8; bounds follow from its rounding.")
+        str, typer.Option("--precision", help="fp32, bf16, fp16 or fp8; the bounds follow from its rounding.")
     ] = "fp32",
     runs: Annotated[
-        int | None, typer.Option("--runs", min=1, max=100_000, help="Draw so many whole runs: killed, resumed, rolled back.")
+        int | None, typer.Option("--runs", min=1, max=100_000, help="This many random runs: killed, resumed, rolled back.")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the drawing, with --runs.")] = 0,
-    processes: Annotated[
-        int, typer.Option("--processes", min=1, max=8, help="At most so many for one launch, with --runs.")
-    ] = 4,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the random runs, with --runs.")] = 0,
+    processes: Annotated[int, typer.Option("--processes", min=1, max=8, help="Most processes of one launch, with --runs.")] = 4,
     program: Annotated[
-        Path | None, typer.Option("--program", help="One run as a file, such as --runs writes where one fails.")
+        Path | None, typer.Option("--program", help="One run from a file, such as --runs writes when one fails.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write every difference there.", metavar="OUT.JSON")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all differences as JSON.", metavar="OUT.JSON")] = None,
 ) -> None:
-    """Prove that a layout, or a whole run, computes what one process computes, within what rounding explains.
+    """Verify that a layout, or a whole run, computes the same as one process, within rounding.
 
     [dim]ultrascale verify plan.yaml[/]
     [dim]ultrascale verify --world 8 --only pp,cp[/]
@@ -248,14 +246,13 @@ def _verify_layouts(
         echo(f"{number:>{len(str(len(layouts)))}}/{len(layouts)}  {show.layout_row(difference)}")
     same = sum(one.ok for one in found)
     write_json(json_file, show.layouts_json(found))
-    echo(f"{same} of {len(found)} layouts compute what one process computes ({check.STEPS} steps, {job.precision})")
+    echo(f"{same} of {len(found)} layouts compute the same as one process ({check.STEPS} steps, {job.precision})")
     return same == len(found)
 
 
 def _verify_runs(runs: int | None, seed: int, processes: int, program: Path | None, json_file: Path | None) -> bool:
     from ultrascale.measure.verify_programs import Program, ProgramGenerator
     from ultrascale.show import verify as show
-    from ultrascale.show.lines import progress
     from ultrascale.train import import_torch
 
     given = None if program is None else Program.load(program)
@@ -280,7 +277,7 @@ def _verify_runs(runs: int | None, seed: int, processes: int, program: Path | No
     if runs is not None:
         for line in show.coverage(drawing):
             echo(line)
-    echo(f"{same} of {count} runs are those of one uninterrupted process, to what rounding explains")
+    echo(f"{same} of {count} runs are equal to one uninterrupted process, within rounding")
     return same == count
 
 
@@ -289,18 +286,18 @@ def convert(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            help="[cyan]hf ./llama-dir runs/x[/]: a Hugging Face folder becomes a run to go on from. "
-            "[cyan]runs/x hf ./out[/]: a run's newest checkpoint becomes such a folder.",
+            help="[cyan]hf ./llama-dir runs/x[/]: convert a Hugging Face folder to a run. "
+            "[cyan]runs/x hf ./out[/]: convert a run's newest checkpoint to such a folder.",
             metavar="hf FOLDER RUN | RUN hf FOLDER",
         ),
     ] = None,
-    dtype: Annotated[str, typer.Option("--dtype", help="Of weights that are written out: bf16 or fp32.")] = "bf16",
+    dtype: Annotated[str, typer.Option("--dtype", help="Format of written weights: bf16 or fp32.")] = "bf16",
     tokenizer: Annotated[
         Path | None,
-        typer.Option("--tokenizer", help="A tokenizer.json, or a folder with one, to go with weights that are written out."),
+        typer.Option("--tokenizer", help="A tokenizer.json, or a folder with one, to copy beside written weights."),
     ] = None,
 ) -> None:
-    """Weights in and out, from and to Hugging Face folders of safetensors, one tensor in memory at a time.
+    """Convert weights from and to Hugging Face folders of safetensors, one tensor in memory at a time.
 
     Families: Llama, Mistral, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE and GPT-2.
 
@@ -308,7 +305,6 @@ def convert(
     [dim]ultrascale convert runs/x hf ./out --tokenizer ./llama-dir[/]
     """
     from ultrascale.launch import launcher
-    from ultrascale.show.lines import progress
     from ultrascale.specs.units import GIB
     from ultrascale.train import convert as weights
 
@@ -326,11 +322,11 @@ def convert(
 
 @app.command(rich_help_panel=RUN)
 def doctor(
-    file: Annotated[Path | None, typer.Argument(help="A plan: what would stop it here.", metavar="PLAN.YAML")] = None,
+    file: Annotated[Path | None, typer.Argument(help="A plan to check on this machine.", metavar="PLAN.YAML")] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Where runs are written.")] = Path("runs"),
     as_json: JsonOption = False,
 ) -> None:
-    """Look this machine over: versions, memory, GPUs, links, network, ports, limits, disk; and what would stop a plan here.
+    """Check this machine: versions, memory, GPUs, links, network, ports, limits, disk; and what would stop a plan here.
 
     [dim]ultrascale doctor plan.yaml[/]
 
@@ -339,7 +335,6 @@ def doctor(
     from ultrascale.measure.doctor import machine_findings, plan_findings
     from ultrascale.measure.doctor_facts import gather
     from ultrascale.show import doctor as show
-    from ultrascale.show.lines import progress
     from ultrascale.specs.plan import Plan
 
     plan = None if file is None else Plan.load(file)

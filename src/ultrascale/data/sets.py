@@ -9,22 +9,20 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from ultrascale.data import token_files
 from ultrascale.data.token_files import cannot_read, start_of
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import read_mapping
-from ultrascale.specs.validate import build
+from ultrascale.specs.validate import FrozenSpec, build
 
 FACTS, TOKENS = "data.json", "tokens.bin"
 Kind = Literal["ultrascale", "megatron", "flat"]
 
 
-class TokenizedInputs(BaseModel):
+class TokenizedInputs(FrozenSpec):
     """The input files of a token set."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     path: str
     files: int = Field(ge=1)
@@ -33,10 +31,8 @@ class TokenizedInputs(BaseModel):
     digest: str | None = Field(default=None, description="of the files' names and content; None: made before it was kept")
 
 
-class TokenSetMetadata(BaseModel):
+class TokenSetMetadata(FrozenSpec):
     """data.json: the contents of a tokenized folder and their source."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     tokenizer: str = Field(description="its file's name; bytes: none")
     tokenizer_sha256: str | None = None

@@ -16,7 +16,6 @@ TITLE = "Accelerate"
 _FSDP = "fsdp_config.fsdp_"
 _MESH = "parallelism_config.parallelism_config_"
 _PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "no": "fp32"}
-_CONTEXT = {"allgather": "allgather", "alltoall": "zigzag"}
 _STRATEGIES = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "true": True, "false": False}
 
 
@@ -116,12 +115,13 @@ TABLE = (
     # transformers' plans all-reduce unless a model says otherwise.
     row.implied("layout.sequence_parallel", False, when=row.above_one("layout.tp")),
     row.whole(f"{_MESH}cp_size", "layout.cp", 1, written=_fsdp),
-    Setting(
+    row.word(
         f"{_MESH}cp_comm_strategy",
         "layout.context_parallel",
-        lambda p: "allgather" if p.layout.context_parallel == "allgather" else "alltoall",
-        lambda s: s.word(f"{_MESH}cp_comm_strategy", _CONTEXT, "allgather"),
-        row.above_one("layout.cp"),
+        {"allgather": "allgather", "alltoall": "zigzag"},
+        "allgather",
+        "alltoall",
+        when=row.above_one("layout.cp"),
     ),
 )
 
@@ -168,7 +168,7 @@ ENGINE = EngineFormat(
     },
     files=files,
     parse=lambda text, where: mapping_of(text, where, "YAML"),
-    follows=lambda folder, job: f"accelerate launch --config_file {folder}/config.yaml train.py",
+    next_command=lambda folder, job: f"accelerate launch --config_file {folder}/config.yaml train.py",
     passed=("num_machines", "compute_environment", "machine_rank", "main_training_function", "same_network", "debug"),
     assumed=("an Accelerate file has no batch: micro-batch 1 without accumulation is assumed",),
     world=_world,

@@ -45,7 +45,7 @@ class EngineFormat:
     """of the settings and the lines for the header"""
     parse: Callable[[str, str], Mapping[str, Any]]
     """the settings, of a text and the name of its file"""
-    follows: Callable[[str, Job], str]
+    next_command: Callable[[str, Job], str]
     """the command that starts it, of the quoted folder"""
     passed: tuple[str, ...] = ()
     """settings that say nothing about a plan"""

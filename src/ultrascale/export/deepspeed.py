@@ -125,12 +125,7 @@ TABLE = (
     Setting("train_micro_batch_size_per_gpu", write=lambda p: p.layout.mbs),
     Setting("gradient_accumulation_steps", write=lambda p: p.layout.gas),
     Setting("gradient_clipping", write=lambda p: p.training.clip),
-    Setting(
-        "zero_optimization.stage",
-        "layout.zero",
-        lambda p: p.layout.zero,
-        lambda s: s.whole("zero_optimization.stage", 0, least=0),
-    ),
+    row.whole("zero_optimization.stage", "layout.zero", 0, least=0),
     Setting(path="layout.zero_shards", read=_zero_shards),
     Setting("zero_optimization.overlap_comm", write=lambda p: p.layout.zero > 0),
     row.constant("zero_optimization.contiguous_gradients", True),
@@ -150,8 +145,7 @@ TABLE = (
     Setting(
         "tensor_parallel.autotp_size",
         "layout.tp",
-        lambda p: p.layout.tp,
-        lambda s: s.whole("tensor_parallel.autotp_size", 1, least=0) or 1,
+        read=lambda s: s.whole("tensor_parallel.autotp_size", 1, least=0) or 1,
         written=row.above_one("layout.tp"),
     ),
     row.implied("layout.sequence_parallel", False, when=row.above_one("layout.tp")),  # AutoTP all-reduces
@@ -199,7 +193,7 @@ ENGINE = EngineFormat(
     },
     files=files,
     parse=lambda text, where: mapping_of(text, where, "JSON"),
-    follows=lambda folder, job: f"deepspeed train.py --deepspeed_config {folder}/ds_config.json",
+    next_command=lambda folder, job: f"deepspeed train.py --deepspeed_config {folder}/ds_config.json",
     also_known=(
         *("gradient_clipping", "steps_per_print", "wall_clock_breakdown", "scheduler.type", "prescale_gradients"),
         *("zero_allow_untested_optimizer", "zero_optimization.sub_group_size"),

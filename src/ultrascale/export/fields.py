@@ -1,6 +1,6 @@
-"""A job and a layout as dotted fields (`layout.tp`, `job.seq`, `model.moe.experts`), and back.
+"""A job and a layout as a mapping of dotted fields (`layout.tp`, `job.seq`, `model.moe.experts`), and back.
 
-Foreign files say some fields in their own words; lines in their header say the rest. Both meet here.
+An engine's settings give some of the fields, lines in the header of its file the others; they are merged here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SHORT_CLUSTER = re.compile(r"[0-9]{1,9}x(?:[0-9]{1,9} )?[a-zA-Z][\w\-]*")
 _NAMES = ("model.name", "model.source")
 
 
-def known() -> set[str]:
+def all_field_names() -> set[str]:
     """Every field that a header line may give."""
     parts = {f"model.{part}.{name}" for part, cls in _PARTS.items() for name in cls.model_fields}
     whole = {"model", "job.cluster", "job.framework"}
@@ -38,16 +38,16 @@ def known() -> set[str]:
     return whole | layout | {f"job.{name}" for name in JOB} | {f"model.{name}" for name in Model.model_fields} | parts
 
 
-def of(job: Job, layout: Layout) -> Fields:
-    """Everything that a plan says, but for its estimate and reasons."""
+def plan_fields(job: Job, layout: Layout) -> Fields:
+    """All fields of a plan but its estimate and reasons."""
     fields: Fields = {f"layout.{name}": value for name, value in layout.model_dump().items()}
     fields |= {f"job.{name}": getattr(job, name) for name in JOB}
     fields["job.cluster"] = _cluster_words(job.cluster)
     fields["job.framework"] = job_to_mapping(job)["framework"]
-    return fields | of_model(job.model)
+    return fields | model_fields(job.model)
 
 
-def of_model(model: Model) -> Fields:
+def model_fields(model: Model) -> Fields:
     fields: Fields = {}
     for name, value in model.model_dump().items():
         if name == "rope_scaling" and model.rope_scaling is not None:
@@ -60,19 +60,19 @@ def of_model(model: Model) -> Fields:
     return fields
 
 
-def completed(found: Fields, framework: str) -> Fields:
-    """What was found, with the defaults of all that was not; the model's fields only where they make a model."""
+def with_defaults(found: Fields, framework: str) -> Fields:
+    """The fields found, and the defaults of the others; those of the model only if the fields found make one."""
     defaults: Fields = {f"layout.{name}": value for name, value in Layout().model_dump().items()}
     derived = ("seq", "batch_tokens", *(["total_tokens"] if "job.steps" in found else []))
     defaults |= {f"job.{name}": Job.model_fields[name].default for name in JOB if name not in derived}
     defaults["job.framework"] = framework
     if has_model(found):
-        found = {**found, **of_model(model_of(found))}
+        found = {**found, **model_fields(model_of(found))}
     return defaults | found
 
 
-def settled(fields: Fields) -> Fields:
-    """With what follows from the others: the batch in tokens, and all tokens from steps of it."""
+def with_derived(fields: Fields) -> Fields:
+    """The fields, and those that follow from them: the batch in tokens, and all tokens from the number of steps."""
     known, count = dict(fields), fields.get("job.steps")
     known.pop("job.steps", None)
     if "job.seq" not in known:
@@ -92,10 +92,10 @@ def without_model(fields: Fields) -> Fields:
     return {name: value for name, value in fields.items() if name != "model" and not name.startswith("model.")}
 
 
-def joined(fields: Fields, more: Fields) -> Fields:
-    """The second over the first; a whole model replaces every field of one, a part's field the part that was null."""
+def merged(fields: Fields, more: Fields) -> Fields:
+    """`more` over `fields`; a whole model replaces every field of a model, a field of a part replaces a part that was null."""
     if "model" in more:
-        more = {**without_model(more), **of_model(model_from_mapping(more["model"]))}
+        more = {**without_model(more), **model_fields(model_from_mapping(more["model"]))}
         fields = without_model(fields)
     if "model.name" in more and "model.source" not in more:
         fields = {name: value for name, value in fields.items() if name != "model.source"}
@@ -164,7 +164,7 @@ def framework_of(value: Any) -> Framework:
 
 
 def _cluster_words(cluster: Cluster) -> str | dict[str, Any]:
-    """`64xh100` where that says it all."""
+    """The short form, such as `64xh100`, if it means the same cluster."""
     kind = cluster.gpu.name
     if kind in GPU.presets():
         for words in (f"{cluster.gpus}x{kind}", f"{cluster.nodes}x{cluster.gpus_per_node} {kind}"):
@@ -176,8 +176,8 @@ def _cluster_words(cluster: Cluster) -> str | dict[str, Any]:
     return cluster.to_mapping()
 
 
-def idle(layout: Layout) -> set[str]:
-    """Fields that change nothing in this layout."""
+def unused_fields(layout: Layout) -> set[str]:
+    """Fields that have no effect in this layout."""
     names: set[str] = set()
     if layout.tp == 1:
         names.add("layout.sequence_parallel")
@@ -192,22 +192,22 @@ def idle(layout: Layout) -> set[str]:
     return names
 
 
-def unsaid(wanted: Fields, found: Fields) -> Fields:
-    """What a plan says and a file does not: the fields for its header."""
+def missing_fields(wanted: Fields, found: Fields) -> Fields:
+    """The fields of a plan that a file does not give: they go to its header."""
     missing = {name: value for name, value in wanted.items() if name not in found or found[name] != value}
     model = {name: value for name, value in wanted.items() if name.startswith("model.")}
     if not has_model(found):
         return {**without_model(missing), "model": model_to_mapping(model_of(model))}
     preset = Model.presets().get(str(model["model.name"]))
-    if preset is not None and "model.name" in missing and of_model(preset) == model:
+    if preset is not None and "model.name" in missing and model_fields(preset) == model:
         missing.pop("model.source", None)  # the name brings it
     gone = [name for name in found if name.startswith("model.") and name not in wanted and name.count(".") == 2]
     return missing | {name.rpartition(".")[0]: None for name in gone}
 
 
-def checked(given: Fields) -> Fields:
-    """What a header gives, once its fields are known and those that others follow from are what they must be."""
-    fields = known()
+def check_header(given: Fields) -> Fields:
+    """The fields of a header; SpecError unless all are known and those that others follow from are valid."""
+    fields = all_field_names()
     for name in given:
         if name not in fields:
             raise SpecError(f"the file's header gives '{name:.60}', which is no field of a plan: {nearest(name, fields)}")

@@ -1,4 +1,4 @@
-"""The lines in which a file says what its engine cannot: `not expressible here: layout.schedule = zb-v (why)`."""
+"""Header lines of a file, for fields without a setting: `not expressible here: layout.schedule = zb-v (why)`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ultrascale.export.fields import Fields
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.layout import Layout
 
-UNSAID, KEPT = "not expressible here", "kept for import"
-_LINE = re.compile(rf"[#\s]*({UNSAID}|{KEPT}): ([\w.]+) = (.*)")
+NOT_EXPRESSIBLE, KEPT = "not expressible here", "kept for import"
+_LINE = re.compile(rf"[#\s]*({NOT_EXPRESSIBLE}|{KEPT}): ([\w.]+) = (.*)")
 _WORD = re.compile(r"[A-Za-z0-9][\w.+\-]*(?: [\w\-]+)?")
 _MARK = "ultrascale"
 _NOTHING = object()
@@ -21,8 +21,8 @@ _FACTS = ("job.cluster", "job.framework", "job.total_tokens", "job.batch_tokens"
 
 
 def lines(missing: Fields, layout: Layout, why: Mapping[str, str], title: str) -> list[str]:
-    """One line a field, what changes the run first; without comment signs."""
-    inert = fields.idle(layout)
+    """One line for each field, those that change the run first; without comment signs."""
+    inert = fields.unused_fields(layout)
     changes, facts = [], []
     for name, value in missing.items():
         if name in inert or name in _FACTS:
@@ -30,7 +30,7 @@ def lines(missing: Fields, layout: Layout, why: Mapping[str, str], title: str) -
         else:
             general = "model.*" if name.startswith("model.") else name
             reason = why.get(name) or why.get(general, f"{title} has no such setting")
-            changes.append(f"{UNSAID}: {name} = {_written(value)} ({reason})")
+            changes.append(f"{NOT_EXPRESSIBLE}: {name} = {_written(value)} ({reason})")
     return changes + facts
 
 
@@ -40,17 +40,17 @@ def commented(title: str, said: Iterable[str], *more: str) -> str:
     return "".join(f"# {line}\n" for line in opening)
 
 
-def found(text: str) -> Fields:
+def parse(text: str) -> Fields:
     """The fields that the header lines of a text give."""
     given: Fields = {}
     for line in text.splitlines():
         if match := _LINE.match(line):
             given[match[2]] = _value(match[2], match[3])
-    return fields.checked(given)
+    return fields.check_header(given)
 
 
 def _written(value: Any) -> str:
-    """A word as it is where nothing could take it for something else, all others as JSON."""
+    """A word as it is if it cannot be mistaken for JSON, all else as JSON."""
     if isinstance(value, str) and _WORD.fullmatch(value) and _json(value) is _NOTHING:
         return value
     return json.dumps(value, ensure_ascii=True)  # on one line, whatever is in a name

@@ -394,12 +394,7 @@ def _read_dropout(s: SettingsReader) -> bool:
 
 
 _NUMBERS = (
-    Setting(
-        "--attention-backend",
-        "job.attention",
-        lambda p: "unfused" if p.job.attention == "plain" else "flash",
-        lambda s: s.word("--attention-backend", _BACKENDS, "auto"),
-    ),
+    row.word("--attention-backend", "job.attention", _BACKENDS, "auto"),
     row.cases("job.precision", _PRECISIONS, read=_precision),
     row.flag("--grad-reduce-in-bf16", "job.gradients", "bf16", "fp32"),
     Setting("--accumulate-allreduce-grads-in-fp32", write=lambda p: p.job.gradients != "bf16"),
@@ -519,7 +514,7 @@ ENGINE = EngineFormat(
     },
     files=files,
     parse=parse,
-    follows=lambda folder, job: f"MEGATRON_LM=/path/to/Megatron-LM bash {folder}/run.sh",
+    next_command=lambda folder, job: f"MEGATRON_LM=/path/to/Megatron-LM bash {folder}/run.sh",
     passed=(
         *("--expert-tensor-parallel-size", "--recompute-method", "--recompute-num-layers", "--ckpt-format", "--eval-iters"),
         *("--overlap-param-gather", "--no-gradient-accumulation-fusion", "--fp8-recipe", "--exp-avg-sq-dtype"),

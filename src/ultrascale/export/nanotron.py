@@ -77,17 +77,9 @@ def _expert_layers(p: PlanFields) -> list[int]:
     return list(range(dense, p.model.layers)) if dense else [-1]
 
 
-def _zero(s: SettingsReader) -> int:
-    return s.whole("optimizer.zero_stage", 0, least=0)
-
-
 def _schedule(s: SettingsReader) -> str:
     named = s.word("parallelism.pp_engine", SCHEDULES, "afab")
     return str(named) if s["layout.pp"] > 1 else "1f1b"  # which engine is named says nothing without a pipeline
-
-
-def _context(s: SettingsReader) -> str:
-    return "allgather" if s.value(f"{_MODEL}_attn_implementation") == _GATHERS else "ring"
 
 
 _experts = row.has("model.moe.experts")
@@ -126,7 +118,7 @@ TABLE = (
         f"{_MODEL}_attn_implementation",
         "layout.context_parallel",
         lambda p: _GATHERS if p.layout.context_parallel == "allgather" else "ring",
-        _context,
+        lambda s: "allgather" if s.value(f"{_MODEL}_attn_implementation") == _GATHERS else "ring",
         row.above_one("layout.cp"),
     ),
     row.optional(f"{_MODEL}sliding_window_size", "model.sliding_window"),
@@ -141,7 +133,7 @@ TABLE = (
         _experts,
     ),
     row.constant(f"{_EXPERTS}token_dispatcher_type", "alltoall", when=_experts),
-    Setting("optimizer.zero_stage", "layout.zero", lambda p: min(p.layout.zero, 1), _zero),
+    row.whole("optimizer.zero_stage", "layout.zero", 0, least=0, write=lambda p: min(p.layout.zero, 1)),
     Setting("optimizer.weight_decay", write=lambda p: p.training.weight_decay),
     Setting("optimizer.clip_grad", write=lambda p: p.training.clip),
     row.flag("optimizer.accumulate_grad_in_fp32", "job.gradients", "fp32", "bf16", default=True),
@@ -152,12 +144,7 @@ TABLE = (
     row.whole("parallelism.tp", "layout.tp", 1),
     row.whole("parallelism.context_parallel_size", "layout.cp", 1),
     row.whole("parallelism.expert_parallel_size", "layout.ep", 1),
-    Setting(
-        "parallelism.pp_engine",
-        "layout.schedule",
-        lambda p: p.layout.schedule if p.layout.schedule in SCHEDULES else "1f1b",
-        _schedule,
-    ),
+    row.word("parallelism.pp_engine", "layout.schedule", SCHEDULES, "afab", "1f1b", read=_schedule),
     row.flag("parallelism.recompute_layer", "layout.recompute", "full", "none"),
     Setting("parallelism.tp_linear_async_communication", write=lambda p: p.layout.sequence_parallel),
     row.word("parallelism.tp_mode", "layout.sequence_parallel", _MODES, "ALL_REDUCE"),
@@ -203,6 +190,6 @@ ENGINE = EngineFormat(
     },
     files=files,
     parse=lambda text, where: mapping_of(text, where, "YAML"),
-    follows=lambda folder, job: f"{torchrun(job)} run_train.py --config-file {folder}/config.yaml",
+    next_command=lambda folder, job: f"{torchrun(job)} run_train.py --config-file {folder}/config.yaml",
     also_known=("optimizer.weight_decay", "optimizer.clip_grad", "general.project", "general.run", "general.seed"),
 )

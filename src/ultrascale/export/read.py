@@ -1,4 +1,4 @@
-"""A foreign file as a plan: its own words first, then its header's lines, then what the user adds; guesses become notes."""
+"""Import: a plan from an engine's file, its header lines and what the user adds; assumptions become notes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _KINDS = (
 
 @dataclass(frozen=True)
 class Given:
-    """What the user says beside the file."""
+    """What the user gives beside the file."""
 
     cluster: Cluster | None = None
     model: Model | None = None
@@ -72,7 +72,7 @@ def plan_from(path: Path, given: Given | None = None) -> Imported:
     text, where = text_of(path), path.name
     engine = engine_of(path, text)
     settings = engine.parse(text, where)
-    said = header.found(_header_text(settings, text))
+    said = header.parse(_header_text(settings, text))
     notes: list[str] = []
     cluster = _cluster(engine, settings, where, said, given, notes)
     world = World(None if cluster is None else cluster.gpus, given.model.vocab if given.model else None)
@@ -107,8 +107,8 @@ def _naming_slips(found: SettingsReader, where: str) -> Iterator[None]:
 def _build(found: SettingsReader, said: Fields, given: Given, cluster: Cluster, engine: EngineFormat) -> tuple[Job, Layout]:
     where = found.where
     framework = engine.framework if given.framework is None else given.framework.name
-    known = fields.completed(found.fields, framework)
-    known = fields.joined(fields.joined(known, said), given.fields())
+    known = fields.with_defaults(found.fields, framework)
+    known = fields.merged(fields.merged(known, said), given.fields())
     if "job.seq" not in known:
         raise SpecError(f"{where} does not say how long a sequence is: give --seq, such as --seq 4096")
     if not fields.has_model(known):
@@ -118,7 +118,7 @@ def _build(found: SettingsReader, said: Fields, given: Given, cluster: Cluster, 
     if given.framework is not None:
         known["job.framework"] = framework
     known["job.cluster"] = cluster
-    return fields.job_and_layout(fields.settled(known))
+    return fields.job_and_layout(fields.with_derived(known))
 
 
 def _edited(engine: EngineFormat, job: Job, layout: Layout, found: SettingsReader, said: Fields) -> set[str]:

@@ -32,7 +32,7 @@ class PlanFields:
         self.job, self.layout, self.model = job, layout, job.model
         self.sequences = layout.dp * layout.mbs * layout.gas
         self.training = Training().changed(steps=steps)
-        self._fields = fields.of(job, layout)
+        self._fields = fields.plan_fields(job, layout)
 
     def __getitem__(self, path: str) -> Any:
         return self._fields.get(path)
@@ -55,8 +55,8 @@ class Setting:
     """dotted, or an option of a command line; empty: `write` returns a mapping of several, or None"""
     path: str = ""
     """the field, such as `layout.tp`; empty: `read` returns a mapping of several, or None"""
-    write: Callable[[PlanFields], Any] = lambda p: None
-    """the setting's value for a plan; None: the setting is left out"""
+    write: Callable[[PlanFields], Any] | None = None
+    """the setting's value, which is left out if it is None; without `write` it is the field itself"""
     read: Callable[[SettingsReader], Any] = lambda s: None
     """the field's value; None: the field keeps its default"""
     when: Condition = lambda source: True
@@ -76,33 +76,37 @@ def has(path: str) -> Condition:
 # The usual rows. `others` are columns of Setting that differ from the usual.
 
 
-def whole(key: str, path: str, default: int | Callable[[SettingsReader], int] | None = None, **others: Any) -> Setting:
-    """A whole number of at least 1; it must be there unless it has a default."""
+def whole(
+    key: str, path: str, default: int | Callable[[SettingsReader], int] | None = None, least: int = 1, **others: Any
+) -> Setting:
+    """A whole number; it must be there unless it has a default."""
 
     def read(settings: SettingsReader) -> int:
-        return settings.whole(key, default(settings) if callable(default) else default)
+        return settings.whole(key, default(settings) if callable(default) else default, least)
 
-    return _setting(key, path, lambda p: p[path], read, others)
+    return Setting(key, path, **{"read": read, **others})
 
 
 def optional(key: str, path: str, **others: Any) -> Setting:
     """A whole number that need not be there."""
-    return _setting(key, path, lambda p: p[path], lambda s: s.whole(key) if key in s else None, others)
+    return Setting(key, path, read=lambda s: s.whole(key) if key in s else None, **others)
 
 
 def number(key: str, path: str, default: float, **others: Any) -> Setting:
-    return _setting(key, path, lambda p: p[path], lambda s: s.number(key, default), others)
+    return Setting(key, path, read=lambda s: s.number(key, default), **others)
 
 
 def flag(key: str, path: str, on: Any = True, off: Any = False, default: bool = False, **others: Any) -> Setting:
     """True in the engine is `on` in a plan, false is `off`."""
-    return _setting(key, path, lambda p: p[path] == on, lambda s: on if s.flag(key, default) else off, others)
+    usual: Any = {"write": lambda p: p[path] == on, "read": lambda s: on if s.flag(key, default) else off}
+    return Setting(key, path, **{**usual, **others})
 
 
-def word(key: str, path: str, meanings: Mapping[str, Any], default: str, **others: Any) -> Setting:
-    """A word of the engine; the first with a meaning is written, the default for a value without a word."""
+def word(key: str, path: str, meanings: Mapping[str, Any], default: str, instead: str = "", **others: Any) -> Setting:
+    """A word of the engine; the first with a meaning is written, `instead` (or the default) for a value without a word."""
     words = {meaning: name for name, meaning in reversed(list(meanings.items()))}
-    return _setting(key, path, lambda p: words.get(p[path], default), lambda s: s.word(key, meanings, default), others)
+    usual: Any = {"write": lambda p: words.get(p[path], instead or default), "read": lambda s: s.word(key, meanings, default)}
+    return Setting(key, path, **{**usual, **others})
 
 
 def constant(key: str, value: Any, **others: Any) -> Setting:
@@ -119,17 +123,13 @@ def implied(path: str, value: Any, **others: Any) -> Setting:
     return Setting(path=path, read=lambda s: value, **others)
 
 
-def _setting(
-    key: str, path: str, write: Callable[[PlanFields], Any], read: Callable[[SettingsReader], Any], others: Mapping[str, Any]
-) -> Setting:
-    return Setting(key, path, **{"write": write, "read": read, **others})
-
-
 def written(table: Iterable[Setting], job: Job, layout: Layout) -> dict[str, Any]:
     """The engine's settings for a plan, nested as their dotted keys say."""
     plan, settings = PlanFields(job, layout), dict[str, Any]()
     for row in table:
-        value = row.write(plan) if row.when(plan) and row.written(plan) else None
+        if not row.when(plan) or not row.written(plan):
+            continue
+        value = row.write(plan) if row.write is not None else plan[row.path] if row.key else None
         for key, one in ({row.key: value} if row.key else value or {}).items():
             if one is not None:
                 *groups, last = key.split(".")
@@ -142,7 +142,7 @@ def written(table: Iterable[Setting], job: Job, layout: Layout) -> dict[str, Any
 
 @dataclass(frozen=True)
 class World:
-    """What is known beside the file when it is read: how many GPUs, and of how many tokens."""
+    """What is known beside the file that is read: the number of GPUs and the size of the vocabulary."""
 
     gpus: int | None = None
     vocab: int | None = None

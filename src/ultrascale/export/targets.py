@@ -43,7 +43,7 @@ def engine_files(plan: Plan, to: str, style: str | None, folder: str) -> tuple[l
         made, lines = write.for_engine(engine, plan.job, plan.layout)
         files += made
         said |= dict.fromkeys(lines)
-    return files, list(said), engines[-1].follows(quoted(folder), plan.job)
+    return files, list(said), engines[-1].next_command(quoted(folder), plan.job)
 
 
 def launcher_files(plan: Plan, to: str, image: str | None, folder: str) -> tuple[list[File], str]:

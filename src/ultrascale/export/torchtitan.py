@@ -5,7 +5,7 @@ from __future__ import annotations
 from ultrascale.export import table as row
 from ultrascale.export import torchtitan_text as text
 from ultrascale.export.common import EngineFormat, torchrun
-from ultrascale.export.fields import Fields, of_model
+from ultrascale.export.fields import Fields, model_fields
 from ultrascale.export.table import PlanFields, Setting, SettingsReader
 from ultrascale.schedules import REGISTRY
 from ultrascale.specs.layout import Layout
@@ -61,7 +61,7 @@ def _read_model(s: SettingsReader) -> Model | None:
 
 def _model_fields(s: SettingsReader) -> Fields:
     model = _read_model(s)
-    return {} if model is None else of_model(model)
+    return {} if model is None else model_fields(model)
 
 
 def _batch(s: SettingsReader) -> Fields:
@@ -185,12 +185,7 @@ def _table(style: str) -> tuple[Setting, ...]:
         Setting("training.max_norm", write=lambda p: p.training.clip),
         row.whole("training.steps", "job.steps", 10000, write=lambda p: max(2, p.training.steps)),
         row.flag("training.enable_cpu_offload", "layout.offload", "parameters", "none"),
-        Setting(
-            "training.mixed_precision_param",
-            "job.precision",
-            lambda p: "float32" if p.job.precision == "fp32" else "bfloat16",
-            _precision,
-        ),
+        row.word("training.mixed_precision_param", "job.precision", {"float32": "fp32"}, "bfloat16", read=_precision),
         row.constant("training.mixed_precision_reduce", "float32"),
         # 0.3 captures neither pipelines nor its all-to-all.
         row.constant("training.disable_cuda_graphs", True, written=lambda p: current and (p.layout.pp > 1 or p.layout.ep > 1)),
@@ -207,8 +202,7 @@ def _table(style: str) -> tuple[Setting, ...]:
         Setting(
             f"{_CUT}enable_sequence_parallel",
             "layout.sequence_parallel",
-            lambda p: p.layout.sequence_parallel,
-            lambda s: s.flag(f"{_CUT}enable_sequence_parallel", True) if current else True,
+            read=lambda s: s.flag(f"{_CUT}enable_sequence_parallel", True) if current else True,
             written=lambda p: current and p.layout.tp > 1,
         ),
         Setting(
@@ -223,7 +217,7 @@ def _table(style: str) -> tuple[Setting, ...]:
         Setting(f"{_PIPELINE}schedule", write=lambda p: _SCHEDULES[_schedule(p.layout)], read=_pipeline, written=piped),
         Setting(f"{_PIPELINE}microbatch_size", write=lambda p: p.layout.mbs, written=piped),
         Setting(f"{_PIPELINE}layers_per_stage", write=_layers_per_stage, written=piped),
-        Setting("activation_checkpoint.mode", "layout.recompute", lambda p: p.layout.recompute, _recompute),
+        Setting("activation_checkpoint.mode", "layout.recompute", read=_recompute),
         Setting("optimizer.lr", write=lambda p: p.training.lr),
         Setting("optimizer.beta1", write=lambda p: p.training.beta1),
         Setting("optimizer.beta2", write=lambda p: p.training.beta2),
@@ -269,7 +263,7 @@ TOML = EngineFormat(
     lost={**_LOST, "layout.sequence_parallel": "torchtitan 0.2 always cuts the sequence over tp"},
     files=text.toml_files,
     parse=text.parse_toml,
-    follows=lambda folder, job: f"{torchrun(job)} -m torchtitan.train --job.config_file {folder}/config.toml",
+    next_command=lambda folder, job: f"{torchrun(job)} -m torchtitan.train --job.config_file {folder}/config.toml",
     passed=_PASSED,
     also_known=_ALSO_KNOWN,
 )
@@ -283,7 +277,7 @@ CURRENT = EngineFormat(
     lost=_LOST,
     files=text.python_files,
     parse=text.parse_python,
-    follows=lambda folder, job: (
+    next_command=lambda folder, job: (
         f"PYTHONPATH={folder} {torchrun(job)} -m torchtitan.train "
         f"--module {text.MODULE.removesuffix('.py')} --config {text.FUNCTION}"
     ),

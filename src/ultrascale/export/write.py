@@ -1,4 +1,4 @@
-"""A plan as files: what the target can say in its own words, what it cannot as lines of a header."""
+"""Export: a plan as files, fields with a setting in the engine's own form, the others as lines of a header."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def for_engine(engine: EngineFormat, job: Job, layout: Layout) -> tuple[tuple[Fi
     """The engine's files, and the lines that stand in their header."""
     settings = engine.settings(job, layout)
     found = engine.read(settings, engine.config, World(job.cluster.gpus)).fields
-    wanted = fields.of(job, layout)
-    missing = fields.unsaid(wanted, fields.completed(fields.settled(found), engine.framework))
+    wanted = fields.plan_fields(job, layout)
+    missing = fields.missing_fields(wanted, fields.with_defaults(fields.with_derived(found), engine.framework))
     if layout.batch_tokens(job.seq) == job.batch_tokens:
         missing.pop("job.batch_tokens", None)  # it follows
     said = header.lines(missing, layout, engine.lost, engine.title)

@@ -1,4 +1,4 @@
-"""One function per picture; report, studio and notebooks draw with the same ones. Each returns a Plotly figure.
+"""One function per figure, for report, studio and notebooks; each returns a Plotly figure.
 
-Colours are Okabe and Ito's, which people with any colour vision tell apart; `style.themed(figure, "dark")` turns one dark.
+Colours are Okabe and Ito's, for any colour vision; `style.themed(figure, "dark")` turns one dark.
 """

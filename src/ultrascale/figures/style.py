@@ -1,4 +1,4 @@
-"""How every picture looks: colours, the light and the dark theme, units in titles, legible at 800 pixels."""
+"""The look of every figure: colours, light and dark theme, axes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK, GREY = (
     "#CC79A7",
     "#999999",
 )
-# Lines and points of a chart, told apart by shape too; what comes after the last begins again.
+# Colours and shapes of lines and points, used in turn.
 SERIES = (BLUE, ORANGE, GREEN, RED, PINK, SKY, YELLOW, GREY)
 SHAPES = ("circle", "square", "diamond", "cross", "triangle-up", "star", "x", "hexagon")
 OWNER_COLORS = dict(zip(OWNERS, (BLUE, SKY, GREEN, YELLOW, ORANGE, PINK, GREY), strict=True))
@@ -35,17 +35,17 @@ GRID = {"light": "#e3e6ea", "dark": "#31353d"}
 
 
 def graph_objects() -> Any:
-    """Plotly's, or what to install."""
+    """plotly.graph_objects, or an error that says what to install."""
     try:
         import plotly.graph_objects as objects
     except ImportError as error:
-        raise SpecError("pictures are drawn with Plotly, which is not installed: pip install 'ultrascale[report]'") from error
+        raise SpecError("figures are drawn with Plotly, which is not installed: pip install 'ultrascale[report]'") from error
     return objects
 
 
-def picture(title: str, x: str = "", y: str = "", height: int = 420) -> go.Figure:
-    """An empty one, with its title and the names of its axes; units stand in those."""
-    # All at once: an update of a figure that is there costs Plotly several times as much.
+def new_figure(title: str, x: str = "", y: str = "", height: int = 420) -> go.Figure:
+    """An empty figure with its title and axis titles, which contain the units."""
+    # In one call: updating an existing figure costs Plotly several times as much.
     layout = {
         "title": {"text": title, "x": 0.01, "xanchor": "left", "y": 0.98, "yanchor": "top", "font": {"size": 16}},
         "xaxis": {**_axis("light"), "title": {"text": x or None}},
@@ -66,8 +66,8 @@ def themed(figure: go.Figure, theme: Theme) -> go.Figure:
     return figure
 
 
-def drawn(figure: go.Figure, theme: Theme) -> dict[str, Any]:
-    """What Plotly's script is given of it, in the colours of a theme: as `themed`, without touching the figure."""
+def themed_json(figure: go.Figure, theme: Theme) -> dict[str, Any]:
+    """The figure as JSON data in the colours of a theme, without changing the figure."""
     data: dict[str, Any] = figure.to_plotly_json()
     layout, colours = data["layout"], layout_of(theme)
     for name in ("paper_bgcolor", "plot_bgcolor"):
@@ -83,7 +83,7 @@ def _axis(theme: Theme) -> dict[str, Any]:
 
 
 def layout_of(theme: Theme) -> dict[str, Any]:
-    """What differs between the themes; a page that switches sends just this."""
+    """The part of a layout that differs between the themes."""
     if theme not in THEMES:
         raise SpecError(f"theme is '{theme!s:.20}' but must be light or dark")
     return {
@@ -95,8 +95,8 @@ def layout_of(theme: Theme) -> dict[str, Any]:
     }
 
 
-def mark(figure: go.Figure, level: float, text: str) -> None:
-    """A dashed line across, such as a capacity, with its words above the right end."""
+def mark_level(figure: go.Figure, level: float, text: str) -> None:
+    """A dashed horizontal line, such as a capacity, with a label above its right end."""
     figure.add_hline(y=level, line={"color": RED, "width": 2, "dash": "dash"})
     figure.add_annotation(
         x=1, xref="paper", xanchor="right", y=level, yanchor="bottom", text=text, showarrow=False, font={"color": RED}

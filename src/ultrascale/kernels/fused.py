@@ -162,7 +162,7 @@ def joined(*weights: Tensor) -> Tensor:
         if (
             weight.storage_offset() != end
             or not weight.is_contiguous()
-            or weight.untyped_storage()._cdata != first.untyped_storage()._cdata
+            or weight.untyped_storage() is not first.untyped_storage()
         ):
             return torch.cat(weights)
         end += weight.numel()

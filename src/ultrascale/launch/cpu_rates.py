@@ -6,15 +6,23 @@ takes a core for a while disturbs all rates alike.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import median
 
+import torch
+import torch.distributed as dist
+from torch.nn.functional import scaled_dot_product_attention
+
 from ultrascale.cost import host
 from ultrascale.cost.kernels import BACKWARD_FLOPS, SCORES_BACKWARD
+from ultrascale.launch import machine
+from ultrascale.model.operators import RMSNorm, swiglu
+from ultrascale.model.rotary import rotate, tables
+from ultrascale.model.transformer import Block
+from ultrascale.parallel import comm
 from ultrascale.specs.model import Model
 
 _SIDE = 512  # of the GEMMs
@@ -51,11 +59,6 @@ class LinkRate:
     latency_s: float
 
 
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def in_new_thread(rank: int, nproc: int, store: str, measure: Callable[[int, int, str], object]) -> object:
     """Runs `measure` in a new thread of a forked process whose parent may have computed with several threads.
 
@@ -67,10 +70,7 @@ def in_new_thread(rank: int, nproc: int, store: str, measure: Callable[[int, int
 
 
 def rates_of(rank: int, nproc: int, store: str) -> CPURates:
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(max(1, cores() // nproc))
+    torch.set_num_threads(max(1, machine.cores() // nproc))
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
     timed = actions()
     turns = [one_turn(timed) for _ in range(_TURNS + 1)][1:]  # the first warms up
@@ -81,8 +81,6 @@ def rates_of(rank: int, nproc: int, store: str) -> CPURates:
 
 def actions() -> dict[str, Callable[[], object]]:
     """The actions that are timed, by name."""
-    import torch
-
     matrix = torch.randn(_SIDE, _SIDE)
     return {
         "product": lambda: matrix @ matrix,
@@ -95,8 +93,6 @@ def actions() -> dict[str, Callable[[], object]]:
 
 def one_turn(timed: dict[str, Callable[[], object]]) -> dict[str, float]:
     """Seconds of each action; all processes run it at once, as ranks do."""
-    import torch.distributed as dist
-
     times_s = {}
     for name, action in timed.items():
         dist.barrier()
@@ -125,10 +121,6 @@ def from_times(times_s: dict[str, float]) -> CPURates:
 
 def _small_layers() -> Callable[[], object]:
     """Forward and backward of some layers with `_FEW` tokens."""
-    import torch
-
-    from ultrascale.model.rotary import tables
-    from ultrascale.model.transformer import Block
 
     model = Model.load("tiny")
     blocks, rope = [Block(model, index) for index in range(_LAYERS)], tables(model, torch.arange(_FEW))
@@ -145,10 +137,6 @@ def _small_layers() -> Callable[[], object]:
 
 def _passes(tokens: int) -> Callable[[], object]:
     """The operators between a layer's GEMMs, forward and backward: a norm, a rotary embedding and a gate of `tokens` tokens."""
-    import torch
-
-    from ultrascale.model.operators import RMSNorm, swiglu
-    from ultrascale.model.rotary import rotate, tables
 
     model = Model.load("mini")
     norm, rope = RMSNorm(_WIDTH, model.norm_eps), tables(model, torch.arange(tokens))
@@ -164,9 +152,6 @@ def _passes(tokens: int) -> Callable[[], object]:
 
 def _attention(width: int) -> dict[str, Callable[[], object]]:
     """Forward alone, and forward with backward."""
-    import torch
-    from torch.nn.functional import scaled_dot_product_attention
-
     query = torch.randn(1, _HEADS, _ROW, width, requires_grad=True)
 
     def attend() -> torch.Tensor:
@@ -176,9 +161,6 @@ def _attention(width: int) -> dict[str, Callable[[], object]]:
 
 
 def link_rate(rank: int, nproc: int, store: str) -> LinkRate:
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
     found = link_now()
@@ -189,10 +171,6 @@ def link_rate(rank: int, nproc: int, store: str) -> LinkRate:
 
 def link_now() -> LinkRate:
     """Measures the link between the processes of the current process group."""
-    import torch
-    import torch.distributed as dist
-
-    from ultrascale.parallel import comm
 
     rank, nproc = dist.get_rank(), dist.get_world_size()
     axis = comm.Axis("link", dist.group.WORLD, rank, nproc, tuple(range(nproc)))

@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from ultrascale.parallel.torch_private import Store
 
 BEAT_S = 1.0
 BEATS_A_SECOND = 500.0  # of all ranks together: the load limit of a store
@@ -90,7 +90,7 @@ class StoreHeartbeat:
     immediate = False
 
     def __init__(self, store: Store, world: int) -> None:
-        from torch._C._distributed_c10d import PrefixStore
+        from ultrascale.parallel.torch_private import PrefixStore
 
         # A separate connection: the main thread may be blocked in the other one.
         self._store = PrefixStore("ultrascale-heartbeat", store.clone())  # type: ignore[attr-defined]

@@ -12,15 +12,18 @@ import subprocess
 from dataclasses import fields
 from pathlib import Path
 from statistics import mean
+from typing import TYPE_CHECKING
 
 from ultrascale.cost.hardware import UNMEASURED_MATMUL
-from ultrascale.launch.cpu_rates import CPURates, LinkRate, cores, in_new_thread, link_rate, rates_of
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.gpu import GPU
 from ultrascale.specs.units import GIB
 from ultrascale.specs.validate import build
+
+if TYPE_CHECKING:
+    from ultrascale.launch.cpu_rates import CPURates, LinkRate
 
 # nvidia-smi's names of the GPUs in our presets. PCIe cards and other variants have different peaks and are not listed.
 KINDS = {
@@ -102,8 +105,7 @@ _measured: dict[int, Cluster] = {}  # by the number of processes
 
 def measure_cpu(nproc: int, timeout_s: float) -> tuple[CPURates, LinkRate]:
     """The mean rates of `nproc` processes that use this CPU at once, and the rate of the link between two of them."""
-    import ultrascale.model.transformer  # imported before the processes fork, so that none of them has to
-    import ultrascale.parallel.comm  # noqa: F401
+    from ultrascale.launch.cpu_rates import CPURates, in_new_thread, link_rate, rates_of  # before the processes fork
     from ultrascale.launch.local import run
 
     each: list[CPURates] = run(in_new_thread, nproc, rates_of, timeout_s=timeout_s / 2)
@@ -170,6 +172,11 @@ def _efficiency(nproc: int, rates: CPURates, link: LinkRate) -> Efficiency:
 
 def _share(part: float, whole: float) -> float:
     return min(1.0, max(1e-3, part / whole))
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def memory_bytes() -> float:

@@ -28,7 +28,7 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.measurement import Measurement
 from ultrascale.train import checkpoint, history
 from ultrascale.train.async_checkpoint import CheckpointManager, restore
-from ultrascale.train.build import compute_format
+from ultrascale.train.build import build_engine, compute_format
 from ultrascale.train.data import Batches
 from ultrascale.train.engine import Engine
 from ultrascale.train.log import MetricsRecorder
@@ -147,7 +147,7 @@ def _train(
     watchdog.at(0, "building")
     mesh = Mesh.build(layout, job.model.kv_heads, rank_info.rank, device, group_timeout_s(training.timeout_s))
     batches = Batches(corpus(training, job.model.vocab), job.seq, layout.mbs * layout.dp * layout.gas, training.seed)
-    engine = Engine(job, mesh, training, batches)
+    engine = build_engine(job, mesh, training, batches)
     watchdog.at(0, "restoring")
     start = _restore(engine, request, lambda: watchdog.at(0, "restoring"))
     watchdog.at(start, "preparing checkpoints")
@@ -178,7 +178,7 @@ def _notes(engine: Engine) -> list[str]:
     job, mesh, training = engine.job, engine.mesh, engine.training
     if mesh.device.type != "cuda":
         return []
-    lines = [str(selected) for selected in (engine.attention, engine.gates) if selected is not None]
+    lines = [str(times) for times in engine.autotuned]
     if why := selection.why_not_fused(job, mesh.layout, training):
         lines.append(f"blocks are not fused: {why}")
     window = job.model.sliding_window

@@ -13,12 +13,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from ultrascale.launch import cpu_rates
+from ultrascale.launch import machine
 from ultrascale.launch.rank_info import RankInfo
 from ultrascale.parallel.mesh import group_timeout_s
+from ultrascale.parallel.torch_private import PrefixStore, Store, TCPStore
 from ultrascale.specs.errors import RunError
 
 POLL_S = 0.05
@@ -110,7 +110,7 @@ def join(rank_info: RankInfo, timeout_s: float, on_store: Callable[[Store], None
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
-        torch.set_num_threads(max(1, cpu_rates.cores() // rank_info.local_world))
+        torch.set_num_threads(max(1, machine.cores() // rank_info.local_world))
     if rank_info.world > 1:
         init(rank_info, device, timeout_s, on_store)
     return device

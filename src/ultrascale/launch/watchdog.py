@@ -18,11 +18,11 @@ from types import FrameType
 from typing import Self
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined]
 
 from ultrascale.launch.exit_reason import LOST
 from ultrascale.launch.heartbeat import Heartbeat, RankStatus, silent
 from ultrascale.parallel.comm import AsyncCollective, Axis
+from ultrascale.parallel.torch_private import op_name
 from ultrascale.specs.printable import printable
 
 NAMED = 8  # ranks that a report names one by one
@@ -324,8 +324,7 @@ def _kind(frame: FrameType) -> str | None:
 
 
 def _op_name(work: dist.Work) -> str:
-    number = int(work._get_op_type())  # type: ignore[attr-defined]
-    name = next((name for name, kind in OpType.__members__.items() if int(kind) == number), "UNKNOWN")
+    name = op_name(work)
     return _NAMES.get(name, name.lower())
 
 

@@ -22,6 +22,7 @@ from ultrascale.measure.bench_kernels import KernelCandidate, KernelComparison, 
 from ultrascale.model import flex
 from ultrascale.model.rotary import rotate, tables
 from ultrascale.model.transformer import IGNORED, CausalAttention, CrossEntropy, within
+from ultrascale.parallel.torch_private import foreach_copy_, foreach_mul_
 
 EPS = 1e-5
 LIGER = importlib.util.find_spec("liger_kernel") is not None
@@ -220,11 +221,11 @@ def adamw(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> Kerne
 
         @torch.no_grad()
         def run() -> tuple[Tensor, ...]:
-            torch._foreach_mul_(gradients, FACTOR)
+            foreach_mul_(gradients, FACTOR)
             for master, gradient in zip(masters, gradients, strict=True):
                 master.grad = gradient
             inner.step()
-            torch._foreach_copy_(copies, masters)
+            foreach_copy_(copies, masters)
             return ()
 
         return KernelCandidate(run, result=lambda: _updates(masters))
@@ -356,7 +357,7 @@ def liger_function(module: str, name: str) -> Any:
 def restoring(overwritten: Sequence[Tensor], kept: Sequence[Tensor]) -> Callable[[], None]:
     @torch.no_grad()
     def reset() -> None:
-        torch._foreach_copy_([one.detach() for one in overwritten], list(kept))
+        foreach_copy_([one.detach() for one in overwritten], list(kept))
 
     return reset
 

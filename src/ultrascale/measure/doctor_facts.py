@@ -22,8 +22,7 @@ from importlib import metadata, util
 from pathlib import Path
 
 from ultrascale.kernels import optional_kernels
-from ultrascale.launch.cpu_rates import cores
-from ultrascale.launch.machine import memory_bytes
+from ultrascale.launch.machine import cores, memory_bytes
 
 ASK_S = 10.0  # of nvidia-smi, which may hang with its driver
 NO_GPU = "No devices were found"

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ultrascale.parallel import torch_private
 from ultrascale.specs.estimate import MEASURED_OWNERS
 from ultrascale.specs.measurement import MeasuredMemory
 from ultrascale.specs.units import GIB, seconds
@@ -194,10 +195,10 @@ def _on_gpu(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T, S
     device = engine.mesh.device
     before = _addresses(states(engine), device)
     base = torch.cuda.memory_allocated(device)
-    torch.cuda.memory._record_memory_history(stacks="python", max_entries=RECORDED)
+    torch_private.record_memory_history(stacks="python", max_entries=RECORDED)
     memory, result = account(engine, step)
-    snapshot = torch.cuda.memory._snapshot(device)
-    torch.cuda.memory._record_memory_history(enabled=None)
+    snapshot = torch_private.memory_snapshot(device)
+    torch_private.record_memory_history(enabled=None)
     after = _addresses(states(engine), device)
     index = device.index if device.index is not None else torch.cuda.current_device()
     events = snapshot["device_traces"][index] if snapshot["device_traces"] else []

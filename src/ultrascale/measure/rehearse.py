@@ -23,7 +23,7 @@ from ultrascale.cost.memory.estimate import most_gradients, peak_parts, peaks
 from ultrascale.cost.memory.states import accumulates_nothing
 from ultrascale.cost.operators import layer_matmuls
 from ultrascale.cost.traffic import of_stage
-from ultrascale.launch.cpu_rates import cores
+from ultrascale.launch.machine import cores
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.framework import Framework

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+from ultrascale.parallel.torch_private import FakeTensor, FakeTensorMode, in_kernel_invocation_manager, make_subclass
 
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 CPU = torch.device("cpu")
@@ -116,7 +117,7 @@ class QuickFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             meta.set_(args[made.of].untyped_storage(), made.offset, made.shape, made.stride)
         if self._attributes is None:
             self._attributes = dict(vars(FakeTensor(self, meta, CPU)))
-        fake = Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=CPU)
+        fake = make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=CPU)
         vars(fake).update(self._attributes)
         return fake
 
@@ -155,7 +156,7 @@ def _recipe(func: Any, result: Any, args: Sequence[Any]) -> Any:
         outputs, pack = list(result), type(result)
     else:
         return _SLOW
-    storages = [arg.untyped_storage()._cdata if isinstance(arg, Tensor) else None for arg in args]
+    storages = [id(arg.untyped_storage()) if isinstance(arg, Tensor) else None for arg in args]
     made, fresh = [], set()
     for out in outputs:
         if type(out) is not FakeTensor or out.fake_device != CPU or out.constant is not None:
@@ -164,16 +165,14 @@ def _recipe(func: Any, result: Any, args: Sequence[Any]) -> Any:
         same = next((place for place, arg in enumerate(args) if arg is out), None)
         if same is not None:
             made.append(_OutputRecipe(same, None, (), out.dtype, 0))
-        elif storage._cdata in storages:
+        elif id(storage) in storages:
             made.append(
-                _OutputRecipe(
-                    storages.index(storage._cdata), tuple(out.shape), out.stride(), out.dtype, int(out.storage_offset())
-                )
+                _OutputRecipe(storages.index(id(storage)), tuple(out.shape), out.stride(), out.dtype, int(out.storage_offset()))
             )
-        elif storage._cdata in fresh or out.storage_offset() or storage.nbytes() != _span(out):
+        elif id(storage) in fresh or out.storage_offset() or storage.nbytes() != _span(out):
             return _SLOW
         else:
-            fresh.add(storage._cdata)
+            fresh.add(id(storage))
             made.append(_OutputRecipe(-1, tuple(out.shape), out.stride(), out.dtype, 0))
     return tuple(made), pack
 

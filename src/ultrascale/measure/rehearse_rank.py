@@ -41,7 +41,7 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.measurement import MeasuredMemory
 from ultrascale.specs.training import Training
 from ultrascale.train import build
-from ultrascale.train.build import COMPUTE, boundary_shape, schedule_of
+from ultrascale.train.build import COMPUTE, boundary_shape, build_engine, schedule_of
 from ultrascale.train.data import Batches
 from ultrascale.train.engine import Engine
 from ultrascale.train.memory import account
@@ -79,7 +79,7 @@ def _rehearsed(
     smaller = layout.changed(gas=short.microbatches)
     here = f"cuda:{torch.cuda.current_device()}" if device == "cuda" else "cpu"
     mesh, techniques = unconnected_groups(Mesh.build(smaller, job.model.kv_heads, rank, here))
-    engine = Engine(
+    engine = build_engine(
         job, mesh, Training.model_validate({"steps": 1, "kernels": kernels}), cast(Batches, ConstantBatches(job.seq))
     )
     engine.optimizer.continued(1)  # so that its states exist

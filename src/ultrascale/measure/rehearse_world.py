@@ -15,10 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.profiler import ProfilerActivity, profile
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ultrascale.kernels
 from ultrascale.kernels import fused, loss, selection
@@ -27,6 +25,7 @@ from ultrascale.model import attention, operators
 from ultrascale.model.rotary import Rope
 from ultrascale.parallel.comm import Axis
 from ultrascale.parallel.mesh import Mesh, join
+from ultrascale.parallel.torch_private import FakeTensor, fake_store
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import Training
@@ -51,7 +50,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 @contextmanager
 def single_rank_world(rank: int, world: int) -> Iterator[None]:
     """This process as one rank of a world without the others."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world)
     try:
         yield
     finally:

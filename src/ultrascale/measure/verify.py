@@ -1,12 +1,11 @@
-"""Does a layout compute what one process computes? Losses, norms and every gradient; where they differ, the first module.
+"""Verify: does a layout compute what one process computes? Losses, norms and every gradient; and the first module that differs.
 
-One process runs the whole batch and writes what it made to a file; each rank of the layout compares its own parts with slices
-of that file, within bounds that rounding explains (recording.py). A layout that differs runs again with every module traced.
+One process runs the whole batch and writes its tensors to a file; each rank of the layout compares its parts with slices of
+that file, within bounds of rounding (verify_recording.py). A layout that differs runs again with every module traced.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from ultrascale.specs.errors import RunError
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import Training
+from ultrascale.train.build import build_engine
 from ultrascale.train.data import Batches
 from ultrascale.train.engine import Engine
 from ultrascale.train.optimizer import Weight
@@ -37,17 +37,17 @@ EMBEDDING = "embed.tokens.weight"
 
 @dataclass(frozen=True)
 class Difference:
-    """One layout beside one process."""
+    """One layout compared with one process."""
 
     layout: Layout
     loss_error: float
     """largest relative difference of a step's loss, or of its gradient norm"""
     grad_error: float
-    """largest difference of a gradient's entry, relative to the largest of that gradient; first and last step"""
+    """largest difference of a gradient, relative to its largest entry; first and last step"""
     excess: float
-    """the largest difference over the bound that rounding explains: up to 1 is the same computation"""
+    """the largest difference over its bound; up to 1, rounding explains it"""
     worst: str
-    """what has it"""
+    """the tensor with that difference"""
     problem: str = ""
     """why nothing could be compared"""
     where: str = ""
@@ -60,12 +60,12 @@ class Difference:
 
 @dataclass
 class RankResult:
-    """What one rank of a layout found."""
+    """The differences on one rank of a layout."""
 
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """by key: relative difference, and the same over its bound"""
+    """by key: relative difference, and that over its bound"""
     squares: dict[str, float] = field(default_factory=dict)
-    """by key: what this rank adds to the square of the gradient norm"""
+    """by key: this rank's part of the squared gradient norm"""
     parts: tuple[int, ...] = ()
     """ranks whose squares add up to the norm"""
     rows: dict[str, set[int]] = field(default_factory=dict)
@@ -73,19 +73,9 @@ class RankResult:
     elements: int = 0
     """gradient entries that were compared and count once in the whole model"""
 
-    def to_json(self) -> str:
-        return json.dumps({**vars(self), "rows": {key: sorted(rows) for key, rows in self.rows.items()}})
-
-    @classmethod
-    def from_json(cls, text: str) -> RankResult:
-        data = json.loads(text)
-        errors = {key: (error, excess) for key, (error, excess) in data.pop("errors").items()}
-        rows = {key: set(rows) for key, rows in data.pop("rows").items()}
-        return cls(errors=errors, rows=rows, **data)
-
 
 def verify(job: Job, layouts: Iterable[Layout], training: Training | None = None) -> Iterator[Difference]:
-    """Each layout against one process, one after the other. The job's batch and precision are those of the comparison."""
+    """Compare each layout with one process. Batch and precision are those of the job."""
     training = training or Training(steps=STEPS, warmup_steps=0, eps=1e-5, graphs="never")
     with tempfile.TemporaryDirectory(prefix="ultrascale-") as folder:
         references: dict[tuple[int, bool], Reference] = {}
@@ -98,7 +88,7 @@ def verify(job: Job, layouts: Iterable[Layout], training: Training | None = None
                 references[key] = make_reference(job, sequences, steps, Path(folder) / f"{sequences}-{trace}.pt")
             return references[key]
 
-        # In fp32 gradients alone tell; the wider bounds of other formats hide in them what a module's own output shows.
+        # In fp32 gradients suffice; the wider bounds of other formats would hide what a module's output shows.
         traced = job.precision != "fp32"
         for layout in layouts:
             difference = _compare(job, layout, reference(layout, traced))
@@ -114,7 +104,7 @@ def _plan(training: Training, number: int, trace: bool) -> StepPlan:
 
 @dataclass(frozen=True)
 class Reference:
-    """What one process made of some steps, on the disk, and how far rounding moves it."""
+    """Tensors of some steps of one process, on disk, with the bounds of rounding."""
 
     file: Path
     steps: Sequence[StepPlan]
@@ -126,7 +116,7 @@ class Reference:
 
     @property
     def keys(self) -> list[str]:
-        """In the order in which they were computed."""
+        """In the order of computation."""
         return list(self.bounds.by_key)
 
 
@@ -186,7 +176,7 @@ def _rank(rank: int, nproc: int, store: str, job: Job, layout: Layout, reference
 
 
 def compare_items(items: Iterable[Item], reference: Reference, whole: Mapping[str, torch.Tensor], result: RankResult) -> None:
-    """Adds to `result` how far each of a rank's items is from one process's."""
+    """Add to `result` how far each item of a rank is from one process."""
     for item in items:
         section = item.key.split("/")[1]
         if section == "norm":
@@ -205,7 +195,7 @@ def _tied(key: str) -> str:
 
 
 def all_errors(reference: Reference, ranks: Sequence[RankResult]) -> list[dict[str, tuple[float, float]]]:
-    """By rank and key; what parameters add to the norm is summed over the ranks that a rank sums over."""
+    """By rank and key; squared norms are summed over the ranks that reduce together."""
     whole, bounds = reference.whole(), reference.bounds
     found = []
     for result in ranks:
@@ -225,7 +215,7 @@ def _not_compared(reference: Reference, ranks: Sequence[RankResult]) -> str:
 
 
 def first_difference(layout: Layout, reference: Reference, ranks: Sequence[RankResult]) -> str:
-    """The first key that differs, in the order in which a step computes."""
+    """The first key that differs, in the order of computation."""
     batch, by_rank = layout.dp * layout.mbs * layout.gas, all_errors(reference, ranks)
     for key in reference.keys:
         at, section, *name = key.split("/")
@@ -269,7 +259,7 @@ def _listed(values: Sequence[object], most: int = 4) -> str:
 
 
 def _first_replica(weight: Weight) -> bool:
-    """Among data ranks that hold the same gradients, one counts them."""
+    """Of data ranks with the same gradients, one counts them."""
     return weight.shard.copies is not None and weight.shard.copies.rank == 0
 
 
@@ -278,4 +268,4 @@ def make_engine(rank_info: RankInfo, job: Job, layout: Layout, training: Trainin
     torch.set_num_threads(1)
     mesh = Mesh.build(layout, job.model.kv_heads, rank_info.rank, device)
     batches = Batches(corpus(training, job.model.vocab), job.seq, layout.dp * layout.mbs * layout.gas, training.seed)
-    return Engine(job, mesh, training, batches)
+    return build_engine(job, mesh, training, batches)

@@ -1,11 +1,8 @@
-"""The layouts that `verify` tries for a number of processes: every way to cut, every variant on every way. No torch.
+"""The layouts that `verify` runs: every combination for a number of processes, or a plan reduced to seconds. No torch.
 
-What may interact is crossed in full: axes (experts' too), ZeRO stage, schedule, way of context parallelism. The rest
-(sequence parallelism, recomputation, ways of data parallelism, HSDP, micro-batch) takes turns, so that each value meets many
-of the others.
-
-
-What `verify` runs: the layouts that were asked for, at sizes that this machine runs in seconds. No torch."""
+Axes (expert parallelism too), ZeRO stage, schedule and kind of context parallelism are crossed in full. The rest (sequence
+parallelism, recomputation, kind of data parallelism, HSDP, micro-batch) takes turns, so that each value meets many others.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ _DATA = ("bucketed", "hooks", "naive", "ddp")
 
 
 def compositions(job: Job, world: int, only: Sequence[str] = ()) -> list[Layout]:
-    """Every layout of `world` processes that the job can take; `only`: those that use each of these techniques."""
+    """Every legal layout of `world` processes; `only`: those that use all of these techniques."""
     for word in only:
         if word not in TECHNIQUES:
             raise SpecError(f"--only names '{word:.40}': {nearest(word, TECHNIQUES)}")
@@ -48,9 +45,9 @@ def _of_axes(job: Job, axes: tuple[int, int, int, int]) -> Iterable[Layout]:
     schedules = tuple(REGISTRY) if pp > 1 else ("1f1b",)
     contexts = _CONTEXT if cp > 1 else ("zigzag",)
     stages = range(4) if dp * cp > 1 else range(1)
-    alone = sum(size > 1 for size in axes) == 1  # one axis: the rest is crossed in full as well
+    alone = sum(size > 1 for size in axes) == 1  # with one axis, the rest is crossed in full as well
     for turn, (ep, zero, schedule, context) in enumerate(product(_expert_ranks(job, dp * cp), stages, schedules, contexts)):
-        turn += 3 * dp + 5 * tp + 7 * pp + 11 * cp  # another beginning for every way to cut
+        turn += 3 * dp + 5 * tp + 7 * pp + 11 * cp  # start at another value for each combination of axes
         ways = _DATA if zero == 0 and dp * cp > 1 else ("bucketed",)
         rests = product(_RECOMPUTE, (True, False) if tp > 1 else (True,), ways)
         for recompute, sequence, way in (
@@ -89,7 +86,7 @@ def _turn(values: Sequence[Any], turn: int) -> Any:
 
 
 def _with_batch(job: Job, layout: Layout) -> Layout:
-    """As few micro-batches as accumulation or the schedule need: more repeat what these prove."""
+    """As few micro-batches as accumulation or the schedule needs: more would repeat these."""
     each = job.sequences // layout.dp
     least = max(2, layout.pp * max(1, REGISTRY[layout.schedule].least_rounds)) if layout.pp > 1 else 2
     gas = next((count for count in divisors(max(1, each)) if count >= least), max(1, each))
@@ -102,7 +99,7 @@ def _uses(layout: Layout, technique: str) -> bool:
 
 
 def spread(layouts: Sequence[Layout], most: int) -> list[Layout]:
-    """A few of them that between them hold as many pairs of values as possible: the greedy choice of pairwise testing."""
+    """A few layouts that together cover as many pairs of values as possible: greedy pairwise testing."""
     left = list(layouts)
     chosen: list[Layout] = []
     seen: set[tuple[Any, ...]] = set()
@@ -115,7 +112,7 @@ def spread(layouts: Sequence[Layout], most: int) -> list[Layout]:
 
 
 def _pairs(layout: Layout) -> set[tuple[Any, ...]]:
-    """Pairs of values that are at work: the schedule of one stage, or the ring of one rank, is none."""
+    """Pairs of values that have an effect: the schedule of one stage, or the ring of one rank, has none."""
     idle = {
         "mbs": True,
         "gas": True,
@@ -137,7 +134,7 @@ SPREAD = 24  # layouts that `verify --world` tries without --all
 def to_verify(
     words: list[str], world: int | None, only: str | None, everything: bool, model: str, precision: str = "fp32"
 ) -> tuple[Job, list[Layout], tuple[str, ...]]:
-    """A plan and its changes, or every kind of layout of `world` processes: the job, its layouts, what was made smaller."""
+    """A plan and its changes, or layouts of `world` processes: the job, its layouts, and notes on what was reduced."""
     if world is None:
         plan, changes = Plan.load(words[0]), Overrides.parse(words[1:])
         request = from_plan(plan, changes, plan.layout.changed(**changes.layout).gpus)
@@ -169,7 +166,7 @@ def small_job(model: Model, world: int, seq: int = 64, sequences: int = 16, prec
 
 @dataclass(frozen=True)
 class ReducedPlan:
-    """A plan at sizes that this machine runs in seconds, and what was made smaller for it."""
+    """A plan at sizes that this machine runs in seconds, and notes on what was reduced."""
 
     job: Job
     layout: Layout
@@ -177,7 +174,7 @@ class ReducedPlan:
 
 
 def reduced(job: Job, layout: Layout, precision: str = "fp32") -> ReducedPlan:
-    """Axes, stages, schedule and variants stay: what is proven is the layout, not the model's width."""
+    """Axes, stages, schedule and variants stay: the layout is verified, not the model's width."""
     notes = []
     model = job.model
     if model.parameters > LARGEST:
@@ -221,7 +218,7 @@ def _narrow(model: Model, tp: int, ep: int) -> Model:
 
 
 def _fewer(moe: MoE, ep: int, width: int) -> MoE:
-    """As many experts as a token chooses from and ep divides, and some more."""
+    """Enough experts for top_k and ep, and some more."""
     experts = min(moe.experts, ep * -(-2 * moe.top_k // ep))
     shared = {"shared_expert_ffn": width} if moe.shared_experts else {}
     return moe.model_copy(update={"experts": experts, "expert_ffn": width, **shared})

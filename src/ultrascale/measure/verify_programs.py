@@ -1,8 +1,8 @@
-"""Programs that `verify --runs` runs: launches of one run that are killed, resumed, rolled back and cut otherwise. No torch.
+"""Programs for `verify --runs`: launches of one run that are killed, resumed, rolled back and relaid out. No torch.
 
-A program is what happens to a run between its first step and its last: each launch trains some steps under a layout, evaluates
-and saves on the way, and ends by itself, by a signal, or by kill -9 at a chosen point. Programs are drawn at random from what
-the engine accepts; of many that are drawn, those are taken that use the most pairs of features not used before.
+Each launch trains some steps under a layout, evaluates and saves on the way, and ends by itself, by SIGTERM, or by kill -9 at a
+given point. Programs are drawn at random from what the engine accepts; of many, those are taken that use the most pairs of
+features not used before.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ultrascale.specs.validate import build
 from ultrascale.train.supported import job_problem, layout_problem
 
 STEPS, SEQ, SEQUENCES = 6, 32, 8
-LR = 2e-3  # at 1e-2, updates are as large as weights, and one rounding becomes half a gradient norm within five steps
+LR = 2e-3  # at 1e-2, updates are as large as weights, and one rounding grows to half a gradient norm within five steps
 TIMEOUT_S = 60.0
 POOL = 64  # programs drawn for each one that is taken
 PHASES = ("reading", "forward and backward", "update", "saving", "evaluating")
@@ -69,14 +69,14 @@ MODELS = tuple(_MODELS)
 
 @cache
 def small_model(name: str) -> Model:
-    """A model of this family that trains in milliseconds."""
+    """A model of this family that steps in milliseconds."""
     if name not in _MODELS:
         raise SpecError(f"program.model is '{name:.40}' but must be one of {', '.join(MODELS)}")
     return Model(name=name, **{**_DENSE, **_MODELS[name]})
 
 
 class Launch(BaseModel):
-    """One start of the run: how it is cut, what it does on the way, how it ends."""
+    """One start of the run: its layout, what it does, how it ends."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -93,13 +93,13 @@ class Launch(BaseModel):
     """the step during which it is stopped or killed"""
     phase: str = "update"
     rank: int | None = None
-    """that is killed; None: all of them and their launcher"""
+    """the rank to kill; None: all ranks and their launcher"""
 
     def to_the_end(self) -> Launch:
         return self.model_copy(update={"end": "done", "steps": STEPS, "at": 0, "rank": None, "phase": "update"})
 
     def words(self, fields: Sequence[str]) -> list[str]:
-        """The overrides of `ultrascale train` that say so; `fields`: of the layout."""
+        """The overrides of `ultrascale train`; `fields`: of the layout."""
         values = self.layout.model_dump()
         layout = [f"layout.{name}={_text(values[name])}" for name in fields]
         return [
@@ -120,7 +120,7 @@ class Launch(BaseModel):
 
 
 class Program(BaseModel):
-    """What happens to a run, and what does not change on the way."""
+    """The launches of a run, and the settings that they share."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -132,7 +132,7 @@ class Program(BaseModel):
 
     @property
     def base_training(self) -> Training:
-        """Without what a launch changes. A large eps keeps Adam from turning rounding into whole steps."""
+        """Settings that launches share. A large eps keeps Adam from turning rounding into whole steps."""
         fixed = {"steps": STEPS, "warmup_steps": 0, "eps": 1e-4, "seed": 1, "eval_batches": 1, "timeout_s": TIMEOUT_S}
         return Training().changed(**{"data": "synthetic", **fixed, **self.training})
 
@@ -173,7 +173,7 @@ class Program(BaseModel):
         return [f"train.steps={launch.steps}", *common, *launch.words(fields)]
 
     def commands(self, run: Path, model: Path) -> list[str]:
-        """The same by hand, as far as a shell can say when a process is killed."""
+        """The same as shell commands, with kills as comments."""
         lines = []
         for number, launch in enumerate(self.launches):
             source = f"--model {model} --out {run}" if number == 0 else f"--resume {run}"
@@ -187,7 +187,7 @@ class Program(BaseModel):
         return lines
 
     def features(self) -> Iterator[frozenset[str]]:
-        """What each launch uses together."""
+        """The features that each launch combines."""
         always = {self.model, self.precision, self.optimizer} | {name for name, value in self.training.items() if value}
         always -= {"llama", "fp32", "adamw", "data"}
         for number, launch in enumerate(self.launches):
@@ -264,15 +264,15 @@ def _launch_features(launch: Launch, before: Launch | None) -> Iterator[str]:
 
 
 class ProgramGenerator:
-    """Draws programs one after the other, each of the many that would bring the most new pairs of features."""
+    """Draws programs; of many it takes the one with the most new pairs of features."""
 
     def __init__(self, seed: int, processes: int = 4) -> None:
         self.random, self.processes = random.Random(seed), processes
         self.covered: Counter[tuple[str, str]] = Counter()
         self.possible: set[tuple[str, str]] = set()
-        """pairs that some program, drawn if not taken, uses"""
+        """pairs of all programs that were drawn"""
         self._uncovered: dict[tuple[str, str], Program] = {}
-        """a program for each pair that was drawn and not taken: a rare pair need not be drawn a second time"""
+        """a program for each pair that was drawn but not taken, so that rare pairs need not be drawn again"""
 
     def next(self) -> Program:
         for program in (self._draw() for _ in range(POOL)):
@@ -303,7 +303,7 @@ class ProgramGenerator:
             same = before is not None and self.random.random() < 0.25
             layout = before.layout if same and before is not None else self._layout(model)
             launches.append(self._launch(layout, before, number))
-        # Whatever happened before, the last launch trains to the end.
+        # The last launch always trains to the end.
         launches[-1] = launches[-1].to_the_end()
         return Program(model=model, precision=precision, optimizer=optimizer, training=training, launches=tuple(launches))
 
@@ -362,7 +362,7 @@ def _layouts(model: str, world: int) -> list[Layout]:
 
 
 def simpler(program: Program) -> Iterator[Program]:
-    """Programs with one thing less, the largest steps first."""
+    """Programs with one thing less, the largest simplifications first."""
     launches = program.launches
     for number in range(len(launches)):
         if len(launches) > 1:

@@ -1,16 +1,9 @@
-"""Activations and their gradients by module name, as one rank computes them, with their place in the whole tensor.
+"""What `verify` compares: every tensor of a step by a key, as one process computes it and as each rank of a layout does.
 
-A hook on every module of `MODULES` keeps its outputs in forward and the gradients of those outputs in backward. A rank knows
-which sequences of the batch, which positions and which features it holds, so that each of its tensors can be compared with
-the same slice of one process's tensor: no shard has to be gathered for it.
-
-
-What is compared: every number of a step, by a key, as one process makes it and as each rank of a layout does.
-
-Keys are `STEP/SECTION/NAME`, in the order in which a step computes them, so that the first key that differs is where a fault
-first shows. One process writes whole tensors to a file; a rank compares its own part with the slice of the whole tensor. How
-far a correct layout may differ is measured, not guessed: one process runs again with the output of every module and every
-gradient moved by one rounding of the format that computes, and what that changes bounds what another order of sums may change.
+Keys are `STEP/SECTION/NAME` in the order of computation, so that the first key that differs is where a fault appears. Hooks
+record outputs of modules and their gradients; a rank knows which sequences, positions and features it has, and compares with
+the same slice of one process's tensor, so that no shard is gathered. Bounds are measured: one process runs again with every
+module output and gradient changed by one rounding, and the effect bounds what another order of sums may change.
 """
 
 from __future__ import annotations
@@ -33,13 +26,13 @@ from ultrascale.train.build import COMPUTE
 from ultrascale.train.data import rows_of
 from ultrascale.train.engine import Engine
 
-# Modules whose outputs have the same meaning under every layout. Inside experts a tensor-parallel rank holds partial sums.
+# Modules whose outputs mean the same under every layout. Inside experts, tensor-parallel ranks have partial sums.
 MODULES = re.compile(
     r"embed|head\.(norm|linear)|blocks\.\d+(\.(attention_norm|mlp_norm|mlp|attention|attention\.(qkv|q_norm|k_norm|core|out)"
     r"|mlp\.(inputs|down|router)))?"
 )
 SHARED_BY_QUERIES = re.compile(r".*\.(qkv\.[12]|k_norm)")
-"""keys and values, which ranks with other query heads share where there are fewer kv heads than ranks: gradients add up"""
+"""keys and values, which several ranks share where there are fewer kv heads than ranks: their gradients add up"""
 
 
 @dataclass(frozen=True)
@@ -54,56 +47,47 @@ class ModuleShard:
 
 @dataclass
 class ModuleTrace:
-    """The modules' outputs and gradients of one step, in the order in which they were computed."""
+    """Outputs and gradients of modules in one step, in the order of computation."""
 
     forward: dict[str, list[ModuleShard]] = field(default_factory=dict)
     backward: dict[str, list[ModuleShard]] = field(default_factory=dict)
 
 
 class Tracer:
-    """Hooks on an engine's modules that fill a Trace until they are removed."""
+    """Hooks on an engine's modules that record a ModuleTrace."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.mesh = engine, engine.mesh
         self.trace = ModuleTrace()
-        self._hooks = [
-            module.register_forward_hook(self._recorder(name))
-            for chunk in engine.pipeline.chunks.values()
-            for name, module in named_modules(chunk.gradients.module)
-        ]
+        for chunk in engine.pipeline.chunks.values():
+            for name, module in named_modules(chunk.gradients.module):
+                module.register_forward_hook(partial(self._record, name))
 
     def take(self) -> ModuleTrace:
-        """What was recorded since the last call; gradients as those of the mean loss over the whole batch."""
+        """What was recorded since the last call; gradients are those of the mean loss over the whole batch."""
         trace, self.trace = self.trace, ModuleTrace()
-        ranks = self.mesh.data.size  # the loss of each is weighed by it, since their gradients are averaged
+        ranks = self.mesh.data.size  # gradients are averaged over them
         trace.backward = {
             name: [self._complete(name, ModuleShard(part.rows, part.positions, part.tensor / ranks)) for part in parts]
             for name, parts in trace.backward.items()
         }
         return trace
 
-    def remove(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _recorder(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def record(module: nn.Module, inputs: Any, output: Any) -> None:
-            microbatch = self.engine.pipeline.microbatch
-            if microbatch is None or not torch.is_grad_enabled():
-                return  # computed again in backward, or evaluated
-            rows = tuple(rows_of(self.mesh.layout, self.mesh.place.dp, microbatch))
-            for key, tensor in tensors_of(name, output):
-                self._keep(self.trace.forward, key, rows, tensor)
-                if tensor.requires_grad and not name.endswith("router"):
-                    tensor.register_hook(partial(self._keep, self.trace.backward, key, rows))  # type: ignore[no-untyped-call]
-
-        return record
+    def _record(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        microbatch = self.engine.pipeline.microbatch
+        if microbatch is None or not torch.is_grad_enabled():
+            return  # recomputation in backward, or evaluation
+        rows = tuple(rows_of(self.mesh.layout, self.mesh.place.dp, microbatch))
+        for key, tensor in tensors_of(name, output):
+            self._keep(self.trace.forward, key, rows, tensor)
+            if tensor.requires_grad and not name.endswith("router"):
+                tensor.register_hook(partial(self._keep, self.trace.backward, key, rows))  # type: ignore[no-untyped-call]
 
     def _keep(self, where: dict[str, list[ModuleShard]], key: str, rows: tuple[int, ...], tensor: Tensor) -> None:
         where.setdefault(key, []).append(ModuleShard(rows, self._positions(tensor.shape[1]), tensor.detach().clone()))
 
     def _positions(self, length: int) -> Tensor:
-        """This rank's part of the sequence, or with sequence parallelism its slice of that."""
+        """This rank's part of the sequence, or its sequence-parallel slice of that."""
         here = self.engine.here
         return here if length == len(here) else here.chunk(self.mesh.tp.size)[self.mesh.tp.rank]
 
@@ -114,7 +98,7 @@ class Tracer:
 
 
 def named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Those that are traced, by their names in the whole model."""
+    """The traced modules, by their names in the whole model."""
     for name, one in module.named_modules():
         plain = name.removeprefix("module.")  # DistributedDataParallel's
         if MODULES.fullmatch(plain):
@@ -132,22 +116,22 @@ def tensors_of(name: str, output: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def expected(part: ModuleShard, mesh: Mesh, whole: Tensor) -> Tensor:
-    """The slice of one process's tensor that a rank's part stands for."""
+    """The slice of one process's tensor that corresponds to a rank's part."""
     found = whole[list(part.rows)][:, part.positions]
     features, here = found.shape[2], part.tensor.shape[2]
-    ranks_with_the_same = mesh.tp.size * here // features  # all of them where nothing is cut; kv heads may be shared by a few
+    ranks_with_the_same = mesh.tp.size * here // features  # all if the tensor is not sharded; a few may share kv heads
     return found.narrow(2, mesh.tp.rank // ranks_with_the_same * here, here)
 
 
 Recording = Mapping[str, Tensor]
 PERTURBED_RUNS = 2
 FACTOR = 8.0
-"""between what one rounding per module changes and the bound (docs/verify.md has the figures behind it)"""
+"""bound over what one rounding per module changes (docs/verify.md has the measurements)"""
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What one step of a run is: its settings, whether an evaluation follows it, and how much of it is compared."""
+    """One step to run: its settings, whether an evaluation follows, and what is compared."""
 
     number: int
     """counted from 0"""
@@ -161,24 +145,24 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class Item:
-    """One number or tensor of a step, as this rank has it."""
+    """One value or tensor of a step on this rank."""
 
     key: str
     value: Tensor
     slice: Callable[[Tensor], Tensor] = lambda whole: whole
-    """of one process's tensor, what this rank's value is compared with"""
+    """the part of one process's tensor that this value is compared with"""
     rows: tuple[int, ...] = ()
-    """sequences of the batch, of a module's output"""
+    """of a module's output: sequences of the batch"""
 
 
 class StepRunner:
-    """Runs steps of an engine and lists what they made."""
+    """Runs steps of an engine and yields their items."""
 
     def __init__(self, engine: Engine, trace: bool = False, seed: int | None = None) -> None:
-        """`seed`: of a perturbation by one rounding; None: the engine as it is."""
+        """`seed`: of a perturbation by one rounding; None: no perturbation."""
         self.engine = engine
         self.perturb = None if seed is None else Perturbation(engine, seed)
-        self.tracer = Tracer(engine) if trace else None  # after it, to see what it moved
+        self.tracer = Tracer(engine) if trace else None  # after the perturbation, to record its effect
 
     def run(self, step: StepPlan) -> Iterator[Item]:
         engine, at = self.engine, step.number + 1
@@ -207,7 +191,7 @@ class StepRunner:
 
 
 def items_of(engine: Engine, at: int, trace: ModuleTrace, gradients: bool, loss: Tensor | None = None) -> Iterator[Item]:
-    """What forward and backward of a step left, before the update."""
+    """The items of forward and backward, before the update."""
     yield from _parts(engine, at, "forward", trace.forward)
     if loss is not None:
         yield Item(f"{at}/loss", loss.detach().double().cpu())
@@ -215,7 +199,7 @@ def items_of(engine: Engine, at: int, trace: ModuleTrace, gradients: bool, loss:
     if gradients:
         for weight in reversed(engine.weights):
             yield Item(f"{at}/gradient/{weight.shard.name}", weight.gradient.clone(), weight.shard.piece)
-        for weight in reversed(engine.weights):  # what each adds to the square of the norm on this rank
+        for weight in reversed(engine.weights):  # this rank's part of the squared norm
             square = weight.gradient.double().square().sum() if weight.counted else torch.zeros((), dtype=torch.float64)
             yield Item(f"{at}/norm/{weight.shard.name}", square)
 
@@ -227,7 +211,7 @@ def _parts(engine: Engine, at: int, section: str, parts: Mapping[str, list[Modul
 
 
 def record(runner: StepRunner, steps: Sequence[StepPlan]) -> dict[str, Tensor]:
-    """Of one process: whole tensors, the sequences of the batch in order."""
+    """Whole tensors of one process, with the sequences of the batch in order."""
     parts: dict[str, list[Item]] = {}
     for step in steps:
         for item in runner.run(step):
@@ -239,12 +223,12 @@ def record(runner: StepRunner, steps: Sequence[StepPlan]) -> dict[str, Tensor]:
 
 
 class Perturbation:
-    """Moves module outputs, their gradients and weight gradients by one rounding, up or down at random."""
+    """Changes module outputs, their gradients and weight gradients by one rounding, up or down at random."""
 
     def __init__(self, engine: Engine, seed: int) -> None:
         self.random = torch.Generator(engine.mesh.device).manual_seed(seed)
         self.eps = rounding(engine.job.precision)
-        # fp8 rounds the operands of matmuls alone, and to the nearest: by half the spacing at most.
+        # fp8 rounds only the operands of matmuls, and to the nearest: by half the spacing at most.
         matmul = float(torch.finfo(torch.float8_e4m3fn).eps) / 2 if engine.job.precision == "fp8" else self.eps
         for chunk in engine.pipeline.chunks.values():
             for name, module in named_modules(chunk.gradients.module):
@@ -273,16 +257,16 @@ class Perturbation:
 
 
 def rounding(precision: str) -> float:
-    """The relative spacing of numbers between matmuls: around fp8, a CPU computes in fp32 and a GPU in bf16."""
+    """Relative spacing of the format between matmuls: around fp8, a CPU computes in fp32 and a GPU in bf16."""
     around = "bf16" if torch.cuda.is_available() else "fp32"
     return float(torch.finfo(COMPUTE[around if precision == "fp8" else precision]).eps)
 
 
 class RelativeError(NamedTuple):
-    """How far a tensor is from another, over the size of that."""
+    """The difference of a tensor from another, relative to that."""
 
     largest: float
-    """of an entry's difference, over the largest entry"""
+    """largest difference over the largest entry"""
     rms: float
     """root mean square of the differences, over that of the entries"""
 

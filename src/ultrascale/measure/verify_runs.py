@@ -1,8 +1,8 @@
-"""Runs a program and holds all that the run recorded, and its last checkpoint, to one uninterrupted process.
+"""Run a program of `verify --runs` and compare its records and its last checkpoint with one uninterrupted process.
 
-Each launch is `ultrascale train` as a user starts it, in a process group of its own that can be killed as a whole. The
-reference takes the same steps in one process, each with the settings of the launch that computed it. A program that fails is
-made shorter while it still fails, and runs once more with every module traced in the first step that differs.
+Each launch is `ultrascale train` in a process group of its own, which can be killed as a whole. The reference takes the same
+steps in one process, each with the settings of the launch that computed it. A program that fails is shortened while it still
+fails, and runs once more with every module traced in the first step that differs.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import shutil
 import signal
 import sys
@@ -45,14 +46,14 @@ MOST_TRIES = 60  # of shorter programs
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """A program beside one process."""
+    """A program compared with one process."""
 
     program: Program
     excess: float = 0.0
-    """the largest difference over what rounding explains: up to 1 is the same run"""
+    """the largest difference over its bound; up to 1, rounding explains it"""
     worst: str = ""
     problem: str = ""
-    """why there is nothing to compare, or what the run's files say wrongly"""
+    """why nothing could be compared, or what is wrong in the run's files"""
     difference: str = ""
     """the first number that differs"""
     first: tuple[int, int] | None = None
@@ -68,15 +69,15 @@ class ProgramResult:
 
 @dataclass(frozen=True)
 class History:
-    """The launches that computed each step of the run as it is now."""
+    """Which launch computed each step of the run as it is now."""
 
     starts: tuple[tuple[int, int], ...] = ()
-    """of each launch that ran: the steps done before it, and its number in the program"""
+    """of each launch that ran: steps done before it, and its index in the program"""
     rows: tuple[dict[str, Any], ...] = ()
-    """of metrics.jsonl, as the last of these launches left it"""
+    """of metrics.jsonl after the last of these launches"""
 
     def launch_of(self, step: int) -> int:
-        """The launch that computed a step, counted from 1: the last that began before it."""
+        """The launch that computed a step, counted from 1: the last one that started before it."""
         return next(number for start, number in reversed(self.starts) if start < step)
 
 
@@ -85,11 +86,11 @@ def _rows(run: Path) -> tuple[dict[str, Any], ...]:
         lines = (run / METRICS).read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:  # killed before its first step
         return ()
-    return tuple(json.loads(line) for line in lines if line.endswith("}"))  # a kill may cut the last one short
+    return tuple(json.loads(line) for line in lines if line.endswith("}"))  # a kill may cut the last line short
 
 
 def check_program(program: Program) -> ProgramResult:
-    """Runs it in a folder of its own and compares."""
+    """Run a program in a temporary folder and compare."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ultrascale-") as folder:
         run = Path(folder) / "run"
@@ -103,10 +104,7 @@ def check_program(program: Program) -> ProgramResult:
 
 
 def execute(program: Program, run: Path, observe: Callable[[int, Engine], Observer] | None = None) -> list[History]:
-    """All launches of a program, one after the other: the run's history after each.
-
-    RunError where one ends otherwise than it should.
-    """
+    """Run all launches of a program: the run's history after each. RunError where one ends in another way than planned."""
     _, model = program.save(run.parent / "program")
     histories = [History()]
     for number, one in enumerate(program.launches):
@@ -134,9 +132,9 @@ def _source(run: Path, one: Launch) -> Path | None:
 def _launch(
     program: Program, number: int, run: Path, source: Path | None, model: Path, observe: Callable[[Engine], Observer]
 ) -> None:
-    """One launch in a process of its own, as its own process group."""
+    """One launch in a process group of its own."""
     one = program.launches[number]
-    first = number if source is not None else 0  # a run that begins anew needs the settings of its first launch too
+    first = number if source is not None else 0  # a run that starts again needs the settings of its first launch too
     words = [word for earlier in range(first, number + 1) for word in program.words(earlier)]
     errors = run.parent / f"launch-{number}.txt"
 
@@ -171,7 +169,7 @@ def _last_line(file: Path) -> str:
 
 
 class _Events(Observer):
-    """Ends a launch at its chosen moment."""
+    """Ends a launch at the planned point."""
 
     def __init__(self, one: Launch, other: Callable[[Engine], Observer] | None, engine: Engine) -> None:
         super().__init__(engine)
@@ -195,7 +193,7 @@ class _Events(Observer):
 def _judge(
     rank: int, nproc: int, store: str, program: Program, run: Path, histories: list[History], folder: Path
 ) -> ProgramResult:
-    """What the run's files say, beside a reference that this process makes."""
+    """Compare the run's files with a reference that this process computes."""
     history, rows = histories[-1], histories[-1].rows
     steps = [row["step"] for row in rows]
     if steps != list(range(1, STEPS + 1)):
@@ -210,7 +208,7 @@ def _judge(
     reference = make_reference(program.job(1), SEQUENCES, plans, folder / "reference.pt")
     whole = reference.whole()
     errors: dict[str, tuple[float, float, int]] = {}
-    """by key: relative difference, the same over its bound, and the launch that made it"""
+    """by key: relative difference, that over its bound, and the launch that computed it"""
 
     def compare(history: History, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         for key, value in named:
@@ -222,7 +220,7 @@ def _judge(
     if unknown := sorted({key for key, _ in final} ^ set(whole)):
         return ProgramResult(program, math.inf, problem=f"of the run and one process, only one has {unknown[0]}")
     compare(history, final)
-    for earlier in histories[:-1]:  # with what a kill lost or a roll-back abandoned, as far as it was to be the same
+    for earlier in histories[:-1]:  # what a kill or roll-back discarded, while its learning rates are the same
         same = takewhile(lambda row: row["lr"] == rates[row["step"] - 1], earlier.rows)
         compare(earlier, _recorded(list(same)))
     worst = max(errors, key=lambda key: errors[key][1])
@@ -237,7 +235,7 @@ def _judge(
 
 
 def step_plans(program: Program, history: History, traced: int | None = None) -> list[StepPlan]:
-    """The run's steps for one process; `traced`: the step whose modules are recorded."""
+    """The run's steps for one process; `traced`: the step whose modules are compared."""
     plans = []
     for step in range(1, STEPS + 1):
         one = program.launches[history.launch_of(step)]
@@ -264,7 +262,7 @@ def _recorded(rows: Sequence[dict[str, Any]]) -> list[tuple[str, torch.Tensor]]:
 
 def _kept(source: Checkpoint, step: int) -> list[tuple[str, torch.Tensor]]:
     """Weights and optimizer states of a checkpoint, whole."""
-    rooms: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     pieces: dict[str, dict[str, TensorSlice]] = {}
     sections = ("model", *(f"optimizer.{moment}" for moment in source.state.moments))
     for stored, entry in source.names.items():
@@ -272,14 +270,10 @@ def _kept(source: Checkpoint, step: int) -> list[tuple[str, torch.Tensor]]:
         if section is not None:
             name, shape = stored.removeprefix(f"{section}."), tuple(entry.size)
             key = f"{step}/{'weight' if section == 'model' else section.removeprefix('optimizer.')}/{name}"
-            rooms[key] = torch.empty(shape)
-            pieces.setdefault(section, {})[name] = TensorSlice.whole(shape, partial(_itself, rooms[key]))
+            tensors[key] = torch.empty(shape)
+            pieces.setdefault(section, {})[name] = TensorSlice.whole(shape, lambda tensor=tensors[key]: tensor)  # type: ignore[misc]
     load(pieces, source.folder, source.sums, None)
-    return list(rooms.items())
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+    return list(tensors.items())
 
 
 def shortened(failed: ProgramResult, say: Callable[[str], None] = lambda text: None) -> ProgramResult:
@@ -303,7 +297,7 @@ def shortened(failed: ProgramResult, say: Callable[[str], None] = lambda text: N
 
 
 def _located(failed: ProgramResult) -> str:
-    """The first module that differs in the first step that does, in the launch that computed it."""
+    """The first module that differs, in the first step that differs."""
     if failed.first is None:
         return ""
     step, number = failed.first
@@ -319,7 +313,7 @@ def _located(failed: ProgramResult) -> str:
             execute(program, run, partial(_observer, number, step, reference, out))
         except (RunError, SpecError):
             return ""
-        ranks = [RankResult.from_json(file.read_text()) for file in sorted(out.iterdir())]
+        ranks = [pickle.loads(file.read_bytes()) for file in sorted(out.iterdir())]
         return first_difference(program.launches[number].layout, reference, ranks) if ranks else ""
 
 
@@ -343,4 +337,4 @@ class _Traced(Observer):
             return
         result = RankResult(parts=self.engine.mesh.parts.ranks)
         compare_items(items_of(self.engine, step, trace, gradients=True), self.reference, self.reference.whole(), result)
-        (self.out / f"{self.engine.mesh.rank:04d}.json").write_text(result.to_json())
+        (self.out / f"{self.engine.mesh.rank:04d}.pickle").write_bytes(pickle.dumps(result))

@@ -8,17 +8,9 @@ import math
 import torch
 from torch import Tensor
 
-from ultrascale.model.transformer import Transformer
 from ultrascale.specs.model import Model
 
 STD = 0.02  # GPT-2's; weights that write to the residual stream divide it by sqrt(2 · layers), their number
-
-
-def initialize(module: Transformer, seed: int, model: Model) -> None:
-    """Fills every parameter of a plain model, or of a slice of one, in place."""
-    with torch.no_grad():
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            tensor.copy_(full_weight(name, tensor.shape, seed, model, tensor.device))
 
 
 def full_weight(name: str, shape: torch.Size, seed: int, model: Model, device: torch.device | str) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask
 
-from ultrascale.model import flex
+from ultrascale.model import flex, limits
 from ultrascale.model.attention import causal_attention
 from ultrascale.model.moe import MixtureOfExperts, Router
 from ultrascale.model.operators import ACTIVATIONS, LayerNorm, RMSNorm
@@ -168,7 +168,8 @@ class Transformer(nn.Module):
 
     def __init__(self, model: Model, layers: range | None = None, embed: bool = True, head: bool = True) -> None:
         super().__init__()
-        _check(model)
+        if (sentence := limits.problem(model)) is not None:
+            raise SpecError(sentence)
         self.model = model
         self.embed = Embedding(model) if embed else None
         layers = range(model.layers) if layers is None else layers
@@ -247,14 +248,3 @@ def _experts(model: Model) -> MixtureOfExperts:
 def _norm(model: Model) -> nn.Module:
     kind = LayerNorm if model.norm == "layernorm" else RMSNorm
     return kind(model.hidden, model.norm_eps)
-
-
-def _check(model: Model) -> None:
-    if model.mla is not None:
-        raise SpecError(f"model.mla is set ({model.name}) but latent attention cannot be trained: try qwen3-30b-a3b")
-    if model.moe is not None and model.mlp_bias:
-        raise SpecError(f"model.mlp_bias is true ({model.name}) but experts have no biases: try false")
-    if model.positions == "rotary" and model.head_dim % 2:
-        raise SpecError(
-            f"model.head_dim is {model.head_dim} but rotary positions turn pairs of numbers: try {model.head_dim + 1}"
-        )

@@ -17,6 +17,7 @@ from torch import nn
 
 from ultrascale.parallel import comm
 from ultrascale.parallel.comm import AsyncCollective, Axis
+from ultrascale.parallel.torch_private import prepare_ddp_backward
 
 Variant = Literal["naive", "hooks", "bucketed"]
 Compress = Literal["none", "bf16", "int8"]
@@ -247,9 +248,7 @@ class DDPGrads(GradientReducer):
 
     def before_backward(self, last: bool, split: bool) -> None:
         if last or self.every_microbatch:
-            # DDP rebuilds its buckets in the forward after the first reduction; here another reduction may run before that.
-            self.ddp.reducer._rebuild_buckets()
-            self.ddp.reducer.prepare_for_backward([])
+            prepare_ddp_backward(self.ddp)
 
     def grad_for(self, parameter: nn.Parameter) -> torch.Tensor:
         assert parameter.grad is not None

@@ -1,25 +1,29 @@
 """Expert parallelism: each rank of the ep axis holds some of the experts; an all-to-all dispatches tokens to them.
 
 Shared experts overlap with the all-to-all: their first GEMMs with the dispatch, their last with the combine, in forward and in
-backward. Routed experts can overlap too (dispatch_overlap.py). The ep axis runs over data ranks, which have different tokens:
+backward. Routed experts can overlap too (token_dispatch.py). The ep axis runs over data ranks, which have different tokens:
 the gradient of an expert is complete on its rank, except for the ranks that hold the same experts. The cost model is
 cost/communication.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from ultrascale.model.moe import MixtureOfExperts
+from ultrascale.model.moe import MixtureOfExperts, RoutingResult
 from ultrascale.model.transformer import Transformer
 from ultrascale.parallel.data import GradientReducer
-from ultrascale.parallel.dispatch_overlap import LocalTokensFirst, OverlapWeightGrads
+from ultrascale.parallel.expert_layer import ParallelExperts
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.parallel.shards import Shard
-from ultrascale.parallel.token_dispatch import TokenDispatcher
+from ultrascale.parallel.tensor import TensorParallelExperts
+from ultrascale.parallel.token_dispatch import LocalTokensFirst, OverlapWeightGrads, TokenDispatcher
 from ultrascale.specs.training import ExpertOverlap
 
 DISPATCHERS: dict[ExpertOverlap, type[TokenDispatcher]] = {
@@ -37,13 +41,34 @@ def apply(model: Transformer, mesh: Mesh, shards: dict[str, Shard], overlap: Exp
     for index, block in zip(model.blocks, model.each_block(), strict=True):
         if not isinstance(block.mlp, MixtureOfExperts):
             continue
-        experts = block.mlp.experts
+        experts = ParallelExperts.of(block.mlp)
         for leaf, parameter in list(experts.named_parameters()):
             name = f"blocks.{index}.mlp.experts.{leaf}"
             each = parameter.shape[0] // axis.size
             shards[name] = replace(shards[name], rows=(axis.rank * each, each))
             setattr(experts, leaf, nn.Parameter(parameter.data.narrow(0, axis.rank * each, each).contiguous()))
-        block.mlp.make_dispatcher = partial(DISPATCHERS[overlap], axis)
+        forward = partial(dispatched_forward, block.mlp, partial(DISPATCHERS[overlap], axis))
+        if isinstance(block.mlp, TensorParallelExperts):
+            block.mlp.local_forward = forward
+        else:
+            block.mlp.forward = forward  # type: ignore[method-assign]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the numbers of rows are read by the host
+def dispatched_forward(mlp: MixtureOfExperts, dispatch: Callable[[Tensor, Tensor], TokenDispatcher], x: Tensor) -> Tensor:
+    """The forward of an MoE layer with its experts on several ranks.
+
+    The shared experts are computed in two halves: one overlaps with the dispatch, the other with the combine.
+    """
+    routes: RoutingResult = mlp.router(x)
+    order = routes.order()
+    dispatcher = dispatch(order.permute(x.flatten(0, 1)), routes.counts)
+    shared: Any = mlp.shared
+    inner = None if shared is None else shared.activation(*shared.inputs(x))
+    dispatcher.run_experts(mlp.experts)
+    shared_out = None if inner is None else mlp.gate_shared(shared.down(inner), x)
+    out = order.unpermute(dispatcher.combine(), routes.weights.flatten(0, 1)).view_as(x)
+    return out if shared_out is None else out + shared_out
 
 
 def experts_of(model: Transformer) -> list[nn.Parameter]:

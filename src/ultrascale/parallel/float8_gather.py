@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ultrascale.kernels.float8_gemm import NARROW, factor_below
 from ultrascale.kernels.float8_weight import Float8Weight
 from ultrascale.parallel import comm
 from ultrascale.parallel.comm import Axis
+from ultrascale.parallel.torch_private import foreach_norm, local_tensor
 
 
 class Float8GatherScales:
@@ -27,7 +27,7 @@ class Float8GatherScales:
         self, groups: Sequence[Sequence[nn.Parameter]], axis: Axis, compute: torch.dtype, device: torch.device
     ) -> None:
         self.axis, self.compute = axis, compute
-        self.shards = [_local(weight) for group in groups for weight in group]
+        self.shards = [local_tensor(weight) for group in groups for weight in group]
         self.factors = torch.ones(len(groups), device=device)
         self.scales = torch.ones(len(groups), device=device)
         group_indices = [index for index, group in enumerate(groups) for _ in group]
@@ -38,7 +38,7 @@ class Float8GatherScales:
     @torch.no_grad()
     def update(self) -> None:
         """Computes the scales of the current weights, with one all-reduce."""
-        norms = iter(torch._foreach_norm([shard for shard in self.shards if shard.numel()], torch.inf))
+        norms = iter(foreach_norm([shard for shard in self.shards if shard.numel()], torch.inf))
         zero = self.factors.new_zeros(())
         own = torch.stack([next(norms) if shard.numel() else zero for shard in self.shards])
         group_max = torch.zeros_like(self.factors).scatter_reduce_(0, self.group_indices, own, "amax")
@@ -72,8 +72,3 @@ class _Hooks:
             return Float8Weight(outputs[0][:rows].view(NARROW), self.scale, dtype), ()
 
         shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = before, after  # type: ignore[attr-defined]
-
-
-def _local(weight: nn.Parameter) -> Tensor:
-    assert isinstance(weight, DTensor)
-    return weight._local_tensor  # the object itself, not the view that to_local() returns: FSDP2 reads the hooks from it

@@ -20,8 +20,8 @@ from ultrascale.parallel.comm import WaitClock
 from ultrascale.parallel.data import GradientReducer
 from ultrascale.parallel.float8_gather import Float8GatherScales
 from ultrascale.parallel.mesh import Mesh
-from ultrascale.parallel.multi_linear import DeferredWeightGrads
 from ultrascale.parallel.ranges import comm_range, profile_range
+from ultrascale.parallel.tensor import DeferredWeightGrads
 from ultrascale.schedules import Action, ActionKind, Schedule
 
 Actions = Sequence[Sequence[Action]]

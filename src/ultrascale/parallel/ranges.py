@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
+from ultrascale.parallel.torch_private import is_profiling
+
 TECHNIQUES = {
     "tp": "tensor",
     "cp": "context",
@@ -30,7 +32,7 @@ _NO_RANGE: AbstractContextManager[Any] = nullcontext()
 def profile_range(*words: object) -> AbstractContextManager[Any]:
     """`with profile_range("forward stage", 0, "micro-batch", 3):`."""
     # In this order: torch.compile evaluates the first condition itself, and would recompile whenever the second changes.
-    if torch.compiler.is_compiling() or not profiler._is_profiler_enabled:
+    if torch.compiler.is_compiling() or not is_profiling():
         return _NO_RANGE
     return profiler.record_function(" ".join(map(str, words)))
 

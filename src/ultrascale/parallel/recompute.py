@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
-    _CachedTorchDispatchMode,
-    _CachingTorchDispatchMode,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
@@ -28,6 +26,7 @@ from ultrascale.model.rotary import Rope
 from ultrascale.model.transformer import MLP, Block, Transformer
 from ultrascale.parallel.recompute_cache import RecomputeRegion
 from ultrascale.parallel.tensor import RowParallelLinear
+from ultrascale.parallel.torch_private import TorchDispatchMode
 from ultrascale.specs.layout import Recompute
 
 Forward = Callable[..., Tensor]
@@ -52,28 +51,26 @@ _ATTENTION = {
 _SAVED = _GEMMS | _ATTENTION
 
 
-class _FirstPass(_CachingTorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Does not save GEMMs whose output is cached after its collective (parallel/recompute_cache.py)."""
+class _OnlySaved(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Passes saved operators to torch's selective-checkpoint mode and runs all others directly.
 
-    region: RecomputeRegion
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.region.computing or func not in _SAVED:
-            return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-
-
-class _RecomputePass(_CachedTorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Reads the cache only for saved operators.
-
-    FSDP2 gathers experts within the region, with other operators in backward than in forward, which torch would report as a
-    region that differs between the two passes.
+    FSDP2 gathers experts within a region, with other operators in backward than in forward, which torch would report as a
+    region that differs between the two passes. `region`: GEMMs whose output is cached after its collective
+    (parallel/recompute_cache.py) are not saved again.
     """
 
+    def __init__(self, mode: Any, region: RecomputeRegion | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.mode, self.region = mode, region
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # as torch's modes
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _SAVED:
+        if func not in _SAVED or (self.region is not None and self.region.computing):
             return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        return self.mode.__torch_dispatch__(func, types, args, kwargs)
 
 
 def apply(model: Transformer, policy: Recompute, compiled: bool = False) -> None:
@@ -118,9 +115,7 @@ def _last(mlp: MLP | MixtureOfExperts) -> nn.Linear | None:
 
 def _contexts(is_last_weight: IsLastWeight | None, experts: bool) -> Any:
     first, again = create_selective_checkpoint_contexts(partial(_policy, is_last_weight))  # type: ignore[no-untyped-call]
-    if experts:
-        again.__class__ = _RecomputePass
-    return first, again
+    return first, _OnlySaved(again) if experts else again
 
 
 def _parallel_contexts(contexts: Callable[[], Any] | None) -> Any:
@@ -130,8 +125,7 @@ def _parallel_contexts(contexts: Callable[[], Any] | None) -> Any:
     if contexts is None:
         return passes
     first, again = contexts()
-    first.__class__, first.region, again.__class__ = _FirstPass, region, _RecomputePass
-    return _both(first, passes[0]), _both(again, passes[1])
+    return _both(_OnlySaved(first, region), passes[0]), _both(_OnlySaved(again), passes[1])
 
 
 @contextmanager
@@ -166,7 +160,7 @@ def _last_weight_test(block: Block, compiled: bool) -> IsLastWeight | None:
 
 
 def _has_storage_of(last: nn.Linear, factor: Tensor) -> bool:
-    return bool(factor.untyped_storage()._cdata == last.weight.untyped_storage()._cdata)
+    return factor.untyped_storage() is last.weight.untyped_storage()
 
 
 def _contracts(width: int, factor: Tensor) -> bool:

@@ -25,8 +25,10 @@ from torch.distributed.tensor import DTensor
 
 from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.transformer import Transformer
+from ultrascale.parallel import torch_private
 from ultrascale.parallel.comm import Axis
 from ultrascale.parallel.data import GradientReducer
+from ultrascale.parallel.expert_layer import ParallelExperts
 from ultrascale.parallel.mesh import Mesh, join
 from ultrascale.parallel.shards import Shard
 
@@ -64,10 +66,11 @@ def _slice_experts(model: Transformer, ranks: int, shards: dict[str, Shard]) -> 
     for index, block in zip(model.blocks, model.each_block(), strict=True):
         if not isinstance(block.mlp, MixtureOfExperts):
             continue
-        experts = block.mlp.experts
-        slices, rest = divmod(ranks, len(experts.down))
-        if slices < 2 or rest or any(parameter.shape[1] % slices for parameter in experts.parameters()):
+        plain = block.mlp.experts
+        slices, rest = divmod(ranks, len(plain.down))
+        if slices < 2 or rest or any(parameter.shape[1] % slices for parameter in plain.parameters()):
             continue
+        experts = ParallelExperts.of(block.mlp)
         experts.slice(slices)
         for leaf, _ in experts.named_parameters():
             name = f"blocks.{index}.mlp.experts.{leaf}"
@@ -107,16 +110,11 @@ class FSDPGrads(GradientReducer):
         # Not `module.parameters()`: after an evaluation those are the gathered parameters; the gradients are on the shards.
         for parameter in (*self.shards(), *self.unsharded()):
             parameter.grad = None
-        # FSDP2 prefetches in backward in the order of the forwards it recorded, including those of an evaluation.
-        self._forwards.clear()
-        for group in self._groups():
-            group._post_forward_indices.clear()
+        torch_private.fsdp_begin_step(self.module)
 
     def before_backward(self, last: bool, split: bool) -> None:
         in_one = not split
-        # Nothing precedes the first layer of a forward: after several forwards FSDP2 would prefetch the last layer of another.
-        for first in self._forwards[:1]:
-            first._post_forward_indices = [0] * len(first._post_forward_indices)
+        torch_private.fsdp_no_prefetch_beyond_first(self.module)
         self._set(
             sync=in_one and (last or self.every_microbatch),
             last=last and in_one,
@@ -134,7 +132,7 @@ class FSDPGrads(GradientReducer):
             # A reduce-scatter covers only weights that have gradients, not always all: partial sums of different weights cannot
             # be all-reduced together later.
             self.fsdp.set_requires_all_reduce(True)
-            self._reduce_scatter()
+            torch_private.fsdp_post_backward(self.module)
 
     def grad_for(self, parameter: nn.Parameter) -> torch.Tensor:
         assert isinstance(parameter.grad, DTensor)
@@ -143,7 +141,7 @@ class FSDPGrads(GradientReducer):
     def held(self) -> list[torch.Tensor]:
         # Not through the module: while parameters are gathered, its parameters have no gradients.
         shards = [parameter.sharded_param.grad for parameter in self._parameters()]
-        waiting = [group._partial_reduce_output for group in self._groups()]  # not yet all-reduced over replicas
+        waiting = map(torch_private.fsdp_unreduced, torch_private.fsdp_param_groups(self.module))
         return [shard for shard in (*shards, *waiting) if shard is not None]
 
     def gathered(self) -> list[torch.Tensor]:
@@ -166,35 +164,14 @@ class FSDPGrads(GradientReducer):
 
     def unsharded(self) -> list[nn.Parameter]:
         """The gathered parameters, whose gradients backward computes before the reduce-scatter."""
-        return [parameter.unsharded_param for parameter in self._parameters() if hasattr(parameter, "_unsharded_param")]
-
-    @property
-    def _forwards(self) -> list[Any]:
-        """FSDP2's parameter groups in forward order, by which it prefetches in backward; empty before the first forward."""
-        return getattr(fully_shard.state(self.module)._comm_ctx, "post_forward_order", [])  # type: ignore[attr-defined]
+        return torch_private.fsdp_gathered_parameters(self.module)
 
     def _parameters(self) -> Iterator[Any]:
-        for group in self._groups():
+        for group in torch_private.fsdp_param_groups(self.module):
             yield from group.fsdp_params
-
-    def _groups(self) -> Iterator[Any]:
-        for state in fully_shard.state(self.module)._state_ctx.all_states:  # type: ignore[attr-defined]
-            yield from _parameter_groups(state)
 
     def _set(self, sync: bool, last: bool, reshard: bool) -> None:
         self.fsdp.set_requires_gradient_sync(sync)
         self.fsdp.set_requires_all_reduce(last or not self.replicas_once_a_step)
         self.fsdp.set_is_last_backward(last)
         self.fsdp.set_reshard_after_backward(reshard)
-
-    def _reduce_scatter(self) -> None:
-        """Runs FSDP2's post-backward for gradients computed outside a backward; torch's pipelines call the same functions."""
-        for group in self._groups():
-            group.post_backward()
-        fully_shard.state(self.module)._root_post_backward_final_callback()  # type: ignore[attr-defined]
-
-
-def _parameter_groups(state: Any) -> list[Any]:
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11

@@ -18,13 +18,13 @@ from ultrascale.specs.plan import Neighbour
 from ultrascale.specs.units import GIB, count, seconds
 
 CAUSE_WORDS = {
-    "matmul_s": "matrix products",
+    "matmul_s": "matmuls",
     "attention_s": "attention",
     "memory_bound_s": "memory-bound operators",
     "recompute_s": "recomputation",
     "launch_s": "kernel launches",
-    "tensor_s": "tensor-parallel exchange",
-    "context_s": "context-parallel exchange",
+    "tensor_s": "tensor-parallel communication",
+    "context_s": "context-parallel communication",
     "expert_s": "expert all-to-all",
     "zero_s": "ZeRO gathers and scatters",
     "data_s": "gradient reduction",
@@ -208,10 +208,10 @@ def _size(gib: float, digits: int = 1) -> str:
 def estimate_alone_gib(job: Job) -> float:
     """Parameters, master, gradients and optimizer states of the whole model (no activations), in GiB."""
     from ultrascale.cost.memory.states import compute_bytes, gradient_bytes
-    from ultrascale.specs.job import OPTIMIZER_STATE_BYTES
+    from ultrascale.specs.job import OPTIMIZERS
 
     master = 4 if job.precision != "fp32" else 0
-    each = compute_bytes(job) + master + gradient_bytes(job) + OPTIMIZER_STATE_BYTES[job.optimizer]
+    each = compute_bytes(job) + master + gradient_bytes(job) + OPTIMIZERS[job.optimizer].state_bytes
     return job.model.parameters * each / GIB
 
 

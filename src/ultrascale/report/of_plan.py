@@ -1,4 +1,4 @@
-"""What the page of a plan says: will it fit, how fast, why this layout, what else there was, what was assumed."""
+"""The report of a plan: fit, speed, reasons, memory, time, other layouts, cheat-sheet, assumptions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 from ultrascale import __version__
 from ultrascale.cost import cheatsheet
 from ultrascale.cost.legality import check
-from ultrascale.figures import choice, memory, pipeline, time
+from ultrascale.figures import plan as plan_figures
+from ultrascale.figures import search as search_figures
 from ultrascale.plan import survey
 from ultrascale.report.page import Section, bullets, chart, details, page, table, tiles, words
 from ultrascale.show.plan import job_line, knows_peak
@@ -21,7 +22,7 @@ MOST_GPUS = 1024  # of the scaling curves
 
 
 def plan_page(plan: Plan, name: str, say: Say = lambda _: None) -> str:
-    check(plan.job, plan.layout)  # a file can be edited
+    check(plan.job, plan.layout)  # the file may have been edited
     sections = list(plan_sections(plan, say))
     title = f"{plan.job.model.name} on {plan.job.cluster.label}"
     return page(title, f"{job_line(plan.job)} Layout: {plan.layout}.", sections, footer(name))
@@ -36,16 +37,20 @@ def plan_sections(plan: Plan, say: Say) -> Iterator[Section]:
     yield Section("Answer", (tiles(list(headline(plan))), words(verdict(plan)), bullets(plan.reasons)))
     yield Section(
         "Memory",
-        (chart(memory.by_stage(plan), "memory-by-stage"), chart(memory.over_step(plan), "memory-over-step"), _kept(plan)),
+        (
+            chart(plan_figures.memory_by_stage(plan), "memory-by-stage"),
+            chart(plan_figures.memory_over_step(plan), "memory-over-step"),
+            _activations(plan),
+        ),
     )
-    yield Section("Time", (chart(time.by_cause(plan), "time-by-cause"), _traffic(plan)))
+    yield Section("Time", (chart(plan_figures.time_by_cause(plan), "time-by-cause"), _traffic(plan)))
     if plan.layout.pp > 1:
-        yield Section("Pipeline", (chart(pipeline.schedule(plan), "schedule"),))
-    say("looking at what else could be chosen")
+        yield Section("Pipeline", (chart(plan_figures.schedule(plan), "schedule"),))
+    say("evaluating other layouts")
     yield Section("Other layouts", tuple(_others(plan)))
     if plan.job.cluster.gpus > 1 and knows_peak(plan.job):
-        cells = survey.beside(plan.job, lambda cell: say(f"looking for the best layout of {cell}"))
-        yield Section("Other sizes", (chart(choice.heat_map(cells, plan.job.cluster.gpu.name), "heat-map"),))
+        cells = survey.beside(plan.job, lambda cell: say(f"searching the best layout of {cell}"))
+        yield Section("Other sizes", (chart(search_figures.heat_map(cells, plan.job.cluster.gpu.name), "heat-map"),))
     yield Section("Cheat-sheet", tuple(_cheatsheet(plan)))
     yield Section("Assumed", (bullets(found.notes), _range(plan), details("plan.yaml", to_yaml(plan.to_mapping()))))
 
@@ -78,13 +83,13 @@ def verdict(plan: Plan) -> str:
     )
 
 
-def _kept(plan: Plan) -> str:
+def _activations(plan: Plan) -> str:
     rows = [(one.module, gib(one.bytes)) for one in plan.estimate.activations if one.bytes]
-    return table(("kept for backward on the peak stage", "bytes"), rows, numbers=(1,))
+    return table(("saved for backward on the peak stage", "bytes"), rows, numbers=(1,))
 
 
 def _traffic(plan: Plan) -> str:
-    head = ("technique", "collective", "GPUs", "sent by each GPU", "calls", "takes", "not hidden")
+    head = ("technique", "collective", "GPUs", "sent by each GPU", "calls", "time", "exposed")
     rows = [
         (
             one.technique,
@@ -97,20 +102,20 @@ def _traffic(plan: Plan) -> str:
         )
         for one in plan.estimate.traffic
     ]
-    return table(head, rows, numbers=(2, 3, 4, 5, 6)) if rows else words("Nothing is exchanged between GPUs.")
+    return table(head, rows, numbers=(2, 3, 4, 5, 6)) if rows else words("There is no communication between GPUs.")
 
 
 def _others(plan: Plan) -> Iterator[str]:
     if plan.rejected:
-        yield chart(choice.sensitivity(plan), "sensitivity")
+        yield chart(search_figures.sensitivity(plan), "sensitivity")
     front = survey.front(plan.job)
     if front:
-        yield chart(choice.pareto(front, plan.estimate), "front")
+        yield chart(search_figures.pareto(front, plan.estimate), "front")
     job, most = plan.job, min(MOST_GPUS, max(16, plan.job.cluster.gpus))
     if job.cluster.gpus > 1:
         points = [one for one in survey.scaling(job, most, plan.layout.recompute) if one.estimate is not None]
-        title = f"Each technique alone, {survey.SEQUENCES} sequences of {job.seq:,} tokens a GPU"
-        yield chart(choice.scaling(points, job.cluster, title), "scaling")
+        title = f"Each technique alone, {survey.SEQUENCES} sequences of {job.seq:,} tokens per GPU"
+        yield chart(search_figures.scaling(points, job.cluster, title), "scaling")
 
 
 def _cheatsheet(plan: Plan) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What the page of a run says: what it did, beside what its plan predicted."""
+"""The report of a run: metrics, predicted beside measured, trace, environment; then the report of its plan."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ultrascale.figures import evidence, time
+from ultrascale.figures import plan as plan_figures
+from ultrascale.figures import runs as run_figures
 from ultrascale.measure import compare, trace_analysis
 from ultrascale.measure import trace_rank as trace
 from ultrascale.measure.trace_steps import view
@@ -45,7 +46,7 @@ def _plan(folder: Path) -> Plan:
 
 
 def metrics(file: Path) -> list[dict[str, Any]]:
-    """The steps of a run; a last line that a live run has not finished is left out."""
+    """The metrics of a run by step; an unfinished last line of a live run is left out."""
     try:
         lines = read_text(file, LARGEST).splitlines()
     except FileNotFoundError:
@@ -89,9 +90,12 @@ def _run_sections(folder: Path, plan: Plan, rows: list[dict[str, Any]]) -> Itera
     if seen is not None:
         parts.append(tiles(list(_headline(seen, rows))))
     else:
-        parts.append(words(f"There is no {MEASUREMENT}: the run goes on, or ended before its last step."))
+        parts.append(words(f"There is no {MEASUREMENT}: the run is not finished, or ended before its last step."))
     if rows:
-        parts += [chart(evidence.losses({folder.name: rows}), "loss"), chart(evidence.throughput({folder.name: rows}), "speed")]
+        parts += [
+            chart(run_figures.losses({folder.name: rows}), "loss"),
+            chart(run_figures.throughput({folder.name: rows}), "speed"),
+        ]
     else:
         parts.append(words("No step has been written yet."))
     yield Section("Run", tuple(parts))
@@ -101,7 +105,7 @@ def _run_sections(folder: Path, plan: Plan, rows: list[dict[str, Any]]) -> Itera
         head = ("term", "predicted", "measured", "difference")
         lines = compared(found.terms, ("predicted", "measured"))
         marked = [("– " + name if term.part else name, *cells) for term, (name, *cells) in zip(found.terms, lines, strict=True)]
-        drawn = chart(time.predicted_and_measured(found), "predicted-measured")
+        drawn = chart(plan_figures.predicted_and_measured(found), "predicted-measured")
         yield Section("Predicted and measured", (bullets(found.sentences), drawn, table(head, marked, numbers=(1, 2, 3))))
     if (folder / TRACES).is_dir():
         yield Section("Trace", tuple(_lanes(folder)))
@@ -118,10 +122,10 @@ def _start_of(file: Path) -> str:
 
 
 def _lanes(folder: Path) -> Iterator[str]:
-    """Of the first rank: the others' files may be large, and look alike."""
+    """The trace of the first rank; the others are large and similar."""
     try:
         first, *others = trace_analysis.files([folder])
-        yield chart(evidence.lanes(view(trace.read(first))), "lanes")
+        yield chart(run_figures.lanes(view(trace.read(first))), "lanes")
         if others:
             yield words(
                 f"{first.name}; {len(others)} more are beside it: ultrascale profile --trace {folder} reads all of them."

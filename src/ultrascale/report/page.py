@@ -1,4 +1,4 @@
-"""The page itself: sections of words, tables and figures, in one file with its style, its script and Plotly inside."""
+"""HTML of a report: sections of text, tables and figures in one file with its style, script and Plotly inside."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ paint(chosen);
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and what stands under it, as HTML."""
+    """A heading and its content as HTML."""
 
     title: str
     parts: tuple[str, ...]
@@ -80,7 +80,7 @@ def bullets(lines: Iterable[str]) -> str:
 
 
 def tiles(pairs: Sequence[tuple[str, str]]) -> str:
-    """The figures that count, large: (what, how much)."""
+    """Large figures: (name, value)."""
     inside = "".join(f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for name, value in pairs)
     return f'<div class="tiles">{inside}</div>'
 

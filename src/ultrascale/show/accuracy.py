@@ -1,4 +1,4 @@
-"""`ultrascale accuracy` and `explain --row` in the terminal: errors by group, worst rows, one run term by term."""
+"""Output of `ultrascale accuracy` and `explain --row`: errors by group, worst rows, one run term by term."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ultrascale.measure.accuracy import scores as accuracy
 from ultrascale.measure.accuracy.scores import ErrorSummary, ScoredRun
 from ultrascale.plan.reasons import CAUSE_WORDS
 from ultrascale.show.explain import memory_table, time_table
-from ultrascale.show.lines import bullets, heading
+from ultrascale.show.lines import NARROW, bullets, heading, table
 from ultrascale.specs.units import count, seconds
 
 GROUPS = {
@@ -93,18 +93,14 @@ def as_json(scored: Sequence[ScoredRun], left_out: Sequence[ScoredRun]) -> dict[
 def show(console: Console, scored: Sequence[ScoredRun], left_out: Sequence[ScoredRun], group: str, worst: int) -> None:
     figures = summary(scored, left_out)
     console.print(f"{figures['rows']} rows, {figures['modelled']} modelled; speed is predicted over measured tokens/s/GPU")
-    table = Table(title="Errors, rows of trust A; one configuration of one source is one sample", title_justify="left")
-    for name, justify in (("what", "left"), ("samples", "right"), ("mean", "right"), ("median", "right"), ("bias", "right")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    table.add_column("mean, source left out", justify="right")
+    title = "Errors, rows of trust A; one configuration of one source is one sample"
+    made = table(title, "what", "samples", "mean", "median", "bias", "mean, source left out")
     for label, key in (("dense", "dense"), ("experts", "experts"), ("small, one node", "small_single_node")):
         here, there = figures[key]["in_sample"], figures[key]["leave_one_source_out"]
         if here:
-            outside = f"{there['mape']:.1%}" if there else "–"
-            table.add_row(
-                label, str(here["samples"]), *(f"{here[k]:.1%}" for k in ("mape", "median")), f"{here['bias']:+.1%}", outside
-            )
-    console.print(table)
+            errors = f"{here['mape']:.1%}", f"{here['median']:.1%}", f"{here['bias']:+.1%}"
+            made.add_row(label, str(here["samples"]), *errors, f"{there['mape']:.1%}" if there else "–")
+    console.print(made)
     _show_rest(console, figures)
     console.print(group_table(accuracy.by(scored, GROUPS[group]), group))
     console.print(worst_table(scored, worst))
@@ -133,33 +129,25 @@ def _show_rest(console: Console, figures: dict[str, Any]) -> None:
 
 
 def group_table(groups: Any, title: str) -> Table:
-    table = Table(title=f"By {title}", title_justify="left")
-    for name, justify in ((title, "left"), ("rows", "right"), ("samples", "right"), ("mean", "right"), ("median", "right")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    table.add_column("bias", justify="right")
-    one: ErrorSummary
+    made = table(f"By {title}", title, "rows", "samples", "mean", "median", "bias")
     for name, one in groups.items():
-        table.add_row(name, str(one.rows), str(one.samples), f"{one.mape:.1%}", f"{one.median:.1%}", f"{one.bias:+.1%}")
-    return table
+        made.add_row(name, *_cells(one))
+    return made
+
+
+def _cells(one: ErrorSummary) -> tuple[str, ...]:
+    return str(one.rows), str(one.samples), f"{one.mape:.1%}", f"{one.median:.1%}", f"{one.bias:+.1%}"
 
 
 def worst_table(scored: Sequence[ScoredRun], worst: int) -> Table:
-    table = Table(title=f"Worst {worst}", title_justify="left")
-    for name in ("id", "system", "model", "layout", "measured", "predicted", "error"):
-        table.add_column(name, justify="right" if name in ("measured", "predicted", "error") else "left")
+    columns = ("id", "system", "model", "layout", "measured", "predicted", "error")
+    made = table(f"Worst {worst}", *columns, left=columns[:4])
     rows = [one for one in scored if one.error is not None]
     for one in sorted(rows, key=lambda row: -(row.error or 0))[:worst]:
         run = one.run
-        table.add_row(
-            run.id,
-            run.system,
-            run.values.get("model", ""),
-            str(run.layout),
-            f"{one.measured or 0:,.0f}",
-            f"{one.tokens_per_s_per_gpu or 0:,.0f}",
-            f"{(one.ratio or 1) - 1:+.1%}",
-        )
-    return table
+        speeds = f"{one.measured or 0:,.0f}", f"{one.tokens_per_s_per_gpu or 0:,.0f}", f"{(one.ratio or 1) - 1:+.1%}"
+        made.add_row(run.id, run.system, run.values.get("model", ""), str(run.layout), *speeds)
+    return made
 
 
 def show_row(console: Console, one: ScoredRun) -> None:
@@ -172,29 +160,23 @@ def show_row(console: Console, one: ScoredRun) -> None:
         return
     console.print(f"{count(run.job.model.parameters)} parameters, {run.job.precision}, {run.job.framework.name}: {run.layout}")
     bullets(console, (f"assumed: {text}" for text in run.assumptions))
-    table = Table(title="Predicted and measured", title_justify="left")
-    for name in ("", "predicted", "measured", "difference"):
-        table.add_column(name, justify="left" if not name else "right")
+    made, ratio = table("Predicted and measured", "", "predicted", "measured", "difference"), one.ratio or 1
     if one.measured is not None:
-        table.add_row(
-            "tokens/s/GPU", f"{one.tokens_per_s_per_gpu or 0:,.0f}", f"{one.measured:,.0f}", f"{(one.ratio or 1) - 1:+.1%}"
-        )
+        made.add_row("tokens/s/GPU", f"{one.tokens_per_s_per_gpu or 0:,.0f}", f"{one.measured:,.0f}", f"{ratio - 1:+.1%}")
         assert one.iter_time_s is not None
-        table.add_row(
-            "step", seconds(one.iter_time_s), seconds(one.iter_time_s * (one.ratio or 1)), f"{1 / (one.ratio or 1) - 1:+.1%}"
-        )
+        made.add_row("step", seconds(one.iter_time_s), seconds(one.iter_time_s * ratio), f"{1 / ratio - 1:+.1%}")
     if run.peak_mem_gib and one.peak_mem_gib:
         name = f"peak memory ({run.mem_kind or 'kind not stated'})"
         difference = f"{one.peak_mem_gib / run.peak_mem_gib - 1:+.1%}"
-        table.add_row(name, f"{one.peak_mem_gib:,.1f} GiB", f"{run.peak_mem_gib:,.1f} GiB", difference)
-    console.print(table)
+        made.add_row(name, f"{one.peak_mem_gib:,.1f} GiB", f"{run.peak_mem_gib:,.1f} GiB", difference)
+    console.print(made)
     if one.estimate.range is not None:
         span = one.estimate.range
         console.print(
             f"80 % range of the step: {seconds(span.step_time_low_s)} to {seconds(span.step_time_high_s)} ({span.based_on})"
         )
     console.print(time_table(one.estimate))
-    console.print(memory_table(one.estimate))
+    console.print(memory_table(one.estimate, narrow=console.width < NARROW))
     largest = max(CAUSE_WORDS, key=lambda cause: getattr(one.estimate.time, cause) if one.estimate else 0)
     console.print(
         f"The largest cause is {CAUSE_WORDS[largest]}; a difference of this size is most likely there or in what was assumed."
@@ -233,10 +215,10 @@ def markdown(file: Any, scored: Sequence[ScoredRun], left_out: Sequence[ScoredRu
     outside = accuracy.by(left_out, GROUPS["source"])
     for name, one in accuracy.by(scored, GROUPS["source"]).items():
         there = f"{outside[name].mape:.1%}" if name in outside else "–"
-        lines.append(f"| {name} | {one.rows} | {one.samples} | {one.mape:.1%} | {one.median:.1%} | {one.bias:+.1%} | {there} |")
+        lines.append(f"| {' | '.join((name, *_cells(one), there))} |")
     lines += ["", "| GPU | rows | samples | mean | median | bias |", "|---|---|---|---|---|---|"]
     for name, one in accuracy.by(scored, GROUPS["gpu"]).items():
-        lines.append(f"| {name} | {one.rows} | {one.samples} | {one.mape:.1%} | {one.median:.1%} | {one.bias:+.1%} |")
+        lines.append(f"| {' | '.join((name, *_cells(one)))} |")
     lines += ["", "Not modelled:", ""]
     lines += [f"- {one.run.id}: {one.reason}" for one in scored if one.reason is not None]
     return "\n".join(lines) + "\n"
@@ -256,20 +238,12 @@ def headline(figures: dict[str, Any]) -> list[tuple[str, str]]:
         ("small single-node jobs (up to 3.3 B parameters, 8 GPUs)", both("small_single_node")),
     ]
     if memory["rows"]:
-        rows.append(
-            (
-                "memory, allocated or active: mean error / most under",
-                f"{memory['mape']:.1%} / {max(0.0, -memory['most_under']):.1%}",
-            )
-        )
+        under = max(0.0, -memory["most_under"])
+        rows.append(("memory, allocated or active: mean error / most under", f"{memory['mape']:.1%} / {under:.1%}"))
     rows.append(("fit or out of memory: right / wrong", f"{verdicts['right']} / {len(verdicts['wrong'])}"))
     if ranking["groups"]:
-        rows.append(
-            (
-                "ranking of one job's layouts: mean Kendall τ / worst regret",
-                f"{ranking['mean_tau']:.2f} / {ranking['worst_regret']:.1%}",
-            )
-        )
+        tau_and_regret = f"{ranking['mean_tau']:.2f} / {ranking['worst_regret']:.1%}"
+        rows.append(("ranking of one job's layouts: mean Kendall τ / worst regret", tau_and_regret))
     if figures["interval_80_coverage"] is not None:
         rows.append(("80 % ranges hold rows of sources they had not seen", f"{figures['interval_80_coverage']:.0%}"))
     return rows

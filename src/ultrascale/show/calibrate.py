@@ -1,4 +1,4 @@
-"""A calibration in the terminal: what each constant became or why it stayed, and errors before, after, and on runs left out."""
+"""Output of `ultrascale calibrate`: each constant fitted or why not, and errors before, after, and on runs left out."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from ultrascale.measure.calibrate import CalibratedRun, Calibration, CalibrationErrors, ConstantVerdict
-from ultrascale.show.lines import bullets, heading
+from ultrascale.show.lines import bullets, heading, table
 from ultrascale.specs.units import seconds
 
 TIMES = ("before", "after", "left_out")
-UNSTEADY = 0.05  # of a step: a run whose own steps differ by more is marked
+UNSTEADY = 0.05  # share of a step: a run whose steps differ by more is marked
 
 
 def show_calibration(console: Console, found: Calibration, file: Path | None) -> None:
@@ -22,38 +21,35 @@ def show_calibration(console: Console, found: Calibration, file: Path | None) ->
     _constants(console, [verdict for verdict in found.verdicts if verdict.known is not None])
     kept = [verdict for verdict in found.verdicts if verdict.known is None]
     if kept:
-        heading(console, "kept as they were")
+        heading(console, "not changed")
         bullets(console, (f"{verdict.name}, {verdict.before:.4g}: {verdict.why}" for verdict in kept))
     show_runs(console, found.runs)
     for line in summary(found):
         console.print(line)
-    alone = [f"{run.name} alone tells {', '.join(run.alone)}" for run in found.runs if run.alone]
+    alone = [f"{run.name} alone determines {', '.join(run.alone)}" for run in found.runs if run.alone]
     if alone:
-        console.print(f"Not among those left out, since nothing else judges them: {'; '.join(alone)}.")
+        console.print(f"Not judged, since no other run does it: {'; '.join(alone)}.")
     if not found.judges():
         console.print(
-            "Each run alone tells some constant, so that none judges the fit: the constants stay; more runs would help."
+            "Each run alone determines some constant, so none can judge the fit: the constants stay; more runs would help."
         )
     elif not found.improved:
-        console.print("On runs left out the constants that were there predict as well or better: they stay.")
+        console.print("On runs left out the old constants predict as well or better: they stay.")
     elif file is not None:
         console.print(f"written to {file}: `ultrascale plan --cluster {file} …` plans with it")
 
 
 def _constants(console: Console, fitted: list[ConstantVerdict]) -> None:
-    table = Table(box=None, pad_edge=False)
-    for name in ("constant", "before", "after", "told to"):
-        table.add_column(name, justify="left" if name == "constant" else "right")
+    made = table(None, "constant", "before", "after", "uncertainty")
+    made.box, made.pad_edge = None, False
     for one in fitted:
-        table.add_row(one.name, f"{one.before:.4g}", f"{one.after:.4g}", f"±{one.known:.1%}" if one.known else "")
-    console.print(table)
+        made.add_row(one.name, f"{one.before:.4g}", f"{one.after:.4g}", f"±{one.known:.1%}" if one.known else "")
+    console.print(made)
 
 
 def show_runs(console: Console, runs: tuple[CalibratedRun, ...]) -> None:
-    table = Table(title="predicted over measured, less one", title_justify="left", title_style="bold")
-    table.add_column("run", overflow="fold")
-    for name in ("step", "before", "after", "left out", "peak GiB", "before", "after", "left out"):
-        table.add_column(name, justify="right")
+    columns = ("run", "step", "before", "after", "left out", "peak GiB", "before", "after", "left out")
+    made = table("error: predicted over measured, less one", *columns)
     for run in runs:
         marked = f"{seconds(run.step_s)}{f' ±{run.spread:.0%}' if run.spread > UNSTEADY else ''}"
         times = (f"{getattr(run, f'{when}_s') / run.step_s - 1:+.1%}" for when in TIMES)
@@ -61,8 +57,8 @@ def show_runs(console: Console, runs: tuple[CalibratedRun, ...]) -> None:
         if run.held_gib:
             peaks = (getattr(run, f"held_{when}_gib") / run.held_gib - 1 for when in TIMES)
             held = (f"{run.held_gib:.3g}", *(f"{peak:+.1%}" for peak in peaks))  # type: ignore[assignment]
-        table.add_row(run.name, marked, *times, *held)
-    console.print(table)
+        made.add_row(run.name, marked, *times, *held)
+    console.print(made)
 
 
 def summary(found: Calibration) -> list[str]:
@@ -73,7 +69,7 @@ def summary(found: Calibration) -> list[str]:
             before, after, left_out = (
                 f"{one.middle:.1%} (mean {one.mean:.1%}, worst {one.worst:.1%})" for one in each if one is not None
             )
-            lines.append(f"{what}, middle error: {before} before, {after} after on the same runs, {left_out} on runs left out")
+            lines.append(f"{what}, median error: {before} before, {after} after on the same runs, {left_out} on runs left out")
     return lines
 
 

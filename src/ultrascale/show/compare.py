@@ -1,16 +1,18 @@
-"""Two sides of a step in the terminal, term by term."""
+"""Output of `ultrascale compare` and of a finished run: two sides of a step, term by term."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
 
-from ultrascale.measure.compare import ComparedTerm, Comparison
-from ultrascale.show.lines import bullets, labelled
+from ultrascale.measure.compare import ComparedTerm, Comparison, terms
+from ultrascale.show.lines import bullets, labelled, notes, table
 from ultrascale.specs.units import GIB, seconds
+
+if TYPE_CHECKING:
+    from ultrascale.launch.launcher import Run
 
 
 def show_compare(console: Console, found: Comparison) -> None:
@@ -23,19 +25,15 @@ def show_compare(console: Console, found: Comparison) -> None:
         labelled(console, "the two differ in", "yellow", "; ".join(found.apart))
 
 
-def show_terms(console: Console, title: str, sides: tuple[str, str], terms: Iterable[ComparedTerm]) -> None:
-    table = Table(title=title, title_justify="left", title_style="bold")
-    table.add_column("")
-    for column in (*sides, "difference"):
-        table.add_column(column, justify="right")
-    found = tuple(terms)
+def show_terms(console: Console, title: str, sides: tuple[str, str], compared: Iterable[ComparedTerm]) -> None:
+    made, found = table(title, "", *sides, "difference"), tuple(compared)
     for term, (name, *cells) in zip(found, rows(found, sides), strict=True):
-        table.add_row(f"{'  ' * term.part}{name}", *cells)
-    console.print(table)
+        made.add_row(f"{'  ' * term.part}{name}", *cells)
+    console.print(made)
 
 
 def rows(terms: Iterable[ComparedTerm], sides: tuple[str, str]) -> list[tuple[str, str, str, str]]:
-    """Name, both values with their units, and the difference, of every term; pages show the same."""
+    """Name, both values with their units, and the difference of every term; report and studio show the same."""
     return [
         (
             term.name,
@@ -66,3 +64,37 @@ def _shown(value: float | None, unit: str, side: str) -> str:
     if unit == "B":
         return f"{value / GIB:,.2f} GiB" if value >= GIB / 10 else f"{value / 2**20:,.2f} MiB"
     return f"{value:,.0f}"
+
+
+def show_end(console: Console, run: Run) -> None:
+    """The end of a run: predicted beside measured, or where it was stopped; and its folder."""
+    outcome, again = run.outcome, f"ultrascale train --resume {run.folder}"
+    if outcome.measured is not None:
+        show_measured(console, run)
+    if outcome.stopped is not None:
+        kept = f"; checkpoint {outcome.kept.name}: resume with {again}" if outcome.kept else "; no checkpoint was saved"
+        line = f"stopped by {outcome.stopped} after step {outcome.step} of {run.request.training.steps}{kept}"
+        console.print(line, soft_wrap=True)  # a command in one piece, to copy
+    elif outcome.measured is None:
+        line = f"all {outcome.step} steps were done already; for more: {again} --steps {2 * outcome.step}"
+        console.print(line, soft_wrap=True)
+    console.print(f"The run is in {run.folder}", soft_wrap=True)
+
+
+def show_measured(console: Console, run: Run) -> None:
+    """Predicted, measured, difference of time and memory of one step."""
+    compared = terms(run.predicted, run.measured)
+    show_terms(console, "predicted and measured, one step", ("predicted", "measured"), compared)
+    notes(console, run.measured.notes)
+
+
+def run_json(run: Run) -> dict[str, Any]:
+    return {
+        "folder": None if run.folder is None else str(run.folder),
+        "layout": run.request.layout.model_dump(mode="json"),
+        "predicted": None if run.predicted is None else run.predicted.model_dump(mode="json"),
+        "step": run.outcome.step,
+        "stopped": run.outcome.stopped,
+        "checkpoint": None if run.outcome.kept is None else str(run.outcome.kept),
+        "measured": None if run.outcome.measured is None else run.outcome.measured.model_dump(mode="json"),
+    }

@@ -1,4 +1,4 @@
-"""`ultrascale doctor` in the terminal: findings in a table, what helps under it, and the same as JSON."""
+"""Output of `ultrascale doctor`: findings in a table, then advice."""
 
 from __future__ import annotations
 
@@ -6,22 +6,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from ultrascale.measure.doctor import Finding
-from ultrascale.show.lines import count_of, labelled
+from ultrascale.show.lines import count_of, labelled, table
 
 STYLES = {"ok": "green", "warn": "yellow", "bad": "bold red"}
 
 
 def show_findings(console: Console, findings: Sequence[Finding], plan: str | None = None) -> None:
-    table = Table(title=f"this machine, and {plan} on it" if plan else "this machine", title_justify="left", title_style="bold")
-    for column in ("", "what", "found"):
-        table.add_column(column, overflow="fold")
+    columns = ("", "what", "found")
+    made = table(f"this machine, and {plan} on it" if plan else "this machine", *columns, left=columns)
     for finding in findings:
-        table.add_row(Text(finding.level, style=STYLES[finding.level]), Text(finding.name), Text(finding.text))
-    console.print(table)
+        made.add_row(Text(finding.level, style=STYLES[finding.level]), Text(finding.name), Text(finding.text))
+    console.print(made)
     for finding in findings:
         if finding.level != "ok" and finding.advice:
             labelled(console, f"{finding.name}:", STYLES[finding.level], finding.advice)
@@ -42,5 +40,5 @@ def findings_json(findings: Sequence[Finding], plan: str | None = None) -> dict[
 
 
 def stopped(findings: Sequence[Finding]) -> bool:
-    """Exit code 1."""
+    """Whether something would stop the plan or run: exit code 1."""
     return any(finding.level == "bad" for finding in findings)

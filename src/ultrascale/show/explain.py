@@ -1,4 +1,4 @@
-"""`ultrascale explain` in the terminal: memory by owner and stage, time by cause, traffic, reasons, neighbours, cheat-sheet."""
+"""Output of `ultrascale explain`: memory by owner and stage, time by cause, traffic, reasons, what-if, cheat-sheet."""
 
 from __future__ import annotations
 
@@ -12,21 +12,15 @@ from ultrascale.cost.estimate import estimate
 from ultrascale.cost.timeline import memory_timeline
 from ultrascale.plan.reasons import CAUSE_WORDS
 from ultrascale.plan.what_if import Largest, WhatIf
-from ultrascale.show.lines import bullets, heading, labelled
+from ultrascale.show.lines import NARROW, bullets, compact, heading, labelled, table
 from ultrascale.show.plan import job_line, knows_peak, show_costs
 from ultrascale.specs.estimate import CAUSES, OWNERS, Estimate
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import GIB, gib, seconds
 
-MOMENTS = 14  # lines of the memory timeline; a step has thousands of actions
+NARROW_WORDS = dict(zip(OWNERS, ("params", "master", "grads", "optim", "activ", "buffers", "runtime"), strict=True))
+TIMELINE_ROWS = 14  # a step has thousands of actions
 MODULES = 8
-
-
-def _table(title: str, *columns: tuple[str, str]) -> Table:
-    table = Table(title=title, title_justify="left", header_style="bold")
-    for name, justify in columns:
-        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
-    return table
 
 
 def show_plan(console: Console, plan: Plan) -> None:
@@ -41,7 +35,7 @@ def show_plan(console: Console, plan: Plan) -> None:
     if not e.fits:
         labelled(console, "Does not fit:", "red", f"{-e.headroom_gib:,.1f} GiB too much")
     show_costs(console, plan)
-    console.print(memory_table(e))
+    console.print(memory_table(e, narrow=console.width < NARROW))
     console.print(activation_table(e))
     console.print(timeline_table(plan))
     console.print(time_table(e))
@@ -49,8 +43,8 @@ def show_plan(console: Console, plan: Plan) -> None:
     heading(console, "Reasons")
     bullets(console, plan.reasons)
     if plan.rejected:
-        console.print(neighbour_table(plan))
-    heading(console, "What this rests on")
+        console.print(rejected_table(plan))
+    heading(console, "Notes and assumptions")
     bullets(console, e.notes)
 
 
@@ -60,7 +54,7 @@ def _utilisation(plan: Plan) -> str:
 
 
 def show_staleness(console: Console, plan: Plan) -> None:
-    """A file can be edited, and the cost model can change: says so when the estimate is no longer what is predicted."""
+    """A note when the file's estimate is not what is predicted now: the file was edited, or the cost model changed."""
     now = estimate(plan.job, plan.layout)
     for name, written, predicted in (
         ("a step of {:,.4g} s", plan.estimate.step_time_s, now.step_time_s),
@@ -72,143 +66,102 @@ def show_staleness(console: Console, plan: Plan) -> None:
                 "note:",
                 "yellow",
                 f"this file says {name.format(written)} but {predicted:,.4g} is predicted for its job and layout now: "
-                "it was edited or comes from another version; plan anew to refresh it",
+                "it was edited or comes from another version; plan again to refresh it",
             )
 
 
-def memory_table(e: Estimate) -> Table:
-    table = _table(
-        "Memory at the peak of each pipeline stage, GiB",
-        ("stage", "right"),
-        ("layers", "right"),
-        ("in\nflight", "right"),
-        *((words.replace(" ", "\n"), "right") for words in OWNERS.values()),
-        ("total", "right"),
-        ("moment", "left"),
-    )
+def memory_table(e: Estimate, narrow: bool = False) -> Table:
+    """One row per stage; in a narrow terminal with short names, without lines and without the point of the peak."""
+    owners = [NARROW_WORDS[owner] if narrow else words.replace(" ", "\n") for owner, words in OWNERS.items()]
+    at = () if narrow else ("peak at",)
+    columns = ("stage", "layers", "in\nflight", *owners, "total", *at)
+    made = table("Memory at the peak of each pipeline stage, GiB", *columns, left=at)
     for stage in e.memory:
-        cells = [f"{getattr(stage.memory, owner) / GIB:,.2f}" for owner in OWNERS]
         peak = stage.stage == e.peak_stage
-        table.add_row(
+        made.add_row(
             str(stage.stage),
             str(stage.layers),
             f"{stage.in_flight:.3g}",
-            *cells,
+            *(f"{getattr(stage.memory, owner) / GIB:,.2f}" for owner in OWNERS),
             f"{stage.total_gib:,.2f}",
-            stage.moment.split(",")[0] + (" ← peak" if peak else ""),
+            *([] if narrow else [stage.moment.split(",")[0] + (" ← peak" if peak else "")]),
             style="bold" if peak else None,
         )
-    return table
+    return compact(made) if narrow else made
 
 
 def activation_table(e: Estimate) -> Table:
-    table = _table("Activations on the peak stage", ("module", "left"), ("GiB", "right"), ("share", "right"))
+    made = table("Activations on the peak stage", "module", "GiB", "share")
     total = sum(item.bytes for item in e.activations) or 1.0
     for item in e.activations[:MODULES]:
-        table.add_row(item.module, f"{item.bytes / GIB:,.2f}", f"{item.bytes / total:.0%}")
-    return table
+        made.add_row(item.module, f"{item.bytes / GIB:,.2f}", f"{item.bytes / total:.0%}")
+    return made
 
 
 def timeline_table(plan: Plan) -> Table:
     """Evenly spaced actions of the peak stage; the bar is against the GPU's capacity."""
-    moments = memory_timeline(plan.job, plan.layout, plan.estimate.peak_stage)
-    step = max(1, (len(moments) - 1) // (MOMENTS - 2))
-    top = max(range(len(moments)), key=lambda index: moments[index].total_bytes)
-    chosen = sorted({*range(0, len(moments), step), top, len(moments) - 1})
-    table = _table(
-        f"Memory over one step, stage {plan.estimate.peak_stage} ({len(moments)} actions, without runtime)",
-        ("at", "right"),
-        ("action", "left"),
-        ("GiB", "right"),
-        ("", "left"),
-    )
+    points = memory_timeline(plan.job, plan.layout, plan.estimate.peak_stage)
+    step = max(1, (len(points) - 1) // (TIMELINE_ROWS - 2))
+    top = max(range(len(points)), key=lambda index: points[index].total_bytes)
+    chosen = sorted({*range(0, len(points), step), top, len(points) - 1})
+    title = f"Memory over one step, stage {plan.estimate.peak_stage} ({len(points)} actions, without runtime)"
+    made = table(title, "at", "action", "GiB", "", left=("action", ""))
     for index in chosen:
-        moment = moments[index]
-        bar = "█" * max(1, round(min(60.0, 30 * moment.total_bytes / (plan.estimate.capacity_gib * GIB))))
-        table.add_row(
-            seconds(moment.start_s),
-            moment.action + (" ← peak" if index == top else ""),
-            f"{moment.total_bytes / GIB:,.2f}",
-            bar[:40],
-        )
-    return table
+        point = points[index]
+        bar = "█" * max(1, round(min(60.0, 30 * point.total_bytes / (plan.estimate.capacity_gib * GIB))))
+        action = point.action + (" ← peak" if index == top else "")
+        made.add_row(seconds(point.start_s), action, f"{point.total_bytes / GIB:,.2f}", bar[:40])
+    return made
 
 
 def time_table(e: Estimate) -> Table:
-    table = _table("Time of one step (slowest stage)", ("cause", "left"), ("time", "right"), ("share", "right"))
+    made = table("Time of one step (slowest stage)", "cause", "time", "share")
     for cause in sorted(CAUSES, key=lambda name: -getattr(e.time, name)):
         value = getattr(e.time, cause)
         if value > 0:
-            table.add_row(CAUSE_WORDS[cause], seconds(value), f"{value / e.step_time_s:.1%}")
-    table.add_row("step", seconds(e.step_time_s), "100.0%", style="bold")
-    return table
+            made.add_row(CAUSE_WORDS[cause], seconds(value), f"{value / e.step_time_s:.1%}")
+    made.add_row("step", seconds(e.step_time_s), "100.0%", style="bold")
+    return made
 
 
 def traffic_table(e: Estimate) -> Table:
-    table = _table(
+    made = table(
         "Communication of one GPU in one step",
-        ("technique", "left"),
-        ("collective", "left"),
-        ("group", "right"),
-        ("inside the fast domain", "right"),
-        ("calls", "right"),
-        ("sent", "right"),
-        ("time", "right"),
-        ("exposed", "right"),
+        *("technique", "collective", "group", "inside the fast domain", "calls", "sent", "time", "exposed"),
+        left=("technique", "collective"),
     )
     for one in e.traffic:
-        table.add_row(
-            one.technique,
-            one.collective.replace("_", "-"),
-            str(one.group),
-            str(one.per_domain),
-            f"{one.calls:,.0f}",
-            gib(one.bytes),
-            seconds(one.time_s),
-            seconds(one.exposed_s),
-        )
+        name, sizes = one.collective.replace("_", "-"), (str(one.group), str(one.per_domain), f"{one.calls:,.0f}")
+        made.add_row(one.technique, name, *sizes, gib(one.bytes), seconds(one.time_s), seconds(one.exposed_s))
     if not e.traffic:
-        table.add_row("none", "", "", "", "", "", "", "")
-    return table
+        made.add_row("none")
+    return made
 
 
-def neighbour_table(plan: Plan) -> Table:
-    table = _table(
-        "One step away, and why not",
-        ("change", "left"),
-        ("step", "right"),
-        ("peak GiB", "right"),
-        ("verdict", "left"),
-    )
+def rejected_table(plan: Plan) -> Table:
+    made = table("One step away, and why not", "change", "step", "peak GiB", "verdict", left=("change", "verdict"))
     for one in plan.rejected:
-        table.add_row(one.change, seconds(one.step_time_s), f"{one.peak_gib:,.1f}", one.verdict)
-    return table
+        made.add_row(one.change, seconds(one.step_time_s), f"{one.peak_gib:,.1f}", one.verdict)
+    return made
 
 
 def show_cheatsheet(console: Console, plan: Plan) -> None:
     console.print(job_line(plan.job))
     console.print(f"Layout: {plan.layout}")
-    table = _table(
-        "The cheat-sheet with this plan's numbers",
-        ("strategy", "left"),
-        ("here", "left"),
-        ("batch size", "left"),
-        ("memory reduction", "left"),
-        ("compute reduction", "left"),
-        ("communication in a step", "left"),
-        ("overlap: transfer / compute", "left"),
-    )
+    sizes = ("batch size", "memory reduction", "compute reduction", "communication in a step")
+    columns = ("strategy", "here", *sizes, "overlap: transfer / compute")
+    made = table("The cheat-sheet with this plan's numbers", *columns, left=columns)
     for row in cheatsheet.strategies(plan):
         ratio = row.overlap
         printed = "–" if ratio.printed is None else f"{ratio.printed:.3g}"
         overlap = f"{row.verdict}\n= {ratio.corrected_form}\nprinted: {ratio.printed_form} = {printed}"
-        table.add_row(row.name, row.degree, row.batch, row.memory, row.compute, row.communication, overlap)
-        table.add_section()
-    console.print(table)
-    heading(console, "Where the printed ratio slips")
+        made.add_row(row.name, row.degree, row.batch, row.memory, row.compute, row.communication, overlap)
+        made.add_section()
+    console.print(made)
+    heading(console, "Errors of the printed ratios")
     slips = {row.overlap.technique: row.overlap.slip for row in cheatsheet.strategies(plan)}
     bullets(console, [f"{technique}: {slip}" for technique, slip in slips.items()])
-    formulas = _table("Formulas", ("quantity", "left"), ("form", "left"), ("value", "left"))
+    formulas = table("Formulas", *(names := ("quantity", "form", "value")), left=names)
     for formula in cheatsheet.formulas(plan):
         formulas.add_row(formula.name, formula.form, formula.value)
     console.print(formulas)
@@ -216,34 +169,29 @@ def show_cheatsheet(console: Console, plan: Plan) -> None:
 
 def show_what_if(console: Console, plan: Plan, answers: list[WhatIf]) -> None:
     console.print(job_line(plan.job))
-    console.print(f"Today: {plan.layout}")
+    console.print(f"Plan: {plan.layout}")
     legal = [answer for answer in answers if answer.estimate is not None]
     for answer in answers:
         if answer.estimate is None:
-            labelled(console, f"{answer.change}:", "yellow", f"cannot be done: {answer.problem}")
+            labelled(console, f"{answer.change}:", "yellow", f"not possible: {answer.problem}")
         else:
             console.print(f"{answer.change}: {answer.layout}")
     if not legal:
         return
-    table = _table(
-        "Each change beside today; memory is the peak stage's",
-        ("", "left"),
-        ("today", "right"),
-        *((answer.change, "right") for answer in legal),
-    )
+    made = table("Each change beside the plan; memory is the peak stage's", "", "plan", *(answer.change for answer in legal))
     estimates = [plan.estimate, *(answer.estimate for answer in legal if answer.estimate is not None)]
 
     def row(name: str, values: list[float], unit: str, digits: int = 2, bold: bool = False) -> None:
-        today = values[0]
-        cells = [f"{today:,.{digits}f} {unit}".strip()]
-        cells += [f"{value:,.{digits}f} ({value - today:+,.{digits}f})" for value in values[1:]]
-        table.add_row(name, *cells, style="bold" if bold else None)
+        now = values[0]
+        cells = [f"{now:,.{digits}f} {unit}".strip()]
+        cells += [f"{value:,.{digits}f} ({value - now:+,.{digits}f})" for value in values[1:]]
+        made.add_row(name, *cells, style="bold" if bold else None)
 
     for owner in OWNERS:
         row(OWNERS[owner], [getattr(e.memory[e.peak_stage].memory, owner) / GIB for e in estimates], "GiB")
     row("peak", [e.peak_gib for e in estimates], "GiB", bold=True)
-    table.add_row("fits", *("yes" if e.fits else "NO" for e in estimates))
-    table.add_section()
+    made.add_row("fits", *("yes" if e.fits else "NO" for e in estimates))
+    made.add_section()
     for cause in CAUSES:
         values = [getattr(e.time, cause) for e in estimates]
         if max(values) > 0:
@@ -251,15 +199,15 @@ def show_what_if(console: Console, plan: Plan, answers: list[WhatIf]) -> None:
     row("step", [e.step_time_s for e in estimates], "s", 3, bold=True)
     row("tokens/s/GPU", [e.tokens_per_s_per_gpu for e in estimates], "", 0, bold=True)
     row("tokens/s", [e.tokens_per_s for e in estimates], "", 0)
-    console.print(table)
+    console.print(made)
 
 
 def show_largest(console: Console, plan: Plan, answer: Largest) -> None:
     console.print(job_line(plan.job))
     console.print(f"Layout: {plan.layout}")
-    console.print(f"Today: {answer.today}")
+    console.print(f"Plan: {answer.today}")
     heading(console, f"Largest that fits: {answer.largest} ({answer.estimate.peak_gib:,.1f} GiB)")
-    console.print(f"What stops it: {answer.stopped_by}")
+    console.print(f"Limit: {answer.stopped_by}")
 
 
 def cheatsheet_json(plan: Plan) -> dict[str, Any]:

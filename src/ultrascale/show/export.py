@@ -1,4 +1,4 @@
-"""`ultrascale export` and `import` in the terminal: files and what they cannot say; what was read, and what it would do."""
+"""Output of `ultrascale export` and `import`: files and what they cannot express; the plan that was read."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 from rich.console import Console
 
-from ultrascale.export.header import UNSAID
+from ultrascale.export.header import NOT_EXPRESSIBLE
 from ultrascale.export.read import Imported
 from ultrascale.show.explain import show_plan
-from ultrascale.show.lines import bullets, heading, labelled
+from ultrascale.show.lines import bullets, heading, notes
 from ultrascale.specs.units import seconds
 
 
 def show_written(console: Console, written: list[Path], said: list[str], follows: str) -> None:
     for file in written:
         console.print(f"Wrote {file}", soft_wrap=True)
-    unsaid = [line.removeprefix(f"{UNSAID}: ") for line in said if line.startswith(UNSAID)]
+    unsaid = [line.removeprefix(f"{NOT_EXPRESSIBLE}: ") for line in said if line.startswith(NOT_EXPRESSIBLE)]
     if unsaid:
         heading(console, "Not expressible there (also in the file)")
         bullets(console, unsaid)
@@ -30,8 +30,7 @@ def written_json(written: list[Path], said: list[str], follows: str) -> dict[str
 
 def show_imported(console: Console, found: Imported) -> None:
     console.print(f"A file for {found.engine.title}.")
-    for note in found.notes:
-        labelled(console, "note:", "yellow", note)
+    notes(console, found.notes)
     show_plan(console, found.plan)
     there = found.native
     if there is not None:

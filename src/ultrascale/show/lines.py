@@ -1,10 +1,10 @@
-"""How lines are printed, the same for every verb: names and paths come from users, so no markup or escape in them is obeyed."""
+"""Consoles, tables and lists of every verb. Names and paths come from users, so markup and escapes in them are not obeyed."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,11 +16,12 @@ from rich.text import Text
 from ultrascale.specs.printable import printable
 from ultrascale.specs.units import GIB
 
-PIPE_WIDTH = 150  # where there is no terminal: wide enough that no table is cut
+PIPE_WIDTH = 150  # without a terminal: wide enough that no table is cut
+NARROW = 110  # columns of a terminal below which wide tables have a smaller form
 
 
 class PlainConsole(Console):
-    """A console that reads no markup from text, and passes none of its control characters to the terminal."""
+    """A console that reads no markup in text and passes no control characters to the terminal."""
 
     def __init__(self, to_errors: bool = False, width: int | None = None) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, stderr=to_errors, width=width)
@@ -40,22 +41,22 @@ def terminal(to_errors: bool = False) -> Console:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """A line on the error stream that says what is being done, gone when it is done; silent where nobody watches."""
+    """A status line on the error stream while the block runs; silent without a terminal."""
     with PlainConsole(to_errors=True).status("starting") as status:
         yield lambda text: status.update(Text(text))
 
 
-def told_now_and_then(doing: str) -> Callable[[int, int], None]:
-    """Takes bytes done and in all; says how far it is on the error stream, first after two seconds, then every ten."""
+def periodic_progress(doing: str) -> Callable[[int, int], None]:
+    """A callback for bytes done and in total: a line on the error stream after two seconds, then every ten."""
     due = time.monotonic() + 2.0
 
-    def tell(done: int, total: int) -> None:
+    def update(done: int, total: int) -> None:
         nonlocal due
         if time.monotonic() >= due:
             due = time.monotonic() + 10.0
             sys.stderr.write(f"{doing}: {done / GIB:,.1f} of {total / GIB:,.1f} GiB\n")
 
-    return tell
+    return update
 
 
 def heading(console: Console, text: str) -> None:
@@ -67,6 +68,11 @@ def labelled(console: Console, label: str, style: str, text: str) -> None:
     console.print(Text.assemble((label, style), " ", text))
 
 
+def notes(console: Console, lines: Iterable[str]) -> None:
+    for line in lines:
+        labelled(console, "note:", "yellow", line)
+
+
 def bullets(console: Console, lines: Iterable[str]) -> None:
     """A list whose longer lines are indented under their first word."""
     grid = Table.grid(padding=(0, 1))
@@ -75,6 +81,21 @@ def bullets(console: Console, lines: Iterable[str]) -> None:
     for line in lines:
         grid.add_row("•", line)
     console.print(grid)
+
+
+def table(title: str | None, *columns: str, left: Collection[str] | None = None, no_wrap: bool = False) -> Table:
+    """A table with a bold title; columns are right-aligned except the first, or those in `left`."""
+    made = Table(title=title, title_justify="left", title_style="bold")
+    for column in columns:
+        aligned = "left" if column in (columns[:1] if left is None else left) else "right"
+        made.add_column(column, justify=aligned, overflow="fold", no_wrap=no_wrap)  # type: ignore[arg-type]
+    return made
+
+
+def compact(made: Table) -> Table:
+    """The table without lines, for narrow terminals."""
+    made.box, made.pad_edge, made.padding = None, False, (0, 1, 0, 0)
+    return made
 
 
 def count_of(number: int, noun: str) -> str:

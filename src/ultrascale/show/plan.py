@@ -1,4 +1,4 @@
-"""`ultrascale plan` in the terminal: the ranked table, the winner's reasons, what to do when nothing fits."""
+"""Output of `ultrascale plan`: the ranking, the reasons for the first layout, and what to change when nothing fits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ultrascale.plan import Result
-from ultrascale.show.lines import bullets, count_of, heading, labelled
+from ultrascale.show.lines import NARROW, bullets, compact, count_of, heading, labelled, notes, table
 from ultrascale.specs.job import Job
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import count, seconds
@@ -16,32 +16,29 @@ from ultrascale.specs.units import count, seconds
 
 def job_line(job: Job) -> str:
     model, cluster = job.model, job.cluster
-    total = f", {count(job.total_tokens)} tokens in all" if job.total_tokens else ""
+    total = f", {count(job.total_tokens)} tokens in total" if job.total_tokens else ""
     total += f", in {job.framework.name}" if job.framework.name != "ultrascale" else ""
     return (
         f"{model.name} ({count(model.parameters)} parameters) on {cluster.gpus} × {cluster.gpu.name} "
         f"({count_of(cluster.nodes, 'node')} of {cluster.gpus_per_node}), {job.precision}, "
-        f"{job.batch_tokens:,} tokens a step = {count_of(job.sequences, 'sequence')} of {job.seq:,}{total}"
+        f"{job.batch_tokens:,} tokens per step = {count_of(job.sequences, 'sequence')} of {job.seq:,}{total}"
     )
 
 
 def knows_peak(job: Job) -> bool:
-    """A CPU's rate was measured, its peak is not known: utilisation would be of a guess."""
+    """Whether the peak rate is known: on a CPU only the measured rate is, so there is no MFU."""
     return not job.cluster.efficiency.synchronous
 
 
 def show_result(console: Console, result: Result) -> None:
     console.print(job_line(result.job))
-    for note in result.notes:
-        labelled(console, "note:", "yellow", note)
-    rate = result.evaluated / max(result.seconds, 1e-9)
-    console.print(
-        f"{result.evaluated:,} legal layouts evaluated in {result.seconds:.2f} s ({rate:,.0f} a second), {result.fitting:,} fit"
-    )
+    notes(console, result.notes)
+    rate = f"{result.evaluated / max(result.seconds, 1e-9):,.0f} per second"
+    console.print(f"{result.evaluated:,} legal layouts evaluated in {result.seconds:.2f} s ({rate}), {result.fitting:,} fit")
     if result.no_fit is not None:
         show_no_fit(console, result)
         return
-    console.print(ranking(result.plans))
+    console.print(ranking(result.plans, narrow=console.width < NARROW))
     best = result.plans[0]
     heading(console, "Why the first one")
     bullets(console, best.reasons)
@@ -49,7 +46,7 @@ def show_result(console: Console, result: Result) -> None:
 
 
 def show_costs(console: Console, plan: Plan) -> None:
-    """The range of the estimate, then days and money where the job's total is known."""
+    """The range of the estimate, then days and cost where the job's total tokens are known."""
     estimate, span = plan.estimate, plan.estimate.range
     if span is not None:
         console.print(
@@ -62,58 +59,36 @@ def show_costs(console: Console, plan: Plan) -> None:
         console.print(f"Whole training: {estimate.train_days:,.1f} days, {estimate.gpu_hours:,.0f} GPU-hours{price}")
 
 
-def ranking(plans: tuple[Plan, ...]) -> Table:
-    table = Table(title="Layouts, best first", title_justify="left", header_style="bold")
-    various = len({plan.job.cluster.gpus for plan in plans}) > 1
-    peak_known = all(knows_peak(plan.job) for plan in plans)
-    for name, justify in (
-        ("#", "right"),
-        *((("GPUs", "right"),) if various else ()),
-        ("dp", "right"),
-        ("tp", "right"),
-        ("pp", "right"),
-        ("cp", "right"),
-        ("ep", "right"),
-        ("zero", "right"),
-        ("mbs", "right"),
-        ("gas", "right"),
-        ("schedule", "left"),
-        ("recompute", "left"),
-        ("step", "right"),
-        ("tok/s/GPU", "right"),
-        *((("MFU", "right"),) if peak_known else ()),
-        ("peak GiB", "right"),
-        ("free GiB", "right"),
-    ):
-        table.add_column(name, justify=justify, no_wrap=True)
+def ranking(plans: tuple[Plan, ...], narrow: bool = False) -> Table:
+    """One row per plan; in a narrow terminal the layout is one column."""
+    gpus = ("GPUs",) if len({plan.job.cluster.gpus for plan in plans}) > 1 else ()
+    mfu = ("MFU",) if all(knows_peak(plan.job) for plan in plans) else ()
+    degrees = ("dp", "tp", "pp", "cp", "ep", "zero", "mbs", "gas", "schedule", "recompute")
+    layout = ("layout",) if narrow else degrees
+    made = table(
+        "Layouts, best first",
+        *("#", *gpus, *layout, "step", "tok/s/GPU", *mfu, "peak GiB", *(() if narrow else ("free GiB",))),
+        left=("layout", "schedule", "recompute"),
+        no_wrap=not narrow,
+    )
     for position, plan in enumerate(plans, start=1):
         x, e = plan.layout, plan.estimate
         zero = f"{x.zero}" + (f"/{x.zero_shards}" if x.zero_shards else "") + ("k" if x.keep_gathered else "")
         schedule = x.schedule + (f"·v{x.virtual_stages}" if x.virtual_stages > 1 else "") if x.pp > 1 else "–"
         cp = f"{x.cp} {x.context_parallel}" if x.cp > 1 else "1"
-        cells = [
-            position,
-            *([plan.job.cluster.gpus] if various else []),
-            x.dp,
-            x.tp,
-            x.pp,
-            cp,
-            x.ep,
-            zero,
-            x.mbs,
-            x.gas,
-        ]
-        table.add_row(
+        recompute = x.recompute + (f", {x.offload} offload" if x.offload != "none" else "")
+        cells = (x,) if narrow else (x.dp, x.tp, x.pp, cp, x.ep, zero, x.mbs, x.gas, schedule, recompute)
+        made.add_row(
+            str(position),
+            *([str(plan.job.cluster.gpus)] if gpus else []),
             *map(str, cells),
-            schedule,
-            x.recompute + (f", {x.offload} offload" if x.offload != "none" else ""),
             seconds(e.step_time_s),
             f"{e.tokens_per_s_per_gpu:,.0f}",
-            *([f"{e.mfu:.1%}"] if peak_known else []),
+            *([f"{e.mfu:.1%}"] if mfu else []),
             f"{e.peak_gib:,.1f}",
-            f"{e.headroom_gib:,.1f}",
+            *([] if narrow else [f"{e.headroom_gib:,.1f}"]),
         )
-    return table
+    return compact(made) if narrow else made
 
 
 def show_no_fit(console: Console, result: Result) -> None:
@@ -134,7 +109,7 @@ def show_no_fit(console: Console, result: Result) -> None:
 
 
 def as_json(result: Result) -> dict[str, Any]:
-    """The contract of `plan --json`."""
+    """The output of `plan --json`."""
     no_fit = result.no_fit
     return {
         "evaluated": result.evaluated,

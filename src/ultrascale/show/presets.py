@@ -1,4 +1,4 @@
-"""`ultrascale presets` in the terminal: models, GPU kinds and how to name a cluster, each number with its source."""
+"""Output of `ultrascale presets`: models, GPU kinds and how to name a cluster, each number with its source."""
 
 from __future__ import annotations
 
@@ -6,30 +6,21 @@ import os
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from ultrascale.show.lines import NARROW, table
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.gpu import GPU
 from ultrascale.specs.model import Model
+
+MEASURED_ON = "kernels measured on"
 
 
 def show_presets(console: Console, name: str | None) -> None:
     if name is not None:
         show_one(console, name)
         return
-    models = Table(title="Models", title_justify="left", header_style="bold")
-    for column, justify in (
-        ("name", "left"),
-        ("parameters", "right"),
-        ("active", "right"),
-        ("layers", "right"),
-        ("hidden", "right"),
-        ("heads / kv", "right"),
-        ("ffn", "right"),
-        ("vocab", "right"),
-        ("experts", "right"),
-    ):
-        models.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    columns = ("name", "parameters", "active", "layers", "hidden", "heads / kv", "ffn", "vocab", "experts")
+    models = table("Models", *columns, no_wrap=console.width >= NARROW)
     for key, model in Model.presets().items():
         experts = f"{model.moe.experts} top {model.moe.top_k}" if model.moe else "–"
         models.add_row(
@@ -44,19 +35,9 @@ def show_presets(console: Console, name: str | None) -> None:
             experts,
         )
     console.print(models)
-    gpus = Table(title="GPU kinds (per GPU; bandwidths per direction)", title_justify="left", header_style="bold")
-    for column in (
-        "name",
-        "GiB",
-        "bf16 TFLOP/s",
-        "fp8 TFLOP/s",
-        "HBM GB/s",
-        "link GB/s",
-        "domain",
-        "network GB/s",
-        "kernels measured on",
-    ):
-        gpus.add_column(column, justify="left" if column in ("name", "kernels measured on") else "right", no_wrap=True)
+    columns = ("name", "GiB", "bf16 TFLOP/s", "fp8 TFLOP/s", "HBM GB/s", "link GB/s", "domain", "network GB/s", MEASURED_ON)
+    title = "GPU kinds (per GPU; bandwidths per direction)"
+    gpus = table(title, *columns, left=("name", MEASURED_ON), no_wrap=console.width >= NARROW)
     for key, gpu in GPU.presets().items():
         gpus.add_row(
             key,
@@ -104,21 +85,17 @@ def show_one(console: Console, name: str) -> None:
     found = _find(name)
     if isinstance(found, GPU):
         gpu = found
-        table = Table(title=gpu.name, title_justify="left", header_style="bold")
-        for column in ("field", "value", "source"):
-            table.add_column(column)
+        made = table(gpu.name, "field", "value", "source", left=("field", "value", "source"))
         for field, value in gpu.model_dump().items():
             if field not in ("sources", "name"):
-                table.add_row(field, str(value), gpu.sources.get(field, ""))
-        console.print(table)
+                made.add_row(field, str(value), gpu.sources.get(field, ""))
+        console.print(made)
         return
     model = found
-    table = Table(title=f"{name}: {model.parameters:,} parameters", title_justify="left", header_style="bold")
-    for column in ("field", "value"):
-        table.add_column(column)
+    made = table(f"{name}: {model.parameters:,} parameters", "field", "value", left=("field", "value"))
     for field, value in model.model_dump().items():
-        table.add_row(field, str(value))
-    console.print(table)
+        made.add_row(field, str(value))
+    console.print(made)
 
 
 def presets_json(name: str | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`ultrascale rehearse` in the terminal: each rank beside the Estimate, the fullest with all that it does; or JSON."""
+"""Output of `ultrascale rehearse`: each rank beside the estimate, and all figures of the rank with the highest peak."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from ultrascale.show.lines import count_of, heading, labelled
+from ultrascale.show.lines import count_of, heading, labelled, notes, table
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.units import GIB, seconds
 
@@ -25,8 +25,7 @@ def show(console: Console, report: RehearsalReport) -> None:
         console.print(_stages(report))
     _one(console, report.layout, report.fullest, report.compared(report.fullest))
     _room(console, report)
-    for note in report.notes:
-        labelled(console, "note:", "yellow", note)
+    notes(console, report.notes)
 
 
 def _room(console: Console, report: RehearsalReport) -> None:
@@ -46,30 +45,24 @@ def _room(console: Console, report: RehearsalReport) -> None:
 
 
 def _stages(report: RehearsalReport) -> Table:
-    table = Table(title="one rank of each stage, tensors at its peak", title_justify="left", title_style="bold")
-    for name in ("stage", "ranks", "layers", "predicted", "rehearsed", "difference"):
-        table.add_column(name, justify="right")
-    table.add_column("peak at")
+    columns = ("stage", "ranks", "layers", "predicted", "rehearsed", "difference", "peak at")
+    made = table("one rank of each stage, tensors at its peak", *columns, left=("peak at",))
     for one in report.found:
         whole = next(term for term in report.compared(one) if term.label == "all tensors at the peak")
-        cells = (str(one.place.pp), f"{one.alike:,}", str(one.layers), *_cells(whole), one.moment)
-        table.add_row(*cells)
-    return table
+        made.add_row(str(one.place.pp), f"{one.alike:,}", str(one.layers), *_cells(whole), one.moment)
+    return made
 
 
 def _one(console: Console, layout: Layout, one: Rehearsal, terms: Sequence[RehearsedTerm]) -> None:
     where = one.place.words(layout)
     heading(console, f"rank {one.rank}" + (f" ({where})" if where else "") + f", one of {one.alike:,} alike")
-    again = "" if one.microbatches == layout.gas else "; the others repeat what a stretch of these does"
+    again = "" if one.microbatches == layout.gas else "; the others repeat part of these"
     ran = f"{one.microbatches} of {layout.gas} micro-batches run in {one.seconds:.1f} s{again}"
     console.print(f"{count_of(one.layers, 'layer')}; {ran}; peak: {one.moment}")
-    table = Table()
-    table.add_column("a step")
-    for name in ("predicted", "rehearsed", "difference"):
-        table.add_column(name, justify="right")
+    made = table(None, "one step", "predicted", "rehearsed", "difference")
     for term in terms:
-        table.add_row(term.label, *_cells(term))
-    console.print(table)
+        made.add_row(term.label, *_cells(term))
+    console.print(made)
     total = sum(one.flops.values())
     shares = ", ".join(f"{name} {count / total:.1%}" for name, count in one.flops.items())
     console.print(f"FLOPs by operator: {shares}")
@@ -80,27 +73,22 @@ def _one(console: Console, layout: Layout, one: Rehearsal, terms: Sequence[Rehea
 
 
 def _collectives(one: Rehearsal) -> Table:
-    table = Table(title="collectives of a step", title_justify="left", title_style="bold")
-    for name in ("technique", "collective", "where"):
-        table.add_column(name)
-    for name in ("ranks", "calls", "sent"):
-        table.add_column(name, justify="right")
+    columns = ("technique", "collective", "where", "ranks", "calls", "sent")
+    made = table("collectives of one step", *columns, left=columns[:3])
     for each in one.collectives:
-        table.add_row(each.technique, each.kind, each.where, f"{each.group:,}", f"{each.calls:,}", _bytes(each.bytes))
-    return table
+        made.add_row(each.technique, each.kind, each.where, f"{each.group:,}", f"{each.calls:,}", _bytes(each.bytes))
+    return made
 
 
 def _kernels(times: dict[str, float]) -> Table:
-    table = Table(title=f"kernels, {seconds(sum(times.values()))} in all", title_justify="left", title_style="bold")
-    table.add_column("kernel", no_wrap=True)
-    table.add_column("time", justify="right", no_wrap=True)
+    made = table(f"kernels, {seconds(sum(times.values()))} in total", "kernel", "time", no_wrap=True)
     for name, time_s in list(times.items())[:KERNELS_SHOWN]:
-        table.add_row(shorten(name), seconds(time_s))
-    return table
+        made.add_row(shorten(name), seconds(time_s))
+    return made
 
 
 def shorten(name: str, most: int = 60) -> str:
-    """A kernel's name, which templates may make longer than any terminal is wide."""
+    """A kernel's name, cut: templates make it longer than any terminal is wide."""
     return name if len(name) <= most else f"{name[: most - 1]}…"
 
 

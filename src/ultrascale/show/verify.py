@@ -1,4 +1,4 @@
-"""`ultrascale verify` in the terminal: layouts and programs beside one process, and which pairs of features were covered."""
+"""Output of `ultrascale verify`: layouts and programs against one process, and the pairs of features that ran together."""
 
 from __future__ import annotations
 

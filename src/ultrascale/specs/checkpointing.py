@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from ultrascale.specs.validate import build
+from ultrascale.specs.validate import FrozenSpec, build
 from ultrascale.specs.words import field_from_text
 
 WHAT = "checkpoint"  # the fields' first word, in overrides and sentences
 
 
-class Checkpointing(BaseModel):
+class Checkpointing(FrozenSpec):
     """A run is kept at its end and when it is interrupted; more often if asked."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     save: bool = Field(True, strict=True, description="false: nothing is kept")
     every: int = Field(

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import read_mapping, rounded, to_yaml, write_text
 from ultrascale.specs.gpu import GPU
-from ultrascale.specs.validate import build, shown
+from ultrascale.specs.validate import FrozenSpec, build, shown
 
 _SHORT = re.compile(r"\s*(?:([0-9]{1,9})\s*[x×]\s*)?([0-9]{1,9})\s*[x×\s]\s*([a-zA-Z][\w.\-]*)\s*\Z")
 EXAMPLES = "such as 64xh100, '8x8 h100' or cluster.yaml"
@@ -22,10 +22,8 @@ EXAMPLES = "such as 64xh100, '8x8 h100' or cluster.yaml"
 Bandwidth = Annotated[float, Field(strict=True, ge=1e-3, le=1e9, allow_inf_nan=False)]
 
 
-class Calibrated(BaseModel):
+class Calibrated(FrozenSpec):
     """Where a cluster's constants come from: runs of that machine."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     runs: int = Field(ge=1, strict=True, examples=[6])
     date: str = Field(examples=["2026-11-15"])
@@ -43,10 +41,8 @@ class Calibrated(BaseModel):
         )
 
 
-class Cluster(BaseModel):
+class Cluster(FrozenSpec):
     """GPUs in nodes. Bandwidths are per GPU and direction, as the data sheets of the GPU and of its NIC say them."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field("", examples=["my-cluster"])
     gpu: GPU

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
+
+from ultrascale.specs.validate import FrozenSpec
 
 
-class Efficiency(BaseModel):
+class Efficiency(FrozenSpec):
     """How much of the data sheet a training step gets, on one kind of hardware.
 
     Defaults are documented in docs/time.md with their sources; `cluster.yaml` overrides any of them under `efficiency:`.
     """
 
     # Strict and finite: "0.9" between quotes is a mistake in the file, and a share of a thousandth is one too.
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(strict=True)
 
     matmul: float | None = Field(
         None, ge=1e-3, le=4, examples=[0.95], description="of the measured product rate; None: what the kind sustains"

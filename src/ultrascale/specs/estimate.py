@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from ultrascale.specs.units import GIB
+from ultrascale.specs.validate import FrozenSpec
 
 OWNERS = {
     "parameters": "parameters",
@@ -28,12 +29,6 @@ Number = Annotated[float, Field(strict=True, examples=[1.0])]
 Positive = Annotated[float, Field(strict=True, gt=0, examples=[1.0])]
 Whole = Annotated[int, Field(strict=True, ge=0, examples=[1])]
 Flag = Annotated[bool, Field(strict=True, examples=[True])]
-
-
-class FrozenSpec(BaseModel):
-    """A part of an Estimate or a Measurement: finite numbers, no unknown fields."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Memory(FrozenSpec):

@@ -11,10 +11,10 @@ from importlib.resources import files
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from ultrascale.specs.errors import SpecError, nearest
-from ultrascale.specs.validate import build
+from ultrascale.specs.validate import FrozenSpec, build
 
 # Strict, as in Model: "3.35e3" between quotes or `true` is a mistake in the file. A whole number is a fine float.
 Amount = Annotated[float, Field(strict=True, ge=1e-3, le=1e9, allow_inf_nan=False)]
@@ -24,10 +24,8 @@ Text = Annotated[str, Field(strict=True, min_length=1)]
 Numbers = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
 
 
-class GPU(BaseModel):
+class GPU(FrozenSpec):
     """One kind of accelerator."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: Text = Field(examples=["h100"])
     vendor: Text = Field(examples=["nvidia"])

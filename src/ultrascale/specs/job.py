@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.model import Model
-from ultrascale.specs.validate import build
+from ultrascale.specs.validate import FrozenSpec, build
 
 Precision = Literal["fp32", "fp16", "bf16", "fp8"]
 Optimizer = Literal["adamw", "adamw-bf16", "adamw-8bit", "muon", "sgd-momentum", "sgd"]
 
-# Bytes of optimizer state per parameter: two fp32 moments for AdamW (Kingma 2015; the playbook's `optimstates`), the same
-# in bf16 or in 8 bits (Dettmers 2022), one fp32 moment for Muon and momentum.
-OPTIMIZER_STATE_BYTES: dict[str, float] = {"adamw": 8, "adamw-bf16": 4, "adamw-8bit": 2, "muon": 4, "sgd-momentum": 4, "sgd": 0}
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """What planner and engine know of an optimizer."""
+
+    state_bytes: float
+    """of its states per parameter"""
+    moments: tuple[str, ...] | None = None
+    """the states by torch's names; None: the engine has no such optimizer, the planner does (train/optimizer.py builds it)"""
 
 
-class Job(BaseModel):
+# Two fp32 moments for AdamW (Kingma 2015; the playbook's `optimstates`), the same in bf16 or in 8 bits (Dettmers 2022), one
+# fp32 moment for Muon and momentum.
+OPTIMIZERS: dict[str, OptimizerSpec] = {
+    "adamw": OptimizerSpec(8, ("exp_avg", "exp_avg_sq")),
+    "adamw-bf16": OptimizerSpec(4),
+    "adamw-8bit": OptimizerSpec(2),
+    "muon": OptimizerSpec(4),
+    "sgd-momentum": OptimizerSpec(4, ("momentum_buffer",)),
+    "sgd": OptimizerSpec(0, ()),
+}
+
+
+class Job(FrozenSpec):
     """Model, cluster, sequence length, tokens per batch, precision, optimizer, total tokens."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: Model
     cluster: Cluster

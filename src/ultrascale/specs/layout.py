@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from ultrascale.specs.validate import build
+from ultrascale.specs.validate import FrozenSpec, build
 from ultrascale.specs.words import field_from_text
 
 Schedule = Literal["afab", "1f1b", "interleaved", "zero-bubble", "zb-v", "dualpipe-v", "v-half", "v-min"]
@@ -16,10 +16,8 @@ Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "optimizer", "parameters"]
 
 
-class Layout(BaseModel):
+class Layout(FrozenSpec):
     """dp × tp × pp × cp GPUs; ep lives inside dp × cp. Which layouts are legal for a job is said by cost/legality.py."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     dp: int = Field(1, ge=1, le=2**20, strict=True, description="data parallelism: replicas of the model")
     tp: int = Field(1, ge=1, le=2**20, strict=True, description="tensor parallelism: every matrix cut in this many parts")

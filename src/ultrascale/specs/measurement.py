@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Self
 
-from ultrascale.specs.estimate import OWNERS, FrozenSpec
+from ultrascale.specs.estimate import OWNERS
 from ultrascale.specs.files import read_mapping, write_text
-from ultrascale.specs.validate import build
+from ultrascale.specs.validate import FrozenSpec, build
 
 
 class MeasuredMemory(FrozenSpec):

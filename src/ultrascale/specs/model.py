@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.files import read_mapping
 from ultrascale.specs.hf import fields_from_hf
-from ultrascale.specs.validate import build, shown
+from ultrascale.specs.validate import FrozenSpec, build, shown
 
 # Strict: a count that arrives as 1.5, true or "32" is a mistake in the file, never something to round or parse.
 # The upper bound keeps every product of two counts inside 64 bits.
@@ -31,10 +31,8 @@ Flag = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(strict=True, min_length=1)]
 
 
-class MLA(BaseModel):
+class MLA(FrozenSpec):
     """Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values come from one small latent vector."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     q_lora_rank: Count | None = Field(default=None, description="None: queries come straight from the hidden state.")
     kv_lora_rank: Count = Field(examples=[512])
@@ -46,7 +44,7 @@ class MLA(BaseModel):
 RopeType = Literal["llama3", "linear", "dynamic", "yarn"]
 
 
-class RopeScaling(BaseModel):
+class RopeScaling(FrozenSpec):
     """Rotary positions beyond the context a model was first trained with, by the `rope_type` of Hugging Face configs.
 
     - `llama3`: waves longer than the original context are slowed by `factor`, short ones kept, a ramp between (Llama 3.1).
@@ -54,8 +52,6 @@ class RopeScaling(BaseModel):
     - `dynamic`: NTK scaling; the base grows with a sequence that is longer than the model's max_positions.
     - `yarn`: a ramp by the number of turns in the original context, and larger scores (YaRN, Peng et al. 2023).
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     rope_type: RopeType = "llama3"
     factor: Factor = Field(examples=[8.0])
@@ -113,10 +109,8 @@ ROPE_FIELDS: dict[RopeType, tuple[str, ...]] = {
 """what each type reads beside its factor"""
 
 
-class MoE(BaseModel):
+class MoE(FrozenSpec):
     """Mixture of experts: routed experts chosen per token, and shared experts that every token visits."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     experts: Count = Field(examples=[8, 64])
     top_k: Count = Field(examples=[2])
@@ -171,10 +165,8 @@ class MoE(BaseModel):
         return int(factor * seq * self.top_k / self.experts)
 
 
-class Model(BaseModel):
+class Model(FrozenSpec):
     """The shape of a decoder-only transformer."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: Text = Field(examples=["my-model"])
     layers: Layers = Field(examples=[32])

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import model_validator
 
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
@@ -16,13 +16,11 @@ from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
-from ultrascale.specs.validate import build, shown
+from ultrascale.specs.validate import FrozenSpec, build, shown
 
 
-class Neighbour(BaseModel):
+class Neighbour(FrozenSpec):
     """A layout one step away from the chosen one, and why it was not taken."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     change: str
     """`tp=16`, with what had to follow: `tp=16 (dp=1)`"""
@@ -33,9 +31,7 @@ class Neighbour(BaseModel):
     verdict: str
 
 
-class Plan(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
+class Plan(FrozenSpec):
     job: Job
     layout: Layout
     estimate: Estimate

@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from ultrascale.specs.validate import build
+from ultrascale.specs.validate import FrozenSpec, build
 from ultrascale.specs.words import NULL, field_from_text
 
 WHAT = "train"  # the fields' first word, in files, overrides and sentences
@@ -35,10 +35,8 @@ FP8_TOKENS: dict[Fp8Scaling, int] = {"tensor": 16, "row": 16, "block": FP8_BLOCK
 _POWER = re.compile(r"[0-9]+(?:\.[0-9]*)?[eE][+-]?[0-9]{1,3}")
 
 
-class Training(BaseModel):
+class Training(FrozenSpec):
     """The run around the job: steps, optimizer constants, data, evaluation, gradient reduction, logs."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     steps: int = Field(100, ge=1, le=2**40, strict=True, description="optimizer steps")
     seed: int = Field(0, ge=0, lt=2**63, strict=True, description="of initial weights and of the data's order")

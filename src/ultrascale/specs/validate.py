@@ -11,13 +11,20 @@ import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from ultrascale.specs.errors import SpecError, nearest
 
 T = TypeVar("T", bound=BaseModel)
+
+
+class FrozenSpec(BaseModel):
+    """A spec, or a part of one: it does not change, and has finite numbers and no unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
 
 _KINDS = {dict: "a mapping", list: "a list", tuple: "a list", str: "text", type(None): "empty"}
 _BOUNDS = {

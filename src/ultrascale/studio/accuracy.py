@@ -1,4 +1,4 @@
-"""The accuracy page: predictions beside published runs, and how wrong they are."""
+"""The accuracy page: predicted against measured speed of published runs, and the largest errors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nicegui import run, ui
 
-from ultrascale.figures import evidence
+from ultrascale.figures import runs as run_figures
 from ultrascale.measure.accuracy.runs import read
 from ultrascale.measure.accuracy.scores import ScoredRun, score
 from ultrascale.studio.address import Ask
@@ -29,7 +29,7 @@ class Accuracy:
             self.state.text = "No CSV of measured runs was given: start the studio with --accuracy data/published.csv."
             return
         self.state.text = f"predicting the runs of {self.file.name} …"
-        with self.frame.telling():
+        with self.frame.show_errors():
             found = await run.io_bound(_scored, self.file)
             self.scored = found or []
             if not self.frame.closed:
@@ -44,7 +44,7 @@ class Accuracy:
         self.state.text = (
             f"{len(errors)} runs: tokens/s {mean:.1%} off in the mean, {middle:.1%} in the median; {unread} not modelled"
         )
-        self.chart.show(evidence.accuracy(self.scored, self.group.value))
+        self.chart.show(run_figures.accuracy(self.scored, self.group.value))
         self.worst.clear()
         worst = sorted((one for one in self.scored if one.error is not None), key=lambda one: -(one.error or 0))[:WORST]
         with self.worst:

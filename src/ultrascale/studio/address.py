@@ -1,4 +1,4 @@
-"""What a page was asked, as its address says it: a plan can be shared by sending the address.
+"""The settings of a page as its address: a plan is shared by sending the address.
 
 Nothing here reads a file: a model is a preset's name or pasted text, a cluster is a GPU kind and two numbers.
 """
@@ -42,7 +42,7 @@ class Ask:
     fix: str = ""
     forbid: str = ""
     layout: str = ""
-    """what the user cut by hand: `tp=2,pp=4`; empty: the best"""
+    """fields edited by hand: `tp=2,pp=4`; empty: the best layout"""
     theme: str = "light"
 
     @classmethod
@@ -51,7 +51,7 @@ class Ask:
         return cls(**{name: value[:LONGEST] for name, value in query.items() if name in known})
 
     def query(self) -> str:
-        """Only what is not as it is by default, so that addresses stay short."""
+        """Only settings that differ from the default."""
         plain = Ask()
         changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != getattr(plain, f.name)}
         return urlencode(changed)

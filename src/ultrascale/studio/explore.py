@@ -1,10 +1,10 @@
-"""The page that looks further: the front of time and memory, each technique's scaling, the map of best layouts."""
+"""The page of other layouts: Pareto front, scaling of each technique, map of best layouts."""
 
 from __future__ import annotations
 
 from nicegui import run, ui
 
-from ultrascale.figures import choice
+from ultrascale.figures import search as search_figures
 from ultrascale.plan import survey
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.model import Model
@@ -32,22 +32,22 @@ class Explore:
         self.map = Chart(self.frame, "heat-map")
 
     async def load(self) -> None:
-        with self.frame.telling():
+        with self.frame.show_errors():
             ask = self.frame.ask
             job = ask.job()
             self.state.text = f"{job.model.name} on {job.cluster.label}, as asked on the planner's page …"
             front = await run.io_bound(survey.front, job)
             if front and not self.frame.closed:
-                self.front.show(choice.pareto(front))
+                self.front.show(search_figures.pareto(front))
             points = await run.io_bound(survey.scaling, job, max(16, min(1024, job.cluster.gpus)))
             if points and not self.frame.closed:
-                title = f"Each technique alone, {survey.SEQUENCES} sequences of {job.seq:,} tokens a GPU"
-                self.scaling.show(choice.scaling(points, job.cluster, title))
+                title = f"Each technique alone, {survey.SEQUENCES} sequences of {job.seq:,} tokens per GPU"
+                self.scaling.show(search_figures.scaling(points, job.cluster, title))
             if not self.frame.closed:
                 self.state.text = f"{job.model.name} on {job.cluster.label}, as asked on the planner's page"
 
     async def draw_map(self) -> None:
-        with self.frame.telling():
+        with self.frame.show_errors():
             self.frame.say("")
             names, nodes = list(self.models.value), sorted(self.nodes.value)
             if not names or not nodes:
@@ -72,4 +72,4 @@ class Explore:
                 if not self.frame.closed:
                     self.button.props(remove="loading")
             if cells and not self.frame.closed:
-                self.map.show(choice.heat_map(cells, ask.gpu))
+                self.map.show(search_figures.heat_map(cells, ask.gpu))

@@ -1,4 +1,4 @@
-"""What every page has: links to the others, the theme's switch, messages, and figures that follow the theme."""
+"""Parts of every page: links, theme switch, messages, figures, tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAGES = {"/": "Plan", "/explore": "Explore", "/schedules": "Schedules", "/runs":
 
 
 class Frame:
-    """A page's address, theme and message line."""
+    """Header, address, theme and message line of a page."""
 
     def __init__(self, path: str, ask: Ask) -> None:
         self.path, self.ask = path, ask
@@ -40,7 +40,7 @@ class Frame:
             ui.space()
             switch = ui.button("light / dark", on_click=self.switch).props("flat dense color=white")
             switch.props('aria-label="switch between light and dark"')
-        self.point_links()
+        self.update_links()
         self.message = ui.label("").classes("text-negative whitespace-pre-wrap").props('role="alert"')
 
     @property
@@ -54,29 +54,29 @@ class Frame:
             chart.redraw()
 
     def changed(self, **values: str) -> None:
-        """The page's address says what it shows."""
+        """Change the address of the page."""
         self.ask = self.ask.changed(**values)
         query = self.ask.query()
-        self.point_links()
+        self.update_links()
         ui.navigate.history.replace(f"{self.path}?{query}" if query else self.path)
 
-    def point_links(self) -> None:
-        """The other pages keep what was asked here."""
+    def update_links(self) -> None:
+        """Links to the other pages keep the address."""
         query = self.ask.query()
         for target, link in self.links.items():
             link.props(f'href="{target}?{query}"' if query else f'href="{target}"')
 
     @property
     def closed(self) -> bool:
-        """Whoever asked has gone, and an answer that took its time has nowhere to go."""
+        """Whether the browser has left the page."""
         return not self.client.has_socket_connection
 
     def say(self, text: str) -> None:
         self.message.text = text
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
-        """Bad input becomes a sentence on the page, which stays alive."""
+    def show_errors(self) -> Iterator[None]:
+        """Show a SpecError or RunError as a message on the page."""
         try:
             yield
         except (SpecError, RunError) as error:
@@ -84,7 +84,7 @@ class Frame:
 
 
 class Chart:
-    """A figure's place on a page; empty until there is something to show."""
+    """A place for a figure; empty until there is one."""
 
     def __init__(self, frame: Frame, marker: str) -> None:
         self.frame, self.marker = frame, marker
@@ -112,11 +112,11 @@ class Chart:
 
 
 def _drawn(figure: go.Figure, theme: style.Theme) -> dict[str, Any]:
-    return {**style.drawn(figure, theme), "config": {"responsive": True, "displaylogo": False}}
+    return {**style.themed_json(figure, theme), "config": {"responsive": True, "displaylogo": False}}
 
 
 def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], marker: str) -> ui.table:
-    """A plain table: the first column names, the others say."""
+    """A plain table, left-aligned."""
     columns = [{"name": str(n), "label": label, "field": str(n), "align": "left"} for n, label in enumerate(head)]
     data = [{str(n): value for n, value in enumerate(row)} for row in rows]
     made = ui.table(columns=columns, rows=data).classes("w-full").mark(marker)

@@ -1,4 +1,4 @@
-"""A layout to drag: every field of it as a control; memory and time follow at once."""
+"""Controls for every field of a layout; memory and time follow at once."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class LayoutEditor:
         assert self.plan is not None
         assert self.best is not None
         self.changes[name] = value
-        with self.frame.telling():
+        with self.frame.show_errors():
             layout = with_batch(self.plan.job, self.best, **self.changes)
             if layout is None:
                 gpus, sequences = self.plan.job.cluster.gpus, self.plan.job.sequences

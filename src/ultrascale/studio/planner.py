@@ -1,4 +1,4 @@
-"""The planner's page: what is wanted on the left, what is best on the right, and a layout to cut by hand."""
+"""The planner page: the job on the left, the best layouts on the right, and a layout to edit by hand."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 from nicegui import background_tasks, events, run, ui
 
+from ultrascale.cost import cheatsheet
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.legality import problem
 from ultrascale.export import targets
 from ultrascale.export.common import File
-from ultrascale.figures import choice, memory, pipeline, time
+from ultrascale.figures import plan as plan_figures
+from ultrascale.figures import search as search_figures
 from ultrascale.plan.objective import OBJECTIVES, Objective
 from ultrascale.plan.search import LayoutPreview, Result, explained
 from ultrascale.plan.search import plan as search
@@ -31,21 +33,20 @@ from ultrascale.specs.model import Model
 from ultrascale.specs.plan import HEADER, Plan
 from ultrascale.specs.units import seconds
 from ultrascale.studio.address import LONGEST, Ask, pasted
-from ultrascale.studio.frame import Chart, Frame
+from ultrascale.studio.frame import Chart, Frame, table
 from ultrascale.studio.layout_editor import LayoutEditor
-from ultrascale.studio.sheet import Sheet
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 SHOWN = 10  # layouts in the table
-REST_S = 0.05  # a control that still moves is not yet a question
-SOON_S = 0.3  # the simulated numbers may be there by then: a table before them would only keep them waiting
-SENT_S = 0.03  # what was written on the page has left for the browser
+REST_S = 0.05  # wait until a moving control rests
+SOON_S = 0.3  # show the closed-form ranking only if simulation takes longer
+SENT_S = 0.03  # time to send the numbers to the browser
 
 
 class SupersededError(Exception):
-    """A newer question came while an older one was being answered."""
+    """A newer request came while an older one was running."""
 
 
 class Planner:
@@ -60,7 +61,7 @@ class Planner:
             with ui.column().classes("grow min-w-0 gap-3"):
                 self.answers()
 
-    # What is wanted.
+    # The job.
 
     def controls(self) -> None:
         ask = self.frame.ask
@@ -123,7 +124,7 @@ class Planner:
                 ui.button("Cancel", on_click=dialog.close).props("flat")
         dialog.open()
 
-    # What is best.
+    # The layouts.
 
     def answers(self) -> None:
         self.summary = ui.label("").classes("text-sm")
@@ -133,11 +134,7 @@ class Planner:
             columns=[
                 {"name": name, "label": label, "field": name, "align": "left" if name == "layout" else "right"}
                 for name, label in (
-                    ("layout", "layout"),
-                    ("step", "step"),
-                    ("rate", "tokens/s/GPU"),
-                    ("mfu", "MFU"),
-                    ("peak", "peak GiB"),
+                    *(("layout", "layout"), ("step", "step"), ("rate", "tokens/s/GPU"), ("mfu", "MFU"), ("peak", "peak GiB")),
                 )
             ],
             rows=[],
@@ -162,19 +159,19 @@ class Planner:
         self.over_step, self.schedule = Chart(self.frame, "memory-over-step"), Chart(self.frame, "schedule")
         self.sensitivity = Chart(self.frame, "sensitivity")
         with ui.expansion("The cheat-sheet, with this plan's numbers", value=True).classes("w-full"):
-            self.sheet = Sheet()
+            self.cheatsheet = ui.column().classes("w-full")
 
     async def answer(self) -> None:
-        """Search anew, once the controls have come to rest; what was overtaken is given up, at the latest when it is found.
+        """Search again once the controls rest; a newer request cancels an older one.
 
-        The numbers leave for the browser first; controls of the layout, reasons and figures follow.
+        The numbers are sent first; controls of the layout, reasons and figures follow.
         """
         self.asked += 1
         mine = self.asked
         await asyncio.sleep(REST_S)
         if mine != self.asked:
             return
-        with self.frame.telling():
+        with self.frame.show_errors():
             ask = self.frame.ask
             self.shape.text = f"pasted: {ask.the_model().name}" if ask.shape else ""
             job = ask.job()
@@ -216,7 +213,7 @@ class Planner:
                 self.show_plan(plans[0])
 
     def show_preview(self, mine: int, job: Job, ranked: list[LayoutPreview]) -> None:
-        """What closed forms say, until the best are simulated."""
+        """The closed-form ranking, until the best layouts are simulated."""
         if mine != self.asked or mine == self.answered or self.frame.closed:
             return
         self.summary.text = "ranked by closed forms; the best are being simulated"
@@ -237,19 +234,17 @@ class Planner:
         self.summary.text = " · ".join(
             [f"{found.evaluated:,} legal layouts in {found.seconds:.2f} s, {found.fitting:,} fit", *found.notes]
         )
-        rows = []
-        for number, one in enumerate(found.plans):
-            e = one.estimate
-            rows.append(
-                {
-                    "number": number,
-                    "layout": str(one.layout),
-                    "step": seconds(e.step_time_s),
-                    "rate": f"{e.tokens_per_s_per_gpu:,.0f}",
-                    "mfu": f"{e.mfu:.1%}",
-                    "peak": f"{e.peak_gib:,.1f}",
-                }
-            )
+        rows = [
+            {
+                "number": number,
+                "layout": str(one.layout),
+                "step": seconds(one.estimate.step_time_s),
+                "rate": f"{one.estimate.tokens_per_s_per_gpu:,.0f}",
+                "mfu": f"{one.estimate.mfu:.1%}",
+                "peak": f"{one.estimate.peak_gib:,.1f}",
+            }
+            for number, one in enumerate(found.plans)
+        ]
         self.layouts.rows = rows
         self.layouts.selected = rows[:1]
         if not found.plans:
@@ -275,7 +270,7 @@ class Planner:
             self.show_plan(chosen)
 
     def cut(self, layout: Layout, changes: str) -> str | None:
-        """The user moved the layout: show what it does, or why it cannot be."""
+        """Show the edited layout, or why it is not legal."""
         assert self.result is not None
         job = self.result.plans[0].job
         sentence = problem(job, layout)
@@ -320,7 +315,7 @@ class Planner:
         await asyncio.sleep(SENT_S)
         if plan is not self.plan:
             return
-        with self.frame.telling():
+        with self.frame.show_errors():
             figures = await run.io_bound(_figures, plan)
             if figures is not None and plan is self.plan and not self.frame.closed:
                 self.draw(plan, figures)
@@ -329,9 +324,13 @@ class Planner:
         charts = (self.by_stage, self.over_step, self.by_cause, self.schedule, self.sensitivity)
         for chart, figure in zip(charts, figures, strict=True):
             chart.show(figure)
-        self.sheet.show(plan)
+        self.cheatsheet.clear()
+        with self.cheatsheet:
+            formulas = [(one.name, one.form, one.value) for one in cheatsheet.formulas(plan)]
+            table(("quantity", "formula", "here"), formulas, "formulas")
+            table(cheatsheet.HEADINGS, [one.cells for one in cheatsheet.strategies(plan)], "techniques")
 
-    # What is taken away.
+    # Downloads.
 
     def save_plan(self) -> None:
         if self.plan is not None:
@@ -340,7 +339,7 @@ class Planner:
     def save_export(self, to: str) -> None:
         """Another engine's files, or a launcher's, as one archive."""
         if self.plan is not None:
-            with self.frame.telling():
+            with self.frame.show_errors():
                 if to in targets.LAUNCHERS:
                     files, _ = targets.launcher_files(self.plan, to, None, to)
                 else:
@@ -355,11 +354,11 @@ class Planner:
 
 def _figures(plan: Plan) -> tuple[go.Figure | None, ...]:
     return (
-        memory.by_stage(plan),
-        memory.over_step(plan),
-        time.by_cause(plan),
-        pipeline.schedule(plan) if plan.layout.pp > 1 else None,
-        choice.sensitivity(plan) if plan.rejected else None,
+        plan_figures.memory_by_stage(plan),
+        plan_figures.memory_over_step(plan),
+        plan_figures.time_by_cause(plan),
+        plan_figures.schedule(plan) if plan.layout.pp > 1 else None,
+        search_figures.sensitivity(plan) if plan.rejected else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""The runs' page: metrics of the runs in the folder that the studio was given, live, and beside each other."""
+"""The runs page: live metrics of the runs in one folder, and comparisons."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from urllib.parse import urlencode
 
 from nicegui import ui
 
-from ultrascale.figures import evidence, time
+from ultrascale.figures import plan as plan_figures
+from ultrascale.figures import runs as run_figures
 from ultrascale.measure import compare
 from ultrascale.report.of_run import last_loss, metrics
 from ultrascale.show.compare import rows as compared
@@ -70,7 +71,7 @@ class Runs:
             return
         self.seen = stamps
         self.frame.say("")
-        with self.frame.telling():
+        with self.frame.show_errors():
             self.draw(chosen)
 
     def draw(self, chosen: list[str]) -> None:
@@ -80,11 +81,11 @@ class Runs:
         ]
         self.state.text = " · ".join(steps) or "Choose a run."
         some = any(rows.values())
-        self.loss.show(evidence.losses(rows) if some else None)
-        self.speed.show(evidence.throughput(rows) if some else None)
+        self.loss.show(run_figures.losses(rows) if some else None)
+        self.speed.show(run_figures.throughput(rows) if some else None)
         self.terms.clear()
         found = self.compared(chosen)
-        self.beside.show(time.predicted_and_measured(found) if found is not None else None)
+        self.beside.show(plan_figures.predicted_and_measured(found) if found is not None else None)
         if found is not None:
             heads = (
                 "term",

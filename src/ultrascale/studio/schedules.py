@@ -1,4 +1,4 @@
-"""The schedules' page: play a pipeline schedule, change its ranks, micro-batches and times, and see the bubble."""
+"""The schedules page: a pipeline schedule with sliders for ranks, micro-batches and times, animated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 from nicegui import ui
 
 from ultrascale.figures import style
-from ultrascale.figures.pipeline import gantt
+from ultrascale.figures.plan import gantt
 from ultrascale.schedules import REGISTRY, StageTimes, Timeline, build, legal, simulate
 from ultrascale.specs.errors import SpecError
 from ultrascale.studio.address import Ask
@@ -20,7 +20,7 @@ PLAYED_S, TICK_S = 6.0, 0.1
 
 
 @dataclass(frozen=True)
-class Knob:
+class Slider:
     key: str
     label: str
     low: float
@@ -42,12 +42,12 @@ class Knob:
         return round(value / self.step) * self.step
 
 
-KNOBS = (
-    Knob("ranks", "ranks", 1, 16, 1, 4),
-    Knob("microbatches", "micro-batches", 1, 64, 1, 8),
-    Knob("chunks", "chunks a rank", 1, 8, 1, 1),
-    Knob("backward", "a backward takes, in forwards", 1, 4, 0.1, 2),
-    Knob("send", "a message takes, in forwards", 0, 0.5, 0.01, 0),
+SLIDERS = (
+    Slider("ranks", "ranks", 1, 16, 1, 4),
+    Slider("microbatches", "micro-batches", 1, 64, 1, 8),
+    Slider("chunks", "chunks per rank", 1, 8, 1, 1),
+    Slider("backward", "a backward takes, in forwards", 1, 4, 0.1, 2),
+    Slider("send", "a message takes, in forwards", 0, 0.5, 0.01, 0),
 )
 
 
@@ -56,11 +56,11 @@ class Schedules:
         self.frame = Frame("/schedules", ask)
         name = query.get("schedule", "1f1b")
         self.name = name if name in REGISTRY else "1f1b"
-        self.values = {knob.key: knob.read(query.get(knob.key)) for knob in KNOBS}
+        self.values = {knob.key: knob.read(query.get(knob.key)) for knob in SLIDERS}
         with ui.row().classes("w-full items-center gap-6"):
             chooser = ui.select(list(REGISTRY), label="Schedule", value=self.name, on_change=self.named)
             chooser.classes("w-44").props('outlined dense aria-label="schedule"').mark("schedule-name")
-            for knob in KNOBS:
+            for knob in SLIDERS:
                 self.slider(knob)
             ui.button("Play", on_click=self.play).mark("play")
         self.what = ui.label("").classes("text-base")
@@ -69,10 +69,10 @@ class Schedules:
         self.timeline: Timeline | None = None
         self.clock = ui.timer(TICK_S, self.tick, active=False)
         self.played_s = 0.0
-        with self.frame.telling():
+        with self.frame.show_errors():
             self.show()
 
-    def slider(self, knob: Knob) -> None:
+    def slider(self, knob: Slider) -> None:
         value = self.values[knob.key]
         with ui.column().classes("w-48 gap-0"):
             shown = ui.label(knob.words(value)).classes("text-sm")
@@ -93,7 +93,7 @@ class Schedules:
     def draw(self) -> None:
         self.frame.say("")
         self.clock.active = False
-        with self.frame.telling():
+        with self.frame.show_errors():
             self.show()
         words = {"schedule": self.name, **{key: f"{value:g}" for key, value in self.values.items()}}
         theme = {"theme": "dark"} if self.frame.theme == "dark" else {}
@@ -113,7 +113,7 @@ class Schedules:
         self.timeline = simulate(build(self.name, ranks, batches, chunks), times)
         self.found.text = (
             f"bubble {self.timeline.bubble_fraction:.1%}; a step takes {self.timeline.makespan_s:.2f} forwards of a whole "
-            f"rank; {chunks} chunk{'s' if chunks > 1 else ''} a rank"
+            f"rank; {chunks} chunk{'s' if chunks > 1 else ''} per rank"
         )
         self.chart.show(gantt(self.timeline, self.name, unit="forwards"))
 

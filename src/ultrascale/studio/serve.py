@@ -1,4 +1,4 @@
-"""Starts the studio on this machine: loopback only, one folder of runs, nothing else of the disk."""
+"""Start the studio on this machine: loopback only, one folder of runs, nothing else of the disk."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def origins(port: int) -> list[str]:
 
 
 def pages(folder: Path, accuracy: Path | None) -> None:
-    """Each address with what builds its page; what was asked stands in the address."""
+    """Register a page per address."""
     from nicegui import ui
     from starlette.requests import Request
 

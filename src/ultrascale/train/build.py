@@ -1,20 +1,19 @@
-"""Builds the parallelized model of one rank from a job and a layout; `_chunk` has the order in which techniques are applied."""
+"""Builds the engine of one rank from a job and a layout; `_chunk` has the order in which techniques are applied."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 
 from ultrascale.cost import communication, network
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.stages import chunk_layers
-from ultrascale.kernels import compile, float8, fused, loss, selection, split_master
+from ultrascale.kernels import autotune, compile, float8, fused, loss, selection, split_master
 from ultrascale.kernels.selection import Kernels
 from ultrascale.model.init import full_weight
 from ultrascale.model.moe import Router
@@ -24,9 +23,10 @@ from ultrascale.parallel.comm import Axis
 from ultrascale.parallel.data import BucketedGrads, DDPGrads, GradientReducer, SingleMicrobatchGrads
 from ultrascale.parallel.float8_gather import Float8GatherScales
 from ultrascale.parallel.mesh import Mesh
-from ultrascale.parallel.multi_linear import DeferredWeightGrads
 from ultrascale.parallel.pipeline import Pipeline, StageChunk
 from ultrascale.parallel.shards import Shard
+from ultrascale.parallel.tensor import DeferredWeightGrads
+from ultrascale.parallel.torch_private import unset_fake_temporarily
 from ultrascale.schedules import ActionKind, Schedule
 from ultrascale.schedules import build as build_schedule
 from ultrascale.specs.framework import Framework
@@ -34,19 +34,12 @@ from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import ExpertOverlap, Training
 from ultrascale.train.balance import ZeroGradient, bias_name
+from ultrascale.train.data import Batches
+from ultrascale.train.engine import BuiltModel, Engine
 from ultrascale.train.optimizer import Weight
 from ultrascale.train.supported import why_not_gathered_in_fp8
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True)
-class BuiltModel:
-    pipeline: Pipeline
-    weights: list[Weight]
-    routers: dict[int, Router]
-    """routers of MoE layers, by layer index in the whole model"""
-    kernels: Kernels
 
 
 def schedule_of(layout: Layout) -> Schedule:
@@ -55,7 +48,21 @@ def schedule_of(layout: Layout) -> Schedule:
     return build_schedule(name, layout.pp, layout.gas, virtual)
 
 
-def build(job: Job, mesh: Mesh, training: Training) -> BuiltModel:
+def build_engine(job: Job, mesh: Mesh, training: Training, batches: Batches) -> Engine:
+    # Autotuned before the model is built, while there is free memory for it.
+    layout, dtype, device = mesh.layout, compute_format(job, mesh), mesh.device
+    attention = None if training.document_mask else autotune.fastest_attention(job, layout, dtype, device)
+    gates = autotune.fastest_gates(job, layout, training, dtype, device)
+    autotuned = tuple(times for times in (attention, gates) if times is not None)
+    built = build(job, mesh, training, autotuned)
+    for times in autotuned:
+        times.apply(chunk.gradients.module for chunk in built.pipeline.chunks.values())
+    return Engine(job, mesh, training, batches, built)
+
+
+def build(
+    job: Job, mesh: Mesh, training: Training, autotuned: tuple[autotune.AttentionTimes | autotune.GateTimes, ...] = ()
+) -> BuiltModel:
     layout = mesh.layout
     schedule = schedule_of(layout)
     counts = chunk_layers(job, schedule.ranks, schedule.virtual_stages)
@@ -73,7 +80,8 @@ def build(job: Job, mesh: Mesh, training: Training) -> BuiltModel:
     if why_not_gathered_in_fp8(job, layout, training) is None:
         groups = [group for chunk in chunks for group in float8.weights(chunk.gradients.module)]
         scales = Float8GatherScales(groups, mesh.shard, dtype, mesh.device) if groups else None
-    return BuiltModel(Pipeline(chunks, schedule, mesh, boundary_shape(job, layout), dtype, scales), weights, routers, own)
+    pipeline = Pipeline(chunks, schedule, mesh, boundary_shape(job, layout), dtype, scales)
+    return BuiltModel(pipeline, weights, routers, own, autotuned)
 
 
 def compute_format(job: Job, mesh: Mesh) -> torch.dtype:
@@ -212,7 +220,7 @@ def _bias(layer: int, router: Router, job: Job, mesh: Mesh, training: Training, 
 
 
 def expert_overlap(job: Job, layout: Layout, training: Training, device: str) -> ExpertOverlap:
-    """What experts compute during the all-to-all; `auto` follows the cost model (cost/expert.py)."""
+    """What experts compute during the all-to-all; `auto` follows the cost model (cost/communication.py)."""
     if training.expert_overlap != "auto":
         return training.expert_overlap
     if device != "cuda" or layout.ep == 1 or job.model.moe is None:

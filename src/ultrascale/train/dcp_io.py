@@ -23,7 +23,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -45,6 +45,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from ultrascale.parallel.torch_private import StorageInfo
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import open_regular, read_bytes
 
@@ -163,7 +164,7 @@ def _unwrap_failures() -> Iterator[None]:
 
 
 @dataclass
-class _Stored(_StorageInfo):
+class _Stored(StorageInfo):
     """The location of a part and its checksum, sent to the rank that writes the index."""
 
     checksum: int = 0
@@ -195,7 +196,7 @@ class ShardWriter(FileSystemWriter):
             stored = result.storage_data
             assert isinstance(stored, _Stored)
             sums.setdefault(stored.relative_path, []).append((stored.offset, stored.length, stored.checksum))
-            place = _StorageInfo(stored.relative_path, stored.offset, stored.length)
+            place = StorageInfo(stored.relative_path, stored.offset, stored.length)
             plain.append(WriteResult(result.index, result.size_in_bytes, place))
         super().finish(metadata, [plain])
         index = (self.folder / INDEX).read_bytes()
@@ -282,7 +283,7 @@ class ShardReader(FileSystemReader):
             name = Path(str(error.filename)).name if error.filename else "a file"
             raise SpecError(f"checkpoint {self.folder}: {name} cannot be read ({error.strerror}): try another") from None
 
-    def _slice_file(self, file: Any, place: _StorageInfo) -> io.BytesIO:
+    def _slice_file(self, file: Any, place: StorageInfo) -> io.BytesIO:
         file.seek(place.offset)
         data = file.read(place.length)
         self._check(place.relative_path, place.offset, data, f"what lies at byte {place.offset:,}")
@@ -307,7 +308,7 @@ def _problem(metadata: Metadata) -> str:
             return f"its parts of {name:.60} are not the whole"
         for chunk in entry.chunks:
             place = places.get(MetadataIndex(name, chunk.offsets))
-            if not isinstance(place, _StorageInfo):
+            if not isinstance(place, StorageInfo):
                 return f"it does not say where {name:.60} lies"
             if Path(place.relative_path).name != place.relative_path:
                 return f"{name:.60} lies in {place.relative_path:.60}, outside the folder"

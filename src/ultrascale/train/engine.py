@@ -8,18 +8,20 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ultrascale.kernels import autotune
+from ultrascale.kernels.autotune import AttentionTimes, GateTimes
 from ultrascale.kernels.cuda_graphs import CUDAGraphPool, graphed
+from ultrascale.kernels.selection import Kernels
+from ultrascale.model.moe import Router
 from ultrascale.parallel import comm, context
 from ultrascale.parallel.comm import Axis
 from ultrascale.parallel.mesh import Mesh
-from ultrascale.parallel.pipeline import Batch
+from ultrascale.parallel.pipeline import Batch, Pipeline
 from ultrascale.parallel.ranges import profile_range
+from ultrascale.parallel.torch_private import foreach_mul_
 from ultrascale.specs.errors import RunError
 from ultrascale.specs.job import Job
 from ultrascale.specs.training import Training
 from ultrascale.train.balance import RouterBalance, RouterLoads
-from ultrascale.train.build import build, compute_format
 from ultrascale.train.data import Batches, BatchPrefetcher, rows_of
 from ultrascale.train.optimizer import LossScale, Optimizer, Weight, learning_rate
 
@@ -42,21 +44,25 @@ class StepResult:
     """some rank received a signal to end the run"""
 
 
-class Engine:
-    """One rank's model, optimizer and data of a job in a layout."""
+@dataclass(frozen=True)
+class BuiltModel:
+    """The parallelized model of one rank, and the kernels that it runs."""
 
-    def __init__(self, job: Job, mesh: Mesh, training: Training, batches: Batches) -> None:
+    pipeline: Pipeline
+    weights: list[Weight]
+    routers: dict[int, Router]
+    """routers of MoE layers, by layer index in the whole model"""
+    kernels: Kernels
+    autotuned: tuple[AttentionTimes | GateTimes, ...]
+    """what was measured to select kernels, on a GPU"""
+
+
+class Engine:
+    """One rank's model, optimizer and data of a job in a layout; train/build.py creates it."""
+
+    def __init__(self, job: Job, mesh: Mesh, training: Training, batches: Batches, built: BuiltModel) -> None:
         self.job, self.mesh, self.training, self.batches = job, mesh, training, batches
-        # Autotuned before the model is built, while there is free memory for it.
-        dtype = compute_format(job, mesh)
-        masked = training.document_mask
-        self.attention = None if masked else autotune.fastest_attention(job, mesh.layout, dtype, mesh.device)
-        self.gates = autotune.fastest_gates(job, mesh.layout, training, dtype, mesh.device)
-        built = build(job, mesh, training)
-        self.pipeline, self.weights = built.pipeline, built.weights
-        for selected in (self.attention, self.gates):
-            if selected is not None:
-                selected.apply(chunk.gradients.module for chunk in self.pipeline.chunks.values())
+        self.pipeline, self.weights, self.autotuned = built.pipeline, built.weights, built.autotuned
         self.tape = CUDAGraphPool(mesh.device, training.graphs) if built.kernels.recorded else None
         """CUDA graphs of the step, if every step launches the same kernels"""
         self.optimizer = Optimizer(self.weights, job, training, mesh, built.kernels.adamw, self.tape)
@@ -170,7 +176,7 @@ class Engine:
         """Sums partial gradients of ranks with the same parameter: norms on slices, replicated kv heads, tied embeddings."""
         experts = [weight.gradient for weight in self.weights if weight.shard.rows is not None]
         if experts:  # they were averaged over the ranks that hold them, but got tokens from all data ranks
-            torch._foreach_mul_(experts, 1 / self.mesh.ep.size)
+            foreach_mul_(experts, 1 / self.mesh.ep.size)
         by_axis: dict[int, tuple[Axis, list[torch.Tensor]]] = {}
         for weight in self.weights:
             axis = weight.shard.partial

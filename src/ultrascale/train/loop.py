@@ -230,7 +230,7 @@ def measurement(engine: Engine, watch: StepStats, peak_flops: float | None) -> M
 def _notes(engine: Engine, untimed: bool) -> Iterator[str]:
     if untimed:
         yield UNSEEN
-    yield from (str(selected) for selected in (engine.attention, engine.gates) if selected is not None)
+    yield from map(str, engine.autotuned)
     if engine.tape is not None and engine.tape.used:
         yield RECORDED
 

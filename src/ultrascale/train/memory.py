@@ -17,11 +17,10 @@ from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
+from ultrascale.parallel.torch_private import FakeTensor, TorchDispatchMode
 from ultrascale.parallel.zero import FSDPGrads
 from ultrascale.specs.estimate import MEASURED_OWNERS
 from ultrascale.specs.measurement import MeasuredMemory
@@ -92,16 +91,16 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Called after an operator has run."""
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
-            if (tracked := self._tracked.get(storage._cdata)) is not None:
+            if (tracked := self._tracked.get(id(storage))) is not None:
                 self._resize(tracked, storage.nbytes())
             elif func is torch.ops.aten.lift_fresh.default or not _among(storage, args, kwargs):
                 self.follow(storage)  # otherwise it is a view of an argument
 
     def follow(self, storage: UntypedStorage, owner: str = UNLABELLED) -> None:
         """Counts a storage from now on as this owner's."""
-        tracked = self._tracked.get(storage._cdata)
+        tracked = self._tracked.get(id(storage))
         if tracked is None:
-            tracked = self._tracked[storage._cdata] = _TrackedStorage(storage, self._freed)
+            tracked = self._tracked[id(storage)] = _TrackedStorage(storage, self._freed)
         else:
             self._resize(tracked, 0)
         tracked.owner = owner
@@ -113,7 +112,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         del self._tracked[tracked.key]
 
     def _resized(self, storage: UntypedStorage) -> None:
-        tracked = self._tracked.get(storage._cdata)
+        tracked = self._tracked.get(id(storage))
         self.follow(storage, UNLABELLED if tracked is None else tracked.owner)
 
     def _resize(self, tracked: _TrackedStorage, size: int) -> None:
@@ -138,7 +137,7 @@ class _TrackedStorage(weakref.ref[UntypedStorage]):
 
     def __new__(cls, storage: UntypedStorage, freed: Callable[[Any], None]) -> Self:
         self = super().__new__(cls, storage, freed)
-        self.key, self.owner, self.size = storage._cdata, UNLABELLED, 0
+        self.key, self.owner, self.size = id(storage), UNLABELLED, 0
         return self
 
 
@@ -185,7 +184,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _among(storage: UntypedStorage, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     given = [*_tensors(args), *_tensors(list(kwargs.values()))]
-    return any(one.untyped_storage()._cdata == storage._cdata for one in given)
+    return any(one.untyped_storage() is storage for one in given)
 
 
 def account(engine: Engine, step: Callable[[], T], live: LiveBytes | None = None) -> tuple[MeasuredMemory, T]:
@@ -322,7 +321,7 @@ def _sampling(engine: Engine, sample: Callable[[], None]) -> Iterator[None]:
 
 def _bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
     """Total bytes, each storage counted once."""
-    storages = {tensor.untyped_storage()._cdata: tensor for tensor in map(_local, tensors) if tensor.device == device}
+    storages = {id(tensor.untyped_storage()): tensor for tensor in map(_local, tensors) if tensor.device == device}
     return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 
 

@@ -20,8 +20,8 @@ from ultrascale.parallel import comm
 from ultrascale.parallel.data import GradientReducer
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.parallel.shards import Shard
-from ultrascale.specs.errors import SpecError
-from ultrascale.specs.job import Job
+from ultrascale.parallel.torch_private import foreach_copy_, foreach_mul_, foreach_norm
+from ultrascale.specs.job import OPTIMIZERS, Job
 from ultrascale.specs.training import Training
 
 
@@ -66,15 +66,6 @@ class Weight:
             self.local.copy_(self.master)
 
 
-# The states of each optimizer, by torch's names.
-MOMENTS: dict[str, tuple[str, ...]] = {
-    "adamw": ("exp_avg", "exp_avg_sq"),
-    "sgd-momentum": ("momentum_buffer",),
-    "sgd": (),
-}
-SUPPORTED = tuple(MOMENTS)
-
-
 class Optimizer:
     def __init__(
         self,
@@ -88,7 +79,7 @@ class Optimizer:
         self.weights, self.training, self.mesh = list(weights), training, mesh
         self.inner = None if fused else _inner(self.weights, job, training)
         """torch's optimizer; None: the fused AdamW kernel steps"""
-        self.moments = MOMENTS[job.optimizer]
+        self.moments = OPTIMIZERS[job.optimizer].moments or ()
         self.state: MutableMapping[torch.Tensor, dict[str, Any]] = defaultdict(dict) if self.inner is None else self.inner.state
         self.updates = 0
         self.norm = graphed(self._norm, graphs)
@@ -105,11 +96,11 @@ class Optimizer:
 
             squares = adamw_triton.sum_of_squares([gradient.contiguous() for gradient in counted])
         elif counted:
-            squares = torch.stack(torch._foreach_norm(counted, dtype=torch.float32)).to(self.mesh.device).square().sum()
+            squares = torch.stack(foreach_norm(counted, dtype=torch.float32)).to(self.mesh.device).square().sum()
         return comm.all_reduce(squares, self.mesh.parts).sqrt()
 
     def scale_gradients(self, factor: float) -> None:
-        torch._foreach_mul_([weight.gradient for weight in self.weights], factor)
+        foreach_mul_([weight.gradient for weight in self.weights], factor)
 
     def step(self, learning_rate: float, factor: float = 1.0) -> None:
         """One update with the gradients times `factor`."""
@@ -130,7 +121,7 @@ class Optimizer:
         copied = [weight for weight in self.weights if weight.master is not weight.local]
         if copied:
             with torch.no_grad():
-                torch._foreach_copy_([weight.local for weight in copied], [weight.master for weight in copied])
+                foreach_copy_([weight.local for weight in copied], [weight.master for weight in copied])
 
     def _groups(self) -> list[list[Weight]]:
         """Groups of weights to step together: all, or, if gradients need a cast to fp32, as many as the largest has elements.
@@ -224,10 +215,8 @@ def _inner(weights: list[Weight], job: Job, training: Training) -> torch.optim.O
         betas = (training.beta1, training.beta2)
         # Fused on either device: twice as fast, and without temporary copies of every weight.
         return torch.optim.AdamW(groups, lr=training.lr, betas=betas, eps=training.eps, fused=True)
-    if job.optimizer in ("sgd", "sgd-momentum"):
-        momentum = training.beta1 if job.optimizer == "sgd-momentum" else 0.0
-        return torch.optim.SGD(groups, lr=training.lr, momentum=momentum)
-    raise SpecError(f"job.optimizer is {job.optimizer} but the engine steps with {', '.join(SUPPORTED)}: try adamw")
+    assert job.optimizer in ("sgd", "sgd-momentum")  # train/supported.py refuses the others
+    return torch.optim.SGD(groups, lr=training.lr, momentum=training.beta1 if job.optimizer == "sgd-momentum" else 0.0)
 
 
 class LossScale:

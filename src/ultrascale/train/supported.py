@@ -7,13 +7,13 @@ from itertools import islice, product
 
 from ultrascale.cost import legality
 from ultrascale.cost.legality import divisors, near
+from ultrascale.model import limits
 from ultrascale.schedules import REGISTRY
 from ultrascale.specs.errors import SpecError
-from ultrascale.specs.job import Job
+from ultrascale.specs.job import OPTIMIZERS, Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import Training
 
-OPTIMIZERS = ("adamw", "sgd-momentum", "sgd")
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 
 
@@ -29,15 +29,13 @@ def check(job: Job, layout: Layout, training: Training) -> None:
 
 
 def job_problem(job: Job) -> str | None:
-    model = job.model
-    if model.mla is not None:
-        return f"model.mla is set ({model.name}) but the engine has no latent attention: try qwen3-30b-a3b or tiny-moe"
-    if model.moe is not None and model.mlp_bias:
-        return f"model.mlp_bias is true ({model.name}) but the engine's experts have no biases: try false"
+    if (sentence := limits.problem(job.model)) is not None:
+        return sentence
     if job.precision not in PRECISIONS:
         return f"job.precision is {job.precision} but the engine computes in {', '.join(PRECISIONS)}: try bf16"
-    if job.optimizer not in OPTIMIZERS:
-        return f"job.optimizer is {job.optimizer} but the engine steps with {', '.join(OPTIMIZERS)}: try adamw"
+    if OPTIMIZERS[job.optimizer].moments is None:
+        known = ", ".join(name for name, spec in OPTIMIZERS.items() if spec.moments is not None)
+        return f"job.optimizer is {job.optimizer} but the engine steps with {known}: try adamw"
     if job.dropout:
         return "job.dropout is true but the engine has no dropout: try false"
     if job.attention != "flash":

@@ -10,7 +10,7 @@ from ultrascale.cost.columns import Array, LayoutColumns
 from ultrascale.cost.legality import fused_blocks_problem
 from ultrascale.cost.memory.parameters import RankParameters
 from ultrascale.cost.stages import RankShare
-from ultrascale.specs.job import OPTIMIZER_STATE_BYTES, Job
+from ultrascale.specs.job import OPTIMIZERS, Job
 from ultrascale.specs.model import Model
 from ultrascale.specs.training import FP8_MULTIPLE
 
@@ -115,7 +115,7 @@ def states(job: Job, columns: LayoutColumns, held: RankParameters, fp8_elements:
         parameters=np.where(columns.is_("offload", "parameters"), 0.0, parameters),
         master=np.where(on_gpu, master, 0.0),
         gradients=np.where(gradients_sharded, sharded(in_shard, gradients_sharded), whole),
-        optimizer=np.where(on_gpu, sharded(OPTIMIZER_STATE_BYTES[job.optimizer], optimizer_sharded), 0.0),
+        optimizer=np.where(on_gpu, sharded(OPTIMIZERS[job.optimizer].state_bytes, optimizer_sharded), 0.0),
     )
 
 

@@ -1,4 +1,4 @@
-"""What else could have been chosen: heat map over sizes, scaling of each technique, the front, what one step costs."""
+"""Figures of other layouts: heat map over sizes, scaling of each technique, Pareto front, one-step changes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def heat_map(cells: Sequence[HeatmapCell], gpu: str) -> go.Figure:
     go = style.graph_objects()
     models, nodes = list(dict.fromkeys(cell.model for cell in cells)), sorted({cell.nodes for cell in cells})
     found = {(cell.model, cell.nodes): cell for cell in cells}
-    figure = style.picture(f"Best layout by model size and {gpu} nodes", "nodes", height=170 + 96 * len(models))
+    figure = style.new_figure(f"Best layout by model size and {gpu} nodes", "nodes", height=170 + 96 * len(models))
     rows = [[found[model, count] for count in nodes] for model in models]
     figure.add_trace(
         go.Heatmap(
@@ -62,7 +62,7 @@ def _cell_words(cell: HeatmapCell) -> str:
 def scaling(points: Sequence[ScalingPoint], cluster: Cluster, title: str) -> go.Figure:
     """Tokens/s/GPU of each technique alone; hollow where it does not fit; the line where a node ends."""
     go = style.graph_objects()
-    figure = style.picture(title, "GPUs", "tokens/s/GPU")
+    figure = style.new_figure(title, "GPUs", "tokens/s/GPU")
     names = dict.fromkeys(point.technique for point in points)
     for name, colour, shape in zip(names, cycle(style.SERIES), cycle(style.SHAPES), strict=False):
         mine = [(point.gpus, point.estimate) for point in points if point.technique == name and point.estimate is not None]
@@ -103,9 +103,9 @@ def scaling(points: Sequence[ScalingPoint], cluster: Cluster, title: str) -> go.
 
 
 def pareto(front: Sequence[tuple[Layout, Estimate]], chosen: Estimate | None = None) -> go.Figure:
-    """Step time against memory left free; larger is dearer, where the hour's price is known."""
+    """The Pareto front: step time against free memory."""
     go = style.graph_objects()
-    figure = style.picture("No layout is both faster and leaner than these", "step time (s)", "memory left free (GiB)")
+    figure = style.new_figure("Pareto front of step time and free memory", "step time (s)", "free memory (GiB)")
     costs = [found.cost_usd_per_billion_tokens for _, found in front]
     figure.add_trace(
         go.Scatter(
@@ -117,7 +117,7 @@ def pareto(front: Sequence[tuple[Layout, Estimate]], chosen: Estimate | None = N
             marker={"size": 9, "color": style.BLUE},
             customdata=[
                 f"{layout}<br>{found.tokens_per_s:,.0f} tokens/s, {found.peak_gib:,.1f} GiB"
-                + ("" if cost is None else f", ${cost:,.0f} a billion tokens")
+                + ("" if cost is None else f", ${cost:,.0f} per billion tokens")
                 for (layout, found), cost in zip(front, costs, strict=True)
             ],
             hovertemplate="%{customdata}<br>%{x:.3f} s, %{y:.1f} GiB free<extra></extra>",
@@ -142,7 +142,7 @@ def sensitivity(plan: Plan, most: int = 14) -> go.Figure:
     """What one step in each field of the layout would change, fastest first; what does not fit is hatched."""
     go, chosen = style.graph_objects(), plan.estimate
     others = plan.rejected[:most]
-    figure = style.picture(
+    figure = style.new_figure(
         f"One step away from this layout ({seconds(chosen.step_time_s)})",
         "step time, % more than this plan",
         height=160 + 28 * len(others),

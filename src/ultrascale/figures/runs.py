@@ -1,4 +1,4 @@
-"""What was seen: a run's loss and speed, a trace's lanes, and how near predictions came to published runs."""
+"""Figures of runs: loss and throughput, a trace by lane, predicted against measured speed of published runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FINEST = 1 / 1500  # of a trace's step: what is shorter than a pixel is drawn wi
 def losses(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> go.Figure:
     """Loss (and held-out loss) by step, of one run or several."""
     go = style.graph_objects()
-    figure = style.picture("Loss", "optimizer step", "loss (nats a token)")
+    figure = style.new_figure("Loss", "optimizer step", "loss (nats per token)")
     for (name, rows), colour in zip(runs.items(), cycle(style.SERIES), strict=False):
         figure.add_trace(_line(go, f"{name}: training", rows, "loss", {"color": colour}))
         if any(row.get("eval_loss") is not None for row in rows):
@@ -30,7 +30,7 @@ def losses(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> go.Figure:
 def throughput(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> go.Figure:
     """Tokens per second and GPU by step."""
     go = style.graph_objects()
-    figure = style.picture("Throughput", "optimizer step", "tokens/s/GPU")
+    figure = style.new_figure("Throughput", "optimizer step", "tokens/s/GPU")
     for (name, rows), colour in zip(runs.items(), cycle(style.SERIES), strict=False):
         figure.add_trace(_line(go, name, rows, "tokens_per_s_per_gpu", {"color": colour}))
     figure.update_yaxes(rangemode="tozero")
@@ -53,7 +53,7 @@ def accuracy(scored: Sequence[ScoredRun], by: str = "gpu") -> go.Figure:
     """Predicted against measured speed of every run that could be modelled; the lines are ten per cent either way."""
     go = style.graph_objects()
     known = [one for one in scored if one.measured is not None and one.tokens_per_s_per_gpu is not None]
-    figure = style.picture(
+    figure = style.new_figure(
         f"Predicted and measured speed of {len(known)} runs", "measured tokens/s/GPU", "predicted tokens/s/GPU", height=520
     )
     groups: dict[str, list[ScoredRun]] = {}
@@ -97,12 +97,12 @@ def accuracy(scored: Sequence[ScoredRun], by: str = "gpu") -> go.Figure:
 
 
 def lanes(seen: StepIntervals, step: int = 0) -> go.Figure:
-    """One recorded step: when the rank computed, and when it exchanged for each technique, one above the other."""
+    """One recorded step: computation, and communication by technique, one lane each."""
     go, (name, (start, end)) = style.graph_objects(), seen.steps[step]
     found: dict[str, Intervals] = {"computing": seen.computing, "of it the optimizer": seen.optimizer}
     for technique in dict.fromkeys(one.technique for one in seen.communication):
         found[technique] = merged((one.start, one.end) for one in seen.communication if one.technique == technique)
-    figure = style.picture(f"{name}: computing and exchanging", "time in the step (ms)", height=180 + 44 * len(found))
+    figure = style.new_figure(f"{name}: computation and communication", "time in the step (ms)", height=180 + 44 * len(found))
     for (lane, times), colour in zip(found.items(), cycle(style.SERIES), strict=False):
         drawn = _joined(within(times, (start, end)), FINEST * (end - start))
         figure.add_trace(
@@ -123,7 +123,7 @@ def lanes(seen: StepIntervals, step: int = 0) -> go.Figure:
 
 
 def _joined(times: Intervals, gap: float) -> list[tuple[float, float]]:
-    """Intervals with those nearer than `gap` taken as one."""
+    """The intervals, joined where the gap between two is smaller than `gap`."""
     out: list[tuple[float, float]] = []
     for start, end in times:
         if out and start - out[-1][1] < gap:

@@ -1,0 +1,177 @@
+"""Verbs of reports and exports: export, import, report, studio."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ultrascale.cli.common import EXPORT, JsonOption, PlanArgument, app, cluster_named, print_json, progress, terminal
+from ultrascale.specs.folders import REPORT
+
+
+@app.command(rich_help_panel=EXPORT)
+def export(
+    file: PlanArgument,
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            help="Another engine: [cyan]torchtitan[/], [cyan]megatron[/], [cyan]nanotron[/], [cyan]deepspeed[/], "
+            "[cyan]accelerate[/]. A launcher for ours: [cyan]torchrun[/], [cyan]slurm[/], [cyan]kubernetes[/].",
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write into; new or empty.", metavar="OUT/")],
+    style: Annotated[
+        str | None,
+        typer.Option("--style", help="torchtitan: [cyan]toml[/] (0.2), [cyan]current[/] (0.3, Python) or [cyan]both[/]."),
+    ] = None,
+    image: Annotated[
+        str | None,
+        typer.Option("--image", help="kubernetes: the container image, with ultrascale in it. Default: ultrascale:latest."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write into a folder that is not empty.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a plan as another engine's own configuration, or as a launcher for ours.
+
+    [dim]ultrascale export plan.yaml --to megatron -o out/[/]
+    [dim]ultrascale export plan.yaml --to slurm -o job/ && cd job && sbatch job.sbatch[/]
+
+    Settings that an engine cannot express (a schedule it lacks, ZeRO-2 where it has ZeRO-1) are in the header of its file, one
+    line each; [cyan]ultrascale import[/] reads both back. Data and tokenizer are placeholders: replace them by yours.
+    """
+    from ultrascale.cost.legality import check
+    from ultrascale.export import targets, write
+    from ultrascale.show import export as show
+    from ultrascale.specs.plan import Plan
+
+    targets.check(to, style, image)
+    plan = Plan.load(file)
+    check(plan.job, plan.layout)  # the file may have been edited
+    said: list[str] = []
+    if to in targets.LAUNCHERS:
+        from ultrascale.specs.training import Training
+        from ultrascale.train import supported
+
+        supported.check(plan.job, plan.layout, Training())
+        files, follows = targets.launcher_files(plan, to, image, str(output))
+    else:
+        files, said, follows = targets.engine_files(plan, to, style, str(output))
+    written = write.into(output, files, force)
+    if as_json:
+        print_json(show.written_json(written, said, follows))
+    else:
+        show.show_written(terminal(), written, said, follows)
+
+
+@app.command("import", rich_help_panel=EXPORT)
+def import_(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="[cyan]run.sh[/] (Megatron-LM), [cyan]config.toml[/] or [cyan].py[/] (torchtitan), [cyan]config.yaml[/] "
+            "(nanotron, Accelerate), [cyan]ds_config.json[/] (DeepSpeed).",
+            metavar="FILE",
+        ),
+    ],
+    cluster: Annotated[
+        str | None,
+        typer.Option("--cluster", "-c", help="The GPUs: [cyan]64xh100[/]; needed if the file does not say."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="The model, if the file has none: a preset or a model file.")
+    ] = None,
+    seq: Annotated[str | None, typer.Option("--seq", "-s", help="Sequence length, if the file has none.")] = None,
+    framework: Annotated[
+        str | None, typer.Option("--framework", help="The engine to predict for; default: the file's own.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write it as a plan to this file.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Read another engine's configuration as a plan, and predict memory and time.
+
+    [dim]ultrascale import run.sh --cluster 64xh100 -o plan.yaml[/]
+    [dim]ultrascale import ds_config.json --model llama-3-8b --seq 4096 --cluster 8xh100[/]
+
+    Scripts and Python files are read, never run. Assumptions are printed as notes; settings without a place in a plan are
+    listed as not read. Exit 0 even if the layout does not fit.
+    """
+    from ultrascale.export.read import Given, plan_from
+    from ultrascale.show import export as show
+    from ultrascale.specs.framework import Framework
+    from ultrascale.specs.model import Model
+    from ultrascale.specs.units import tokens
+
+    given = Given(
+        cluster=None if cluster is None else cluster_named(cluster),
+        model=None if model is None else Model.load(model),
+        seq=None if seq is None else tokens(seq, "--seq", "8192 or 8k"),
+        framework=None if framework is None else Framework.load(framework),
+    )
+    found = plan_from(file, given)
+    if output is not None:
+        found.plan.save(output)
+    if as_json:
+        print_json(show.imported_json(found))
+        return
+    console = terminal()
+    show.show_imported(console, found)
+    if output is not None:
+        console.print(f"Wrote {output}; next: ultrascale explain {output}", soft_wrap=True)
+
+
+@app.command(rich_help_panel=EXPORT)
+def report(
+    source: Annotated[Path, typer.Argument(help="A plan file, or a run's folder.", metavar="PLAN.YAML|RUN")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The page. Default: report.html beside the plan.")
+    ] = None,
+) -> None:
+    """Write a plan or a run as one HTML page: memory, time, schedule, other layouts, cheat-sheet. The page works offline.
+
+    [dim]ultrascale report plan.yaml -o report.html[/]
+    [dim]ultrascale report runs/first[/]
+    """
+    from ultrascale.figures import style
+    from ultrascale.report.of_plan import plan_page
+    from ultrascale.report.of_run import run_page
+    from ultrascale.specs.errors import SpecError
+    from ultrascale.specs.files import write_text
+    from ultrascale.specs.plan import Plan
+
+    style.graph_objects()
+    if not source.exists():
+        raise SpecError(f"{source} does not exist: give a plan file, such as plan.yaml, or a run's folder, such as runs/first")
+    target = output or (source if source.is_dir() else source.parent) / REPORT
+    with progress() as say:
+        say("drawing")
+        page = run_page(source, say) if source.is_dir() else plan_page(Plan.load(source), str(source), say)
+        write_text(target, page, example=REPORT)
+    terminal().print(f"Wrote {target} ({len(page.encode()) / 2**20:.1f} MiB); open it in any browser")
+
+
+@app.command(rich_help_panel=EXPORT)
+def studio(
+    runs: Annotated[Path, typer.Option("--runs", help="The folder of runs to show.")] = Path("runs"),
+    accuracy: Annotated[
+        Path | None,
+        typer.Option("--accuracy", help="A CSV of measured runs for the accuracy page. Default: data/published.csv, if there."),
+    ] = None,
+    port: Annotated[int, typer.Option("--port", "-p", help="On 127.0.0.1.")] = 8765,
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
+) -> None:
+    """Open a local web page to plan with: layouts, schedules, live runs, accuracy. Ctrl-C ends it.
+
+    [dim]ultrascale studio --port 9000 --no-browser[/]
+    """
+    from ultrascale.specs.errors import SpecError
+    from ultrascale.studio.serve import serve
+
+    published = Path("data/published.csv")
+    if accuracy is not None and not accuracy.is_file():
+        raise SpecError(f"--accuracy {accuracy} does not exist: give a CSV of measured runs, such as {published}")
+    if runs.exists() and not runs.is_dir():
+        raise SpecError(f"--runs is {runs}, which is not a folder: name the folder of runs, such as runs")
+    serve(runs, accuracy or (published if published.is_file() else None), port, browser)

@@ -1,0 +1,127 @@
+"""Names of torch that are not public, each with the reason why it is needed.
+
+Nothing else imports or reads a private name of torch; tests/parallel/test_torch_private.py fails when one changes. Exceptions
+are `torch._scaled_mm` (kernels/float8_gemm.py) and the names of ATen operators in policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import OpType, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager, unset_fake_temporarily
+from torch.autograd import profiler
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "FakeTensor",  # tensors without memory, for rehearsals
+    "FakeTensorMode",
+    "PrefixStore",  # torch.distributed has the stores too, but does not declare them to type checkers
+    "StorageInfo",  # the place of a tensor in a checkpoint's files; its own writer has to return it
+    "Store",
+    "TCPStore",
+    "TorchDispatchMode",  # sees every operator: live memory, selective recomputation, rehearsals
+    "in_kernel_invocation_manager",
+    "unset_fake_temporarily",
+]
+
+# Many small tensors in one kernel; torch.optim and clip_grad_norm_ use the same functions.
+foreach_norm = torch._foreach_norm
+foreach_mul_ = torch._foreach_mul_
+foreach_copy_ = torch._foreach_copy_
+
+
+# The allocator's events, with stacks: the file that pytorch.org/memory_viz shows has no public writer.
+record_memory_history = torch.cuda.memory._record_memory_history
+memory_snapshot = torch.cuda.memory._snapshot
+
+# A fake tensor without the checks of its constructor, which take as long as an operator.
+make_subclass = Tensor._make_subclass
+
+
+def fake_store() -> Store:
+    """A store for a process group without peers, for rehearsals. The import registers its backend, `fake`."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def is_profiling() -> bool:
+    """Whether a profiler records: opening a range costs 10 µs even if none does."""
+    return profiler._is_profiler_enabled
+
+
+def op_name(work: dist.Work) -> str:
+    """The name of a pending operation, such as ALLREDUCE: gloo's Work has no public one."""
+    number = int(work._get_op_type())  # type: ignore[attr-defined]
+    return next((name for name, kind in OpType.__members__.items() if int(kind) == number), "UNKNOWN")
+
+
+def local_tensor(tensor: nn.Parameter) -> Tensor:
+    """The local tensor of a DTensor itself, not the view that to_local() returns: FSDP2 reads the gather hooks from it."""
+    assert isinstance(tensor, DTensor)
+    return tensor._local_tensor
+
+
+def prepare_ddp_backward(ddp: nn.parallel.DistributedDataParallel) -> None:
+    """Makes the next backward reduce. DDP does this in a forward; a pipeline decides it between forward and backward."""
+    # DDP rebuilds its buckets in the forward after the first reduction; here another reduction may run before that.
+    ddp.reducer._rebuild_buckets()
+    ddp.reducer.prepare_for_backward([])
+
+
+def fsdp_param_groups(module: nn.Module) -> Iterator[Any]:
+    """FSDP2's parameter groups of a root module: their shards, gathered parameters and unreduced gradients."""
+    for state in _fsdp_state(module)._state_ctx.all_states:
+        if hasattr(state, "_fsdp_param_groups"):
+            yield from state._fsdp_param_groups
+        elif state._fsdp_param_group is not None:  # torch 2.11
+            yield state._fsdp_param_group
+
+
+def fsdp_begin_step(module: nn.Module) -> None:
+    """Forgets the order of earlier forwards, including an evaluation's: FSDP2 prefetches in backward in that order."""
+    _post_forward_order(module).clear()
+    for group in fsdp_param_groups(module):
+        group._post_forward_indices.clear()
+
+
+def fsdp_no_prefetch_beyond_first(module: nn.Module) -> None:
+    """Nothing precedes the first layer of a forward: after several forwards FSDP2 would prefetch the last layer of another."""
+    for first in _post_forward_order(module)[:1]:
+        first._post_forward_indices = [0] * len(first._post_forward_indices)
+
+
+def fsdp_unreduced(group: Any) -> Tensor | None:
+    """HSDP: the reduce-scattered gradients of a group that are not yet all-reduced over replicas."""
+    found: Tensor | None = group._partial_reduce_output
+    return found
+
+
+def fsdp_gathered_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The gathered parameters that exist: torch creates them in the first gather."""
+    parameters = (parameter for group in fsdp_param_groups(module) for parameter in group.fsdp_params)
+    return [parameter.unsharded_param for parameter in parameters if hasattr(parameter, "_unsharded_param")]
+
+
+def fsdp_post_backward(module: nn.Module) -> None:
+    """FSDP2's post-backward for gradients computed outside a backward; torch's pipelines call the same functions."""
+    for group in fsdp_param_groups(module):
+        group.post_backward()
+    _fsdp_state(module)._root_post_backward_final_callback()
+
+
+def _post_forward_order(module: nn.Module) -> list[Any]:
+    """FSDP2's parameter groups in forward order; empty before the first forward."""
+    return getattr(_fsdp_state(module)._comm_ctx, "post_forward_order", [])
+
+
+def _fsdp_state(module: nn.Module) -> Any:
+    return fully_shard.state(module)  # type: ignore[attr-defined]

@@ -1,0 +1,348 @@
+"""Output of `ultrascale bench`: hardware, kernels, collectives, ladders, layouts; tables and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from ultrascale.cost.hardware import UNMEASURED_MATMUL, sustained
+from ultrascale.show.lines import bullets, heading, labelled, table, terminal
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.units import seconds
+
+if TYPE_CHECKING:
+    from ultrascale.measure.bench_collectives import AlphaBetaFit, CollectivesReport, CollectiveTiming
+    from ultrascale.measure.bench_kernels import KernelResult, KernelsReport
+    from ultrascale.measure.bench_ladders import Figures, Ladder, Rung
+    from ultrascale.measure.bench_layouts import CandidateSet, SweepProgress, SweepVerdict, TrialRow
+
+# Hardware
+
+
+def hardware_json(cluster: Cluster) -> dict[str, Any]:
+    return {"cluster": cluster.to_mapping()}
+
+
+def show_hardware(console: Console, cluster: Cluster, file: Path | None) -> None:
+    gpu, constants = cluster.gpu, cluster.efficiency
+    heading(console, f"{cluster.label}, measured")
+    made = Table(box=None, pad_edge=False)
+    for name in ("what", "measured", "of"):
+        made.add_column(name, justify="right" if name == "measured" else "left")
+    if gpu.surface is None:
+        flops = max(gpu.peak_tflops.values()) * UNMEASURED_MATMUL * (constants.matmul or 1.0)
+        made.add_row("matmuls", f"{flops:,.3g} TFLOP/s", "each process, while all work")
+        made.add_row("memory", f"{gpu.memory_bandwidth_gb_s * constants.memory_bandwidth:,.0f} GB/s", "read and written")
+    else:
+        usual = sustained(gpu)["bf16"]
+        made.add_row("matmuls", f"{100 * (constants.matmul or usual):.0f} %", f"the GPU kind's table; long runs {usual:.0%}")
+        made.add_row("memory", f"{100 * constants.memory_bandwidth:.0f} %", f"{gpu.memory_bandwidth_gb_s:,.0f} GB/s")
+    for name, share in (("forward", constants.attention_forward), ("backward", constants.attention_backward)):
+        if share is not None:
+            made.add_row(f"attention, {name}", f"{100 * share:.0f} %", "the matmul peak, in long rows")
+    made.add_row("kernel launch", f"{1e6 * constants.kernel_launch_s:.1f} µs", "host time")
+    console.print(made)
+    if file is not None:
+        console.print(f"written to {file}: `ultrascale plan --cluster {file} …` plans with it")
+
+
+# Kernels
+
+KERNEL_STYLES = {"keep": "green", "slower": "bold red", "–": ""}
+
+
+def show_kernels(console: Console, report: KernelsReport) -> None:
+    from ultrascale.measure.bench_kernels import WAYS
+
+    columns = (*(f"{way} ms" for way in WAYS), "ours / best other", "ours moves or computes", "largest difference", "")
+    title = f"forward and backward, medians in ms with a cold L2 cache: {report.machine}"
+    made = table(title, "kernel", "shape", *columns, left=("kernel", "shape"))
+    for row in report.rows:
+        made.add_row(
+            row.kernel,
+            f"{row.model}: {row.size}",
+            *(_kernel_time(row, way) for way in WAYS),
+            "–" if row.share is None else f"{row.share:.2f}",
+            _rate(row),
+            ", ".join(f"{way} {value:.1e}" for way, value in list(row.differences.items())[1:]) or "–",
+            Text(row.verdict, style=KERNEL_STYLES[row.verdict]),
+        )
+    console.print(made)
+    for line in report.choices:
+        console.print(f"{line}; a run takes the first")
+    slower = [f"{row.kernel} ({row.model})" for row in report.rows if row.verdict == "slower"]
+    if slower:
+        labelled(console, "slower:", "bold red", f"{', '.join(slower)}: another implementation is faster here than ours")
+
+
+def kernels_json(report: KernelsReport) -> dict[str, Any]:
+    rows = [{**asdict(row), "ours_of_best_other": row.share, "verdict": row.verdict} for row in report.rows]
+    return {"machine": report.machine, "kernels": rows, "choices": list(report.choices)}
+
+
+def _kernel_time(row: KernelResult, way: str) -> str:
+    return f"{row.times_ms[way]:,.3f}" if way in row.times_ms else row.missing.get(way, "–")
+
+
+def _rate(row: KernelResult) -> str:
+    share = "" if row.of_peak is None else f" ({100 * row.of_peak:.0f} % of the GPU's)"
+    if row.gb_s is not None:
+        return f"{row.gb_s:,.0f} GB/s{share}"
+    return "–" if row.tflops is None else f"{row.tflops:,.0f} TFLOP/s{share}"
+
+
+# Collectives
+
+
+def show_collectives(console: Console, report: CollectivesReport) -> None:
+    columns = ("collective", "ranks", "bytes", "median", "one in ten below", "one in ten above", "algorithm GB/s", "bus GB/s")
+    made, before = table(f"collectives: {report.where}", *columns), None
+    for point in report.points:
+        if before is not None and before != (point.op, point.ranks):
+            made.add_section()
+        before = point.op, point.ranks
+        made.add_row(*_timing_cells(point))
+    console.print(made)
+    title = "latency and bandwidth: time = alpha + bytes on the wire / beta"
+    fitted = table(title, "collective", "ranks", "alpha", "beta GB/s", "median error")
+    for fit in report.fits:
+        fitted.add_row(*_fit_cells(fit))
+    console.print(fitted)
+    for missing in report.missing:
+        labelled(console, f"{missing.op} on {missing.ranks}:", "bold red", missing.reason)
+
+
+def _timing_cells(point: CollectiveTiming) -> tuple[str, ...]:
+    times = seconds(point.median_s), seconds(point.low_s), seconds(point.high_s)
+    if not point.bytes:
+        return point.op, str(point.ranks), "–", *times, "–", "–"
+    return point.op, str(point.ranks), _size(point.bytes), *times, f"{point.algorithm_gb_s:.3g}", f"{point.bus_gb_s:.3g}"
+
+
+def _fit_cells(fit: AlphaBetaFit) -> tuple[str, ...]:
+    beta = "–" if fit.beta_gb_s is None else f"{fit.beta_gb_s:,.3g}"
+    return fit.op, str(fit.ranks), seconds(fit.alpha_s), beta, f"{fit.error:.0%}"
+
+
+def _size(value: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value >= size:
+            return f"{value / size:,.4g} {unit}"
+    return f"{value} B"
+
+
+def collectives_json(report: CollectivesReport) -> dict[str, Any]:
+    points = [{**asdict(point), "algorithm_gb_s": point.algorithm_gb_s, "bus_gb_s": point.bus_gb_s} for point in report.points]
+    fits, missing = [asdict(fit) for fit in report.fits], [asdict(one) for one in report.missing]
+    return {"where": report.where, "points": points, "fits": fits, "missing": missing}
+
+
+# Ladders
+
+FIGURES = {"step_s": "step", "tensors_gib": "tensors", "exposed_s": "exposed communication", "bubble_s": "bubble"}
+
+
+def show_ladder(console: Console, ladder: Ladder) -> None:
+    columns = ("rung", "what it is", *(f"{name} (predicted)" for name in FIGURES.values()), "loss", "gain")
+    made = table(f"{ladder.name}: {ladder.what}", *columns, left=("rung", "what it is", "gain"))
+    for rung, gain in zip(ladder.rungs, gains(ladder.rungs), strict=True):
+        if rung.measured is None:
+            made.add_row(rung.name, rung.what, *("–" for _ in range(len(FIGURES) + 1)), rung.problem)
+        else:
+            made.add_row(rung.name, rung.what, *_ladder_cells(rung.measured, rung.predicted), f"{rung.loss:.4f}", gain)
+    console.print(made)
+
+
+def ladders_json(ladders: Sequence[Ladder]) -> dict[str, Any]:
+    return {"ladders": [asdict(ladder) for ladder in ladders]}
+
+
+def gains(rungs: Sequence[Rung]) -> list[str]:
+    """The gain of each rung over the one that ran before it."""
+    found, before = [], None
+    for rung in rungs:
+        if rung.measured is None or before is None:
+            found.append("–")
+        else:
+            memory = rung.measured.tensors_gib / before.tensors_gib - 1
+            found.append(f"{before.step_s / rung.measured.step_s:.2f}× the speed, {memory:+.0%} memory")
+        before = rung.measured or before
+    return found
+
+
+def _ladder_cells(measured: Figures, predicted: Figures | None) -> list[str]:
+    """Measured figures, with the prediction in brackets."""
+
+    def shown(side: Figures | None, name: str) -> str:
+        value = None if side is None else getattr(side, name)
+        if value is None or name != "tensors_gib":
+            return "–" if value is None else seconds(value)
+        return f"{value:,.2f} GiB" if value >= 0.1 else f"{value * 1024:,.1f} MiB"
+
+    return [f"{shown(measured, name)} ({shown(predicted, name)})" for name in FIGURES]
+
+
+# Layouts
+
+TRIAL_STYLES = {"measured": "green", "running": "yellow", "stopped early": "cyan", "failed": "bold red", "waiting": "dim"}
+
+
+@contextmanager
+def watching(asked: CandidateSet) -> Iterator[Callable[[SweepProgress], None]]:
+    """On a terminal a table that is redrawn; elsewhere a line for each trial that ends. Both on the error stream."""
+    console = terminal(to_errors=True)
+    if not console.is_terminal:
+        yield _TrialLines(console)
+        return
+    # Drawn by us alone: a thread that draws would be forked with the trials.
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        yield lambda progress: live.update(Group(_trial_table(asked, progress.rows), _status(progress)), refresh=True)
+
+
+class _TrialLines:
+    """Prints a line for each trial that ended since the last call."""
+
+    def __init__(self, console: Console) -> None:
+        self.console, self.printed = console, dict[str, int]()
+        self.first = True
+
+    def __call__(self, progress: SweepProgress) -> None:
+        for row in progress.rows:
+            record = row.record
+            if record is None or not record.ended or self.printed.get(row.candidate.name) == record.number:
+                continue
+            self.printed[row.candidate.name] = record.number
+            known = "known: " if self.first else ""
+            self.console.print(f"{known}{row.candidate.name}: {_outcome(row)}{_remaining(progress)}", soft_wrap=True)
+        self.first = False
+
+
+def _remaining(progress: SweepProgress) -> str:
+    done, left_s = f"; {progress.finished} of {len(progress.rows)}", progress.eta_s
+    if left_s is None:
+        return done
+    left = f"{left_s:.0f} s" if left_s < 90 else f"{left_s / 60:.0f} min" if left_s < 5400 else f"{left_s / 3600:.1f} h"
+    return f"{done}, about {left} left"
+
+
+def _status(progress: SweepProgress) -> Text:
+    doing = f"{progress.doing}: step {progress.step} of {progress.of_steps}" if progress.doing else "looking"
+    return Text(f"{doing}{_remaining(progress)}")
+
+
+def _outcome(row: TrialRow) -> str:
+    record = row.record
+    assert record is not None
+    if record.state == "failed":
+        return f"failed, {record.kind}: {record.reason}"
+    speed = "–" if record.tokens_per_s is None else f"{record.tokens_per_s:,.0f} tokens/s"
+    return speed if record.state == "measured" else f"{record.reason}: {speed}"
+
+
+def show_layouts(
+    console: Console, asked: CandidateSet, rows: Sequence[TrialRow], found: SweepVerdict | None, winner: Path | None
+) -> None:
+    console.print(_trial_table(asked, rows))
+    for row in rows:
+        record = row.record
+        if record is not None and record.state == "failed":
+            labelled(console, f"{row.candidate.name}:", "bold red", f"{record.kind}: {record.reason}")
+    if asked.left_out:
+        labelled(console, "left out", "yellow", "since the engine does not run them here:")
+        bullets(console, asked.left_out)
+    if found is None:
+        labelled(console, "nothing", "bold red", "was measured to its end")
+        return
+    console.print(_verdict(asked, found))
+    waiting = sum(row.record is None or not row.record.finished for row in rows)
+    if waiting:
+        console.print(f"{waiting} of {len(rows)} are still to measure: the same command continues with them")
+    if winner is not None:
+        console.print(f"The winner is in {winner}: ultrascale train {winner}", soft_wrap=True)
+
+
+def _verdict(asked: CandidateSet, found: SweepVerdict) -> str:
+    best, first = found.winner.candidate, found.first.candidate
+    which = "the planner's first choice" if asked.ranked else "the plan"
+    if best is first:
+        return f"Fastest: {best.layout}. It is {which}: no regret."
+    if found.regret is None:
+        record = found.first.record
+        why = "was not measured" if record is None or not record.reason else f"failed ({record.kind})"
+        return f"Fastest: {best.name}, {best.layout}; {which} {why}."
+    slower = f"{1 - 1 / (1 + found.regret):.1%}"
+    return f"Fastest: {best.name}, {best.layout}. {which.capitalize()} is {slower} slower: its regret."
+
+
+def _trial_table(asked: CandidateSet, rows: Sequence[TrialRow]) -> Table:
+    job, training = asked.base.job, asked.base.training
+    title = f"{job.model.name}, {job.sequences} × {job.seq:,} tokens per step, {asked.base.layout.gpus} processes, "
+    figures = ("tokens/s predicted", "measured", "error", f"over {rows[0].candidate.name}", "GiB predicted", "measured")
+    made = table(f"{title}{training.steps} steps", "", "layout", *figures, "state", left=("", "layout", "state"))
+    base = rows[0].record.tokens_per_s if rows[0].record is not None else None
+    for row in rows:
+        made.add_row(row.candidate.name, str(row.candidate.layout), *_trial_cells(row, base), _state(row))
+    return made
+
+
+def _trial_cells(row: TrialRow, base: float | None) -> tuple[str, ...]:
+    from ultrascale.measure.bench_trial import tensors_gib
+
+    predicted, record = row.candidate.predicted, row.record
+    rate = None if predicted is None else predicted.tokens_per_s
+    measured = record.tokens_per_s if record is not None else None
+    memory = record.tensors_gib if record is not None else None
+    return (
+        "–" if rate is None else f"{rate:,.0f}",
+        "–" if measured is None else f"{measured:,.0f}",
+        "–" if measured is None or rate is None else f"{rate / measured - 1:+.0%}",
+        "–" if measured is None or base is None else f"{measured / base:.2f}×",
+        "–" if predicted is None else _gib(tensors_gib(predicted)),
+        "–" if memory is None else _gib(memory),
+    )
+
+
+def _gib(value: float) -> str:
+    return f"{value:,.2f}" if value >= 1 else f"{value:.4f}"
+
+
+def _state(row: TrialRow) -> Text:
+    record = row.record
+    state = "waiting" if record is None else record.state
+    detail = f": {record.kind}" if record is not None and record.state == "failed" else ""
+    return Text(f"{state}{detail}", style=TRIAL_STYLES[state])
+
+
+def layouts_json(
+    asked: CandidateSet, rows: Sequence[TrialRow], found: SweepVerdict | None, storage: str, study: str
+) -> dict[str, Any]:
+    return {
+        "storage": storage,
+        "study": study,
+        "trials": [_trial_json(row) for row in rows],
+        "left_out": list(asked.left_out),
+        "winner": None if found is None else found.winner.candidate.name,
+        "first": rows[0].candidate.name,
+        "regret": None if found is None else found.regret,
+    }
+
+
+def _trial_json(row: TrialRow) -> dict[str, Any]:
+    from ultrascale.measure.bench_trial import tensors_gib
+
+    e, record = row.candidate.predicted, row.record
+    figures = e and {"tokens_per_s": e.tokens_per_s, "step_time_s": e.step_time_s, "tensors_gib": tensors_gib(e)}
+    return {
+        "name": row.candidate.name,
+        "layout": row.candidate.layout.model_dump(mode="json"),
+        "predicted": figures,
+        "trial": None if record is None else vars(record),
+    }
