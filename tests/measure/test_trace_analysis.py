@@ -56,7 +56,7 @@ def test_gradients_that_bunch_at_the_end(tmp_path: Path) -> None:
     """Three buckets of 100 µs, none hidden, in a step of 1.3 ms: with 12, and 25 µs each, all but the last could be."""
     said = sentence(found(tmp_path, reduction(3, 100, 0), **facts(gradient_bytes=24_000_000)), "Gradient reduction")
     assert said == (
-        "Gradient reduction bunches at the end: 3 buckets, 300.0 µs of 300.0 µs in the open, try 12 (train.bucket_mb=2)"
+        "Gradient reduction bunches at the end: 3 buckets, 300.0 µs of 300.0 µs exposed, try 12 (train.bucket_mb=2)"
     )
 
 
@@ -64,7 +64,7 @@ def test_gradients_of_another_engine(tmp_path: Path) -> None:
     """No word of ours, but DDP's forward: its own setting is named."""
     events = [one for one in reduction(1, 200, 0) if not str(one["name"]).startswith(("data", "backward"))]
     said = sentence(found(tmp_path, [span("DistributedDataParallel.forward", -195, -150), *events]), "Gradient reduction")
-    assert "1 bucket, 200.0 µs of 200.0 µs in the open, try 9 (bucket_cap_mb of torch's DDP)" in said
+    assert "1 bucket, 200.0 µs of 200.0 µs exposed, try 9 (bucket_cap_mb of torch's DDP)" in said
 
 
 def test_gradients_that_are_hidden_need_no_advice(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_gradients_that_wait_for_a_slow_rank(tmp_path: Path) -> None:
     for rank, each in ((0, 300.0), (1, 20.0)):
         write(tmp_path / f"rank{rank}.json", reduction(1, each, 0), rank=rank, **facts())
     said = sentence(analyse(read([tmp_path])), "Gradient reduction leaves")
-    assert "160.0 µs in the open" in said
+    assert "160.0 µs exposed" in said
     assert "takes 20.0 µs on the rank that comes last" in said
 
 
@@ -111,7 +111,7 @@ def test_exposed_exchanges_are_named_with_what_to_change(tmp_path: Path) -> None
     gpu.collective(90, 150, launched=-40)
     said = sentence(found(tmp_path, [span("tensor all_reduce", -41, -39), *gpu.events]), "tensor")
     assert said.startswith(
-        "tensor: 1 exchange a step, 50.0 µs (33%) in the open and 10.0 µs behind computing: try a smaller layout.tp"
+        "tensor: 1 collective per step, 50.0 µs (33%) exposed and 10.0 µs overlapped: try a smaller layout.tp"
     )
 
 

@@ -25,14 +25,14 @@ MOST_BUCKETS = 64
 LARGE = 2**20  # bytes of pageable memory in a step: a loss that is read is less
 
 ADVICE = {
-    "tensor": "a smaller layout.tp, or a larger layout.mbs, whose products last longer beside the same number of exchanges",
-    "context": "a smaller layout.cp, or context_parallel=zigzag, whose exchanges run behind attention",
+    "tensor": "a smaller layout.tp, or a larger layout.mbs, whose matmuls last longer beside the same number of collectives",
+    "context": "a smaller layout.cp, or context_parallel=zigzag, whose communication hides behind attention",
     "expert": "a smaller layout.ep, or experts kept within one node",
     "pipeline": "more micro-batches (layout.gas), or a schedule with a smaller bubble",
     "zero": "a larger layout.mbs, so that a layer computes for longer than its weights take to come, or a lower layout.zero",
     "data": "more micro-batches between reductions (layout.gas), or train.compress=bf16",
     "bookkeeping": "ranks that have as much to do as the slowest: these wait for it at the end of a step",
-    "unknown": "names for process groups (group_desc), so that the next trace tells whose exchanges these are",
+    "unknown": "names for process groups (group_desc), so that the next trace names their technique",
 }
 
 
@@ -50,9 +50,9 @@ def _overall(ranks: Sequence[RankTime]) -> str:
     step = _step_s(ranks)
     parts = {
         "computing": mean(one.mean(lambda step: step.computing_s) for one in ranks),
-        "exchanging with nothing to hide behind": mean(one.mean(lambda step: step.exchanging_s) for one in ranks),
-        "both at once": mean(one.mean(lambda step: step.both_s) for one in ranks),
-        "neither": mean(one.mean(lambda step: step.neither_s) for one in ranks),
+        "exposed communication": mean(one.mean(lambda step: step.exchanging_s) for one in ranks),
+        "overlapped": mean(one.mean(lambda step: step.both_s) for one in ranks),
+        "idle": mean(one.mean(lambda step: step.neither_s) for one in ranks),
     }
     shares = ", ".join(f"{part / step:.0%} {name}" for name, part in parts.items())
     who = "the rank" if len(ranks) == 1 else f"the mean of {len(ranks)} ranks"
@@ -77,8 +77,8 @@ def _exposed(ranks: Sequence[RankTime], but: set[str]) -> Iterator[str]:
             number = round(calls[technique])
             hidden = seconds(hidden_s[technique]) if hidden_s[technique] > 0 else "none"
             yield (
-                f"{technique}: {number:,} {'exchange' if number == 1 else 'exchanges'} a step, {seconds(time_s)} "
-                f"({time_s / step:.0%}) in the open and {hidden} behind computing: try {ADVICE[technique]}"
+                f"{technique}: {number:,} {'collective' if number == 1 else 'collectives'} per step, {seconds(time_s)} "
+                f"({time_s / step:.0%}) exposed and {hidden} overlapped: try {ADVICE[technique]}"
             )
 
 
@@ -97,10 +97,10 @@ def _buckets(ranks: Sequence[RankTime]) -> Iterator[str]:
     if open_s < WORTH * step:
         return
     if layout.get("data_parallel") == "naive":
-        yield f"Gradients are reduced after backward, {seconds(open_s)} in the open: try layout.data_parallel=bucketed"
+        yield f"Gradients are reduced after backward, {seconds(open_s)} exposed: try layout.data_parallel=bucketed"
     elif len(found) > 1 and open_s > 2 * last.time_s:
         yield (
-            f"Gradient reduction leaves {seconds(open_s)} in the open ({open_s / step:.0%}) but takes {seconds(last.time_s)} "
+            f"Gradient reduction leaves {seconds(open_s)} exposed ({open_s / step:.0%}) but takes {seconds(last.time_s)} "
             f"on the rank that comes last ({what}): data ranks are out of step; look for what slows that one down"
         )
     elif behind_s is not None and last.time_s > behind_s:
@@ -113,7 +113,7 @@ def _buckets(ranks: Sequence[RankTime]) -> Iterator[str]:
         held = run.get("gradient_bytes") or last.bytes
         how = f" (train.bucket_mb={max(0.1, held / better / 1e6):.2g})" if run and held else " (bucket_cap_mb of torch's DDP)"
         yield (
-            f"Gradient reduction bunches at the end: {what}, {seconds(open_s)} of {seconds(last.time_s)} in the open, "
+            f"Gradient reduction bunches at the end: {what}, {seconds(open_s)} of {seconds(last.time_s)} exposed, "
             f"try {better}{how}"
         )
 
