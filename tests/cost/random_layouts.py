@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from builders import make_job
 from ultrascale.cost.legality import divisors, problem
+from ultrascale.schedules import REGISTRY
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 
@@ -46,10 +47,9 @@ def from_choices(job: Job, choose: Any) -> Layout | None:
     zero = choose([0, 1, 2, 3])
     schedule, loops = "1f1b", 1
     if pp > 1:
-        schedule = choose(["afab", "1f1b", "interleaved", "zero-bubble", "zb-v", "dualpipe-v"])
-        loops = {"interleaved": choose([2, 3, 4]), "zero-bubble": choose([1, 2, 3]), "zb-v": 2, "dualpipe-v": 2}.get(
-            schedule, 1
-        )
+        spec = REGISTRY[choose(list(REGISTRY))]
+        schedule = spec.name
+        loops = choose([v for v in (1, 2, 3, 4) if spec.takes(v)])
     layout = Layout(
         tp=tp,
         pp=pp,

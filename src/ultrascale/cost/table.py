@@ -19,7 +19,7 @@ from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.memory.estimate import InFlightMicrobatches, peak_parts
 from ultrascale.cost.network import mesh
 from ultrascale.cost.step import component_times, depends_on, end_of_step
-from ultrascale.schedules import REGISTRY, deferred, in_flight, legal_mask, makespan
+from ultrascale.schedules import REGISTRY, held_microbatches, legal_mask, makespan, stages_of
 from ultrascale.specs.job import Job
 
 Variant = tuple[str, int]
@@ -125,7 +125,7 @@ def _peaks(job: Job, cores: LayoutColumns, variants: Sequence[Variant], legal: A
         parts = peak_parts(job, cores, stages.constant_share(share, len(cores)))
         for number, rank in holders:
             name, loops = variants[number]
-            here = waiting(name, pp, rank, gas, loops).take(of)
+            here = waiting(job, name, pp, rank, gas, loops).take(of)
             np.maximum(found[number], parts.total(job, here), out=found[number])
         if rows is not None:
             peak[:, rows] = found
@@ -155,16 +155,16 @@ def _by_share(job: Job, pp: int, variants: Sequence[Variant]) -> list[tuple[tupl
     return ordered
 
 
-def waiting(name: str, pp: int, rank: int, gas: Array, loops: int) -> InFlightMicrobatches:
-    """The closed forms of schedules/registry.py in micro-batches' worth: chunks over chunks per rank."""
+def waiting(job: Job, name: str, pp: int, rank: int, gas: Array, loops: int) -> InFlightMicrobatches:
+    """The closed forms of schedules/registry.py in micro-batches' worth of the rank's layers."""
     one, none = np.ones(len(gas)), np.zeros(len(gas))
     if pp == 1:
         return InFlightMicrobatches(one, none, none)
-    held = in_flight(name, pp, rank, gas, loops) / loops
-    put_off = deferred(name, pp, rank, gas, loops) / loops
-    spec = REGISTRY[name]
+    spec, layers = REGISTRY[name], stages.chunk_layers(job, pp, loops)
+    own = [layers[chunk] for chunk in stages_of(rank, pp, loops, spec.v_shaped)]
+    held, put_off = held_microbatches(name, pp, rank, gas, own)
     losses = np.asarray(held - 1 if spec.holds_all else none)
-    return InFlightMicrobatches(held, np.asarray(put_off), losses, together=not spec.v_shaped, one=1 / loops)
+    return InFlightMicrobatches(held, np.asarray(put_off), losses, together=not spec.defers_last, one=1 / loops)
 
 
 def _steps(

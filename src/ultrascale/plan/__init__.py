@@ -1,6 +1,6 @@
 """The recipe: fit, reach the batch, go fast. Every legal layout is asked, the rules explain the answer."""
 
-from ultrascale.plan.objective import OBJECTIVES, Objective
+from ultrascale.plan.candidates import OBJECTIVES, Objective
 from ultrascale.plan.search import Result, plan
 
 __all__ = ["OBJECTIVES", "Objective", "Result", "plan"]

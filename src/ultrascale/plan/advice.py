@@ -1,7 +1,8 @@
-"""What to do when the wish cannot be met as it stands: the nearest batch, the smallest change that makes a job fit."""
+"""Advice where a job cannot be met as it stands: the nearest batch, the smallest change that makes it fit."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -131,45 +132,44 @@ def smaller_clusters(job: Job) -> list[Job]:
     return jobs
 
 
+Alternatives = Iterator[tuple[str, Job, LayoutConstraints]]
+
+
 def no_fit(job: Job, wishes: LayoutConstraints, peak_bytes: float, layout: Layout) -> NoFit:
     """Tries, in the order of what they cost: the host's memory, narrower states, more GPUs, larger GPUs, shorter sequences."""
-    changes = [
-        *_with_offload(job, wishes),
-        *_with_narrower_states(job, wishes),
-        *_with_more_gpus(job, wishes),
-        *_with_larger_gpu(job, wishes),
-        *_with_shorter_sequence(job, wishes),
-    ]
+    ways = (_offload, _narrower_states, _more_gpus, _larger_gpu, _shorter_sequence)
+    changes = [change for way in ways if (change := _first_that_fits(way(job, wishes))) is not None]
     return NoFit(layout, peak_bytes / GIB, job.cluster.gpu.memory_gib, tuple(changes))
 
 
-def _with_offload(job: Job, wishes: LayoutConstraints) -> list[Change]:
-    if "offload" in wishes.fixed:
-        return []
-    for where in ("optimizer", "parameters"):
-        fixed = {**wishes.fixed, "offload": where}
-        found = fastest(job, LayoutConstraints(fixed, wishes.forbidden))
-        if found is not None:
-            return [_change(f"keep the {where} on the host (--fix offload={where})", job, found)]
-    return []
+def _first_that_fits(alternatives: Alternatives) -> Change | None:
+    for text, job, wishes in alternatives:
+        layout = fastest(job, wishes)
+        if layout is not None:
+            predicted = estimate(job, layout)
+            words = f"{text}: {predicted.peak_gib:,.1f} GiB, {predicted.tokens_per_s_per_gpu:,.0f} tokens/s/GPU with {layout}"
+            return Change(words, job, layout, predicted)
+    return None
 
 
-def _with_narrower_states(job: Job, wishes: LayoutConstraints) -> list[Change]:
+def _offload(job: Job, wishes: LayoutConstraints) -> Alternatives:
+    if "offload" not in wishes.fixed:
+        for where in ("optimizer", "parameters"):
+            fixed = LayoutConstraints({**wishes.fixed, "offload": where}, wishes.forbidden)
+            yield f"keep the {where} on the host (--fix offload={where})", job, fixed
+
+
+def _narrower_states(job: Job, wishes: LayoutConstraints) -> Alternatives:
     for fields, flags in (
         ({"gradients": "bf16"}, "--gradients bf16"),
         ({"optimizer": "adamw-8bit"}, "--optimizer adamw-8bit"),
         ({"gradients": "bf16", "optimizer": "adamw-8bit"}, "--gradients bf16 --optimizer adamw-8bit"),
     ):
-        if all(getattr(job, name) == value for name, value in fields.items()) or job.precision == "fp32":
-            continue
-        changed = job.changed(**fields)
-        found = fastest(changed, wishes)
-        if found is not None:
-            return [_change(f"store states in fewer bytes ({flags})", changed, found)]
-    return []
+        if job.precision != "fp32" and any(getattr(job, name) != value for name, value in fields.items()):
+            yield f"store states in fewer bytes ({flags})", job.changed(**fields), wishes
 
 
-def _with_more_gpus(job: Job, wishes: LayoutConstraints) -> list[Change]:
+def _more_gpus(job: Job, wishes: LayoutConstraints) -> Alternatives:
     gpus = job.cluster.gpus
     while gpus < MOST_GPUS:
         gpus *= 2
@@ -177,41 +177,24 @@ def _with_more_gpus(job: Job, wishes: LayoutConstraints) -> list[Change]:
             larger = job.changed(cluster=job.cluster.resized(gpus))
         except SpecError:
             continue
-        found = fastest(larger, wishes)
-        if found is not None:
-            return [_change(f"use {gpus} GPUs of the same kind (--cluster {gpus}x{job.cluster.gpu.name})", larger, found)]
-    return []
+        yield f"use {gpus} GPUs of the same kind (--cluster {gpus}x{job.cluster.gpu.name})", larger, wishes
 
 
-def _with_larger_gpu(job: Job, wishes: LayoutConstraints) -> list[Change]:
+def _larger_gpu(job: Job, wishes: LayoutConstraints) -> Alternatives:
     here = job.cluster.gpu
     larger = [g for g in GPU.presets().values() if g.memory_gib > here.memory_gib and g.vendor == here.vendor]
     for kind in sorted(larger, key=lambda g: g.memory_gib):
         slower = kind.peak_tflops.get(job.precision, 0.0) < here.peak_tflops[job.precision]
-        if slower or job.cluster.gpus % kind.gpus_per_node:
-            continue
-        changed = job.changed(cluster=type(job.cluster).load(f"{job.cluster.gpus}x{kind.name}"))
-        found = fastest(changed, wishes)
-        if found is not None:
-            return [_change(f"use GPUs with {kind.memory_gib:.0f} GiB (--cluster {changed.cluster.label})", changed, found)]
-    return []
+        if not slower and job.cluster.gpus % kind.gpus_per_node == 0:
+            changed = job.changed(cluster=type(job.cluster).load(f"{job.cluster.gpus}x{kind.name}"))
+            yield f"use GPUs with {kind.memory_gib:.0f} GiB (--cluster {changed.cluster.label})", changed, wishes
 
 
-def _with_shorter_sequence(job: Job, wishes: LayoutConstraints) -> list[Change]:
+def _shorter_sequence(job: Job, wishes: LayoutConstraints) -> Alternatives:
     seq = job.seq
     while seq % 2 == 0 and seq > 512:
         seq //= 2
-        changed = job.changed(seq=seq)
-        found = fastest(changed, wishes)
-        if found is not None:
-            return [_change(f"train on sequences of {seq:,} tokens (--seq {seq})", changed, found)]
-    return []
-
-
-def _change(text: str, job: Job, layout: Layout) -> Change:
-    predicted = estimate(job, layout)
-    words = f"{text}: {predicted.peak_gib:,.1f} GiB, {predicted.tokens_per_s_per_gpu:,.0f} tokens/s/GPU with {layout}"
-    return Change(words, job, layout, predicted)
+        yield f"train on sequences of {seq:,} tokens (--seq {seq})", job.changed(seq=seq), wishes
 
 
 def fastest(job: Job, wishes: LayoutConstraints) -> Layout | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout, field_value
 
+Objective = Literal["throughput", "cost", "memory"]  # the fastest step, the least GPU time per token, the least memory
+OBJECTIVES: tuple[str, ...] = get_args(Objective)
 DEGREES = ("dp", "tp", "pp", "cp", "ep")
 # What `--forbid cp` leaves: the value at which the technique is off.
 OFF: dict[str, Any] = {

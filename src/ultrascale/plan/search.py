@@ -15,8 +15,7 @@ from ultrascale.cost.estimate import DraftEstimate, StageFill, held, timed, whol
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.legality import check
 from ultrascale.plan import advice, reasons
-from ultrascale.plan.candidates import LayoutConstraints, cores, why_empty
-from ultrascale.plan.objective import OBJECTIVES, Objective
+from ultrascale.plan.candidates import OBJECTIVES, LayoutConstraints, Objective, cores, why_empty
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout

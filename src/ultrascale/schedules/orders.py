@@ -105,6 +105,12 @@ def zb_v(ranks: int, rank: int, microbatches: int) -> list[int]:
     ]
 
 
+def zb_v_held(p: Ints, r: Ints, m: Ints) -> tuple[Ints, Ints]:
+    """As `BuildingBlock.held`: with a forward of the first stage or of the second, and when the most are put off."""
+    first, second = (2 * p - r, r + 0 * p), (2 * p - r - 1, r + 1 + 0 * p)
+    return np.minimum(m, np.asarray([first, second])), np.minimum(m, np.asarray([(r + 1, r)]))
+
+
 def dualpipe_v(ranks: int, rank: int, microbatches: int) -> list[int]:
     """DualPipe (DeepSeek-V3, 2024) cut to a V (Sea AI Lab): forwards run paired with backwards to hide traffic."""
     ahead = ranks - 1 - rank
@@ -124,6 +130,11 @@ def dualpipe_v(ranks: int, rank: int, microbatches: int) -> list[int]:
         *[WU, ID] * ahead,
         *[WU] * (rank + 1),
     ]
+
+
+def dualpipe_v_held(p: Ints, r: Ints, m: Ints) -> tuple[Ints, Ints]:
+    """As `BuildingBlock.held`: the forward of a pair starts before its backward ends."""
+    return np.asarray([(2 * p - r + 0 * m, r + 1 + 0 * (p + m))]), np.asarray([((r + 2) // 2 + 0 * m, (r + 1) // 2 + 0 * m)])
 
 
 # ------------------------------------------------------------------------------------------------------- building blocks of a V
@@ -171,22 +182,22 @@ class BuildingBlock:
         paired = np.zeros(order.size, dtype=bool)
         return ActionArrays(ranks, 2, microbatches, _KIND[which].ravel(), stage.ravel(), microbatch.ravel(), paired, start)
 
-    def in_flight(self, p: Ints, r: Ints, m: Ints, v: Ints) -> Ints:
-        return self._most(p, r, m, FORWARDS)
+    def held(self, p: Ints, r: Ints, m: Ints) -> tuple[Ints, Ints]:
+        """Chunks in flight, and those whose weight gradient waits: moments × stages of the rank × rows."""
+        return self._levels(p, r, m, FORWARDS), self._levels(p, r, m, INPUTS)
 
-    def deferred(self, p: Ints, r: Ints, m: Ints, v: Ints) -> Ints:
-        return self._most(p, r, m, INPUTS)
-
-    def _most(self, p: Ints, r: Ints, m: Ints, begin: slice) -> Ints:
-        """The most chunks between `begin` and the end of their weight gradient, looked at whenever one begins."""
+    def _levels(self, p: Ints, r: Ints, m: Ints, begin: slice) -> Ints:
+        """Chunks between `begin` and the end of their weight gradient, looked at whenever one begins."""
         p, r, m = np.broadcast_arrays(p, r, m)
         slots = self.slots(p, r)[..., None]
         begins, ends, m = slots[begin], slots[WEIGHTS], m[..., None]
         moments = begins + PASSES * np.arange(slots.max() // PASSES + 1)
-        level = np.zeros(moments.shape, dtype=np.int64)
-        for began, ended in zip(begins, ends, strict=True):
-            level += np.clip((moments - began) // PASSES + 1, 0, m) - np.clip((moments - 1 - ended) // PASSES + 1, 0, m)
-        return np.asarray(level.max(axis=(0, -1)))
+        levels = [
+            np.clip((moments - began) // PASSES + 1, 0, m) - np.clip((moments - 1 - ended) // PASSES + 1, 0, m)
+            for began, ended in zip(begins, ends, strict=True)
+        ]
+        by_moment = np.moveaxis(np.stack(levels, axis=1), -1, 0)
+        return by_moment.reshape(-1, *by_moment.shape[2:])
 
 
 V_HALF = BuildingBlock(up=2, at_loss=lambda p: 1 + 0 * p, at_fold=lambda p: np.where(p % 2 == 0, 5, 2))

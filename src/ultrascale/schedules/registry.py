@@ -6,9 +6,10 @@ Letters of the closed forms: P ranks, r the rank, m micro-batches, v stages per 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,10 +17,22 @@ from numpy.typing import ArrayLike, NDArray
 from ultrascale.schedules import formulas
 from ultrascale.schedules.actions import KINDS, Action, ActionArrays, Schedule
 from ultrascale.schedules.formulas import Floats, Shape
-from ultrascale.schedules.orders import V_HALF, V_MIN, Ints, dualpipe_v, looped, rounds, v_shaped, zb_v
+from ultrascale.schedules.orders import (
+    V_HALF,
+    V_MIN,
+    Ints,
+    dualpipe_v,
+    dualpipe_v_held,
+    looped,
+    rounds,
+    v_shaped,
+    zb_v,
+    zb_v_held,
+)
 from ultrascale.specs.errors import SpecError, nearest
 
-Counts = Callable[[Ints, Ints, Ints, Ints], Ints]
+Counts = Callable[[Ints, Ints, Ints, Ints], Ints]  # of P, r, m and v
+HeldChunks = Callable[[Ints, Ints, Ints], tuple[Ints, Ints]]  # of P, r and m: moments × stages of the rank × rows, each
 
 
 @dataclass(frozen=True)
@@ -37,6 +50,8 @@ class ScheduleSpec:
     in_rounds: bool = False  # micro-batches pass the stages of a rank in equal rounds
     v_shaped: bool = False  # rank r holds stages r and 2·P − 1 − r
     deferred: Counts | None = None  # the most chunks that wait for their weight gradient; None: the backward is not split
+    held: HeldChunks | None = None  # of a V: chunks in flight and deferred, by stage of the rank
+    defers_last: bool = False  # weight gradients wait only while the pipeline drains
     holds_all: bool = False  # no backward begins before the last forward has ended
     ladder: tuple[str, str] | None = None  # its rung in the playbook's ladder of schedules: name, and what it changes
     torch_name: str | None = None  # its class in torch.distributed.pipelining, less the word Schedule
@@ -51,7 +66,18 @@ class ScheduleSpec:
         return virtual_stages >= self.least_stages and virtual_stages <= (self.most_stages or virtual_stages)
 
 
-_VShaped = partial(ScheduleSpec, least_stages=2, most_stages=2, v_shaped=True)
+def _v_shaped(name: str, held: HeldChunks, **fields: Any) -> ScheduleSpec:
+    return ScheduleSpec(
+        name,
+        in_flight=lambda p, r, m, v: held(p, r, m)[0].sum(axis=1).max(axis=0),
+        deferred=lambda p, r, m, v: held(p, r, m)[1].sum(axis=1).max(axis=0),
+        held=held,
+        least_stages=2,
+        most_stages=2,
+        v_shaped=True,
+        **fields,
+    )
+
 
 REGISTRY = {
     spec.name: spec
@@ -101,41 +127,39 @@ REGISTRY = {
             ladder=("zero bubble", "weight gradients apart, where the bubble was"),
             torch_name="InterleavedZeroBubble",
         ),
-        _VShaped(  # Qi 2024
+        _v_shaped(  # Qi 2024
             name="zb-v",
             label="Stages folded into a V, so that the first rank has the loss: almost no bubble, as little memory as 1f1b.",
             lists=partial(v_shaped, words_of=zb_v),
-            in_flight=lambda p, r, m, v: np.minimum(np.minimum(2 * m, m + 1 + r), 2 * p),
+            held=zb_v_held,
             makespan=formulas.zb_v,
-            deferred=lambda p, r, m, v: np.minimum(2 * r + 1, m * v),
+            defers_last=True,
             torch_name="ZBVZeroBubble",
         ),
-        _VShaped(  # DeepSeek-V3 2024, cut to a V by Sea AI Lab
+        _v_shaped(  # DeepSeek-V3 2024, cut to a V by Sea AI Lab
             name="dualpipe-v",
             label="A forward and a backward at once, so that each one's messages hide behind the other.",
             lists=partial(v_shaped, words_of=dualpipe_v, by_debt=True),
-            in_flight=lambda p, r, m, v: 2 * p + 1 + 0 * (m + r),
+            held=dualpipe_v_held,
             makespan=formulas.dualpipe_v,
             least_rounds=2,
-            deferred=lambda p, r, m, v: np.minimum(r + 1, m * v),
+            defers_last=True,
             ladder=("DualPipe", "two chunks folded to a V, weight gradients apart"),
             torch_name="DualPipeV",
         ),
-        _VShaped(  # Qi, Wan, Huang, Lin 2024, with V-Min
+        _v_shaped(  # Qi, Wan, Huang, Lin 2024, with V-Min
             name="v-half",
             label="A V whose passes follow each other closely: half the activations of 1f1b, and half its bubble.",
             lists=V_HALF.lists,
-            in_flight=V_HALF.in_flight,
+            held=V_HALF.held,
             makespan=formulas.v_half,
-            deferred=V_HALF.deferred,
         ),
-        _VShaped(
+        _v_shaped(
             name="v-min",
             label="A V whose passes follow each other at once: a third of the activations of 1f1b, if F, I and W are alike.",
             lists=V_MIN.lists,
-            in_flight=V_MIN.in_flight,
+            held=V_MIN.held,
             makespan=formulas.v_min,
-            deferred=V_MIN.deferred,
         ),
     )
 }
@@ -236,7 +260,7 @@ def lists(name: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> 
 
 def in_flight(name: str, ranks: ArrayLike, rank: ArrayLike, microbatches: ArrayLike, virtual_stages: ArrayLike = 1) -> Ints:
     """Chunk activations (one stage's share of one micro-batch) that `rank` holds at its peak, all chunks alike: exact."""
-    p, r, m, v = (np.asarray(x, dtype=np.int64) for x in (ranks, rank, microbatches, virtual_stages))
+    p, r, m, v = np.broadcast_arrays(*(np.asarray(x, dtype=np.int64) for x in (ranks, rank, microbatches, virtual_stages)))
     return spec_of(name).in_flight(p, r, m, v)
 
 
@@ -245,9 +269,25 @@ def deferred(name: str, ranks: ArrayLike, rank: ArrayLike, microbatches: ArrayLi
 
     A waiting chunk keeps what its weight gradients need: with recomputation that is more than what it kept before.
     """
-    p, r, m, v = (np.asarray(x, dtype=np.int64) for x in (ranks, rank, microbatches, virtual_stages))
+    p, r, m, v = np.broadcast_arrays(*(np.asarray(x, dtype=np.int64) for x in (ranks, rank, microbatches, virtual_stages)))
     owed = spec_of(name).deferred
     return 0 * (p + r + m) if owed is None else owed(p, r, m, v)
+
+
+def held_microbatches(
+    name: str, ranks: int, rank: int, microbatches: ArrayLike, layers: Sequence[int]
+) -> tuple[Floats, Floats]:
+    """`in_flight` and `deferred` in micro-batches' worth of a rank whose stages have so many layers each.
+
+    Exact for one stage per rank and for a V; where more stages are looped they are taken for alike.
+    """
+    spec, v = spec_of(name), len(layers)
+    p, r, m = np.broadcast_arrays(*(np.asarray(x, dtype=np.int64) for x in (ranks, rank, microbatches)))
+    if spec.held is None:
+        return in_flight(name, p, r, m, v) / v, deferred(name, p, r, m, v) / v
+    weights = np.asarray(layers, dtype=np.float64) / sum(layers)
+    chunks, put_off = (np.tensordot(weights, levels, axes=(0, 1)).max(axis=0) for levels in spec.held(p, r, m))
+    return chunks, put_off
 
 
 def makespan(

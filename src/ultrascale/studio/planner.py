@@ -19,7 +19,7 @@ from ultrascale.export import targets
 from ultrascale.export.common import File
 from ultrascale.figures import plan as plan_figures
 from ultrascale.figures import search as search_figures
-from ultrascale.plan.objective import OBJECTIVES, Objective
+from ultrascale.plan.candidates import OBJECTIVES, Objective
 from ultrascale.plan.search import LayoutPreview, Result, explained
 from ultrascale.plan.search import plan as search
 from ultrascale.report.of_plan import headline, plan_page, verdict

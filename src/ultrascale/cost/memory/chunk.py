@@ -1,7 +1,8 @@
-"""Sizes on one chunk of a pipeline rank, and what FSDP2 holds there of parameters and gradients."""
+"""Sizes on one chunk of a pipeline rank: activations, what FSDP2 holds of parameters and gradients, buffers of collectives."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -289,3 +290,58 @@ class ChunkMemory:
         sent_before = several | ~(all_in_flight | self.first_backward)
         sends = (columns.pp > 1) & ((self.share.embedding == 0) | several) & sent_before
         return np.where(sends, self.residual, 0.0)
+
+    # All buffers at once, for engines whose allocations were not traced: a planner must not promise too much.
+
+    @cached_property
+    def concurrent_buffers(self) -> Array:
+        return np.asarray(sum(size for _, size in self._concurrent_buffers()))
+
+    def _concurrent_buffers(self) -> Iterator[tuple[str, Array]]:
+        job, columns, held = self.job, self.columns, self.held
+        model, b, g, wide = job.model, compute_bytes(job), gradient_bytes(job), self.full_sequence
+        # Experts are sharded over the data ranks that ep leaves them: with ep = shards there is nothing of them to gather.
+        elsewhere = 1 - 1 / columns.shards
+        not_own = held.trunk * elsewhere + held.experts * (1 - 1 / np.maximum(1, columns.shards / columns.ep))
+        # ZeRO-3: this layer and the one prefetched, embedding and head; never more than the parameters that live elsewhere.
+        two_layers = b * (2 * held.layer + held.ends)
+        least = np.minimum(
+            self.fp8_prefetched(0 * self.share.layers), self.fp8_prefetched(np.maximum(0, self.share.layers - 2))
+        )
+        of_rank = states.fp8_on_rank(job, columns, self.rank_share).elements
+        most = np.minimum(two_layers - states.fp8_saving(job, least), b * not_own - states.fp8_saving(job, of_rank * elsewhere))
+        gathered = np.where((columns.zero == 3) & (columns.keep_gathered == 0), most, 0.0)
+        yield "unsharded parameters", np.where(columns.is_("offload", "parameters"), two_layers, gathered)
+        if g != b:
+            yield "fresh weight gradients", b * (held.total if job.framework.accumulation == "after-backward" else held.layer)
+        reduced = held.layer
+        if job.framework.states == "fp32":
+            # FSDP reduce-scatters a chunk's gradients together where backward is split: its hooks do not see deferred ones.
+            reduced = np.where(columns.split_backward, held.total / columns.virtual_stages, reduced)
+        yield "reduce-scatter input", np.where(columns.zero >= 2, g * np.minimum(reduced, not_own), 0.0)
+        yield "gathered sequence", np.where((columns.tp > 1) & (columns.sequence_parallel == 1), wide, 0.0)
+        yield "received activations and gradients", np.where(columns.pp > 1, 2 * wide / columns.sequence_cut, 0.0)
+        yield "keys and values of other ranks", self._context_buffers()
+        if model.moe is not None:
+            routed = job.cluster.efficiency.expert_imbalance * model.moe.top_k * wide
+            sent = routed / columns.routed_cut(job.framework.transformer_engine)
+            yield "dispatched tokens", np.where(columns.ep > 1, sent, 0.0)
+        if job.framework.expert_overlap == "microbatches":
+            for count, moe, layer in self.layers:
+                if moe:
+                    yield "a layer of the micro-batch that hides the all-to-all", np.where(count > 0, layer.whole, 0.0)
+
+    def _context_buffers(self) -> Array:
+        """Ring: the block at work and the next, of values and in backward of gradients. All-gather: keys and values of the
+        whole sequence. Ulysses: q, k and v a second time, cut by heads.
+        """
+        job, columns, model, b = self.job, self.columns, self.job.model, compute_bytes(self.job)
+        tokens = columns.tokens(job.seq)
+        kv_width = 2 * model.kv_dim if model.mla is None else model.heads * (model.qk_head_dim + model.v_head_dim)
+        kv_cut = np.minimum(columns.tp, model.kv_heads if model.mla is None else model.heads)
+        keys_and_values = b * tokens * kv_width / kv_cut
+        queries = b * tokens * model.heads * model.qk_head_dim / columns.tp
+        ring = columns.is_("context_parallel", "ring") | columns.is_("context_parallel", "zigzag")
+        gather = columns.is_("context_parallel", "allgather")
+        each = np.where(ring, 2 * keys_and_values, np.where(gather, columns.cp * keys_and_values, queries + keys_and_values))
+        return np.where(columns.cp > 1, each, 0.0)

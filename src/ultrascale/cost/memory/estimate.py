@@ -140,7 +140,7 @@ def chunk_parts(job: Job, columns: LayoutColumns, share: RankShare, rank_share: 
         forward_end, weight_grads = live.at(ChunkEvent.FORWARD_END), live.at(ChunkEvent.WEIGHT_GRADS)
         backward_start, backward_end = live.at(ChunkEvent.BACKWARD_START), tensors.backward_end(chunk, live)
     else:
-        forward_end = weight_grads = MemoryPoint(nothing, tensors.concurrent_buffers(chunk), gradients, nothing)
+        forward_end = weight_grads = MemoryPoint(nothing, chunk.concurrent_buffers, gradients, nothing)
         backward_start = backward_end = MemoryPoint(nothing, nothing, gradients, nothing)
     return ChunkParts(
         **vars(parts),
@@ -173,12 +173,15 @@ def _peak_parts(chunk: ChunkMemory) -> PeakParts:
         uncounted = of_head - np.where(single & job.framework.exact_memory_trace, chunk.head_gradient, 0.0)
         made = np.where(single, at_last, layer.gradients)
         layer = replace(layer, activations=layer.activations + uncounted, gradients=made)
+    # A search gives the schedule apart from the rows: none of them is split in itself.
+    reuse = job.framework.exact_memory_trace and not columns.split_backward.any()
+    split_layer = layer if reuse else tensors.layer_backward(chunk, state.gradients, split=True)
     return PeakParts(
         state,
         chunk.saved,
         chunk.deferred,
         layer,
-        tensors.layer_backward(chunk, state.gradients, split=True),
+        split_layer,
         loss,
         np.asarray(chunk.share.head * chunk.head.saved),
         job.cluster.efficiency.allocator_slack,

@@ -2,7 +2,7 @@
 
 There are two ways to count. The allocations of our own engine were traced operator by operator (`exact_memory_trace`,
 docs/rehearse.md), so that every tensor has the events between which it is live. For other engines a planner must not promise
-too much: all buffers are taken to be live at once (`concurrent_buffers`).
+too much: all buffers are taken to be live at once (`ChunkMemory.concurrent_buffers`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from ultrascale.cost.columns import Array
 from ultrascale.cost.memory.activations import LayerActivations
 from ultrascale.cost.memory.chunk import ChunkMemory
-from ultrascale.cost.memory.states import FP32, compute_bytes, fp8_on_rank, fp8_saving, gradient_bytes, lean, uncut
+from ultrascale.cost.memory.states import FP32, compute_bytes, gradient_bytes, lean, uncut
 from ultrascale.cost.memory.walker import Live, MemoryPoint, TensorLifetime, activation, buffer, fullest, walk
 
 
@@ -84,7 +84,7 @@ def layer_backward(chunk: ChunkMemory, gradients: Array, split: bool) -> MemoryP
         for count, _, layer in chunk.layers:
             own = layer.gradients if split else layer.recomputed + layer.gradients
             most = np.maximum(most, np.where(count > 0, own, 0.0))
-        return MemoryPoint(most, concurrent_buffers(chunk), gradients, np.zeros(rows))
+        return MemoryPoint(most, chunk.concurrent_buffers, gradients, np.zeros(rows))
     deferring = chunk.columns.split_backward & split
     found = nothing = MemoryPoint.nothing(rows)
     for count, moe, layer in chunk.layers:
@@ -326,26 +326,19 @@ def _beside_layer(
     yield TensorLifetime("gradients", "gradients", np.where(chunk.single_backward, made, gradients), start, end)
 
 
-CHUNK_LOSS = (ChunkEvent.LOSS_FORWARD, ChunkEvent.LOSS, ChunkEvent.FINAL_NORM)
-
-
 def chunk_events(chunk: ChunkMemory, gradients: Array) -> Live:
     """A chunk of a traced engine outside its layers' backward."""
     return walk(_chunk_tensors(chunk, gradients), ChunkEvent.END, len(chunk.columns))
 
 
 def loss_peak(chunk: ChunkMemory, gradients: Array) -> MemoryPoint:
+    """The peak of head and loss; the final norm in fp32 outweighs few logits."""
     if not chunk.job.framework.exact_memory_trace:
         loss = np.asarray(chunk.share.head * chunk.head.peak)
-        return MemoryPoint(loss, concurrent_buffers(chunk), gradients, 0.0 * loss)
-    return loss_of(chunk, chunk_events(chunk, gradients))
-
-
-def loss_of(chunk: ChunkMemory, live: Live) -> MemoryPoint:
-    """The peak of head and loss; the final norm in fp32 outweighs few logits."""
-    events = CHUNK_LOSS if chunk.job.model.norm == "rmsnorm" else CHUNK_LOSS[:2]
-    # The loss itself first: of events as full as each other the first is told.
-    return fullest(live.at(ChunkEvent.LOSS), *(live.at(event) for event in events if event != ChunkEvent.LOSS))
+        return MemoryPoint(loss, chunk.concurrent_buffers, gradients, 0.0 * loss)
+    live = chunk_events(chunk, gradients)
+    found = fullest(live.at(ChunkEvent.LOSS), live.at(ChunkEvent.LOSS_FORWARD))
+    return fullest(found, live.at(ChunkEvent.FINAL_NORM)) if chunk.job.model.norm == "rmsnorm" else found
 
 
 def _chunk_tensors(chunk: ChunkMemory, gradients: Array) -> Iterator[TensorLifetime]:
@@ -472,59 +465,3 @@ def embedding_backward(chunk: ChunkMemory) -> Array:
     cut = chunk.columns.split_backward & (chunk.columns.tp > 1) & chunk.job.framework.exact_memory_trace
     gathered = np.where(cut, chunk.share.embedding * chunk.full_sequence, 0.0)
     return np.asarray(fresh_gradient(chunk, chunk.share.embedding) + gathered)
-
-
-def concurrent_buffers(chunk: ChunkMemory) -> Array:
-    """All buffers of collectives and fresh gradients of a backward, live at once."""
-    return np.asarray(sum(size for _, size in _concurrent_buffers(chunk)))
-
-
-def _concurrent_buffers(chunk: ChunkMemory) -> Iterator[tuple[str, Array]]:
-    job, columns, held = chunk.job, chunk.columns, chunk.held
-    model, b, g, wide = job.model, compute_bytes(job), gradient_bytes(job), chunk.full_sequence
-    # Experts are sharded over the data ranks that ep leaves them: with ep = shards there is nothing of them to gather.
-    elsewhere = 1 - 1 / columns.shards
-    not_own = held.trunk * elsewhere + held.experts * (1 - 1 / np.maximum(1, columns.shards / columns.ep))
-    # ZeRO-3: this layer and the one prefetched, embedding and head; never more than the parameters that live elsewhere.
-    two_layers = b * (2 * held.layer + held.ends)
-    least = np.minimum(
-        chunk.fp8_prefetched(0 * chunk.share.layers), chunk.fp8_prefetched(np.maximum(0, chunk.share.layers - 2))
-    )
-    of_rank = fp8_on_rank(job, columns, chunk.rank_share).elements
-    most = np.minimum(two_layers - fp8_saving(job, least), b * not_own - fp8_saving(job, of_rank * elsewhere))
-    gathered = np.where((columns.zero == 3) & (columns.keep_gathered == 0), most, 0.0)
-    yield "unsharded parameters", np.where(columns.is_("offload", "parameters"), two_layers, gathered)
-    if g != b:
-        yield "fresh weight gradients", b * (held.total if job.framework.accumulation == "after-backward" else held.layer)
-    reduced = held.layer
-    if job.framework.states == "fp32":
-        # FSDP reduce-scatters a chunk's gradients together where backward is split: its hooks do not see deferred ones.
-        reduced = np.where(columns.split_backward, held.total / columns.virtual_stages, reduced)
-    yield "reduce-scatter input", np.where(columns.zero >= 2, g * np.minimum(reduced, not_own), 0.0)
-    yield "gathered sequence", np.where((columns.tp > 1) & (columns.sequence_parallel == 1), wide, 0.0)
-    yield "received activations and gradients", np.where(columns.pp > 1, 2 * wide / columns.sequence_cut, 0.0)
-    yield "keys and values of other ranks", _context_buffers(chunk)
-    if model.moe is not None:
-        routed = job.cluster.efficiency.expert_imbalance * model.moe.top_k * wide
-        sent = routed / columns.routed_cut(job.framework.transformer_engine)
-        yield "dispatched tokens", np.where(columns.ep > 1, sent, 0.0)
-    if job.framework.expert_overlap == "microbatches":
-        for count, moe, layer in chunk.layers:
-            if moe:
-                yield "a layer of the micro-batch that hides the all-to-all", np.where(count > 0, layer.whole, 0.0)
-
-
-def _context_buffers(chunk: ChunkMemory) -> Array:
-    """Ring: the block at work and the next, of values and in backward of their gradients. All-gather: keys and values of the
-    whole sequence. Ulysses: q, k and v a second time, cut by heads.
-    """
-    job, columns, model, b = chunk.job, chunk.columns, chunk.job.model, compute_bytes(chunk.job)
-    tokens = columns.tokens(job.seq)
-    kv_width = 2 * model.kv_dim if model.mla is None else model.heads * (model.qk_head_dim + model.v_head_dim)
-    kv_cut = np.minimum(columns.tp, model.kv_heads if model.mla is None else model.heads)
-    keys_and_values = b * tokens * kv_width / kv_cut
-    queries = b * tokens * model.heads * model.qk_head_dim / columns.tp
-    ring = columns.is_("context_parallel", "ring") | columns.is_("context_parallel", "zigzag")
-    gather = columns.is_("context_parallel", "allgather")
-    each = np.where(ring, 2 * keys_and_values, np.where(gather, columns.cp * keys_and_values, queries + keys_and_values))
-    return np.where(columns.cp > 1, each, 0.0)
