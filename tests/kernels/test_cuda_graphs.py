@@ -47,7 +47,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
 
     fake = SimpleNamespace(
         Stream=lambda _: Stream(), graph_pool_handle=lambda: (0, 1), CUDAGraph=Graph, graph=record,
-        current_stream=lambda: Stream(), stream=lambda _: nullcontext(), empty_cache=lambda: None,
+        current_stream=lambda: Stream(), stream=lambda _: nullcontext(), empty_cache=lambda: None, is_available=lambda: False,
     )  # fmt: skip
     monkeypatch.setattr(cuda_graphs.torch, "cuda", fake)
     return made
