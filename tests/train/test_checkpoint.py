@@ -22,6 +22,7 @@ from ultrascale.specs.errors import SpecError
 from ultrascale.specs.layout import Layout
 from ultrascale.train import checkpoint
 from ultrascale.train.async_checkpoint import CheckpointManager, restore
+from ultrascale.train.build import build_engine
 from ultrascale.train.convert import to_hf
 from ultrascale.train.engine import Engine
 
@@ -238,7 +239,7 @@ def scaled(engine: Engine, run: Path) -> tuple[float, int]:
     keeper = CheckpointManager(engine, run, Checkpointing())
     engine.step(0)
     keeper.save(1, wait=True)
-    fresh = type(engine)(engine.job, engine.mesh, engine.training, engine.batches)
+    fresh = build_engine(engine.job, engine.mesh, engine.training, engine.batches)
     restore(fresh, checkpoint.latest(run))
     return fresh.scale.value, fresh.scale.good
 
