@@ -9,14 +9,14 @@ from typing import Any, TypeVar, get_args
 import numpy as np
 import numpy.typing as npt
 
-from ultrascale.schedules import REGISTRY
-from ultrascale.specs.layout import ContextParallel, DataParallel, Layout, Offload, Recompute, Schedule
+from ultrascale.schedules import REGISTRY, SCHEDULES
+from ultrascale.specs.layout import ContextParallel, DataParallel, Layout, Offload, Recompute
 
 Array = npt.NDArray[Any]
 AnyTable = TypeVar("AnyTable")
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "schedule": get_args(Schedule),
+    "schedule": SCHEDULES,
     "data_parallel": get_args(DataParallel),
     "context_parallel": get_args(ContextParallel),
     "recompute": get_args(Recompute),

@@ -55,6 +55,7 @@ class ScheduleSpec:
     holds_all: bool = False  # no backward begins before the last forward has ended
     ladder: tuple[str, str] | None = None  # its rung in the playbook's ladder of schedules: name, and what it changes
     torch_name: str | None = None  # its class in torch.distributed.pipelining, less the word Schedule
+    engines: tuple[str, ...] = ()  # other engines that have it (export/)
 
     @property
     def split_backward(self) -> bool:
@@ -91,6 +92,7 @@ REGISTRY = {
             holds_all=True,
             ladder=("AFAB", "all forwards, then all backwards"),
             torch_name="GPipe",
+            engines=("nanotron",),
         ),
         ScheduleSpec(  # Narayanan 2019; 2021, section 2.2.1: forwards until the first gradient can be back
             name="1f1b",
@@ -101,6 +103,7 @@ REGISTRY = {
             least_rounds=1,
             ladder=("1F1B", "backwards as early as they can: fewer micro-batches are held"),
             torch_name="1F1B",
+            engines=("megatron", "nanotron"),
         ),
         ScheduleSpec(  # Narayanan 2021, section 2.2.2: a forward and a backward hop for every rank further from the loss
             name="interleaved",
@@ -113,6 +116,7 @@ REGISTRY = {
             in_rounds=True,
             ladder=("interleaved", "two chunks of layers each: half the bubble"),
             torch_name="Interleaved1F1B",
+            engines=("megatron",),
         ),
         ScheduleSpec(  # ZB-H1 of Qi 2023: the gradient comes back without waiting for weight gradients on its way
             name="zero-bubble",
