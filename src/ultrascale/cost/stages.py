@@ -8,11 +8,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from ultrascale.cost import flops
 from ultrascale.cost.columns import CHOICES, Array, LayoutColumns
 from ultrascale.schedules import REGISTRY, stages_of
 from ultrascale.specs.job import Job
 from ultrascale.specs.model import Model
+from ultrascale.specs.weights import multiplied_elements, vocabulary
 
 
 @lru_cache(maxsize=4096)
@@ -51,12 +51,17 @@ def nanotron_stage_split(layers: int, ranks: int, head_layers: float) -> tuple[i
     return tuple(np.diff((0, *ends, layers)).tolist())
 
 
+def head_in_layers(model: Model) -> float:
+    """What the head weighs against a layer: the last pipeline stage gets that many layers less."""
+    return vocabulary(model).elements / multiplied_elements(model, moe=model.moe_layers > 0)
+
+
 def chunk_layers(job: Job, ranks: int, virtual_stages: int) -> tuple[int, ...]:
     model, split = job.model, job.framework.stage_split
     if split == "nanotron" and virtual_stages == 1:
-        return nanotron_stage_split(model.layers, ranks, flops.head_in_layers(model))
+        return nanotron_stage_split(model.layers, ranks, head_in_layers(model))
     counted = {"layers": 0.0, "layers-and-head": 1.0}
-    return split_layers(model.layers, ranks, virtual_stages, counted.get(split, flops.head_in_layers(model)))
+    return split_layers(model.layers, ranks, virtual_stages, counted.get(split, head_in_layers(model)))
 
 
 @lru_cache(maxsize=512)

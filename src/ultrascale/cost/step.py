@@ -21,6 +21,7 @@ from ultrascale.cost.memory.states import compute_bytes, fp8_layer_mean, gradien
 from ultrascale.cost.network import GroupPlacement, exposed, mesh, transfer
 from ultrascale.cost.operators import LayerTime, optimizer_bytes, stepped_gradient_bytes
 from ultrascale.cost.stages import RankShare
+from ultrascale.specs import weights
 from ultrascale.specs.job import Job
 
 # Everything a piece's time depends on; schedule, virtual stages, pp and accumulation only repeat and order the pieces.
@@ -207,8 +208,8 @@ def _end(
     """Embedding or head: one exchange of the residual stream each way when tp cuts the vocabulary."""
     nothing = np.zeros(len(columns))
     one = np.where(inside.with_sequence, inside.gather.time_s, 0.5 * inside.reduce.time_s)
-    weights = [parameters.vocabulary(job.model)] if is_head else parameters.embedding(job.model)
-    elements = parameters.on_tp_rank(weights, job.model, columns)
+    held = [weights.vocabulary(job.model)] if is_head else weights.embedding(job.model)
+    elements = parameters.on_tp_rank(held, job.model, columns)
     if is_head and job.model.tied_embeddings:
         elements = nothing  # gathered with the embedding, which on the last stage of a pipeline is its copy
     none = Passes(nothing, nothing, nothing)

@@ -20,6 +20,7 @@ from ultrascale.cost.memory import parameters
 from ultrascale.cost.memory.states import FP32, fp8_on_rank, gradient_bytes, sharded_gradient_bytes
 from ultrascale.cost.network import CollectiveTransfer, GroupPlacement, group, mesh, transfer
 from ultrascale.schedules import REGISTRY, ActionKind, build, stages_of
+from ultrascale.specs import weights
 from ultrascale.specs.estimate import Time, Traffic
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -186,7 +187,7 @@ def _repeated_weights(stage: Stage) -> Calls:
         yield transfer(stage.machine, "tensor", "all_reduce", g * partial, stage.places.tensor), 1
     copies = layout.tp // min(layout.tp, model.kv_heads)
     if copies > 1 and model.mla is None:
-        repeated = [weight for weight in parameters.attention(model) if weight.cut == "kv rows"]
+        repeated = [weight for weight in weights.attention(model) if weight.cut == "kv rows"]
         each = stage.layers * parameters.on_tp_rank(repeated, model, stage.row, stage.shards)
         alike = group(np.asarray([copies]), np.asarray([1]), stage.machine.cluster)
         yield transfer(stage.machine, "tensor", "all_reduce", g * each, alike), 1
@@ -251,7 +252,7 @@ def _pipeline(stage: Stage) -> Calls:
     yield replace(hop, group=both), float(hops(stage.layout, stage.index) * stage.layout.gas)
     if model.tied_embeddings and stage.embedding != stage.head:
         # Two stages hold a copy each, whose gradients meet.
-        elements = parameters.on_tp_rank([parameters.vocabulary(model)], model, row, stage.shards)
+        elements = parameters.on_tp_rank([weights.vocabulary(model)], model, row, stage.shards)
         whole = stage.last_gradient * elements
         yield transfer(stage.machine, "pipeline", "all_reduce", whole, both), 1
 

@@ -9,6 +9,7 @@ from ultrascale.cost import stages
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.flops import parameters_approximate
 from ultrascale.cost.memory import parameters
+from ultrascale.specs import weights
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -122,9 +123,9 @@ def test_every_tensor_is_somewhere(name: str, layout: Layout) -> None:
     model = Model.load(name)
     held = ranks_of(model, layout)
     everywhere = layout.tp * (held.trunk.sum() + layout.ep * held.experts.sum())
-    whole = sum(weight.elements for weight in parameters.attention(model) if weight.cut == "none")
-    repeated = model.layers * (whole + 2 * parameters.norm(model).elements) + model.final_norm_parameters
-    repeated += model.moe_layers * (model.router_parameters + (model.hidden if model.moe and model.moe.shared_gate else 0))
+    whole = sum(weight.elements for weight in weights.attention(model) if weight.cut == "none")
+    repeated = model.layers * (whole + 2 * weights.norm(model).elements) + weights.norm(model).elements
+    repeated += model.moe_layers * (weights.elements(weights.router(model)) + weights.router_bias(model))
     tied_copy = model.vocab * model.hidden * model.tied_embeddings
     assert everywhere == pytest.approx(model.parameters + (layout.tp - 1) * repeated + tied_copy, rel=1e-12)
 

@@ -13,6 +13,7 @@ from ultrascale.cost.memory import activations, parameters, states
 from ultrascale.cost.memory.activations import LayerActivations
 from ultrascale.cost.memory.states import FP32, compute_bytes, gradient_bytes, sharded_gradient_bytes
 from ultrascale.cost.stages import RankShare
+from ultrascale.specs import weights
 from ultrascale.specs.job import Job
 
 
@@ -260,7 +261,7 @@ class ChunkMemory:
     def vocabulary_gradient(self) -> Array:
         """Fresh gradient of the embedding's or the head's matrix."""
         model = self.job.model
-        return compute_bytes(self.job) * parameters.on_tp_rank([parameters.vocabulary(model)], model, self.columns)
+        return compute_bytes(self.job) * parameters.on_tp_rank([weights.vocabulary(model)], model, self.columns)
 
     @cached_property
     def head_gradient(self) -> Array:
