@@ -15,11 +15,11 @@ import numpy as np
 
 from ultrascale.cost import flops, kernels, stages, traffic
 from ultrascale.cost.columns import LayoutColumns, Passes
-from ultrascale.cost.layout_rows import LayoutRows, pipelines_s, send_s, views
 from ultrascale.cost.legality import check, legal_rows
 from ultrascale.cost.memory import activations
 from ultrascale.cost.memory.estimate import Peak, peaks, runtime
 from ultrascale.cost.operators import layer_matmuls
+from ultrascale.cost.stages import LayoutRows, pipelines_s, views
 from ultrascale.schedules import makespan
 from ultrascale.specs.estimate import OWNERS, ActivationItem, Estimate, EstimateRange, Memory, StageMemory, Time
 from ultrascale.specs.job import Job
@@ -156,7 +156,7 @@ def whole(draft: DraftEstimate) -> Estimate:
 
 
 def _owned(view: LayoutRows, at_peak: list[Peak]) -> list[dict[str, float]]:
-    state = view.state()
+    state = view.state
     lasting = zip(state.parameters.tolist(), state.master.tolist(), state.optimizer.tolist(), strict=True)
     beside = runtime(view.job, np.asarray([peak.activations + peak.buffers for peak in at_peak])).tolist()
     return [
@@ -205,7 +205,7 @@ def _time(view: LayoutRows, pipeline_s: float) -> tuple[Time, float]:
         idle = max(0.0, pipeline_s - busy)
         send = min(idle, _send_share(view, by_rank, slowest))
         bubble = idle - send
-    after = view.after()
+    after = view.after
     causes = {f"{name}_s": gas * each for name, each in view.causes(slowest).items()}
     causes["launch_s"] += host + float(after.launch_s[0])
     time = Time(
@@ -233,12 +233,12 @@ def _send_share(view: LayoutRows, by_rank: Passes, slowest: int) -> float:
         shape = (layout.schedule, layout.pp, layout.gas, layout.virtual_stages)
         return float(makespan(*shape, total_f, total_i, total_w, slow_f, slow_i, slow_w, hop_s))
 
-    return max(0.0, closed_form(send_s(view)) - closed_form(0.0))
+    return max(0.0, closed_form(view.hop_s) - closed_form(0.0))
 
 
 def _activation_items(view: LayoutRows, peak: Peak) -> list[ActivationItem]:
     """What each module keeps on the peak stage, largest first; the last is alive for a moment only."""
-    share = view.chunk_share()
+    share = view.chunk_share
     kept: dict[str, float] = {}
     for layers, moe in ((share.dense_layers, False), (share.moe_layers, True)):
         count = sum(waiting * float(layers[chunk]) for chunk, waiting in peak.chunks.items())

@@ -21,10 +21,9 @@ import numpy as np
 import yaml
 from pydantic import BaseModel, ConfigDict
 
-from ultrascale.cost.columns import Array, LayoutColumns, Passes
+from ultrascale.cost.columns import Array, LayoutColumns, Passes, RankShare
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.memory.states import accumulates_nothing, compute_bytes, lean, on_one_gpu
-from ultrascale.cost.stages import RankShare
 from ultrascale.specs.job import Job
 from ultrascale.specs.model import Model
 

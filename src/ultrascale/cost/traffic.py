@@ -14,9 +14,9 @@ from functools import lru_cache
 import numpy as np
 
 from ultrascale.cost import communication, operators, stages
-from ultrascale.cost.columns import Array, LayoutColumns
+from ultrascale.cost.columns import Array, LayoutColumns, RankShare
 from ultrascale.cost.hardware import ClusterRates
-from ultrascale.cost.memory import parameters
+from ultrascale.cost.memory import states
 from ultrascale.cost.memory.states import FP32, fp8_on_rank, gradient_bytes, sharded_gradient_bytes
 from ultrascale.cost.network import CollectiveTransfer, GroupPlacement, group, mesh, transfer
 from ultrascale.schedules import REGISTRY, ActionKind, build, stages_of
@@ -83,7 +83,7 @@ class Stage:
     index: int
     row: LayoutColumns
     places: GroupPlacement
-    share: stages.RankShare
+    share: RankShare
 
     @classmethod
     def of(cls, job: Job, layout: Layout, machine: ClusterRates, index: int) -> Stage:
@@ -108,12 +108,12 @@ class Stage:
         return int(self.share.head[0])
 
     @property
-    def held(self) -> parameters.RankParameters:
-        return parameters.on_rank(self.job.model, self.row, self.share, self.shards)
+    def held(self) -> states.RankParameters:
+        return states.on_rank(self.job.model, self.row, self.share, self.shards)
 
     @property
     def shards(self) -> Array:
-        return parameters.fsdp_shards(self.job, self.row)
+        return states.fsdp_shards(self.job, self.row)
 
     @property
     def last_gradient(self) -> float:
@@ -182,13 +182,13 @@ def _tensor(stage: Stage) -> Calls:
 def _repeated_weights(stage: Stage) -> Calls:
     """Gradients of weights that several tp ranks hold and each of which saw a part, summed once a step."""
     layout, model, g = stage.layout, stage.job.model, stage.last_gradient
-    partial = parameters.partial_on_tp(model, stage.row, stage.share, layout.sequence_parallel, stage.shards)
+    partial = states.partial_on_tp(model, stage.row, stage.share, layout.sequence_parallel, stage.shards)
     if float(partial[0]):
         yield transfer(stage.machine, "tensor", "all_reduce", g * partial, stage.places.tensor), 1
     copies = layout.tp // min(layout.tp, model.kv_heads)
     if copies > 1 and model.mla is None:
         repeated = [weight for weight in weights.attention(model) if weight.cut == "kv rows"]
-        each = stage.layers * parameters.on_tp_rank(repeated, model, stage.row, stage.shards)
+        each = stage.layers * states.on_tp_rank(repeated, model, stage.row, stage.shards)
         alike = group(np.asarray([copies]), np.asarray([1]), stage.machine.cluster)
         yield transfer(stage.machine, "tensor", "all_reduce", g * each, alike), 1
 
@@ -252,7 +252,7 @@ def _pipeline(stage: Stage) -> Calls:
     yield replace(hop, group=both), float(hops(stage.layout, stage.index) * stage.layout.gas)
     if model.tied_embeddings and stage.embedding != stage.head:
         # Two stages hold a copy each, whose gradients meet.
-        elements = parameters.on_tp_rank([weights.vocabulary(model)], model, row, stage.shards)
+        elements = states.on_tp_rank([weights.vocabulary(model)], model, row, stage.shards)
         whole = stage.last_gradient * elements
         yield transfer(stage.machine, "pipeline", "all_reduce", whole, both), 1
 
@@ -313,7 +313,7 @@ def _scattered(stage: Stage, scatters: int) -> Iterator[tuple[Array, int]]:
         return
     chunks = stages.chunk_shares(job, layout.pp, layout.virtual_stages)
     rows = stage.row.take(np.zeros(len(chunks.layers), dtype=np.int64))
-    at_once = parameters.never_deferred(job.model, rows, chunks, parameters.fsdp_shards(job, rows))
+    at_once = states.never_deferred(job.model, rows, chunks, states.fsdp_shards(job, rows))
     actions = build(layout.schedule, layout.pp, layout.gas, layout.virtual_stages).actions[stage.index]
     own = sorted({action.stage for action in actions})
     yield trunk - at_once[own].sum(), scatters

@@ -8,7 +8,7 @@ import pytest
 from ultrascale.cost import stages
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.flops import parameters_approximate
-from ultrascale.cost.memory import parameters
+from ultrascale.cost.memory import states
 from ultrascale.specs import weights
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job
@@ -20,10 +20,10 @@ def job_of(model: Model) -> Job:
     return Job(model=model, cluster=Cluster.load("8xh100"), seq=1024, batch_tokens=2**20)
 
 
-def ranks_of(model: Model, layout: Layout) -> parameters.RankParameters:
+def ranks_of(model: Model, layout: Layout) -> states.RankParameters:
     """One row per pipeline rank."""
     columns = LayoutColumns.of([layout] * layout.pp)
-    return parameters.on_rank(model, columns, stages.share_of(job_of(model), columns, np.arange(layout.pp)))
+    return states.on_rank(model, columns, stages.share_of(job_of(model), columns, np.arange(layout.pp)))
 
 
 @pytest.mark.parametrize(
