@@ -210,5 +210,9 @@ class Passes:
         return Passes(self.forward + seconds, self.input_grad + seconds, self.weight_grad)
 
     @property
+    def parts(self) -> tuple[Array, Array, Array]:
+        return self.forward, self.input_grad, self.weight_grad
+
+    @property
     def total(self) -> Array:
         return np.asarray(self.forward + self.input_grad + self.weight_grad)

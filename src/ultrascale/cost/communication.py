@@ -268,7 +268,7 @@ def expert_traffic(job: Job, columns: LayoutColumns, places: GroupPlacement, mac
         both = EXCHANGES * np.minimum(exchange.time_s, _node_wise_s(job, columns, places, machine))
     window_forward = window_backward = np.zeros(len(columns))
     if moe.shared_experts:
-        width = (moe.shared_expert_ffn or 0) / columns.tp
+        width = moe.shared_expert_ffn / columns.tp
         shared = matmul_passes(machine, mlp_matmuls(model, "shared expert", columns.tokens(job.seq), width))
         window_forward, window_backward = shared.forward, shared.input_grad + shared.weight_grad
     if job.framework.expert_overlap == "weight-gradients":

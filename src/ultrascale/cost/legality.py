@@ -67,7 +67,7 @@ def _widths(job: Job) -> dict[str, int]:
     if model.moe is not None:
         widths["moe.expert_ffn"] = model.moe.expert_ffn
         if model.moe.shared_experts:
-            widths["moe.shared_expert_ffn"] = model.moe.shared_expert_ffn or 0
+            widths["moe.shared_expert_ffn"] = model.moe.shared_expert_ffn
     return widths
 
 

@@ -218,8 +218,7 @@ class LayoutRows:
             times = times.delayed(self.machine.efficiency.action_overhead_s)
         else:  # where one queue runs through the step, its idle time is all passes' alike
             times = times.scaled(1 + self.after.launch_s / (self.layout.gas * times.total))
-        passes = (times.forward, times.input_grad, times.weight_grad)
-        forward, input_grad, weight_grad = (tuple(map(float, each)) for each in passes)
+        forward, input_grad, weight_grad = (tuple(map(float, each)) for each in times.parts)
         return StageTimes(forward, input_grad, weight_grad, self.hop_s)
 
     @property

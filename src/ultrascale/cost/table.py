@@ -207,11 +207,7 @@ def _slowest(ranks: list[Passes]) -> Passes:
     best = ranks[0]
     for other in ranks[1:]:
         slower = other.total > best.total
-        best = Passes(
-            np.where(slower, other.forward, best.forward),
-            np.where(slower, other.input_grad, best.input_grad),
-            np.where(slower, other.weight_grad, best.weight_grad),
-        )
+        best = Passes(*(np.where(slower, *pair) for pair in zip(other.parts, best.parts, strict=True)))
     return best
 
 
@@ -222,16 +218,4 @@ def _makespan(
         return np.asarray(cores.gas * slowest.total)
     name, loops = variant
     whole, slowest = whole.delayed(overhead_s * pp * loops), slowest.delayed(overhead_s * loops)
-    return makespan(
-        name,
-        pp,
-        cores.gas,
-        loops,
-        whole.forward,
-        whole.input_grad,
-        whole.weight_grad,
-        slowest.forward,
-        slowest.input_grad,
-        slowest.weight_grad,
-        send,
-    )
+    return makespan(name, pp, cores.gas, loops, whole.parts, slowest.parts, send)

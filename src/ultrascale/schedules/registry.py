@@ -299,36 +299,21 @@ def makespan(
     ranks: ArrayLike,
     microbatches: ArrayLike,
     virtual_stages: ArrayLike,
-    total_f: ArrayLike,
-    total_i: ArrayLike,
-    total_w: ArrayLike,
-    slowest_f: ArrayLike,
-    slowest_i: ArrayLike,
-    slowest_w: ArrayLike,
+    total: Sequence[ArrayLike],
+    slowest: Sequence[ArrayLike],
     send_s: ArrayLike = 0.0,
 ) -> Floats:
     """Seconds from the first forward to the last backward of a step.
 
-    `total_*` is the time of one micro-batch summed over all stages, `slowest_*` over the stages of the slowest rank.
-    Times of F, I and W are those of one micro-batch; a full backward is I + W.
+    `total` are F, I and W of one micro-batch summed over all stages, `slowest` over the stages of the slowest rank; a full
+    backward is I + W.
     """
-    p, m, v, tf, ti, tw, sf, si, sw, send = (
-        np.asarray(x, dtype=np.float64)
-        for x in (
-            *(ranks, microbatches, virtual_stages),
-            *(total_f, total_i, total_w),
-            *(slowest_f, slowest_i, slowest_w),
-            send_s,
-        )
-    )
-
-    def others(total: Floats, slowest: Floats) -> Floats:
-        return np.where(p > 1, total - slowest, slowest) / (v * np.maximum(p - 1, 1))
-
+    p, m, v, *total_s, send = (np.asarray(x, dtype=np.float64) for x in (ranks, microbatches, virtual_stages, *total, send_s))
+    slowest_s = [np.asarray(x, dtype=np.float64) for x in slowest]
+    others = [
+        np.where(p > 1, all_s - slow_s, slow_s) / (v * np.maximum(p - 1, 1))
+        for all_s, slow_s in zip(total_s, slowest_s, strict=True)
+    ]
     send = np.where(p > 1, send, 0.0)  # one rank sends to nobody
-    x = Shape(
-        *(p, m, v),
-        *(others(tf, sf), others(ti, si), others(tw, sw)),
-        *(sf + si + sw, sw / v, tf + ti + tw, send),
-    )
-    return spec_of(name).makespan(x)
+    slow, whole = (np.asarray(f + i + w) for f, i, w in (slowest_s, total_s))
+    return spec_of(name).makespan(Shape(p, m, v, *others, slow, slowest_s[2] / v, whole, send))

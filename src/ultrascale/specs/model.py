@@ -9,12 +9,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import Field, model_validator
 
 from ultrascale.specs import weights
 from ultrascale.specs.errors import SpecError, nearest
-from ultrascale.specs.files import read_mapping
+from ultrascale.specs.files import package_data, read_mapping
 from ultrascale.specs.hf import fields_from_hf
 from ultrascale.specs.validate import FrozenSpec, build, shown
 
@@ -368,7 +367,7 @@ def _presets() -> dict[str, Model]:
     found: dict[str, Model] = {}
     for file in sorted(folder.iterdir(), key=lambda entry: entry.name):
         if file.name.endswith(".yaml") and file.name != "aliases.yaml":
-            for name, fields in yaml.safe_load(file.read_text(encoding="utf-8")).items():
+            for name, fields in package_data("ultrascale.specs", f"presets/models/{file.name}").items():
                 found[name] = build(Model, {"name": name, **fields}, f"preset {name}")
     return found
 
@@ -376,5 +375,5 @@ def _presets() -> dict[str, Model]:
 @cache
 def _preset_index() -> dict[str, str]:
     """Every accepted lower-case name -> the preset's own name."""
-    aliases = (files("ultrascale.specs") / "presets" / "models" / "aliases.yaml").read_text(encoding="utf-8")
-    return {**{name: name for name in _presets()}, **yaml.safe_load(aliases)}
+    aliases = package_data("ultrascale.specs", "presets/models/aliases.yaml")
+    return {**{name: name for name in _presets()}, **aliases}

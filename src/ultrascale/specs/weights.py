@@ -93,8 +93,7 @@ def router_bias(model: Model) -> int:
 
 
 def shared_expert(model: Model) -> list[WeightShape]:
-    moe = model.moe
-    return mlp(model, (moe.shared_expert_ffn or 0) if moe is not None and moe.shared_experts else 0)
+    return mlp(model, model.moe.shared_expert_ffn if model.moe is not None else 0)
 
 
 def layer_weights(model: Model, moe: bool) -> list[WeightShape]:

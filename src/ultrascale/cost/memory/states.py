@@ -352,7 +352,7 @@ def _fp8_of_layer(job: Job, columns: LayoutColumns, moe: bool, split: Array | bo
     together = (tp > 1) | split  # q, k and v are one autograd function, in fp8 together or not at all
     q_fits = fits_fp8(h, q) & (fits_fp8(h, kv) | ~together)
     kv_fits = fits_fp8(h, kv) & (fits_fp8(h, q) | ~together)
-    width, matrices = _dense_mlp_width(model, moe) / tp, (3 if model.gated else 2)
+    width, matrices = (model.moe.shared_expert_ffn if moe and model.moe else model.ffn) / tp, (3 if model.gated else 2)
     mlp_fits = fits_fp8(h, width) & (width > 0)
     elements = h * (q * q_fits + 2 * kv * kv_fits + q * fits_fp8(h, q) + matrices * width * mlp_fits)
     # A fused block has one matmul for q, k and v, and one for gate and up, with one scale each.
@@ -366,9 +366,3 @@ def _end_layers(model: Model, share: RankShare, moe: bool) -> Array:
     if model.layers == 1:
         return share.embedding * first
     return np.asarray(share.embedding * first + share.head * last)
-
-
-def _dense_mlp_width(model: Model, moe: bool) -> int:
-    if not moe or model.moe is None:
-        return model.ffn
-    return (model.moe.shared_expert_ffn or 0) if model.moe.shared_experts else 0
