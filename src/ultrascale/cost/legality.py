@@ -71,10 +71,6 @@ def _widths(job: Job) -> dict[str, int]:
     return widths
 
 
-def _tp_cuts_mlp(job: Job, c: LayoutColumns) -> Array:
-    return np.asarray(np.logical_and.reduce([width % c.tp == 0 for width in _widths(job).values()]))
-
-
 def _mlp_sentence(job: Job, layout: Layout) -> str:
     name, width = next((n, w) for n, w in _widths(job).items() if w % layout.tp)
     return f"layout.tp is {layout.tp} but must divide {name} = {width}: try {near(layout.tp, divisors(width))}"
@@ -97,11 +93,6 @@ def _ulysses_has_heads(job: Job, c: LayoutColumns) -> Array:
     kv = np.maximum(1, job.model.kv_heads // c.tp)
     enough = (heads % c.cp == 0) & ((kv % c.cp == 0) | (c.cp % kv == 0))
     return np.asarray(~c.is_("context_parallel", "ulysses") | (c.cp == 1) | enough)
-
-
-def _sequence_splits(job: Job, c: LayoutColumns) -> Array:
-    whole = (job.seq // np.maximum(c.cp, 1)) % c.tp == 0
-    return np.asarray((c.sequence_parallel == 0) | (c.tp == 1) | whole)
 
 
 def _ep_cuts_experts(job: Job, c: LayoutColumns) -> Array:
@@ -160,7 +151,7 @@ def _batch_sentence(job: Job, layout: Layout) -> str:
 RULES: tuple[Rule, ...] = (
     Rule(("dp", "tp", "pp", "cp"), lambda job, c: np.asarray(c.dp * c.tp * c.pp * c.cp == job.cluster.gpus), _gpus),
     Rule(("tp",), _tp_cuts_heads, _tp_sentence),
-    Rule(("tp",), _tp_cuts_mlp, _mlp_sentence),
+    Rule(("tp",), lambda job, c: np.logical_and.reduce([width % c.tp == 0 for width in _widths(job).values()]), _mlp_sentence),
     Rule(("cp", "context_parallel"), _cp_cuts_sequence, _cp_sentence),
     Rule(
         ("cp", "tp", "context_parallel"),
@@ -172,7 +163,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("tp", "cp", "sequence_parallel"),
-        _sequence_splits,
+        lambda job, c: (c.sequence_parallel == 0) | (c.tp == 1) | ((job.seq // np.maximum(c.cp, 1)) % c.tp == 0),
         lambda job, x: (
             f"layout.sequence_parallel needs seq/cp = {job.seq // x.cp} to split over tp = {x.tp}: "
             f"try sequence_parallel=false or tp={near(x.tp, divisors(max(1, job.seq // x.cp)))}"
@@ -188,11 +179,7 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(("schedule", "pp", "gas", "virtual_stages"), _schedule_legal, _schedule_sentence),
-    Rule(
-        ("dp", "mbs", "gas"),
-        lambda job, c: np.asarray(c.dp * c.mbs * c.gas == job.sequences),
-        _batch_sentence,
-    ),
+    Rule(("dp", "mbs", "gas"), lambda job, c: np.asarray(c.dp * c.mbs * c.gas == job.sequences), _batch_sentence),
     Rule(
         ("zero", "zero_shards", "dp", "cp"),
         lambda job, c: np.asarray((c.zero_shards == 0) | ((c.zero > 0) & (c.data_ranks % np.maximum(c.zero_shards, 1) == 0))),

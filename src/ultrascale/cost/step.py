@@ -6,8 +6,8 @@ combination of these four.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields
-from functools import reduce
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -64,7 +64,7 @@ class ComponentTime:
 
     @property
     def total(self) -> Passes:
-        return reduce(Passes.__add__, self._causes)
+        return functools.reduce(Passes.__add__, self._causes)
 
     def scaled(self, factor: Array) -> ComponentTime:
         return ComponentTime(*(passes.scaled(factor) for passes in self._causes))
@@ -261,14 +261,14 @@ def end_of_step(
     one_microbatch = totals.on(share)
     held = states.on_rank(job.model, columns, share)
     backward, forward = one_microbatch.input_grad + one_microbatch.weight_grad, one_microbatch.forward
-    reduced = communication.data_traffic(job, columns, places, machine, held.trunk, held.experts)
+    reduce, expert_reduce = communication.data_traffic(job, places, machine, held)
     sharded = communication.zero_traffic(job, columns, places, machine, held.trunk, held.experts)
     replicas = transfer(machine, "data", "all_reduce", gradient_bytes(job) * held.total / columns.shards, places.replica)
     level = columns.zero
     # ZeRO-2 and 3 scattered their gradients with each micro-batch; HSDP's replicas still have to meet once a step.
     after_backward = (level == 1) & (job.framework.accumulation == "after-backward")
     whole = (level == 0) | after_backward
-    reduction = np.where(whole, reduced.time_s, np.where(level == 1, sharded.scatter_s, 0.0))
+    reduction = np.where(whole, reduce.time_s + expert_reduce.time_s, np.where(level == 1, sharded.scatter_s, 0.0))
     reduction = reduction + np.where(level >= 1, replicas.time_s, 0.0)
     hidden = np.where(after_backward, 0.0, job.framework.overlap)
     wait = communication.data_exposed_s(columns, machine, hidden * reduction, backward, share.layers) + (1 - hidden) * reduction
