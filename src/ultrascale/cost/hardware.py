@@ -138,16 +138,9 @@ class ClusterRates:
             latency = UNMEASURED_LATENCY_S if fixed.link_latency_s is None else fixed.link_latency_s
             return Link(rate * (fixed.link_bandwidth or UNMEASURED_LINK), latency)
         link = self.fabric.link(op, rate)
-        if fixed.link_bandwidth is None and fixed.link_latency_s is None:
-            return link
-        return Link(
-            rate * fixed.link_bandwidth if fixed.link_bandwidth is not None else link.bandwidth_gb_s,
-            fixed.link_latency_s if fixed.link_latency_s is not None else link.latency_s,
-            link.base_s,
-            link.fill_s,
-            link.copy,
-            link.switch_gain,
-        )
+        bandwidth_gb_s = link.bandwidth_gb_s if fixed.link_bandwidth is None else rate * fixed.link_bandwidth
+        latency_s = link.latency_s if fixed.link_latency_s is None else fixed.link_latency_s
+        return replace(link, bandwidth_gb_s=bandwidth_gb_s, latency_s=latency_s)
 
     def collective_s(self, op: Op, bytes_: Array, group: CommGroup) -> Array:
         if self.efficiency.synchronous and op == "reduce_scatter":

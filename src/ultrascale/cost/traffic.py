@@ -7,7 +7,7 @@ rank repeats, counts of tokens by expert. They take no time worth a law, but a r
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -43,7 +43,7 @@ def by_technique(job: Job, layout: Layout, machine: ClusterRates, time: Time) ->
         "pipeline": time.send_s,
     }
     rows = list(of_stage(job, layout, machine, busiest))
-    spent: Counter[str] = Counter()
+    spent: dict[str, float] = defaultdict(float)
     for one in rows:
         spent[one.technique] += one.time_s
     shares = {technique: exposed[technique] / time_s if time_s else 0.0 for technique, time_s in spent.items()}
