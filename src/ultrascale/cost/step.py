@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from ultrascale.cost import communication, host, operators
-from ultrascale.cost.columns import Array, LayoutColumns, Passes, RankShare
+from ultrascale.cost.columns import NOTHING, Array, LayoutColumns, Passes, RankShare
 from ultrascale.cost.communication import TensorTraffic
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.memory import states
@@ -48,19 +48,22 @@ def depends_on(job: Job) -> tuple[str, ...]:
     return (*DEPENDS_ON, "gas") if of_gas else DEPENDS_ON
 
 
+NO_TIME = Passes()
+
+
 @dataclass(frozen=True)
 class ComponentTime:
     """Seconds by cause; communication only as far as it is exposed."""
 
-    matmul: Passes
-    attention: Passes
-    memory_bound: Passes
-    recompute: Passes
-    launch: Passes
-    tensor: Passes
-    context: Passes
-    expert: Passes
-    zero: Passes
+    matmul: Passes = NO_TIME
+    attention: Passes = NO_TIME
+    memory_bound: Passes = NO_TIME
+    recompute: Passes = NO_TIME
+    launch: Passes = NO_TIME
+    tensor: Passes = NO_TIME
+    context: Passes = NO_TIME
+    expert: Passes = NO_TIME
+    zero: Passes = NO_TIME
 
     @property
     def total(self) -> Passes:
@@ -122,8 +125,6 @@ def _layer(
     compute: LayerTime,
     moe: bool,
 ) -> ComponentTime:
-    nothing = np.zeros(len(columns))
-    none = Passes(nothing, nothing, nothing)
     around = communication.context_traffic(job, columns, places, machine, compute.attention)
     again = exposed(inside.gather_again_s, compute.matmul.input_grad, machine.efficiency)
     # Cut into tp pieces, an exchange hides behind products; backward's share the window with the second gather.
@@ -133,45 +134,45 @@ def _layer(
     tensor_passes = Passes(
         inside.layer_s - pieced + exposed(pieced, compute.matmul.forward, machine.efficiency),
         inside.layer_s - pieced + exposed(pieced, rest, machine.efficiency) + again,
-        nothing,
     )
-    context_passes = Passes(around.forward_s, around.backward_s, nothing)
-    expert_passes = behind_rows = none
+    context_passes = Passes(around.forward_s, around.backward_s)
+    behind_forward = around.behind_forward_s + np.minimum(pieced, compute.matmul.forward)
+    behind_backward = around.behind_backward_s + behind_again + np.minimum(pieced, rest)
+    expert_passes = Passes()
     if moe:
         exchange = communication.expert_traffic(job, columns, places, machine)
-        behind_rows = Passes(nothing + exchange.behind_forward_s, nothing + exchange.behind_backward_s, nothing)
-        expert_passes = Passes(exchange.forward_s, exchange.backward_s, nothing)
+        expert_passes = Passes(exchange.forward_s, exchange.backward_s)
+        behind_forward = behind_forward + exchange.behind_forward_s
+        behind_backward = behind_backward + exchange.behind_backward_s
     forward = compute.total.forward + tensor_passes.forward + context_passes.forward + expert_passes.forward
-    last = nothing
+    last = NOTHING
     if job.framework.exact_memory_trace and not moe:
         # torch.utils.checkpoint stops at the last tensor that backward asks for; a layer's output is not among them.
         down = [product for product in compute.matmuls if product.name == "mlp down"]
         last = operators.matmul_passes(machine, down).forward
-    repeated = np.where(columns.is_("recompute", "full"), forward - last, nothing)
+    repeated = np.where(columns.is_("recompute", "full"), forward - last, 0.0)
     cheap = compute.memory_bound.forward - compute.never_repeated if job.attention == "flash" else compute.attention.forward
     if job.framework.selective == "half":
         cheap = cheap + 0.5 * compute.matmul.forward
     elif job.model.mla is not None and job.attention == "flash":
         up = [product for product in compute.matmuls if product.name in ("q up", "kv up")]
-        cheap = (nothing if job.framework.selective == "latents" else cheap) + operators.matmul_passes(machine, up).forward
+        cheap = (NOTHING if job.framework.selective == "latents" else cheap) + operators.matmul_passes(machine, up).forward
     repeated = np.where(columns.is_("recompute", "selective") & ~lean(job, columns), cheap, repeated)
     layer = states.per_layer(job.model, columns)
-    elements, experts = (layer.moe, layer.experts) if moe else (layer.dense, nothing)
-    behind_forward = around.behind_forward_s + np.minimum(pieced, compute.matmul.forward) + behind_rows.forward
-    behind_backward = around.behind_backward_s + behind_again + np.minimum(pieced, rest) + behind_rows.input_grad
-    free = compute.total + Passes(-behind_forward, repeated - behind_backward, nothing)
+    elements, experts = (layer.moe, layer.experts) if moe else (layer.dense, NOTHING)
+    free = compute.total + Passes(-behind_forward, repeated - behind_backward)
     sharded = _zero(job, columns, machine, places, elements, experts, free, fp8_layer_mean(job, columns, moe))
-    accumulated = Passes(nothing, nothing, operators.accumulate_s(job, columns, machine, elements + experts))
+    accumulated = Passes(weight_grad=operators.accumulate_s(job, columns, machine, elements + experts))
     return ComponentTime(
-        compute.matmul + none,
-        compute.attention + none,
-        compute.memory_bound + accumulated,
-        Passes(nothing, repeated, nothing),
-        compute.launch + none,
-        tensor_passes,
-        context_passes,
-        expert_passes,
-        sharded,
+        matmul=compute.matmul,
+        attention=compute.attention,
+        memory_bound=compute.memory_bound + accumulated,
+        recompute=Passes(input_grad=repeated),
+        launch=compute.launch,
+        tensor=tensor_passes,
+        context=context_passes,
+        expert=expert_passes,
+        zero=sharded,
     )
 
 
@@ -185,23 +186,18 @@ def _end(
     is_head: bool,
 ) -> ComponentTime:
     """Embedding or head: one exchange of the residual stream each way when tp cuts the vocabulary."""
-    nothing = np.zeros(len(columns))
     one = np.where(inside.with_sequence, inside.gather.time_s, 0.5 * inside.reduce.time_s)
     held = [weights.vocabulary(job.model)] if is_head else weights.embedding(job.model)
     elements = states.on_tp_rank(held, job.model, columns)
     if is_head and job.model.tied_embeddings:
-        elements = nothing  # gathered with the embedding, which on the last stage of a pipeline is its copy
-    none = Passes(nothing, nothing, nothing)
+        elements = NOTHING  # gathered with the embedding, which on the last stage of a pipeline is its copy
+    accumulated = Passes(weight_grad=operators.accumulate_s(job, columns, machine, elements))
     return ComponentTime(
-        compute.matmul + none,
-        none,
-        compute.memory_bound + Passes(nothing, nothing, operators.accumulate_s(job, columns, machine, elements)),
-        none,
-        compute.launch + none,
-        Passes(one, one, nothing),
-        none,
-        none,
-        _zero(job, columns, machine, places, elements, nothing, compute.total, nothing),
+        matmul=compute.matmul,
+        memory_bound=compute.memory_bound + accumulated,
+        launch=compute.launch,
+        tensor=Passes(one, one),
+        zero=_zero(job, columns, machine, places, elements, NOTHING, compute.total, NOTHING),
     )
 
 
@@ -228,7 +224,7 @@ def _zero(
     transfers = np.where(again, moved.gather_s, 0.0) + np.where(columns.zero >= 2, moved.scatter_s, 0.0)
     window = job.framework.overlap * (free.input_grad + free.weight_grad)
     backward = exposed(transfers, window, machine.efficiency)
-    return Passes(forward, backward, np.zeros(len(columns)))
+    return Passes(forward, backward)
 
 
 # ------------------------------------------------------------------------------------------------------------ end of the step
@@ -281,7 +277,7 @@ def end_of_step(
         late = wait * (1 - 1 / np.maximum(share.layers, 1))  # of all layers but the last
         starts = host.kernel_starts_s(job, columns, share)
         optimizer = optimizer + starts[2]
-        layers = one_microbatch - head + Passes(starts[0], starts[1], np.zeros(len(columns)))
+        layers = one_microbatch - head + Passes(starts[0], starts[1])
         idle = host.idle_s(job, columns, machine, share, layers, head, optimizer, late)
         return EndOfStep(np.asarray(wait), optimizer, offload, idle + columns.gas * (starts[0] + starts[1]), 0.0)
     if machine.efficiency.synchronous:
