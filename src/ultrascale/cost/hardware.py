@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from ultrascale.cost import kernels, network
-from ultrascale.cost.columns import Array
+from ultrascale.cost.columns import Array, LayoutColumns
 from ultrascale.cost.kernels import AttentionRate, attention_rate, attention_rates
-from ultrascale.cost.network import CommGroup, Link, Op
+from ultrascale.cost.network import CommGroup, GroupPlacement, Link, Op, mesh
 from ultrascale.specs.gpu import GPU
 from ultrascale.specs.job import Job
 
@@ -190,3 +191,16 @@ class ClusterRates:
         else:
             notes.append(f"attention rate: {self.attention.source}")
         return notes
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Layouts of one job, a row each, on its cluster: what communication and a step's time depend on."""
+
+    job: Job
+    columns: LayoutColumns
+    machine: ClusterRates
+
+    @cached_property
+    def places(self) -> GroupPlacement:
+        return mesh(self.columns, self.machine.cluster)

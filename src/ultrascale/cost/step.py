@@ -13,12 +13,12 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from ultrascale.cost import communication, host, operators
-from ultrascale.cost.columns import NOTHING, Array, LayoutColumns, Passes, RankShare
+from ultrascale.cost.columns import NOTHING, Array, Passes, RankShare
 from ultrascale.cost.communication import TensorTraffic
-from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.hardware import Workload
 from ultrascale.cost.memory import states
 from ultrascale.cost.memory.states import compute_bytes, fp8_layer_mean, gradient_bytes, lean
-from ultrascale.cost.network import GroupPlacement, exposed, mesh, transfer
+from ultrascale.cost.network import exposed, transfer
 from ultrascale.cost.operators import LayerTime, optimizer_bytes, stepped_gradient_bytes
 from ultrascale.specs import weights
 from ultrascale.specs.job import Job
@@ -103,32 +103,25 @@ class ComponentTimes(Generic[AnyTime]):
         return ComponentTimes(self.dense.total, moe, self.embedding.total, self.head.total)
 
 
-def component_times(job: Job, columns: LayoutColumns, machine: ClusterRates) -> ComponentTimes[ComponentTime]:
-    places = mesh(columns, machine.cluster)
-    inside = communication.tensor_traffic(job, columns, places, machine)
+def component_times(work: Workload) -> ComponentTimes[ComponentTime]:
+    job, columns, machine = work.job, work.columns, work.machine
+    inside = communication.tensor_traffic(work)
     clock = operators.clock(job, columns, machine)
     experts = operators.layer(job, columns, machine, True, clock) if job.model.moe_layers else None
     return ComponentTimes(
-        _layer(job, columns, machine, places, inside, operators.layer(job, columns, machine, False, clock), moe=False),
-        None if experts is None else _layer(job, columns, machine, places, inside, experts, moe=True),
-        _end(job, columns, machine, places, inside, operators.embedding(job, columns, machine), is_head=False),
-        _end(job, columns, machine, places, inside, operators.head(job, columns, machine, clock), is_head=True),
+        _layer(work, inside, operators.layer(job, columns, machine, False, clock), moe=False),
+        None if experts is None else _layer(work, inside, experts, moe=True),
+        _end(work, inside, operators.embedding(job, columns, machine), is_head=False),
+        _end(work, inside, operators.head(job, columns, machine, clock), is_head=True),
     )
 
 
-def _layer(
-    job: Job,
-    columns: LayoutColumns,
-    machine: ClusterRates,
-    places: GroupPlacement,
-    inside: TensorTraffic,
-    compute: LayerTime,
-    moe: bool,
-) -> ComponentTime:
-    around = communication.context_traffic(job, columns, places, machine, compute.attention)
+def _layer(work: Workload, inside: TensorTraffic, compute: LayerTime, moe: bool) -> ComponentTime:
+    job, columns, machine = work.job, work.columns, work.machine
+    around = communication.context_traffic(work, compute.attention)
     again = exposed(inside.gather_again_s, compute.matmul.input_grad, machine.efficiency)
     # Cut into tp pieces, an exchange hides behind products; backward's share the window with the second gather.
-    pieced = communication.tensor_pieced_s(job, columns, inside, moe)
+    pieced = communication.tensor_pieced_s(work, inside, moe)
     behind_again = np.minimum(inside.gather_again_s, compute.matmul.input_grad)
     rest = compute.matmul.input_grad + compute.matmul.weight_grad - behind_again
     tensor_passes = Passes(
@@ -140,7 +133,7 @@ def _layer(
     behind_backward = around.behind_backward_s + behind_again + np.minimum(pieced, rest)
     expert_passes = Passes()
     if moe:
-        exchange = communication.expert_traffic(job, columns, places, machine)
+        exchange = communication.expert_traffic(work)
         expert_passes = Passes(exchange.forward_s, exchange.backward_s)
         behind_forward = behind_forward + exchange.behind_forward_s
         behind_backward = behind_backward + exchange.behind_backward_s
@@ -161,7 +154,7 @@ def _layer(
     layer = states.per_layer(job.model, columns)
     elements, experts = (layer.moe, layer.experts) if moe else (layer.dense, NOTHING)
     free = compute.total + Passes(-behind_forward, repeated - behind_backward)
-    sharded = _zero(job, columns, machine, places, elements, experts, free, fp8_layer_mean(job, columns, moe))
+    sharded = _zero(work, elements, experts, free, fp8_layer_mean(job, columns, moe))
     accumulated = Passes(weight_grad=operators.accumulate_s(job, columns, machine, elements + experts))
     return ComponentTime(
         matmul=compute.matmul,
@@ -176,16 +169,9 @@ def _layer(
     )
 
 
-def _end(
-    job: Job,
-    columns: LayoutColumns,
-    machine: ClusterRates,
-    places: GroupPlacement,
-    inside: TensorTraffic,
-    compute: LayerTime,
-    is_head: bool,
-) -> ComponentTime:
+def _end(work: Workload, inside: TensorTraffic, compute: LayerTime, is_head: bool) -> ComponentTime:
     """Embedding or head: one exchange of the residual stream each way when tp cuts the vocabulary."""
+    job, columns, machine = work.job, work.columns, work.machine
     one = np.where(inside.with_sequence, inside.gather.time_s, 0.5 * inside.reduce.time_s)
     held = [weights.vocabulary(job.model)] if is_head else weights.embedding(job.model)
     elements = states.on_tp_rank(held, job.model, columns)
@@ -197,26 +183,18 @@ def _end(
         memory_bound=compute.memory_bound + accumulated,
         launch=compute.launch,
         tensor=Passes(one, one),
-        zero=_zero(job, columns, machine, places, elements, NOTHING, compute.total, NOTHING),
+        zero=_zero(work, elements, NOTHING, compute.total, NOTHING),
     )
 
 
-def _zero(
-    job: Job,
-    columns: LayoutColumns,
-    machine: ClusterRates,
-    places: GroupPlacement,
-    elements: Array,
-    experts: Array,
-    free: Passes,
-    narrow: Array,
-) -> Passes:
+def _zero(work: Workload, elements: Array, experts: Array, free: Passes, narrow: Array) -> Passes:
     """Exposed gathers and scatters of one piece in one micro-batch.
 
     They hide behind the piece's own work (standing for its neighbour's), as far as no other transfer already hides there:
     counted twice, slower attention would make a faster step.
     """
-    moved = communication.zero_traffic(job, columns, places, machine, elements, experts, narrow)
+    job, columns, machine = work.job, work.columns, work.machine
+    moved = communication.zero_traffic(work, elements, experts, narrow)
     gathers = columns.zero == 3
     again = gathers & (columns.keep_gathered == 0)
     gathered = np.where(gathers, moved.gather_s, 0.0)
@@ -246,20 +224,14 @@ class EndOfStep:
         return np.asarray(self.data_s + self.optimizer_s + self.offload_s + self.launch_s + self.overhead_s)
 
 
-def end_of_step(
-    job: Job,
-    columns: LayoutColumns,
-    machine: ClusterRates,
-    places: GroupPlacement,
-    share: RankShare,
-    totals: ComponentTimes[Passes],
-) -> EndOfStep:
+def end_of_step(work: Workload, share: RankShare, totals: ComponentTimes[Passes]) -> EndOfStep:
+    job, columns, machine = work.job, work.columns, work.machine
     one_microbatch = totals.on(share)
     held = states.on_rank(job.model, columns, share)
     backward, forward = one_microbatch.input_grad + one_microbatch.weight_grad, one_microbatch.forward
-    reduce, expert_reduce = communication.data_traffic(job, places, machine, held)
-    sharded = communication.zero_traffic(job, columns, places, machine, held.trunk, held.experts)
-    replicas = transfer(machine, "data", "all_reduce", gradient_bytes(job) * held.total / columns.shards, places.replica)
+    reduce, expert_reduce = communication.data_traffic(work, held)
+    sharded = communication.zero_traffic(work, held.trunk, held.experts)
+    replicas = transfer(machine, "data", "all_reduce", gradient_bytes(job) * held.total / columns.shards, work.places.replica)
     level = columns.zero
     # ZeRO-2 and 3 scattered their gradients with each micro-batch; HSDP's replicas still have to meet once a step.
     after_backward = (level == 1) & (job.framework.accumulation == "after-backward")
@@ -267,11 +239,11 @@ def end_of_step(
     reduction = np.where(whole, reduce.time_s + expert_reduce.time_s, np.where(level == 1, sharded.scatter_s, 0.0))
     reduction = reduction + np.where(level >= 1, replicas.time_s, 0.0)
     hidden = np.where(after_backward, 0.0, job.framework.overlap)
-    wait = communication.data_exposed_s(columns, machine, hidden * reduction, backward, share.layers) + (1 - hidden) * reduction
+    wait = communication.data_exposed_s(work, hidden * reduction, backward, share.layers) + (1 - hidden) * reduction
     # The stepped parameters are gathered layer by layer, just ahead of the next step's first forward.
     gathered = np.where((level == 1) | (level == 2), sharded.gather_s, 0.0)
     wait = wait + exposed(gathered, job.framework.overlap * forward, machine.efficiency)
-    optimizer, offload = _optimizer(job, columns, machine, held, forward, backward)
+    optimizer, offload = _optimizer(work, held, forward, backward)
     if host.one_queue(job, columns, machine):
         head = totals.head.scaled(share.head)
         late = wait * (1 - 1 / np.maximum(share.layers, 1))  # of all layers but the last
@@ -287,10 +259,9 @@ def end_of_step(
     return EndOfStep(np.asarray(wait), optimizer, offload, np.zeros(len(columns)), machine.efficiency.step_overhead_s)
 
 
-def _optimizer(
-    job: Job, columns: LayoutColumns, machine: ClusterRates, held: states.RankParameters, forward: Array, backward: Array
-) -> tuple[Array, Array]:
+def _optimizer(work: Workload, held: states.RankParameters, forward: Array, backward: Array) -> tuple[Array, Array]:
     """Reading and writing every state once, and the gradient once more for its norm; or doing so on the host."""
+    job, columns, machine = work.job, work.columns, work.machine
     expert_shards = np.maximum(1, columns.shards * columns.tp / columns.expert_cut / columns.ep)
     own = np.where(columns.zero >= 1, held.trunk / columns.shards + held.experts / expert_shards, held.total)
     b, g = compute_bytes(job), stepped_gradient_bytes(job, columns)
