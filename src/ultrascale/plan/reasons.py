@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from ultrascale.cost.estimate import DraftEstimate, drafts
-from ultrascale.cost.legality import divisors, problem
+from ultrascale.cost.legality import problem
 from ultrascale.cost.memory.states import compute_bytes, gradient_bytes
 from ultrascale.plan.candidates import LayoutConstraints, Objective
 from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY, legal
-from ultrascale.specs.errors import SpecError
+from ultrascale.specs.errors import SpecError, divisors
 from ultrascale.specs.estimate import CAUSES, Estimate
 from ultrascale.specs.job import OPTIMIZERS, Job
 from ultrascale.specs.layout import Layout
