@@ -222,8 +222,8 @@ def test_a_signal_saves_and_ends_cleanly(tmp_path: Path, start: Any, number: sig
     assert process.returncode == 0
     source = checkpoint.latest(tmp_path / "run")
     assert source.step == curve(tmp_path / "run")[-1][0] >= 2
-    assert f"stopped by {number.name} after step {source.step} of 100000; kept in {source.folder.name}" in told
-    assert f"go on with ultrascale train --resume {tmp_path / 'run'}" in told.replace("\n", " ")
+    assert f"stopped by {number.name} after step {source.step} of 100000; checkpoint {source.folder.name}" in told
+    assert f"resume with ultrascale train --resume {tmp_path / 'run'}" in told.replace("\n", " ")
     assert (source.training.steps, source.layout.dp) == (100_000, world)
 
 
