@@ -1,4 +1,4 @@
-"""Output of `ultrascale bench`: hardware, kernels, collectives, ladders, layouts; tables and JSON."""
+"""Output of `ultrascale bench`: hardware, collectives, ladders, layouts; tables and JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from ultrascale.specs.units import seconds
 
 if TYPE_CHECKING:
     from ultrascale.measure.bench_collectives import AlphaBetaFit, CollectivesReport, CollectiveTiming
-    from ultrascale.measure.bench_kernels import KernelResult, KernelsReport
     from ultrascale.measure.bench_ladders import Figures, Ladder, Rung
     from ultrascale.measure.bench_layouts import CandidateSet, SweepProgress, SweepVerdict, TrialRow
 
@@ -52,51 +51,6 @@ def show_hardware(console: Console, cluster: Cluster, file: Path | None) -> None
     console.print(made)
     if file is not None:
         console.print(f"written to {file}: `ultrascale plan --cluster {file} …` plans with it")
-
-
-# Kernels
-
-KERNEL_STYLES = {"keep": "green", "slower": "bold red", "–": ""}
-
-
-def show_kernels(console: Console, report: KernelsReport) -> None:
-    from ultrascale.measure.bench_kernels import WAYS
-
-    columns = (*(f"{way} ms" for way in WAYS), "ours / best other", "ours moves or computes", "largest difference", "")
-    title = f"forward and backward, medians in ms with a cold L2 cache: {report.machine}"
-    made = table(title, "kernel", "shape", *columns, left=("kernel", "shape"))
-    for row in report.rows:
-        made.add_row(
-            row.kernel,
-            f"{row.model}: {row.size}",
-            *(_kernel_time(row, way) for way in WAYS),
-            "–" if row.share is None else f"{row.share:.2f}",
-            _rate(row),
-            ", ".join(f"{way} {value:.1e}" for way, value in list(row.differences.items())[1:]) or "–",
-            Text(row.verdict, style=KERNEL_STYLES[row.verdict]),
-        )
-    console.print(made)
-    for line in report.choices:
-        console.print(f"{line}; a run takes the first")
-    slower = [f"{row.kernel} ({row.model})" for row in report.rows if row.verdict == "slower"]
-    if slower:
-        labelled(console, "slower:", "bold red", f"{', '.join(slower)}: another implementation is faster here than ours")
-
-
-def kernels_json(report: KernelsReport) -> dict[str, Any]:
-    rows = [{**asdict(row), "ours_of_best_other": row.share, "verdict": row.verdict} for row in report.rows]
-    return {"machine": report.machine, "kernels": rows, "choices": list(report.choices)}
-
-
-def _kernel_time(row: KernelResult, way: str) -> str:
-    return f"{row.times_ms[way]:,.3f}" if way in row.times_ms else row.missing.get(way, "–")
-
-
-def _rate(row: KernelResult) -> str:
-    share = "" if row.of_peak is None else f" ({100 * row.of_peak:.0f} % of the GPU's)"
-    if row.gb_s is not None:
-        return f"{row.gb_s:,.0f} GB/s{share}"
-    return "–" if row.tflops is None else f"{row.tflops:,.0f} TFLOP/s{share}"
 
 
 # Collectives
