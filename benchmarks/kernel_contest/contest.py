@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -340,8 +340,8 @@ def show_kernels(console: Console, report: KernelsReport) -> None:
 
 
 def kernels_json(report: KernelsReport) -> dict[str, Any]:
-    rows = [{**asdict(row), "ours_of_best_other": row.share, "verdict": row.verdict} for row in report.rows]
-    return {"machine": report.machine, "kernels": rows, "choices": list(report.choices)}
+    rows = [{**vars(row), "ours_of_best_other": row.share, "verdict": row.verdict} for row in report.rows]
+    return {"machine": report.machine, "kernels": rows, "choices": report.choices}
 
 
 def _kernel_time(row: KernelResult, way: str) -> str:

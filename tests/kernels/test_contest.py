@@ -18,6 +18,7 @@ from rich.console import Console
 from torch.nn.attention import flex_attention
 
 from ultrascale.cli.bench import kernel_contest
+from ultrascale.cli.common import plain
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.model import Model
 
@@ -119,7 +120,7 @@ def test_the_table_says_times_shares_rates_and_verdicts() -> None:
         assert word in text.getvalue(), word
     assert "cuDNN 4.90 ms" in text.getvalue()
     assert "slower: norm (1b)" in text.getvalue()
-    data = json.loads(json.dumps(kernels.kernels_json(report), allow_nan=False))
+    data = json.loads(json.dumps(kernels.kernels_json(report), allow_nan=False, default=plain))
     assert [one["verdict"] for one in data["kernels"]] == ["keep", "slower"]
     assert data["kernels"][0]["times_ms"]["compile"] == 0.8
     assert data["kernels"][0]["missing"] == {"liger": "not installed"}

@@ -222,7 +222,7 @@ def ladders(
         for name in names:
             found.append(measure.climb(name, here, say))
             show.show_ladder(console, found[-1])
-            write_json(json_file, show.ladders_json(found))  # after each, so an interrupted bench keeps its results
+            write_json(json_file, {"ladders": found})  # after each, so an interrupted bench keeps its results
     if not any(rung.measured for ladder in found for rung in ladder.rungs):
         raise typer.Exit(NO)
 
@@ -296,7 +296,7 @@ def hardware(
     """
     from ultrascale.launch import launcher
     from ultrascale.measure import bench_hardware
-    from ultrascale.show.bench import hardware_json, show_hardware
+    from ultrascale.show.bench import show_hardware
     from ultrascale.train import import_torch
 
     with progress() as say:
@@ -313,5 +313,5 @@ def hardware(
                 found = linked(found, measure(["all_reduce"], sizes("1k..256M"), [nproc], nproc, True, say).points)
     if out is not None:
         found.save(out)
-    write_json(json_file, hardware_json(found))
+    write_json(json_file, {"cluster": found.to_mapping()})
     show_hardware(terminal(), found, out)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ultrascale.cost.hardware import UNMEASURED_MATMUL, sustained
-from ultrascale.show.lines import bullets, heading, labelled, table, terminal
+from ultrascale.show.lines import bullets, heading, labelled, picked, table, terminal
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.units import seconds
 
@@ -24,10 +23,6 @@ if TYPE_CHECKING:
     from ultrascale.measure.bench_layouts import CandidateSet, SweepProgress, SweepVerdict, TrialRow
 
 # Hardware
-
-
-def hardware_json(cluster: Cluster) -> dict[str, Any]:
-    return {"cluster": cluster.to_mapping()}
 
 
 def show_hardware(console: Console, cluster: Cluster, file: Path | None) -> None:
@@ -94,9 +89,8 @@ def _size(value: int) -> str:
 
 
 def collectives_json(report: CollectivesReport) -> dict[str, Any]:
-    points = [{**asdict(point), "algorithm_gb_s": point.algorithm_gb_s, "bus_gb_s": point.bus_gb_s} for point in report.points]
-    fits, missing = [asdict(fit) for fit in report.fits], [asdict(one) for one in report.missing]
-    return {"where": report.where, "points": points, "fits": fits, "missing": missing}
+    points = [{**vars(point), **picked(point, "algorithm_gb_s", "bus_gb_s")} for point in report.points]
+    return {"where": report.where, "points": points, "fits": report.fits, "missing": report.missing}
 
 
 # Ladders
@@ -113,10 +107,6 @@ def show_ladder(console: Console, ladder: Ladder) -> None:
         else:
             made.add_row(rung.name, rung.what, *_ladder_cells(rung.measured, rung.predicted), f"{rung.loss:.4f}", gain)
     console.print(made)
-
-
-def ladders_json(ladders: Sequence[Ladder]) -> dict[str, Any]:
-    return {"ladders": [asdict(ladder) for ladder in ladders]}
 
 
 def gains(rungs: Sequence[Rung]) -> list[str]:
@@ -282,21 +272,16 @@ def layouts_json(
         "storage": storage,
         "study": study,
         "trials": [_trial_json(row) for row in rows],
-        "left_out": list(asked.left_out),
-        "winner": None if found is None else found.winner.candidate.name,
+        "left_out": asked.left_out,
+        "winner": found and found.winner.candidate.name,
         "first": rows[0].candidate.name,
-        "regret": None if found is None else found.regret,
+        "regret": found and found.regret,
     }
 
 
 def _trial_json(row: TrialRow) -> dict[str, Any]:
     from ultrascale.measure.bench_trial import tensors_gib
 
-    e, record = row.candidate.predicted, row.record
-    figures = e and {"tokens_per_s": e.tokens_per_s, "step_time_s": e.step_time_s, "tensors_gib": tensors_gib(e)}
-    return {
-        "name": row.candidate.name,
-        "layout": row.candidate.layout.model_dump(mode="json"),
-        "predicted": figures,
-        "trial": None if record is None else vars(record),
-    }
+    e = row.candidate.predicted
+    figures = e and {**picked(e, "tokens_per_s", "step_time_s"), "tensors_gib": tensors_gib(e)}
+    return {**picked(row.candidate, "name", "layout"), "predicted": figures, "trial": row.record}

@@ -105,7 +105,8 @@ def read(path: Path) -> tuple[list[MeasuredRun], list[str]]:
 def read_row(values: Mapping[str, str], line: int) -> MeasuredRun:
     assumptions: list[str] = []
     job, layout, half, reason = None, None, False, None
-    measured: dict[str, float | None] = dict.fromkeys(("tokens_per_s_per_gpu", "iter_time_s", "peak_mem_gib"))
+    measured: dict[str, Any] = dict.fromkeys(("tokens_per_s_per_gpu", "iter_time_s", "peak_mem_gib"))
+    texts: dict[str, Any] = {name: values.get(name) or usual for name, usual in TEXTS.items()}
     try:
         for name in measured:
             measured[name] = number(values, name)
@@ -126,7 +127,7 @@ def read_row(values: Mapping[str, str], line: int) -> MeasuredRun:
         reason=reason,
         values=values,
         **measured,
-        **{name: values.get(name) or usual for name, usual in TEXTS.items()},
+        **texts,
     )
 
 
