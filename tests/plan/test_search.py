@@ -12,8 +12,8 @@ from ultrascale.cost import table
 from ultrascale.cost.estimate import DraftEstimate, drafts, estimate
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.legality import divisors, problem
-from ultrascale.plan.candidates import LayoutConstraints, cores
-from ultrascale.plan.search import LayoutPreview, _rank, plan
+from ultrascale.plan.candidates import LayoutConstraints, cores, rank
+from ultrascale.plan.search import LayoutPreview, plan
 from ultrascale.schedules import REGISTRY
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
@@ -96,7 +96,7 @@ def test_plans_are_ranked_fit_and_distinct() -> None:
 
 def test_dropping_slow_layouts_early_loses_none_of_the_fastest() -> None:
     of, kept = make_job("llama-3-70b", "32xh100", 8192, 128), 1000
-    ranked = _rank(of, LayoutConstraints(), "throughput", kept)
+    ranked = rank(of, LayoutConstraints(), "throughput", kept)
     capacity = of.cluster.gpu.memory_gib * GIB
     tables = [
         table.evaluate(of, one.columns, one.variants, ClusterRates(of), capacity) for one in cores(of, LayoutConstraints())
