@@ -52,7 +52,7 @@ def test_a_run_goes_on_in_its_folder(run: Run, copied: Path) -> None:
     assert {step: after[step] for step in before} == before
     assert checkpoint.latest(copied).step == 6
     assert len(checkpoint.complete(copied)) == 3
-    assert checkpoint.latest(copied).state.checkpointing.every == 1  # as the run was begun
+    assert checkpoint.latest(copied).checkpointing.every == 1  # as the run was begun
 
 
 def test_another_layout_another_folder_an_earlier_step(run: Run, kept: Path, tmp_path: Path) -> None:

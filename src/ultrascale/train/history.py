@@ -18,7 +18,7 @@ import json
 import os
 import platform
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,7 +130,7 @@ def record_rollback(run: Path, source: Path) -> tuple[Path, Rollback | None]:
         finish_rollback(run)
     rollback = _plan_rollback(run, source)
     if rollback is not None:
-        write_text(run / CHECKPOINTS / ROLLBACK, json.dumps(asdict(rollback), indent=1) + "\n")
+        write_text(run / CHECKPOINTS / ROLLBACK, rollback.model_dump_json(indent=1) + "\n")
         sync_folder(run / CHECKPOINTS)
     return source, rollback
 
@@ -195,7 +195,8 @@ def _plan_rollback(run: Path, source: Path) -> Rollback | None:
     beyond = bool(leaving) or _last_step(run / METRICS) > shared
     moves = [(one.name, f"{aside}/{one.name}") for one in leaving]
     moves += [(f"{branch}/{one.name}", one.name) for one in returning]
-    return Rollback(name, tuple(moves), history, metrics_of(aside) if beyond else None)
+    abandoned_metrics = metrics_of(aside) if beyond else None
+    return Rollback(source=name, moves=tuple(moves), history=history, abandoned_metrics=abandoned_metrics)
 
 
 def metrics_of(branch: str) -> str:

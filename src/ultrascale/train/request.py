@@ -170,7 +170,7 @@ def from_checkpoint(
     `first`, `report`: as in `from_words`.
     """
     job, layout = (plan.job, plan.layout) if plan is not None else (source.job, source.layout)
-    training, settings = source.training, source.state.checkpointing
+    training, settings = source.training, source.checkpointing
     _same_model(job.model, source.job.model, source.folder)
     notes: list[str] = []
     if plan is not None:
@@ -186,7 +186,7 @@ def from_checkpoint(
 
 def _inherited(source: Checkpoint, last: LastLaunch) -> Iterator[str]:
     """A note about the settings in which the last launch differs from the checkpoint."""
-    before = {"train": source.training.model_dump(), "checkpoint": source.state.checkpointing.model_dump()}
+    before = {"train": source.training.model_dump(), "checkpoint": source.checkpointing.model_dump()}
     before["job"] = {name: getattr(source.job, name) for name in last.job}
     after = {"train": last.training.model_dump(), "checkpoint": last.checkpoint.model_dump(), "job": last.job}
     changed = [
@@ -324,7 +324,7 @@ def _changed(given: Request, source: Checkpoint, allowed: Set[str], first: bool,
 
 
 def _same_data(given: Request, source: Checkpoint, report: Report | None) -> bool:
-    vocab, kept = given.job.model.vocab, source.state.data
+    vocab, kept = given.job.model.vocab, source.data
     # The seed is compared separately, and the mask is a setting: with those of the run, only the data can differ.
     same = given.training.changed(seed=source.training.seed, document_mask=source.training.document_mask)
     if isinstance(kept, str):
