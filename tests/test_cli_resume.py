@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from builders import write_tokens
 from conftest import Run
-from ultrascale.data import token_files
 from ultrascale.launch.trainer import Trainer
 from ultrascale.specs.errors import SpecError
 from ultrascale.train import checkpoint
@@ -216,10 +216,10 @@ def test_changed_document_ends_are_refused_under_a_document_mask(run: Run, tmp_p
     text = np.random.default_rng(0).integers(0, 256, 20_000)
     for mask, code in (("true", 2), ("false", 0)):
         tokens, out = tmp_path / f"{mask}.bin", tmp_path / mask
-        token_files.write(tokens, text, np.array([5_000, 20_000]), 256)
+        write_tokens(tokens, text, np.array([5_000, 20_000]), 256)
         words = ("--seq", 32, "--steps", 2, "--data", tokens, "--out", out, f"train.document_mask={mask}")
         assert run("train", "--model", "tiny", *words)[0] == 0
-        token_files.write(tokens, text, np.array([6_000, 20_000]), 256)
+        write_tokens(tokens, text, np.array([6_000, 20_000]), 256)
         assert run("train", "--resume", out, "--steps", 3)[0] == code
 
 

@@ -44,24 +44,35 @@ class Corpus(Protocol):
         ...
 
 
-class ByteCorpus:
+class StoredCorpus:
+    """A text whose tokens exist; `ends`: the number of tokens up to and including each document's last."""
+
+    tokens: npt.NDArray[Any]
+    ends: npt.NDArray[Any]
+
+    def windows(self, seq: int) -> int:
+        return max(0, (len(self.tokens) - 1) // seq)
+
+    def window(self, index: int, seq: int) -> Tokens:
+        return self.tokens[index * seq : index * seq + seq + 1].astype(np.int64)
+
+    def documents(self, index: int, seq: int) -> Tokens:
+        first, ends = index * seq, self.ends
+        low, high = (int(np.searchsorted(ends, ends.dtype.type(place), side="right")) for place in (first, first + seq - 1))
+        marks = np.zeros(seq, dtype=np.int64)
+        marks[ends[low:high].astype(np.int64) - first] = 1
+        return np.cumsum(marks)
+
+
+class ByteCorpus(StoredCorpus):
     """A text with its bytes as tokens; a zero byte ends a document."""
 
     def __init__(self, text: npt.NDArray[np.uint8]) -> None:
-        self.text = text
+        self.tokens = text
 
     @cached_property
-    def ends(self) -> Tokens:
-        return np.flatnonzero(self.text == 0) + 1
-
-    def windows(self, seq: int) -> int:
-        return _windows(self.text, seq)
-
-    def window(self, index: int, seq: int) -> Tokens:
-        return self.text[index * seq : index * seq + seq + 1].astype(np.int64)
-
-    def documents(self, index: int, seq: int) -> Tokens:
-        return _documents(self.ends, index, seq)
+    def ends(self) -> Tokens:  # type: ignore[override]
+        return np.flatnonzero(self.tokens == 0) + 1
 
 
 class SyntheticCorpus:
@@ -84,27 +95,22 @@ class SyntheticCorpus:
         return np.zeros(seq, dtype=np.int64)
 
 
-class TokenFileCorpus:
+class TokenFileCorpus(StoredCorpus):
     """The tokens of a file. Each window's tokens are checked against the vocabulary when it is read: files can be wrong."""
 
     def __init__(self, tokens: TokenSet, vocab: int) -> None:
         self.set, self.vocab = tokens, vocab
-
-    def windows(self, seq: int) -> int:
-        return _windows(self.set.tokens, seq)
+        self.tokens, self.ends = tokens.tokens, tokens.ends
 
     def window(self, index: int, seq: int) -> Tokens:
-        found = self.set.tokens[index * seq : index * seq + seq + 1].astype(np.int64)
+        found = super().window(index, seq)
         if found.max() >= self.vocab or found.min() < 0:
-            place = int(np.argmax((found >= self.vocab) | (found < 0)))
+            place, largest = int(np.argmax((found >= self.vocab) | (found < 0))), int(found.max())
             raise SpecError(
                 f"train.data: token {index * seq + place:,} of {self.set.path} is {found[place]} but model.vocab is "
-                f"{self.vocab}: {_larger_vocabulary(int(found.max()))}"
+                f"{self.vocab}: {f'try model.vocab={largest + 1}' if largest > 0 else 'tokenize it anew'}"
             )
         return found
-
-    def documents(self, index: int, seq: int) -> Tokens:
-        return _documents(self.set.ends, index, seq)
 
 
 @dataclass(frozen=True)
@@ -113,24 +119,6 @@ class MixtureCorpus:
 
     parts: tuple[tuple[Corpus, Fraction], ...]
     held_out: MixtureCorpus | None = None
-
-
-def _larger_vocabulary(largest: int) -> str:
-    return f"try model.vocab={largest + 1}" if largest > 0 else "tokenize it anew"
-
-
-def _windows(tokens: npt.NDArray[Any], seq: int) -> int:
-    return max(0, (len(tokens) - 1) // seq)
-
-
-def _documents(ends: npt.NDArray[Any], index: int, seq: int) -> Tokens:
-    """Document indices within a window, from the ends in it: other documents are not read."""
-    first = index * seq
-    low, high = (int(np.searchsorted(ends, ends.dtype.type(place), side="right")) for place in (first, first + seq - 1))
-    inside = ends[low:high].astype(np.int64) - first
-    marks = np.zeros(seq, dtype=np.int64)
-    marks[inside] = 1
-    return np.cumsum(marks)
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
 
@@ -29,18 +29,19 @@ class MixtureEntry:
     weight: Fraction
 
 
-def corpus(training: Training, vocab: int) -> Corpus | MixtureCorpus:
-    """Opens the corpus of `train.data`; SpecError if its vocabulary is larger than the model's."""
+def corpus(training: Training, vocab: int) -> MixtureCorpus:
+    """Opens the texts of `train.data`; SpecError if a vocabulary is larger than the model's."""
     trained = _mixture("train.data", training.data, training.seed, vocab)
-    if training.eval_data is not None:
-        held_out = _mixture("train.eval_data", training.eval_data, training.seed, vocab)
-        return MixtureCorpus(trained.parts, held_out)
-    return trained.parts[0][0] if len(trained.parts) == 1 else trained
+    if training.eval_data is None:
+        return trained
+    return replace(trained, held_out=_mixture("train.eval_data", training.eval_data, training.seed, vocab))
 
 
 def check(training: Training, vocab: int, seq: int) -> None:
     """Raises SpecError unless a run can read its data; takes milliseconds, before any process starts."""
-    _long_enough(corpus(training, vocab), seq)
+    found = corpus(training, vocab)
+    for text, _ in (*found.parts, *(found.held_out.parts if found.held_out is not None else ())):
+        two_windows(text, seq)
 
 
 def absolute(field: str, text: str) -> str:
@@ -59,10 +60,8 @@ def _decimal(weight: Fraction) -> str:
 
 def sampled_fingerprint(training: Training, vocab: int) -> int:
     """A CRC of the lengths of a run's texts and of 65 windows spread over them, as in checkpoints older than data/digest.py."""
-    found = corpus(training, vocab)
-    texts = [text for text, _ in found.parts] if isinstance(found, MixtureCorpus) else [found]
     crc = 0
-    for text in texts:
+    for text, _ in corpus(training, vocab).parts:
         length = next(length for length in (LOOK, 1) if text.windows(length))
         count = text.windows(length)
         crc = zlib.crc32(f"{length} {count}".encode(), crc)
@@ -134,16 +133,6 @@ def _fits(field: str, found: TokenSet, vocab: int) -> None:
             f"{field}: {found.path} {claim} {needed:,} but model.vocab is {vocab:,}: try a model with vocab={needed} or more, "
             "or tokenize with a smaller tokenizer"
         )
-
-
-def _long_enough(text: Corpus | MixtureCorpus, seq: int) -> None:
-    if not isinstance(text, MixtureCorpus):
-        two_windows(text, seq)
-        return
-    for one, _ in text.parts:
-        two_windows(one, seq)
-    for one, _ in text.held_out.parts if text.held_out is not None else ():
-        two_windows(one, seq)
 
 
 def two_windows(text: Corpus, seq: int) -> int:

@@ -24,8 +24,7 @@ from torch.autograd.function import once_differentiable
 from ultrascale.model.attention import Gradients, attend, attend_backward
 from ultrascale.model.transformer import Attention, CausalAttention
 from ultrascale.parallel import comm
-from ultrascale.parallel.autograd_collectives import switch
-from ultrascale.parallel.comm import Axis
+from ultrascale.parallel.comm import Axis, switch
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.layout import ContextParallel
 

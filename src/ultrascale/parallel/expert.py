@@ -20,8 +20,7 @@ from ultrascale.model.moe import MixtureOfExperts, RoutingResult
 from ultrascale.model.transformer import Transformer
 from ultrascale.parallel.data import GradientReducer
 from ultrascale.parallel.expert_layer import ParallelExperts
-from ultrascale.parallel.mesh import Mesh
-from ultrascale.parallel.shards import Shard
+from ultrascale.parallel.mesh import Mesh, Shard
 from ultrascale.parallel.tensor import TensorParallelExperts
 from ultrascale.parallel.token_dispatch import LocalTokensFirst, OverlapWeightGrads, TokenDispatcher
 from ultrascale.specs.training import ExpertOverlap

@@ -16,12 +16,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ultrascale.parallel.comm import WaitClock
+from ultrascale.parallel.comm import WaitClock, comm_range, profile_range
 from ultrascale.parallel.data import GradientReducer
-from ultrascale.parallel.float8_gather import Float8GatherScales
 from ultrascale.parallel.mesh import Mesh
-from ultrascale.parallel.ranges import comm_range, profile_range
 from ultrascale.parallel.tensor import DeferredWeightGrads
+from ultrascale.parallel.zero import Float8GatherScales
 from ultrascale.schedules import Action, ActionKind, Schedule
 
 Actions = Sequence[Sequence[Action]]

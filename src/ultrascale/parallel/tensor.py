@@ -21,12 +21,10 @@ from ultrascale.kernels.float8_gemm import CustomGemmModule, PlainGemms
 from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.transformer import IGNORED, MLP, CrossEntropy, Embedding, MultiLinear, Transformer
 from ultrascale.parallel import comm
-from ultrascale.parallel.autograd_collectives import copy_to, gather_from, reduce_from, scatter_to
-from ultrascale.parallel.comm import Axis
+from ultrascale.parallel.comm import Axis, copy_to, gather_from, reduce_from, scatter_to
 from ultrascale.parallel.expert_layer import ParallelExperts
-from ultrascale.parallel.mesh import Mesh
+from ultrascale.parallel.mesh import Mesh, Shard
 from ultrascale.parallel.recompute_cache import cache_across_recompute
-from ultrascale.parallel.shards import Shard
 
 SEQUENCE = 1  # the dimension of [batch, sequence, hidden] that sequence parallelism shards
 
@@ -136,23 +134,6 @@ def _deferred_grads(
     return run
 
 
-def row_parallel_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    axis: Axis,
-    sequence: bool,
-    deferred: DeferredWeightGrads,
-    gemms: PlainGemms,
-    result: Result,
-) -> torch.Tensor:
-    """x·wᵀ for an input sharded over the axis, all-reduced over it, or reduce-scattered along the sequence.
-
-    `result`: under activation recomputation the output is saved, recomputed, or unused in backward.
-    """
-    out: torch.Tensor = _RowParallelFunction.apply(x, weight, axis, sequence, deferred, gemms, result)  # type: ignore[no-untyped-call]
-    return out
-
-
 def multi_linear(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
@@ -195,7 +176,10 @@ class ColumnParallelLinear(CustomGemmModule, MultiLinear):
 
 
 class RowParallelLinear(CustomGemmModule, _TensorParallelModule, nn.Linear):
-    """A linear with a sharded input: partial outputs are all-reduced over tp, or reduce-scattered along the sequence."""
+    """A linear with a sharded input: partial outputs are all-reduced over tp, or reduce-scattered along the sequence.
+
+    `result`: under activation recomputation the output is saved, recomputed, or unused in backward.
+    """
 
     def __init__(self, plain: nn.Linear, axis: Axis, sequence: bool, deferred: DeferredWeightGrads) -> None:
         nn.Module.__init__(self)
@@ -204,7 +188,8 @@ class RowParallelLinear(CustomGemmModule, _TensorParallelModule, nn.Linear):
         self.result: Result = "saved"
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        y = row_parallel_linear(input, self.weight, self.axis, self.sequence, self.deferred, self.gemms, self.result)
+        settings = self.axis, self.sequence, self.deferred, self.gemms, self.result
+        y: torch.Tensor = _RowParallelFunction.apply(input, self.weight, *settings)  # type: ignore[no-untyped-call]
         return y if self.bias is None else y + self.bias
 
 

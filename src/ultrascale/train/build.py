@@ -15,18 +15,16 @@ from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.stages import chunk_layers
 from ultrascale.kernels import autotune, compile, float8, fused, loss, selection, split_master
 from ultrascale.kernels.selection import Kernels
-from ultrascale.model.init import full_weight
 from ultrascale.model.moe import Router
-from ultrascale.model.transformer import Transformer
+from ultrascale.model.transformer import Transformer, full_weight
 from ultrascale.parallel import context, expert, recompute, tensor, zero
 from ultrascale.parallel.comm import Axis
 from ultrascale.parallel.data import BucketedGrads, DDPGrads, GradientReducer, SingleMicrobatchGrads
-from ultrascale.parallel.float8_gather import Float8GatherScales
-from ultrascale.parallel.mesh import Mesh
+from ultrascale.parallel.mesh import Mesh, Shard
 from ultrascale.parallel.pipeline import Pipeline, StageChunk
-from ultrascale.parallel.shards import Shard
 from ultrascale.parallel.tensor import DeferredWeightGrads
 from ultrascale.parallel.torch_private import unset_fake_temporarily
+from ultrascale.parallel.zero import Float8GatherScales
 from ultrascale.schedules import ActionKind, Schedule
 from ultrascale.schedules import build as build_schedule
 from ultrascale.specs.framework import Framework
@@ -35,7 +33,7 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import ExpertOverlap, Training
 from ultrascale.train.balance import ZeroGradient, bias_name
 from ultrascale.train.data import Batches
-from ultrascale.train.engine import BuiltModel, Engine
+from ultrascale.train.engine import Engine
 from ultrascale.train.optimizer import Weight
 from ultrascale.train.supported import why_not_gathered_in_fp8
 
@@ -49,39 +47,30 @@ def schedule_of(layout: Layout) -> Schedule:
 
 
 def build_engine(job: Job, mesh: Mesh, training: Training, batches: Batches) -> Engine:
-    # Autotuned before the model is built, while there is free memory for it.
     layout, dtype, device = mesh.layout, compute_format(job, mesh), mesh.device
+    # Autotuned before the model is built, while there is free memory for it.
     attention = None if training.document_mask else autotune.fastest_attention(job, layout, dtype, device)
     gates = autotune.fastest_gates(job, layout, training, dtype, device)
     autotuned = tuple(times for times in (attention, gates) if times is not None)
-    built = build(job, mesh, training, autotuned)
-    for times in autotuned:
-        times.apply(chunk.gradients.module for chunk in built.pipeline.chunks.values())
-    return Engine(job, mesh, training, batches, built)
-
-
-def build(
-    job: Job, mesh: Mesh, training: Training, autotuned: tuple[autotune.AttentionTimes | autotune.GateTimes, ...] = ()
-) -> BuiltModel:
-    layout = mesh.layout
     schedule = schedule_of(layout)
-    counts = chunk_layers(job, schedule.ranks, schedule.virtual_stages)
-    ends = [0, *accumulate(counts)]
+    ends = [0, *accumulate(chunk_layers(job, schedule.ranks, schedule.virtual_stages))]
     chunks, weights, routers = [], list[Weight](), dict[int, Router]()
-    own = selection.choose(job, layout, training, mesh.device.type)
+    own = selection.choose(job, layout, training, device.type)
     for stage in schedule.stages_of(mesh.pp.rank):
         layers = range(ends[stage], ends[stage + 1])
         chunk, chunk_weights, chunk_routers = _chunk(job, mesh, training, schedule, stage, layers, own)
         chunks.append(chunk)
         weights += chunk_weights
         routers |= chunk_routers
-    dtype = compute_format(job, mesh)
+    modules = [chunk.gradients.module for chunk in chunks]
+    for times in autotuned:
+        times.apply(modules)
     scales = None
     if why_not_gathered_in_fp8(job, layout, training) is None:
-        groups = [group for chunk in chunks for group in float8.weights(chunk.gradients.module)]
-        scales = Float8GatherScales(groups, mesh.shard, dtype, mesh.device) if groups else None
+        groups = [group for module in modules for group in float8.weights(module)]
+        scales = Float8GatherScales(groups, mesh.shard, dtype, device) if groups else None
     pipeline = Pipeline(chunks, schedule, mesh, boundary_shape(job, layout), dtype, scales)
-    return BuiltModel(pipeline, weights, routers, own, autotuned)
+    return Engine(job, mesh, training, batches, pipeline, weights, routers, own, autotuned)
 
 
 def compute_format(job: Job, mesh: Mesh) -> torch.dtype:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from fractions import Fraction
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -27,9 +26,8 @@ Read = TypeVar("Read")
 class Batches:
     """Global batches of `batch` sequences by step; any rows of them can be read."""
 
-    def __init__(self, corpus: Corpus | MixtureCorpus, seq: int, batch: int, seed: int) -> None:
+    def __init__(self, mixture: MixtureCorpus, seq: int, batch: int, seed: int) -> None:
         self.seq, self.batch = seq, batch
-        mixture = corpus if isinstance(corpus, MixtureCorpus) else MixtureCorpus(((corpus, Fraction(1)),))
         self._trained = _MixedSamples(mixture, seq, seed)
         self._held_out = self._trained if mixture.held_out is None else _MixedSamples(mixture.held_out, seq, seed, held_out=1.0)
 

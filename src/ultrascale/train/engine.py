@@ -13,10 +13,9 @@ from ultrascale.kernels.cuda_graphs import CUDAGraphPool, graphed
 from ultrascale.kernels.selection import Kernels
 from ultrascale.model.moe import Router
 from ultrascale.parallel import comm, context
-from ultrascale.parallel.comm import Axis
+from ultrascale.parallel.comm import Axis, profile_range
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.parallel.pipeline import Batch, Pipeline
-from ultrascale.parallel.ranges import profile_range
 from ultrascale.parallel.torch_private import foreach_mul_
 from ultrascale.specs.errors import RunError
 from ultrascale.specs.job import Job
@@ -44,29 +43,28 @@ class StepResult:
     """some rank received a signal to end the run"""
 
 
-@dataclass(frozen=True)
-class BuiltModel:
-    """The parallelized model of one rank, and the kernels that it runs."""
-
-    pipeline: Pipeline
-    weights: list[Weight]
-    routers: dict[int, Router]
-    """routers of MoE layers, by layer index in the whole model"""
-    kernels: Kernels
-    autotuned: tuple[AttentionTimes | GateTimes, ...]
-    """what was measured to select kernels, on a GPU"""
-
-
 class Engine:
     """One rank's model, optimizer and data of a job in a layout; train/build.py creates it."""
 
-    def __init__(self, job: Job, mesh: Mesh, training: Training, batches: Batches, built: BuiltModel) -> None:
+    def __init__(
+        self,
+        job: Job,
+        mesh: Mesh,
+        training: Training,
+        batches: Batches,
+        pipeline: Pipeline,
+        weights: list[Weight],
+        routers: dict[int, Router],
+        kernels: Kernels,
+        autotuned: tuple[AttentionTimes | GateTimes, ...] = (),
+    ) -> None:
+        """`routers`: of MoE layers, by layer index in the whole model. `autotuned`: measured to select kernels, on a GPU."""
         self.job, self.mesh, self.training, self.batches = job, mesh, training, batches
-        self.pipeline, self.weights, self.autotuned = built.pipeline, built.weights, built.autotuned
-        self.tape = CUDAGraphPool(mesh.device, training.graphs) if built.kernels.recorded else None
+        self.pipeline, self.weights, self.autotuned = pipeline, weights, autotuned
+        self.tape = CUDAGraphPool(mesh.device, training.graphs) if kernels.recorded else None
         """CUDA graphs of the step, if every step launches the same kernels"""
-        self.optimizer = Optimizer(self.weights, job, training, mesh, built.kernels.adamw, self.tape)
-        self.balance = RouterBalance(built.routers, self.weights, job, mesh, training) if job.model.moe is not None else None
+        self.optimizer = Optimizer(self.weights, job, training, mesh, kernels.adamw, self.tape)
+        self.balance = RouterBalance(routers, self.weights, job, mesh, training) if job.model.moe is not None else None
         self._loads: RouterLoads | None = None
         self.scale = LossScale(training, used=job.precision == "fp16")
         self.tokens = mesh.layout.batch_tokens(job.seq)

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from ultrascale.cost import flops
+from ultrascale.parallel.comm import profile_range
 from ultrascale.parallel.data import BucketedGrads
 from ultrascale.parallel.expert import ExpertDenseGrads
-from ultrascale.parallel.ranges import profile_range
 from ultrascale.specs.measurement import MeasuredMemory, MeasuredStage, MeasuredTime, Measurement
 from ultrascale.specs.units import GIB
 from ultrascale.train import checkpoint, memory

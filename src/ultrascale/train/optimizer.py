@@ -18,8 +18,7 @@ from ultrascale.kernels import split_master
 from ultrascale.kernels.cuda_graphs import CUDAGraphPool, graphed
 from ultrascale.parallel import comm
 from ultrascale.parallel.data import GradientReducer
-from ultrascale.parallel.mesh import Mesh
-from ultrascale.parallel.shards import Shard
+from ultrascale.parallel.mesh import Mesh, Shard
 from ultrascale.parallel.torch_private import foreach_copy_, foreach_mul_, foreach_norm
 from ultrascale.specs.job import OPTIMIZERS, Job
 from ultrascale.specs.training import Training

@@ -131,26 +131,29 @@ def from_words(
         # Given as a run, not as a checkpoint: a launch that was killed before its first checkpoint is repeated as it was.
         last = history.last_launch(resume) if plan is None and kept.folder != resume else None
         repeated = last if last is not None and last.resumed_from == kept.folder.name else None
-        return _emulated(from_checkpoint(kept, changes, world, gpu, plan, repeated, allowed, first, report), gpu)
-    source = checkpoint.resolve(weights) if weights is not None else None
+        request = from_checkpoint(kept, changes, world, gpu, plan, repeated, allowed, first, report)
+    else:
+        request = _new_run(file, model, changes, world or 1, gpu, checkpoint.resolve(weights) if weights is not None else None)
+    if gpu or request.job.precision != "fp8":
+        return request
+    return replace(request, notes=(*request.notes, "no GPU here: fp8 is emulated, with its rounding and without its speed"))
+
+
+def _new_run(
+    file: str | None, model: str | None, changes: Overrides, world: int, gpu: bool, source: Checkpoint | None
+) -> Request:
     sources = sum((file is not None, model is not None))
     if sources > 1 or (sources == 0 and source is None):
         raise SpecError("train takes a plan or --model, one of them: try `ultrascale train --model tiny`, or `train plan.yaml`")
     if file is not None:
-        request = from_plan(Plan.load(file), changes, world or 1, gpu=gpu)
+        request = from_plan(Plan.load(file), changes, world, gpu=gpu)
     else:
         shape = source.job.model if model is None and source is not None else Model.load(str(model))
-        request = from_model(shape, changes, world or 1, precision="bf16" if gpu else "fp32")
+        request = from_model(shape, changes, world, precision="bf16" if gpu else "fp32")
     if source is not None:
         _same_model(request.job.model, source.job.model, source.folder)
         request = replace(request, weights=source.folder)
-    return _emulated(request, gpu)
-
-
-def _emulated(request: Request, gpu: bool) -> Request:
-    if gpu or request.job.precision != "fp8":
-        return request
-    return replace(request, notes=(*request.notes, "no GPU here: fp8 is emulated, with its rounding and without its speed"))
+    return request
 
 
 def from_checkpoint(
