@@ -231,7 +231,7 @@ def test_another_seed_is_used_where_it_is_allowed(run: Run, copied: Path) -> Non
 
 
 def test_a_checkpoint_with_the_fingerprint_of_an_earlier_version_is_compared_that_way(run: Run, copied: Path) -> None:
-    from ultrascale.data.mixture import sampled_fingerprint
+    from ultrascale.data.corpora import sampled_fingerprint
 
     source = checkpoint.latest(copied)
     for added, code in ((1, 2), (0, 0)):

@@ -27,7 +27,7 @@ from rich.table import Table
 
 from ultrascale import Cluster, Job, Layout, Model
 from ultrascale.cost.flops import model_flops
-from ultrascale.data.mixture import corpus
+from ultrascale.data.corpora import corpus
 from ultrascale.kernels import flash, gated_gemm
 from ultrascale.kernels import selection as own
 from ultrascale.launch import local

@@ -14,7 +14,7 @@ import pytest
 from made import json_lines, megatron, parquet, tokenizer
 
 from builders import write_tokens
-from ultrascale.data.mixture import check
+from ultrascale.data.corpora import check
 from ultrascale.data.sets import info
 from ultrascale.data.tokenize import tokenize
 from ultrascale.specs.errors import SpecError

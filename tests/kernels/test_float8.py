@@ -12,9 +12,8 @@ from torch.torch_version import TorchVersion
 
 from model.builders import initialize
 from ultrascale.kernels import float8, loss
-from ultrascale.kernels.float8 import Float8Linear
+from ultrascale.kernels.float8 import Float8Head, Float8Linear, linear_cross_entropy
 from ultrascale.kernels.float8_gemm import NARROW, WIDE, Float8Gemms, PlainGemms, multiply, quantise, quantise_transposed
-from ultrascale.kernels.float8_head import Float8Head, linear_cross_entropy
 from ultrascale.model.transformer import Transformer
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.model import Model

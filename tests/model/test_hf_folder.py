@@ -156,7 +156,7 @@ def test_bf16_out(tmp_path: Path) -> None:
     rounded = reference.bfloat16().state_dict()
     assert all(torch.equal(tensor, rounded[name]) for name, tensor in back.state_dict().items())
     again = HFFolder.open(tmp_path / "ours")
-    assert {again.tensor(name).dtype for name in again.names()} == {torch.bfloat16}
+    assert {again.tensor(name).dtype for name in again.shapes} == {torch.bfloat16}
 
 
 def test_gpt2_as_it_lies_on_the_hub(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_tied_head_may_be_stored_twice(tmp_path: Path) -> None:
     state = load_file(tmp_path / SINGLE)
     save_file({**state, "lm_head.weight": state["model.embed_tokens.weight"].clone()}, tmp_path / SINGLE)
     folder = HFFolder.open(tmp_path)
-    assert "head.linear.weight" not in folder.names()
+    assert "head.linear.weight" not in folder.shapes
     assert difference(our_logits(folder), their_logits(reference)) <= 1e-5
 
 
@@ -190,8 +190,8 @@ def test_names_are_those_of_our_transformer(tmp_path: Path) -> None:
         theirs(CONFIGS[family]).save_pretrained(tmp_path / family)
         folder = HFFolder.open(tmp_path / family)
         named = Transformer(folder.model).named_parameters()
-        assert folder.names() == {name: tuple(parameter.shape) for name, parameter in named}
-        assert all(tuple(folder.tensor(name).shape) == shape for name, shape in folder.names().items())
+        assert folder.shapes == {name: tuple(parameter.shape) for name, parameter in named}
+        assert all(tuple(folder.tensor(name).shape) == shape for name, shape in folder.shapes.items())
 
 
 def change_config(folder: Path, **fields: Any) -> None:

@@ -9,8 +9,14 @@ import torch
 from torch import Tensor
 
 from model.builders import initialize
-from ultrascale.model.moe import MixtureOfExperts, grouped_gemm, has_grouped_kernel, why_not_grouped
-from ultrascale.model.route import ExpertPermutation, _BF16GemmToFP32
+from ultrascale.model.moe import (
+    ExpertPermutation,
+    MixtureOfExperts,
+    _BF16GemmToFP32,
+    grouped_gemm,
+    has_grouped_kernel,
+    why_not_grouped,
+)
 from ultrascale.model.transformer import Transformer
 from ultrascale.specs.model import Model, MoE
 

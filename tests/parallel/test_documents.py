@@ -10,7 +10,7 @@ import pytest
 
 from builders import write_tokens
 from parallel.harness import SEQ, check, engine_of, job_of, one_process, training_of
-from ultrascale.data.mixture import corpus
+from ultrascale.data.corpora import corpus
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import Training

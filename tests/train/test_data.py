@@ -12,8 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import write_tokens
-from ultrascale.data.corpora import ByteCorpus, Corpus, MixtureCorpus, SyntheticCorpus, TokenFileCorpus, standard_library
-from ultrascale.data.mixture import corpus
+from ultrascale.data.corpora import (
+    ByteCorpus,
+    Corpus,
+    MixtureCorpus,
+    SyntheticCorpus,
+    TokenFileCorpus,
+    corpus,
+    standard_library,
+)
 from ultrascale.data.order import permuted
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.layout import Layout

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ultrascale.data import mixture
+from ultrascale.data import corpora
 from ultrascale.data.corpora import ByteCorpus, Corpus, StoredCorpus, TokenFileCorpus
 from ultrascale.data.sets import TOKENS, TokenSet
 from ultrascale.specs.errors import SpecError
@@ -37,7 +37,7 @@ Report = Callable[[int, int], None]
 
 def data_digest(training: Training, vocab: int, run: Path | None = None, threads: int = 1, report: Report | None = None) -> str:
     """The digest of a run's training data. `run`: the folder with the digests that this run has cached."""
-    parts = mixture.corpus(training, vocab).parts
+    parts = corpora.corpus(training, vocab).parts
     whole = sum((weight for _, weight in parts), Fraction(0))
     hashing = _Hashing(run, threads, report, sum(_bytes(text, training.document_mask) for text, _ in parts))
     lines = [

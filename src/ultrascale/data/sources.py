@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from ultrascale.data.corpora import library_sources
+from ultrascale.data.corpora import STDLIB, library_sources
 from ultrascale.data.token_files import cannot_read, size_of
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import open_regular
@@ -80,7 +80,6 @@ def pieces(text: str, place: int) -> Iterator[DocumentChunk]:
         yield DocumentChunk(text[start:] if start else text, True, place)
 
 
-STDLIB = "stdlib"
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
 PART = 2**23  # bytes of a part
 LONGEST_LINE = 2**28  # bytes of a line of JSON; a file with longer lines is hardly JSONL

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ultrascale.data.mixture import corpus
+from ultrascale.data.corpora import corpus
 from ultrascale.kernels import selection
 from ultrascale.launch import local
 from ultrascale.launch.heartbeat import Heartbeat, SharedMemoryHeartbeat, StoreHeartbeat

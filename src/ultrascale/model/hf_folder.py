@@ -54,6 +54,7 @@ class HFFolder:
     path: Path
     model: Model
     shapes: Mapping[str, tuple[int, ...]]
+    """of all whole parameters by our name, without a tied head"""
     places: Mapping[str, Sequence[tuple[HFTensor, _Entry]]]
     """the tensors in which each of our parameters is stored: one, or one per expert"""
 
@@ -76,10 +77,6 @@ class HFFolder:
             for ours in one.ours:
                 places.setdefault(ours, []).append((one, found[name]))
         return cls(path, model, shapes, places)
-
-    def names(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter by our name, with its whole shape, without a tied head."""
-        return dict(self.shapes)
 
     def tensor(self, ours: str) -> Tensor:
         """One whole parameter in the file's dtype; the file is memory-mapped until the tensor is freed."""

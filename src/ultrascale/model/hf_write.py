@@ -7,9 +7,9 @@ streamed: only one is in memory, however large a shard is.
 from __future__ import annotations
 
 import json
+import math
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,6 +28,7 @@ from ultrascale.specs.units import GIB
 Progress = Callable[[int, int], None]
 """called with bytes written and total bytes"""
 
+Shapes = Mapping[str, tuple[int, ...]]
 SHARD_BYTES = 5 * GIB
 TOKENIZER = "tokenizer.json"
 TOKENIZER_FILES = (
@@ -41,15 +42,6 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 _KINDS = {"bf16": (torch.bfloat16, "BF16"), "fp32": (torch.float32, "F32")}
-
-
-@dataclass(frozen=True)
-class _HFTensorWrite:
-    """One tensor to write and its size."""
-
-    stored: HFTensor
-    shape: tuple[int, ...]
-    bytes: int
 
 
 def write(
@@ -66,21 +58,21 @@ def write(
     copies = _tokenizer_files(tokenizer)
     out_dtype, dtype_name = _KINDS[dtype]
     shapes = whole_shapes(model)
-    pieces = [_piece(one, shapes, out_dtype) for one in stored(model)]
-    total = sum(piece.bytes for piece in pieces)
+    sizes = {one: math.prod(one.shape(shapes)) * out_dtype.itemsize for one in stored(model)}
+    total = sum(sizes.values())
     if (free := free_bytes(out)) < total:
         raise SpecError(f"{out} needs {total / GIB:,.2f} GiB but its disk has {free / GIB:,.2f} GiB free: name another disk")
     with new_folder(out) as folder:
         done = 0
         tensor = _cache_last(tensor)
-        shards = _shards(pieces, shard_bytes)
+        shards = _shards(sizes, shard_bytes)
         names = _names(len(shards))
         for name, shard in zip(names, shards, strict=True):
             with open(folder / name, "wb") as file:
-                file.write(_header(shard, dtype_name))
-                for piece in shard:
-                    _write_tensor(file, piece, tensor, out_dtype, shapes)
-                    done += piece.bytes
+                file.write(_header(shard, sizes, shapes, dtype_name))
+                for one in shard:
+                    _write_tensor(file, one, tensor, out_dtype, shapes)
+                    done += sizes[one]
                     if progress is not None:
                         progress(done, total)
         if len(shards) > 1:
@@ -103,21 +95,16 @@ def _cache_last(tensor: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
     return last
 
 
-def _piece(one: HFTensor, shapes: dict[str, tuple[int, ...]], out_dtype: torch.dtype) -> _HFTensorWrite:
-    shape = one.shape(shapes)
-    return _HFTensorWrite(one, shape, torch.Size(shape).numel() * out_dtype.itemsize)
-
-
-def _shards(pieces: Sequence[_HFTensorWrite], limit: int) -> list[list[_HFTensorWrite]]:
+def _shards(sizes: Mapping[HFTensor, int], limit: int) -> list[list[HFTensor]]:
     """Groups tensors in the model's order; a tensor larger than `limit` bytes has its own shard."""
-    shards: list[list[_HFTensorWrite]] = []
+    shards: list[list[HFTensor]] = []
     room = -1
-    for piece in pieces:
-        if piece.bytes > room:
+    for one, size in sizes.items():
+        if size > room:
             shards.append([])
             room = limit
-        shards[-1].append(piece)
-        room -= piece.bytes
+        shards[-1].append(one)
+        room -= size
     return shards
 
 
@@ -128,36 +115,33 @@ def _names(count: int) -> list[str]:
     return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def _header(shard: Sequence[_HFTensorWrite], dtype_name: str) -> bytes:
+def _header(shard: Sequence[HFTensor], sizes: Mapping[HFTensor, int], shapes: Shapes, dtype_name: str) -> bytes:
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
-    for piece in shard:
-        fields[piece.stored.name] = {"dtype": dtype_name, "shape": piece.shape, "data_offsets": [begin, begin + piece.bytes]}
-        begin += piece.bytes
+    for one in shard:
+        end = begin + sizes[one]
+        fields[one.name] = {"dtype": dtype_name, "shape": one.shape(shapes), "data_offsets": [begin, end]}
+        begin = end
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
     return len(text).to_bytes(8, "little") + text
 
 
 def _write_tensor(
-    file: BinaryIO,
-    piece: _HFTensorWrite,
-    tensor: Callable[[str], Tensor],
-    out_dtype: torch.dtype,
-    shapes: dict[str, tuple[int, ...]],
+    file: BinaryIO, one: HFTensor, tensor: Callable[[str], Tensor], out_dtype: torch.dtype, shapes: Shapes
 ) -> None:
     parts = []
-    for ours in piece.stored.ours:
+    for ours in one.ours:
         part = tensor(ours).detach().to(device="cpu", dtype=out_dtype)
         if tuple(part.shape) != shapes[ours]:
             raise SpecError(f"weights of '{ours}' are {list(part.shape)} but the model asks for {list(shapes[ours])}")
         parts.append(part)
-    whole = piece.stored.joined(parts).contiguous()
+    whole = one.joined(parts).contiguous()
     file.write(whole.flatten().view(torch.uint8).numpy().data)
 
 
-def _write_index(folder: Path, names: Sequence[str], shards: Sequence[Sequence[_HFTensorWrite]], total: int) -> None:
-    weight_map = {piece.stored.name: name for name, shard in zip(names, shards, strict=True) for piece in shard}
+def _write_index(folder: Path, names: Sequence[str], shards: Sequence[Sequence[HFTensor]], total: int) -> None:
+    weight_map = {one.name: name for name, shard in zip(names, shards, strict=True) for one in shard}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 

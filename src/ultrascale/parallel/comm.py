@@ -225,9 +225,9 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     return all_gather_start(x, axis, dim).wait()
 
 
-def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, op: Op = "sum") -> Tensor:
+def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """This rank's slice along `dim` of the sum over ranks."""
-    return reduce_scatter_start(x, axis, dim, op).wait()
+    return reduce_scatter_start(x, axis, dim).wait()
 
 
 def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:

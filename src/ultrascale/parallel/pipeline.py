@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,12 +26,8 @@ Actions = Sequence[Sequence[Action]]
 PASSES = {ActionKind.F: "forward", ActionKind.B: "backward", ActionKind.I: "input gradients", ActionKind.W: "weight gradients"}
 
 
-class StageMessage(NamedTuple):
-    """The result of stage `stage` for a micro-batch: its output in forward, the gradient of its input in backward."""
-
-    kind: ActionKind
-    stage: int
-    microbatch: int
+StageMessage = Action
+"""The result of a stage for a micro-batch: its output (F), or the gradient of its input (B, also of a split backward)."""
 
 
 @dataclass(frozen=True)

@@ -154,20 +154,25 @@ class _TensorParallelModule(nn.Module):
 
     sparse = False  # torch's DDP reads it on every embedding
     weight: torch.Tensor
-    axis: Axis
+
+    def __init__(
+        self, plain: nn.Module, axis: Axis, sequence: bool = False, deferred: DeferredWeightGrads | None = None
+    ) -> None:
+        nn.Module.__init__(self)  # not that of the plain class, which would create parameters
+        for name in ("weight", "bias"):
+            if hasattr(plain, name):
+                setattr(self, name, getattr(plain, name))
+        for name, module in plain.named_children():
+            self.add_module(name, module)
+        self.axis, self.sequence, self.deferred = axis, sequence, deferred or DeferredWeightGrads(used=False)
 
     def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}, part {self.axis.rank + 1} of {self.axis.size}"
+        shapes = ", ".join(str(tuple(weight.shape)) for weight in self.parameters())
+        return f"{shapes}, part {self.axis.rank + 1} of {self.axis.size}"
 
 
-class ColumnParallelLinear(CustomGemmModule, MultiLinear):
+class ColumnParallelLinear(CustomGemmModule, _TensorParallelModule, MultiLinear):
     """Linears with sharded outputs; with sequence parallelism their common input is sharded and gathered once for all."""
-
-    def __init__(self, plain: MultiLinear, axis: Axis, sequence: bool, deferred: DeferredWeightGrads) -> None:
-        nn.Module.__init__(self)  # not MultiLinear's: the plain module's parameters are taken over
-        for name, linear in plain.named_children():
-            self.add_module(name, linear)
-        self.axis, self.sequence, self.deferred = axis, sequence, deferred
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         linears = cast(list[nn.Linear], list(self.children()))
@@ -181,11 +186,7 @@ class RowParallelLinear(CustomGemmModule, _TensorParallelModule, nn.Linear):
     `result`: under activation recomputation the output is saved, recomputed, or unused in backward.
     """
 
-    def __init__(self, plain: nn.Linear, axis: Axis, sequence: bool, deferred: DeferredWeightGrads) -> None:
-        nn.Module.__init__(self)
-        self.weight, self.bias = plain.weight, plain.bias
-        self.axis, self.sequence, self.deferred = axis, sequence, deferred
-        self.result: Result = "saved"
+    result: Result = "saved"
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         settings = self.axis, self.sequence, self.deferred, self.gemms, self.result
@@ -195,11 +196,6 @@ class RowParallelLinear(CustomGemmModule, _TensorParallelModule, nn.Linear):
 
 class VocabParallelEmbedding(_TensorParallelModule, nn.Embedding):
     """An embedding with rows sharded over tp: each rank looks up the tokens of its rows, others are zero; ranks are summed."""
-
-    def __init__(self, plain: nn.Embedding, axis: Axis, sequence: bool) -> None:
-        nn.Module.__init__(self)
-        self.weight = plain.weight
-        self.axis, self.sequence = axis, sequence
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         rows = self.weight.shape[0]
@@ -212,21 +208,12 @@ class VocabParallelEmbedding(_TensorParallelModule, nn.Embedding):
 class SequenceParallelPositions(_TensorParallelModule, nn.Embedding):
     """Learned position embeddings, looked up only for this rank's slice of the sequence."""
 
-    def __init__(self, plain: nn.Embedding, axis: Axis) -> None:
-        nn.Module.__init__(self)
-        self.weight, self.axis = plain.weight, axis
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return F.embedding(input.chunk(self.axis.size)[self.axis.rank], self.weight)
 
 
 class VocabParallelLinear(CustomGemmModule, _TensorParallelModule, nn.Linear):
     """The head: each rank computes the logits of its rows of the vocabulary."""
-
-    def __init__(self, plain: nn.Linear, axis: Axis, sequence: bool, deferred: DeferredWeightGrads) -> None:
-        nn.Module.__init__(self)
-        self.weight = plain.weight
-        self.axis, self.sequence, self.deferred = axis, sequence, deferred
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         (logits,) = multi_linear(input, [self.weight], [None], self.deferred, self.axis, self.sequence, self.gemms)
@@ -353,7 +340,7 @@ def _replace_modules(model: Transformer, axis: Axis, sequence: bool, deferred: D
             embed.positions = SequenceParallelPositions(embed.positions, axis)
     if model.head is not None and axis.size > 1:
         # The head's weight gradient is never deferred: the gradient of all logits would stay allocated until it runs.
-        model.head.linear = VocabParallelLinear(model.head.linear, axis, sequence, DeferredWeightGrads(used=False))
+        model.head.linear = VocabParallelLinear(model.head.linear, axis, sequence)
         model.head.criterion = VocabParallelCrossEntropy(axis)
 
 

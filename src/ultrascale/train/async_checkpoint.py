@@ -268,7 +268,7 @@ def _states(engine: Engine, own: bool, moments: tuple[str, ...], buffers: Mappin
         tensors = {"model": weight.exact if buffer is None else partial(_itself, buffer)}
         tensors |= {f"optimizer.{moment}": partial(optimizer.moment, weight, moment) for moment in moments}
         for section, tensor in tensors.items():
-            pieces.setdefault(section, {}).setdefault(name, TensorSlice(shape, weight.offsets, sizes, tensor))
+            pieces.setdefault(section, {}).setdefault(name, TensorSlice(shape, weight.shard.offsets, sizes, tensor))
     return pieces
 
 
@@ -276,7 +276,7 @@ def _writes(weight: Weight, number: int) -> bool:
     """Ranks with the same values take turns, parameter by parameter."""
     axis = weight.shard.copies
     assert axis is not None
-    return weight.counted and number % axis.size == axis.rank
+    return weight.shard.counted and number % axis.size == axis.rank
 
 
 def _stored_name(weight: Weight, engine: Engine) -> str:

@@ -18,7 +18,6 @@ from ultrascale.kernels.selection import Kernels
 from ultrascale.model.moe import Router
 from ultrascale.model.transformer import Transformer, full_weight
 from ultrascale.parallel import context, expert, recompute, tensor, zero
-from ultrascale.parallel.comm import Axis
 from ultrascale.parallel.data import BucketedGrads, DDPGrads, GradientReducer, SingleMicrobatchGrads
 from ultrascale.parallel.mesh import Mesh, Shard
 from ultrascale.parallel.pipeline import Pipeline, StageChunk
@@ -31,7 +30,7 @@ from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import ExpertOverlap, Training
-from ultrascale.train.balance import ZeroGradient, bias_name
+from ultrascale.train.balance import bias_name
 from ultrascale.train.data import Batches
 from ultrascale.train.engine import Engine
 from ultrascale.train.optimizer import Weight
@@ -125,17 +124,18 @@ def _chunk(
         gradients = SingleMicrobatchGrads(module)
     elif layout.data_parallel == "ddp" and mesh.data.size > 1:
         gradients = DDPGrads(module, mesh.data, training.bucket_mb, training.reduce_every_microbatch)
-    elif mesh.ep.size > 1:
-        experts = nn.ParameterList(expert.experts_of(module))
-        others = {id(parameter) for parameter in experts}
-        rest = nn.ParameterList([parameter for parameter in module.parameters() if id(parameter) not in others])
-        gradients = expert.ExpertDenseGrads(
-            module,
-            _bucketed(experts, mesh.expert_data, layout, reduce, training),
-            _bucketed(rest, mesh.data, layout, reduce, training),
-        )
     else:
-        gradients = _bucketed(module, mesh.data, layout, reduce, training)
+        gradients = BucketedGrads(
+            module,
+            mesh.data,
+            "bucketed" if layout.data_parallel == "ddp" else layout.data_parallel,
+            reduce,
+            training.bucket_mb,
+            training.compress,
+            training.reduce_every_microbatch,
+            expert.experts_of(module) if mesh.ep.size > 1 else (),
+            mesh.expert_data,
+        )
     weights = [
         _weight(name, parameter, shards[name], gradients, job, mesh, training, own)
         for name, parameter in module.named_parameters()
@@ -144,18 +144,6 @@ def _chunk(
         _bias(layer, router, job, mesh, training, own) for layer, router in module.routers().items() if router.moe.router_bias
     ]
     return StageChunk(stage, gradients, deferred), weights, module.routers()
-
-
-def _bucketed(module: nn.Module, axis: Axis, layout: Layout, dtype: torch.dtype, training: Training) -> BucketedGrads:
-    return BucketedGrads(
-        module,
-        axis,
-        "bucketed" if layout.data_parallel == "ddp" else layout.data_parallel,
-        dtype,
-        training.bucket_mb,
-        training.compress,
-        training.reduce_every_microbatch,
-    )
 
 
 @torch.no_grad()
@@ -184,8 +172,8 @@ def _weight(
         master = part.to("cpu" if host else local.device, torch.float32, copy=True)
     # A tied head on its own stage is a second copy of the embedding.
     copy_of_embedding = name == "head.linear.weight" and job.model.tied_embeddings
-    counted = shard.counted and not copy_of_embedding
-    return Weight(shard, parameter, local, master, gradients, shard.offsets, counted)
+    shard = replace(shard, counted=shard.counted and not copy_of_embedding)
+    return Weight(shard, parameter, local, master, gradients)
 
 
 def _with_zero_axes(shard: Shard, sharded: bool, mesh: Mesh) -> Shard:
@@ -205,7 +193,7 @@ def _bias(layer: int, router: Router, job: Job, mesh: Mesh, training: Training, 
     router.bias = full_weight(name, torch.Size(shape), training.seed, job.model, mesh.device)
     parameter = nn.Parameter(router.bias, requires_grad=False)
     shard = Shard(name, shape, counted=mesh.tp.rank == 0)
-    return _weight(name, parameter, shard, ZeroGradient(router, router.bias), job, mesh, training, own)
+    return _weight(name, parameter, shard, SingleMicrobatchGrads(router), job, mesh, training, own)
 
 
 def expert_overlap(job: Job, layout: Layout, training: Training, device: str) -> ExpertOverlap:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ultrascale.cost.estimate import estimate
-from ultrascale.data.corpora import BYTES
-from ultrascale.data.mixture import STDLIB, SYNTHETIC
+from ultrascale.data.corpora import BYTES, STDLIB, SYNTHETIC
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.folders import PLAN, free_bytes, new_folder, refuse_used
 from ultrascale.specs.model import Model
@@ -70,7 +69,7 @@ def from_hf(source: Path, run: Path, progress: Progress | None = None, gpu: bool
     from ultrascale.model.hf_folder import HFFolder
 
     folder = HFFolder.open(source)
-    model, shapes = folder.model, folder.names()
+    model, shapes = folder.model, folder.shapes
     total = 4 * model.parameters
     if (free := free_bytes(run)) < total:
         raise SpecError(f"{run} needs {total / GIB:,.2f} GiB but its disk has {free / GIB:,.2f} GiB free: name another disk")

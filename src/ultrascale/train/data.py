@@ -13,8 +13,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from ultrascale.data.corpora import Corpus, MixtureCorpus, Tokens
-from ultrascale.data.mixture import two_windows
+from ultrascale.data.corpora import Corpus, MixtureCorpus, Tokens, two_windows
 from ultrascale.data.order import MixturePattern, SampleOrder, seed_of
 from ultrascale.specs.layout import Layout
 

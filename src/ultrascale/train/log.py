@@ -186,11 +186,8 @@ def _module(module: str, package: str) -> Any:
 class ProgressLine:
     """Shows steps on a stream: one rewritten line on a terminal, a line now and then in a pipe."""
 
-    def __init__(
-        self, stream: TextIO, total: int, every: int | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, stream: TextIO, total: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream, self._total, self._clock = stream, total, clock
-        self._every = every
         self._terminal = stream.isatty()
         self._shown_at = -math.inf
         self._first: int | None = None
@@ -215,8 +212,6 @@ class ProgressLine:
         assert self._first is not None
         if step == self._total:
             return True
-        if self._every is not None:
-            return step % self._every == 0
         if self._terminal:
             return now - self._shown_at >= REDRAW_S
         return step - self._first < FIRST_LINES or step % max(1, self._total // 10) == 0

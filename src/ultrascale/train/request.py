@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ultrascale.data import mixture
+from ultrascale.data import corpora
 from ultrascale.data.digest import Report, data_digest
 from ultrascale.kernels.selection import left_in_bf16
 from ultrascale.schedules import REGISTRY
@@ -247,7 +247,7 @@ def from_model(
 def _request(job: Job, base: Layout, overrides: Overrides, world: int, training: Training, notes: list[str]) -> Request:
     training = training.changed(**overrides.train)
     places = {"train.data": training.data, "train.eval_data": training.eval_data}
-    whole = {name.removeprefix("train."): mixture.absolute(name, text) for name, text in places.items() if text is not None}
+    whole = {name.removeprefix("train."): corpora.absolute(name, text) for name, text in places.items() if text is not None}
     training = training.changed(**whole)
     job = job.changed(**overrides.job)
     if job.cluster.gpus != world:
@@ -269,7 +269,7 @@ def _request(job: Job, base: Layout, overrides: Overrides, world: int, training:
     supported.check(job, layout, training)
     if (plain := left_in_bf16(job, layout, training)) is not None:
         notes.append(plain)
-    mixture.check(training, job.model.vocab, job.seq)
+    corpora.check(training, job.model.vocab, job.seq)
     return Request(job, layout, training, Checkpointing().changed(**overrides.checkpoint), notes=tuple(notes))
 
 
@@ -332,7 +332,7 @@ def _same_data(given: Request, source: Checkpoint, report: Report | None) -> boo
     same = given.training.changed(seed=source.training.seed, document_mask=source.training.document_mask)
     if isinstance(kept, str):
         return kept == data_digest(same, vocab, checkpoint.run_of(source.folder), HASH_THREADS, report)
-    return kept is None or kept == mixture.sampled_fingerprint(same, vocab)
+    return kept is None or kept == corpora.sampled_fingerprint(same, vocab)
 
 
 def _continues(given: Request, source: Checkpoint) -> None:
