@@ -190,12 +190,8 @@ def absolute(field: str, text: str) -> str:
     names = [part.name if part.name in (STDLIB, SYNTHETIC) else os.path.abspath(part.name) for part in found]
     if len(found) == 1:
         return names[0]
-    return ",".join(f"{name}:{_decimal(part.weight)}" for name, part in zip(names, found, strict=True))
-
-
-def _decimal(weight: Fraction) -> str:
-    """A weight as a decimal number, as the user wrote it."""
-    return format(Decimal(weight.numerator) / Decimal(weight.denominator), "f")
+    weights = [Decimal(part.weight.numerator) / Decimal(part.weight.denominator) for part in found]  # as the user wrote them
+    return ",".join(f"{name}:{weight:f}" for name, weight in zip(names, weights, strict=True))
 
 
 def sampled_fingerprint(training: Training, vocab: int) -> int:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ultrascale.model.operators import ACTIVATIONS
+from ultrascale.model.operators import ACTIVATIONS, at_least_fp32
 from ultrascale.specs.model import Model, MoE
 
 ALIGNED = 16  # bytes: the row alignment that the grouped kernel requires
@@ -87,8 +87,8 @@ def logits_of(x: Tensor, weight: Tensor) -> Tensor:
     if x.is_cuda and x.dtype == torch.bfloat16:
         wide: Tensor = _BF16GemmToFP32.apply(x.flatten(0, 1), weight)  # type: ignore[no-untyped-call]
         return wide.view(*x.shape[:2], -1)
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    return F.linear(x.to(dtype), weight.to(dtype))
+    wide = at_least_fp32(x)
+    return F.linear(wide, weight.to(wide.dtype))
 
 
 class _BF16GemmToFP32(torch.autograd.Function):

@@ -96,25 +96,25 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, (x.shape[-1],), weight, bias, self.eps).to(x.dtype)
 
 
-def _wide(x: Tensor) -> Tensor:
+def at_least_fp32(x: Tensor) -> Tensor:
     """Casts half precision to fp32; float64 must stay exact for gradient checks."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = _wide(x)
+        wide = at_least_fp32(x)
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale * _wide(weight)).to(x.dtype)
+        return (wide * scale * at_least_fp32(weight)).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
-        unit, wide_grad = _wide(x) * scale, _wide(grad)
+        unit, wide_grad = at_least_fp32(x) * scale, at_least_fp32(grad)
         grad_weight = (wide_grad * unit).flatten(0, -2).sum(0)
-        grad_unit = wide_grad * _wide(weight)
+        grad_unit = wide_grad * at_least_fp32(weight)
         grad_x = scale * (grad_unit - unit * (grad_unit * unit).mean(-1, keepdim=True))
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None

@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from ultrascale.model import flex, limits
 from ultrascale.model.attention import causal_attention
 from ultrascale.model.moe import MixtureOfExperts, Router
-from ultrascale.model.operators import ACTIVATIONS, LayerNorm, RMSNorm
+from ultrascale.model.operators import ACTIVATIONS, LayerNorm, RMSNorm, at_least_fp32
 from ultrascale.model.rotary import Rope, rotate, tables
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.model import Model
@@ -145,8 +145,7 @@ class CrossEntropy(nn.Module):
     """Summed cross-entropy in fp32 of logits [b, s, vocab]: a sum, so that parts of a batch add up to the whole."""
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        return F.cross_entropy(at_least_fp32(logits).flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 class Head(nn.Module):

@@ -144,10 +144,14 @@ class _DeferredGroupedGemm(torch.autograd.Function):
 def _add_weight_gradient(grad: Tensor, x: Tensor, counts: Tensor, parameter: Tensor) -> Callable[[], None]:
     @torch.no_grad()
     def run() -> None:
-        gradient = grouped_weight_grad(grad, x, counts).view(parameter.shape)
-        if parameter.grad is None:
-            parameter.grad = gradient
-        else:
-            parameter.grad += gradient
+        add_gradient(parameter, grouped_weight_grad(grad, x, counts).view(parameter.shape))
 
     return run
+
+
+def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    """Accumulates a gradient that was computed outside autograd."""
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad += gradient

@@ -22,7 +22,7 @@ from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.transformer import IGNORED, MLP, CrossEntropy, Embedding, MultiLinear, Transformer
 from ultrascale.parallel import comm
 from ultrascale.parallel.comm import Axis, copy_to, gather_from, reduce_from, scatter_to
-from ultrascale.parallel.expert_layer import ParallelExperts
+from ultrascale.parallel.expert_layer import ParallelExperts, add_gradient
 from ultrascale.parallel.mesh import Mesh, Shard
 from ultrascale.parallel.recompute_cache import cache_across_recompute
 
@@ -125,11 +125,7 @@ def _deferred_grads(
     def run() -> None:
         whole = comm.all_gather(x, axis, SEQUENCE)
         for grad, parameter in zip(grads, parameters, strict=True):
-            gradient = gemms.to_weight(grad, whole)
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                parameter.grad += gradient
+            add_gradient(parameter, gemms.to_weight(grad, whole))
 
     return run
 

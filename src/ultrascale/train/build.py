@@ -24,7 +24,7 @@ from ultrascale.parallel.pipeline import Pipeline, StageChunk
 from ultrascale.parallel.tensor import DeferredWeightGrads
 from ultrascale.parallel.torch_private import unset_fake_temporarily
 from ultrascale.parallel.zero import Float8GatherScales
-from ultrascale.schedules import ActionKind, Schedule
+from ultrascale.schedules import DEFAULT_SCHEDULE, ActionKind, Schedule
 from ultrascale.schedules import build as build_schedule
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
@@ -41,7 +41,7 @@ COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def schedule_of(layout: Layout) -> Schedule:
     """The pipeline schedule; with pp=1, 1F1B on one rank: micro-batches one after the other."""
-    name, virtual = (layout.schedule, layout.virtual_stages) if layout.pp > 1 else ("1f1b", 1)
+    name, virtual = (layout.schedule, layout.virtual_stages) if layout.pp > 1 else (DEFAULT_SCHEDULE, 1)
     return build_schedule(name, layout.pp, layout.gas, virtual)
 
 

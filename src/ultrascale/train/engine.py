@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -76,7 +77,8 @@ class Engine:
         self._stop = torch.zeros(())
         self._batch: Batch | None = None
         self._passes = graphed(self._forward_and_backward, self.tape, before=self._clear_gradients)
-        self._tied = [weight for weight in self.weights if job.model.tied_embeddings and _is_tied(weight)]
+        tied = ("embed.tokens.weight", "head.linear.weight") if job.model.tied_embeddings else ()
+        self._tied = [weight for weight in self.weights if weight.shard.name in tied]
 
     def step(self, number: int) -> StepResult:
         """Step `number`, counted from 0."""
@@ -121,7 +123,7 @@ class Engine:
         if self.tape is not None:
             self.tape.waited(time.perf_counter() - began)
         result = StepResult(mean, length, rate, skipped=False, loads=self._loads, stop=bool(stop))
-        if not (_finite(result.loss) and _finite(result.grad_norm)):
+        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             if self.scale.value <= 1.0:  # not fp16, or a smaller scale would not help
                 raise NotFiniteError(self._not_finite_message(number, result))
             self.scale.update(overflow=True)
@@ -214,14 +216,6 @@ class Engine:
             f"step {number + 1}: loss {result.loss}, gradient norm {result.grad_norm}; {where}. The weights are those of step "
             f"{number}. Try a lower train.lr, a longer train.warmup_steps, or a smaller train.clip"
         )
-
-
-def _is_tied(weight: Weight) -> bool:
-    return weight.shard.name in ("embed.tokens.weight", "head.linear.weight")
-
-
-def _finite(value: float) -> bool:
-    return value - value == 0.0
 
 
 def _all_reduce_flat(tensors: Sequence[torch.Tensor], axis: Axis) -> None:

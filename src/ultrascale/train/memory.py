@@ -274,10 +274,6 @@ def _called_after(
                 del vars(gradients)[name]
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _hook(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     return handle
@@ -317,7 +313,7 @@ def _current(engine: Engine) -> dict[str, int]:
 
 def _bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
     """Total bytes, each storage counted once."""
-    storages = {id(tensor.untyped_storage()): tensor for tensor in map(_local, tensors) if tensor.device == device}
+    storages = {id(tensor.untyped_storage()): tensor for one in tensors for tensor in _plain(one) if tensor.device == device}
     return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from ultrascale.data import corpora
 from ultrascale.data.digest import Report, data_digest
 from ultrascale.kernels.selection import left_in_bf16
-from ultrascale.schedules import REGISTRY
+from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY
 from ultrascale.specs.checkpointing import Checkpointing, checkpoint_value
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError, nearest
@@ -31,7 +31,6 @@ from ultrascale.train import checkpoint, history, supported
 from ultrascale.train.checkpoint import Checkpoint
 from ultrascale.train.history import LastLaunch
 
-SECTIONS = ("layout", "train", "job", "checkpoint")
 JOB_FIELDS = ("seq", "batch_tokens", "precision", "gradients", "optimizer")
 TRY_SEQ, TRY_SEQUENCES = 128, 16  # for a run without a plan: seconds on a laptop, divisible by most small layouts
 CHANGEABLE = ("data", "seed")  # values of --allow-changed
@@ -49,7 +48,7 @@ class Overrides:
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> Overrides:
-        found: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+        found: dict[str, dict[str, Any]] = {section: {} for section in _PARSERS}
         for word in words:
             name, equals, text = word.partition("=")
             section, dot, key = name.strip().partition(".")
@@ -58,7 +57,7 @@ class Overrides:
                     f"{shown(word)} is no override: write section.field=value, such as layout.tp=2 or train.lr=1e-3"
                 )
             if section not in found:
-                raise SpecError(f"{shown(word)} names no section of a run: {nearest(section, SECTIONS)}, such as layout.tp=2")
+                raise SpecError(f"{shown(word)} names no section of a run: {nearest(section, found)}, such as layout.tp=2")
             found[section][key] = _PARSERS[section](key, text)
         return cls(**found)
 
@@ -218,9 +217,7 @@ def _computable(job: Job, overrides: Overrides, gpu: bool, notes: list[str]) -> 
     return job.changed(precision="fp32")
 
 
-def from_model(
-    model: Model, overrides: Overrides, world: int, training: Training | None = None, precision: str = "fp32"
-) -> Request:
+def from_model(model: Model, overrides: Overrides, world: int, precision: str = "fp32") -> Request:
     """A request without a plan: a short sequence and a small batch, the same for every layout."""
     seq = overrides.job.get("seq", TRY_SEQ)
     job = build(
@@ -241,7 +238,7 @@ def from_model(
         mbs = asked.get("mbs", 1)
         if "mbs" in asked or TRY_SEQUENCES % (dp * asked["gas"]):
             job = job.changed(batch_tokens=dp * mbs * asked["gas"] * seq)
-    return _request(job, Layout(), overrides, world, training or Training(), [])
+    return _request(job, Layout(), overrides, world, Training(), [])
 
 
 def _request(job: Job, base: Layout, overrides: Overrides, world: int, training: Training, notes: list[str]) -> Request:
@@ -256,7 +253,7 @@ def _request(job: Job, base: Layout, overrides: Overrides, world: int, training:
     layout = base.changed(**asked)
     follows: dict[str, Any] = {"dp": _data_parallel(layout, asked, world)}
     if layout.pp == 1 and "schedule" not in asked:
-        follows |= {"schedule": "1f1b", "virtual_stages": 1}
+        follows |= {"schedule": DEFAULT_SCHEDULE, "virtual_stages": 1}
     elif "virtual_stages" not in asked and "schedule" in asked:
         follows["virtual_stages"] = REGISTRY[layout.schedule].least_stages
     layout = layout.changed(**follows)
