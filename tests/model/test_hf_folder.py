@@ -14,8 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from model.builders import initialize
-from ultrascale.model.hf_folder import CONFIG, INDEX, SINGLE, HFFolder
-from ultrascale.model.hf_write import write
+from ultrascale.model.hf_folder import CONFIG, INDEX, SINGLE, HFFolder, write
 from ultrascale.model.transformer import Transformer
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.model import Model
@@ -436,7 +435,7 @@ def test_weights_of_another_shape_leave_nothing(tmp_path: Path) -> None:
 
 
 def test_a_disk_without_room_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ultrascale.model.hf_write.free_bytes", lambda place: 1000)
+    monkeypatch.setattr("ultrascale.model.hf_folder.free_bytes", lambda place: 1000)
     with pytest.raises(SpecError, match=r"GiB but its disk has 0.00 GiB free"):
         write(tmp_path / "out", TINY, weights(TINY))
     assert not list(tmp_path.iterdir())

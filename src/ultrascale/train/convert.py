@@ -104,7 +104,7 @@ def to_hf(
         raise SpecError(f"run {run} is no folder: name one with checkpoints in it, such as runs/first")
     _need_safetensors()
     from ultrascale.model.hf import whole_shapes
-    from ultrascale.model.hf_write import write
+    from ultrascale.model.hf_folder import write
 
     source = checkpoint.resolve(run)
     model, shapes = source.job.model, source.shapes()
