@@ -210,17 +210,13 @@ def _line(file: IO[bytes] | gzip.GzipFile, name: str) -> bytes:
 
 
 def _line_of(name: str, place: int) -> str:
-    return f"{name}, line {_line_number(name, place)}"
-
-
-def _line_number(name: str, place: int) -> int:
-    """The line number at a byte offset, counted only for an error message."""
+    """The file and the line number at a byte offset, counted only for an error message."""
     number = 1
     with open(name, "rb") as file:
         while place > 0 and (block := file.read(min(PIECE, place))):
             number += block.count(b"\n")
             place -= len(block)
-    return number
+    return f"{name}, line {number}"
 
 
 def _document(line: bytes, field: str, where: Callable[[], str], place: int) -> Iterator[DocumentChunk]:
