@@ -6,7 +6,6 @@ Grouped GEMMs of experts, routers and embeddings stay. The arithmetic is in kern
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -164,9 +163,6 @@ class _LinearCrossEntropy(LinearCrossEntropy):
         ctx.save_for_backward(to_hidden, to_weight)
         ctx.dtype = weight.dtype
         return losses.sum()
-
-
-linear_cross_entropy = partial(loss.linear_cross_entropy, function=_LinearCrossEntropy)
 
 
 class Float8Head(ChunkedHead):
