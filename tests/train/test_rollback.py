@@ -174,6 +174,7 @@ def contents(run: Path) -> dict[str, str]:
     return {str(one.relative_to(run)): one.read_text() for one in sorted(files)}
 
 
+@pytest.mark.quick_cases("step-000002")
 @pytest.mark.parametrize("name", ["step-000002", "abandoned-001/step-000006"])
 def test_a_kill_between_any_two_operations_loses_nothing(three: Path, tmp_path: Path, name: str) -> None:
     if name.startswith("abandoned"):

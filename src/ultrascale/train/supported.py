@@ -8,7 +8,7 @@ from itertools import islice, product
 from ultrascale.cost import legality
 from ultrascale.cost.legality import divisors, near
 from ultrascale.model import limits
-from ultrascale.schedules import REGISTRY
+from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import OPTIMIZERS, Job
 from ultrascale.specs.layout import Layout
@@ -153,9 +153,8 @@ def alternatives(job: Job, layout: Layout, training: Training) -> Iterator[Layou
         asked = (layout.dp, layout.tp, layout.pp, layout.cp)
         return sum(abs(a.bit_length() - b.bit_length()) for a, b in zip(axes, asked, strict=True))
 
-    # The schedules of one stage per rank accept the most layouts; among them, first those that hold the least.
-    plain = sorted((spec for spec in REGISTRY.values() if spec.most_stages == 1), key=lambda spec: spec.holds_all)
-    schedules = dict.fromkeys([(layout.schedule, layout.virtual_stages), *((spec.name, 1) for spec in plain)])
+    one_stage = [(name, 1) for name, spec in REGISTRY.items() if spec.most_stages == 1]
+    schedules = dict.fromkeys([(layout.schedule, layout.virtual_stages), (DEFAULT_SCHEDULE, 1), *one_stage])
     seen = set()
     for dp, tp, pp, cp in sorted(factors(world), key=distance):
         for mbs, (schedule, virtual) in product((layout.mbs, 1), schedules):
