@@ -22,7 +22,6 @@ import torch
 
 from parallel.harness import family
 from ultrascale.launch import launcher
-from ultrascale.specs.checkpointing import Checkpointing
 from ultrascale.train import checkpoint
 from ultrascale.train.checkpoint import CheckpointState
 from ultrascale.train.dcp_io import TensorSlice, save
@@ -132,7 +131,7 @@ def write(run: Path, value: float) -> None:
     asked, step = request(), int(value)
     folder = checkpoint.partial_folder(run, step)
     folder.mkdir(parents=True, exist_ok=True)
-    state = CheckpointState(step, asked.job, asked.layout, asked.training, checkpointing=Checkpointing())
+    state = CheckpointState(step=step, job=asked.job, layout=asked.layout, training=asked.training)
     pieces = {"model": {"weight": TensorSlice.whole((4,), lambda: torch.full((4,), value))}}
     save(pieces, folder, lambda sums: checkpoint.commit(run, state, sums, keep=1), None)
 

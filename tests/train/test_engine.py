@@ -22,7 +22,7 @@ from parallel.harness import (
     train,
     training_of,
 )
-from ultrascale.data.mixture import corpus
+from ultrascale.data.corpora import corpus
 from ultrascale.model.transformer import Transformer
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.specs.errors import RunError

@@ -28,7 +28,9 @@ def save(run: Path, step: int, branch: str, keep: int = 0) -> None:
     folder = checkpoint.partial_folder(run, step)
     folder.mkdir(parents=True)
     (folder / "branch").write_text(branch)
-    checkpoint.commit(run, CheckpointState(step, REQUEST.job, REQUEST.layout, REQUEST.training), {}, keep)
+    checkpoint.commit(
+        run, CheckpointState(step=step, job=REQUEST.job, layout=REQUEST.layout, training=REQUEST.training), {}, keep
+    )
 
 
 def train(run: Path, first: int, last: int, branch: str) -> None:
