@@ -172,7 +172,7 @@ class LayoutRows:
     @cached_property
     def rank_passes(self) -> Passes:
         """Of one micro-batch, on every rank."""
-        return rows_of(self.together.on_ranks.total, self._ranks)
+        return rows_of(self.together.rank_passes, self._ranks)
 
     def causes(self, rank: int) -> dict[str, float]:
         """Seconds of one micro-batch on a rank, by cause."""
@@ -279,6 +279,10 @@ class _Together:
     def on_ranks(self) -> ComponentTime:
         """Of one micro-batch, on every rank of every layout."""
         return rows_of(self.components, self._row_of_rank).on(self.share)
+
+    @cached_property
+    def rank_passes(self) -> Passes:
+        return self.on_ranks.total
 
     @cached_property
     def chunk_passes(self) -> Passes:
