@@ -12,6 +12,7 @@ import typer
 from ultrascale.cli.common import (
     NO,
     RUN,
+    JsonFileOption,
     JsonOption,
     announce,
     app,
@@ -183,7 +184,7 @@ def verify(
     program: Annotated[
         Path | None, typer.Option("--program", help="One run from a file, such as --runs writes when one fails.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all differences as JSON.", metavar="OUT.JSON")] = None,
+    json_file: JsonFileOption = None,
 ) -> None:
     """Verify that a layout, or a whole run, computes the same as one process, within rounding.
 

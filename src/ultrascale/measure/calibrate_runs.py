@@ -111,20 +111,19 @@ def _measured(name: str, job: Job, layout: Layout, measured: Measurement, steps:
 
 
 def _steps(metrics: Path) -> list[float]:
-    if not metrics.is_file():
-        return []
-    return [step for number, line in enumerate(_lines(metrics), 1) for step in _step_time(metrics, number, line)]
-
-
-def _step_time(metrics: Path, number: int, line: str) -> Iterator[float]:
-    try:
-        step = json.loads(line) if line.strip() else {}
-    except (ValueError, RecursionError):
-        step = None
-    if not isinstance(step, dict):
-        raise SpecError(f"{metrics}, line {number}, is not JSON: expected the metrics of one step, such as " + '{"step": 1}')
-    if "step_time_s" in step:
-        yield _positive(step["step_time_s"], f"{metrics}, line {number}, step_time_s")
+    times = []
+    for number, line in enumerate(_lines(metrics) if metrics.is_file() else (), 1):
+        try:
+            step = json.loads(line) if line.strip() else {}
+        except (ValueError, RecursionError):
+            step = None
+        if not isinstance(step, dict):
+            raise SpecError(
+                f"{metrics}, line {number}, is not JSON: expected the metrics of one step, such as " + '{"step": 1}'
+            )
+        if "step_time_s" in step:
+            times.append(_positive(step["step_time_s"], f"{metrics}, line {number}, step_time_s"))
+    return times
 
 
 def _positive(value: Any, what: str) -> float:
