@@ -22,7 +22,7 @@ if "ULTRASCALE_TEST_GPU" not in os.environ:
 
 # A busy machine is no reason to fail: what is generated does not depend on how fast.
 settings.register_profile("slow", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("default", settings.get_profile("slow"), max_examples=25)
+settings.register_profile("default", settings.get_profile("slow"), max_examples=10)
 
 Run = Callable[..., tuple[int, str, str]]
 

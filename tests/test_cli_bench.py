@@ -113,6 +113,12 @@ def test_ladders_to_a_terminal_and_a_file(run: Run, tmp_path: Path, monkeypatch:
     assert "shows 1 GPU" in said
 
 
+def test_help_fills_the_lines_of_any_terminal(run: Run) -> None:
+    lines = run("bench", "layouts", "--help")[1].splitlines()
+    assert any("batch stay the same. --budget takes the planner's" in line for line in lines)
+    assert any(line.strip() == "ultrascale bench layouts plan.yaml --budget 30m" for line in lines)
+
+
 def test_help_teaches(run: Run) -> None:
     code, out, _ = run("bench", "kernels", "--help")
     assert code == 0

@@ -273,13 +273,14 @@ def _choices(shape: KernelShape, device: torch.device) -> Iterator[str]:
     """Which kernels of others a run of this shape would select."""
     import torch
 
-    from ultrascale.kernels import autotune, gated_gemm
+    from ultrascale.kernels import autotune
+    from ultrascale.kernels.optional_kernels import QUACK
 
     model = shape.model
     heads = autotune.AttentionShape(shape.mbs, shape.seq, model.heads, model.kv_heads, model.head_dim, torch.bfloat16)
     if (found := autotune.time_attention(heads, device)) is not None:
         yield str(found)
-    if gated_gemm.why_not(torch.bfloat16) is None:
+    if QUACK.why_not(torch.bfloat16) is None:
         products = autotune.time_gates(shape.tokens, model.hidden, model.ffn, torch.bfloat16, device)
         if products is not None:
             yield str(products)

@@ -200,7 +200,7 @@ def items_of(engine: Engine, at: int, trace: ModuleTrace, gradients: bool, loss:
         for weight in reversed(engine.weights):
             yield Item(f"{at}/gradient/{weight.shard.name}", weight.gradient.clone(), weight.shard.piece)
         for weight in reversed(engine.weights):  # this rank's part of the squared norm
-            square = weight.gradient.double().square().sum() if weight.counted else torch.zeros((), dtype=torch.float64)
+            square = weight.gradient.double().square().sum() if weight.shard.counted else torch.zeros((), dtype=torch.float64)
             yield Item(f"{at}/norm/{weight.shard.name}", square)
 
 
