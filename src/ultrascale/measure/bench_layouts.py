@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ultrascale.cost.columns import CHOICES
 from ultrascale.cost.estimate import estimate
-from ultrascale.cost.legality import divisors
 from ultrascale.measure import bench_trial
 from ultrascale.measure.bench_trial import TrialFailure, TrialResult, TrialStep
 from ultrascale.plan.search import plan as search
 from ultrascale.specs.cluster import Cluster
-from ultrascale.specs.errors import RunError, SpecError, nearest
+from ultrascale.specs.errors import RunError, SpecError, divisors, nearest
 from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.layout import Layout, field_value
 from ultrascale.specs.plan import Plan

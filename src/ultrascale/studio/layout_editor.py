@@ -7,8 +7,8 @@ from typing import Any, get_args
 
 from nicegui import ui
 
-from ultrascale.cost.legality import divisors
 from ultrascale.plan.reasons import with_batch
+from ultrascale.specs.errors import divisors
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.plan import Plan
 from ultrascale.studio.address import changes_text
