@@ -180,7 +180,7 @@ def together(run: Run) -> Analysis:
 def _slowed(ranks: list[RankProfile]) -> Iterator[str]:
     first = ranks[0]
     if first.before_s is not None and first.times is not None:
-        recorded_s = first.times.mean(lambda step: step.step_s)
+        recorded_s = first.times.mean("step_s")
         yield f"recording costs time too: {seconds(first.before_s)} in the step before, {seconds(recorded_s)} while recording"
 
 
