@@ -32,7 +32,7 @@ from ultrascale.train.optimizer import Weight
 
 STEPS = 3
 TIMEOUT_S = 300.0
-EMBEDDING = "embed.tokens.weight"
+EMBEDDING = "embed.tokens.weight"  # whose gradient a tied head on a stage of its own has
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,11 @@ def verify(job: Job, layouts: Iterable[Layout], training: Training | None = None
             sequences = layout.dp * layout.mbs * layout.gas
             key = (sequences, trace)
             if key not in references:
-                steps = [_plan(training, number, trace) for number in range(training.steps)]
+                last = training.steps - 1
+                steps = [
+                    StepPlan(number, training, gradients=trace or number in (0, last), trace=trace, weights=trace)
+                    for number in range(training.steps)
+                ]
                 references[key] = make_reference(job, sequences, steps, Path(folder) / f"{sequences}-{trace}.pt")
             return references[key]
 
@@ -96,10 +100,6 @@ def verify(job: Job, layouts: Iterable[Layout], training: Training | None = None
                 found = _compare(job, layout, reference(layout, True))
                 difference = replace(difference, where=found.where, problem=difference.problem or found.problem)
             yield difference
-
-
-def _plan(training: Training, number: int, trace: bool) -> StepPlan:
-    return StepPlan(number, training, gradients=trace or number in (0, training.steps - 1), trace=trace, weights=trace)
 
 
 @dataclass(frozen=True)
@@ -122,12 +122,11 @@ class Reference:
 
 def make_reference(job: Job, sequences: int, steps: Sequence[StepPlan], file: Path) -> Reference:
     alone = job.changed(cluster=Cluster.load("1xh100"), batch_tokens=sequences * job.seq)
-    arguments = (alone, Layout(mbs=sequences), list(steps), file)
-    (bounds,) = local.run(_alone, 1, *arguments, timeout_s=TIMEOUT_S)
+    (bounds,) = local.run(_alone, 1, alone, Layout(mbs=sequences), steps, file, timeout_s=TIMEOUT_S)
     return Reference(file, steps, bounds)
 
 
-def _alone(rank: int, nproc: int, store: str, job: Job, layout: Layout, steps: list[StepPlan], file: Path) -> Bounds:
+def _alone(rank: int, nproc: int, store: str, job: Job, layout: Layout, steps: Sequence[StepPlan], file: Path) -> Bounds:
     def run(seed: int | None) -> dict[str, torch.Tensor]:
         engine = make_engine(RankInfo(), job, layout, steps[0].training)
         return record(StepRunner(engine, any(step.trace for step in steps), seed), steps)
@@ -182,16 +181,11 @@ def compare_items(items: Iterable[Item], reference: Reference, whole: Mapping[st
         if section == "norm":
             result.squares[item.key] = float(item.value)
             continue
-        key = item.key if item.key in whole else _tied(item.key)
+        key = item.key if item.key in whole else f"{item.key.rpartition('/')[0]}/{EMBEDDING}"
         found = reference.bounds.excess(key, item.value, item.slice(whole[key]))
         result.errors[key] = max(found, result.errors.get(key, (0.0, 0.0)))
         if item.rows:
             result.rows.setdefault(key, set()).update(item.rows)
-
-
-def _tied(key: str) -> str:
-    """A tied head on a stage of its own has the embedding's gradient."""
-    return f"{key.rpartition('/')[0]}/{EMBEDDING}"
 
 
 def all_errors(reference: Reference, ranks: Sequence[RankResult]) -> list[dict[str, tuple[float, float]]]:

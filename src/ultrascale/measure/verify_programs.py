@@ -18,8 +18,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict
 
-from ultrascale.measure.verify_layouts import compositions
-from ultrascale.specs.cluster import Cluster
+from ultrascale.measure.verify_layouts import compositions, small_job
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import read_mapping, write_text
 from ultrascale.specs.job import Job
@@ -33,10 +32,11 @@ STEPS, SEQ, SEQUENCES = 6, 32, 8
 LR = 2e-3  # at 1e-2, updates are as large as weights, and one rounding grows to half a gradient norm within five steps
 TIMEOUT_S = 60.0
 POOL = 64  # programs drawn for each one that is taken
+_DONE: dict[str, Any] = {"end": "done", "at": 0, "rank": None, "phase": "update"}
 PHASES = ("reading", "forward and backward", "update", "saving", "evaluating")
 
 _DENSE: dict[str, Any] = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 256}
-_MODELS: dict[str, dict[str, Any]] = {
+FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"qk_norm": True, "head_dim": 16, "tied_embeddings": True},
     "gpt2": {
@@ -64,15 +64,15 @@ _MODELS: dict[str, dict[str, Any]] = {
         }
     },
 }
-MODELS = tuple(_MODELS)
+MODELS = tuple(FAMILIES)
 
 
 @cache
 def small_model(name: str) -> Model:
     """A model of this family that steps in milliseconds."""
-    if name not in _MODELS:
+    if name not in FAMILIES:
         raise SpecError(f"program.model is '{name:.40}' but must be one of {', '.join(MODELS)}")
-    return Model(name=name, **{**_DENSE, **_MODELS[name]})
+    return Model(name=name, **{**_DENSE, **FAMILIES[name]})
 
 
 class Launch(BaseModel):
@@ -96,7 +96,7 @@ class Launch(BaseModel):
     """the rank to kill; None: all ranks and their launcher"""
 
     def to_the_end(self) -> Launch:
-        return self.model_copy(update={"end": "done", "steps": STEPS, "at": 0, "rank": None, "phase": "update"})
+        return self.model_copy(update={**_DONE, "steps": STEPS})
 
     def words(self, fields: Sequence[str]) -> list[str]:
         """The overrides of `ultrascale train`; `fields`: of the layout."""
@@ -137,14 +137,7 @@ class Program(BaseModel):
         return Training().changed(**{"data": "synthetic", **fixed, **self.training})
 
     def job(self, world: int) -> Job:
-        return Job(
-            model=small_model(self.model),
-            cluster=Cluster.load(f"{world}xh100"),
-            seq=SEQ,
-            batch_tokens=SEQ * SEQUENCES,
-            precision=self.precision,
-            optimizer=self.optimizer,
-        )
+        return small_job(small_model(self.model), world, SEQ, SEQUENCES, self.precision).changed(optimizer=self.optimizer)
 
     def problem(self) -> str | None:
         """Why the engine does not run it."""
@@ -356,9 +349,7 @@ class ProgramGenerator:
 @cache
 def _layouts(model: str, world: int) -> list[Layout]:
     job = Program(model=model, launches=()).job(world)
-    if SEQUENCES % world:
-        return [layout for layout in compositions(job, world) if SEQUENCES % layout.dp == 0] or [Layout()]
-    return compositions(job, world)
+    return [layout for layout in compositions(job, world) if SEQUENCES % layout.dp == 0] or [Layout()]
 
 
 def simpler(program: Program) -> Iterator[Program]:
@@ -386,7 +377,7 @@ def _simpler_launch(launch: Launch) -> Iterator[dict[str, Any]]:
         if getattr(layout, axis) > 1:
             yield {"layout": _without(layout, axis), "rank": None}
     if launch.end != "done":
-        yield {"end": "done", "at": 0, "rank": None, "phase": "update"}
+        yield _DONE
     for name, value in {"roll_back": None, "eval_every": 0, "lr": LR, "steps": STEPS, "background": False}.items():
         if getattr(launch, name) != value:
             yield {name: value}
