@@ -21,9 +21,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ultrascale.launch.exit_reason import LOST, ending, oom_kills, state
+from ultrascale.launch.heartbeat import SharedMemoryHeartbeat
 from ultrascale.launch.signals import forward_signals
 from ultrascale.specs.errors import RunError, SpecError
 
@@ -40,12 +41,6 @@ class RankError(RunError):
         self.text = text
 
 
-class HeartbeatReader(Protocol):
-    """Returns the last status of each rank; launch/heartbeat.py implements it."""
-
-    def last(self, rank: int) -> str: ...
-
-
 @dataclass(frozen=True)
 class _Failure:
     rank: int
@@ -59,7 +54,7 @@ def run(
     nproc: int,
     *arguments: Any,
     timeout_s: float | None = None,
-    heartbeat: HeartbeatReader | None = None,
+    heartbeat: SharedMemoryHeartbeat | None = None,
     describe: Callable[[int], str] | None = None,
     stoppable: bool = False,
     last_s: float | None = None,
@@ -108,7 +103,7 @@ class _Ranks:
     pipes: list[Connection]
     processes: list[Any]
     kills_before: int | None
-    heartbeat: HeartbeatReader | None
+    heartbeat: SharedMemoryHeartbeat | None
     describe: Callable[[int], str]
 
     def died(self, rank: int) -> _Failure:
