@@ -232,8 +232,7 @@ def analyse(ranks: Sequence[RankTime], plan: Plan | None = None, problems: Seque
     """All ranks together. SpecError for a plan of another model."""
     notes = [*problems, *_notes(ranks)]
     if plan is not None:
-        _same_model(ranks, plan)
-        notes += [*_other_layout(ranks, plan), *_other_machine(ranks, plan)]
+        notes += _plan_notes(ranks, plan)
     found = bubble(ranks)
     predicted = None if plan is None or plan.layout.pp == 1 else plan.estimate.bubble_fraction
     terms = () if plan is None else tuple(_terms(ranks, plan.estimate))
@@ -249,7 +248,8 @@ def _notes(ranks: Sequence[RankTime]) -> Iterator[str]:
         yield f"{unmarked[0].file} marks no steps (ProfilerStep): the whole trace is taken for one"
 
 
-def _same_model(ranks: Sequence[RankTime], plan: Plan) -> None:
+def _plan_notes(ranks: Sequence[RankTime], plan: Plan) -> Iterator[str]:
+    """In what the plan differs from the run."""
     model = plan.job.model
     for one in ranks:
         run = one.run
@@ -258,20 +258,14 @@ def _same_model(ranks: Sequence[RankTime], plan: Plan) -> None:
                 f"the plan is of {model.name} ({model.layers} layers) but {one.file or 'the trace'} is of {run.get('model')} "
                 f"({run.get('layers')} layers): give the run's own plan, which its folder has as plan.yaml"
             )
-
-
-def _other_layout(ranks: Sequence[RankTime], plan: Plan) -> Iterator[str]:
     layout = (ranks[0].run or {}).get("layout", {})
     planned = plan.layout.model_dump(mode="json")
     apart = [f"layout.{name} {value} and {layout[name]}" for name, value in planned.items() if layout.get(name, value) != value]
     if apart:
         yield f"the plan and the run differ: {'; '.join(apart)}"
-
-
-def _other_machine(ranks: Sequence[RankTime], plan: Plan) -> Iterator[str]:
-    planned = plan.job.cluster.gpu.name
-    if (planned == "cpu") != (ranks[0].device == "cpu"):
-        yield f"the plan is for {planned}, the trace is of a {ranks[0].device.upper()}: only shares compare"
+    gpu = plan.job.cluster.gpu.name
+    if (gpu == "cpu") != (ranks[0].device == "cpu"):
+        yield f"the plan is for {gpu}, the trace is of a {ranks[0].device.upper()}: only shares compare"
 
 
 def _terms(ranks: Sequence[RankTime], planned: Estimate) -> Iterator[ComparedTerm]:
