@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ultrascale.model.moe import RoutingResult
@@ -195,9 +196,19 @@ def items_of(engine: Engine, at: int, trace: ModuleTrace, gradients: bool, loss:
     if gradients:
         for weight in reversed(engine.weights):
             yield Item(f"{at}/gradient/{weight.shard.name}", weight.gradient.clone(), weight.shard.piece)
-        for weight in reversed(engine.weights):  # this rank's part of the squared norm
-            square = weight.gradient.double().square().sum() if weight.counted else torch.zeros((), dtype=torch.float64)
-            yield Item(f"{at}/norm/{weight.shard.name}", square)
+        yield from _norms(engine, at)
+
+
+def _norms(engine: Engine, at: int) -> Iterator[Item]:
+    """Each weight's share in the squared gradient norm, over the ranks whose squares the norm adds up."""
+    weights, parts = reversed(engine.weights), engine.mesh.parts
+    own = {weight.shard.name: float(weight.gradient.double().square().sum()) * weight.counted for weight in weights}
+    everyone = [own] * parts.size
+    if parts.group is not None:
+        dist.all_gather_object(everyone, own, parts.group)
+    for name in dict.fromkeys(name for squares in everyone for name in squares):
+        total = sum(squares.get(name, 0.0) for squares in everyone)
+        yield Item(f"{at}/norm/{name}", torch.tensor(total, dtype=torch.float64))
 
 
 def _module_item(engine: Engine, section: str, part: ModuleShard) -> Item:

@@ -30,7 +30,6 @@ from ultrascale.measure.verify_programs import SEQUENCES, STEPS, TIMEOUT_S, Laun
 from ultrascale.measure.verify_recording import StepPlan, Tracer, items_of
 from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.folders import METRICS, TRACES
-from ultrascale.specs.training import Training
 from ultrascale.train import checkpoint
 from ultrascale.train.checkpoint import Checkpoint
 from ultrascale.train.dcp_io import TensorSlice, load
@@ -239,15 +238,11 @@ def step_plans(program: Program, history: History, traced: int | None = None) ->
     plans = []
     for step in range(1, STEPS + 1):
         one = program.launches[history.launch_of(step)]
-        training = _settings(program, one)
+        training = program.base_training.changed(steps=one.steps, lr=one.lr, eval_every=one.eval_every)
         evaluate = bool(one.eval_every) and step % one.eval_every == 0
         trace = step == traced
         plans.append(StepPlan(step - 1, training, evaluate, gradients=trace, trace=trace, weights=step == STEPS))
     return plans
-
-
-def _settings(program: Program, one: Launch) -> Training:
-    return program.base_training.changed(steps=one.steps, lr=one.lr, eval_every=one.eval_every)
 
 
 def _recorded(rows: Sequence[dict[str, Any]]) -> list[tuple[str, torch.Tensor]]:
@@ -328,7 +323,7 @@ class _Traced(_Events):
     def phase(self, step: int, doing: str) -> None:
         trace = self.tracer.take() if doing == "update" else None
         if trace is not None and step == self.step:
-            result = RankResult(parts=self.engine.mesh.parts.ranks)
+            result = RankResult()
             compare_items(items_of(self.engine, step, trace, gradients=True), self.reference, self.reference.whole(), result)
             torch.save(vars(result), self.out / f"{self.rank:04d}.pt")
         super().phase(step, doing)
