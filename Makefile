@@ -9,12 +9,15 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 quickstart: $(VENV)/.train
 	$(BIN)/ultrascale quickstart
 
-test: check
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+# mypy takes a minute of one core, so it runs beside the tests; they go in two blocks, so that a file's fixtures are made once.
+test: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy & types=$$!; $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"; tests=$$?; wait $$types && exit $$tests
 
 # With the long tail: every composition of layouts, 200 drawn runs, 100 kills, and our schedules beside torch's.
 test-slow: check $(VENV)/.slow
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # The kernels on this machine's GPU; all other tests run on the CPU, wherever they are.
 test-gpu: $(VENV)/.dev

@@ -128,7 +128,7 @@ def in_turns(rank: int, world: int, store: str, wanted: Sequence[Asked], turns: 
     """Seconds of every action that tells a rate, and of every run's steps, a list of each turn."""
     import torch.distributed as dist
 
-    from ultrascale.data.mixture import corpus
+    from ultrascale.data.corpora import corpus
     from ultrascale.launch.rank_info import RankInfo
     from ultrascale.launch.rendezvous import join
     from ultrascale.parallel.mesh import Mesh

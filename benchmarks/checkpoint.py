@@ -21,7 +21,7 @@ import torch.distributed.checkpoint
 from rich.console import Console
 from rich.table import Table
 
-from ultrascale.data.mixture import corpus
+from ultrascale.data.corpora import corpus
 from ultrascale.launch import local
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.specs.checkpointing import Checkpointing

@@ -20,8 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ultrascale import Model
-from ultrascale.data.corpora import library_sources
-from ultrascale.data.mixture import corpus
+from ultrascale.data.corpora import corpus, library_sources
 from ultrascale.data.sets import open_set
 from ultrascale.launch import launcher
 from ultrascale.specs.training import Training

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ultrascale import Cluster, Job, Layout, Model
-from ultrascale.data.mixture import corpus
+from ultrascale.data.corpora import corpus
 from ultrascale.launch import local
 from ultrascale.launch.machine import gpu_names
 from ultrascale.parallel.mesh import Mesh

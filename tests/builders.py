@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from ultrascale.data.token_files import END, Header, smallest_type
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
@@ -49,3 +54,10 @@ def exit_in_call(calls: int, *functions: str) -> None:
 
     for name in functions:
         setattr(os, name, counted(getattr(os, name)))
+
+
+def write_tokens(path: Path, tokens: npt.ArrayLike, ends: npt.ArrayLike, vocab: int) -> None:
+    """A token file of our format. `ends`: the number of tokens up to and including each document's last."""
+    token_array, end_array = np.asarray(tokens).astype(smallest_type(vocab)), np.asarray(ends).astype(END)
+    header = Header(smallest_type(vocab), len(token_array), len(end_array), vocab)
+    path.write_bytes(header.pack() + token_array.tobytes() + bytes(header.padding) + end_array.tobytes())

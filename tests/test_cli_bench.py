@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from conftest import Run
+from ultrascale.cli.bench import kernel_contest
 from ultrascale.launch import machine
-from ultrascale.measure import bench_kernels as kernels
 from ultrascale.measure import bench_ladders as ladders
-from ultrascale.measure.bench_kernels import KernelResult, KernelsReport
 from ultrascale.measure.bench_ladders import Figures, Ladder, LadderMachine, Rung
 
 
@@ -54,13 +53,16 @@ def test_bad_words_are_refused_before_anything_is_measured(run: Run, words: tupl
 @pytest.mark.usefixtures("gpu")
 def test_kernels_to_a_terminal_and_a_file(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[list[str], int]] = []
-    row = KernelResult("gate", "1b", "4 × 4", {"eager": 2.0, "ours": 1.0}, {"liger": "not installed"}, {}, {}, 10.0, None, None)
+    contest = kernel_contest()
+    row = contest.KernelResult(
+        "gate", "1b", "4 × 4", {"eager": 2.0, "ours": 1.0}, {"liger": "not installed"}, {}, {}, 10.0, None, None
+    )
 
-    def measure(names: list[str], shapes: list[object], say: object) -> Iterator[KernelsReport]:
+    def measure(names: list[str], shapes: list[object], say: object) -> Iterator[object]:
         asked.append((names, len(shapes)))
-        yield KernelsReport("a GPU", (row,), ())
+        yield contest.KernelsReport("a GPU", (row,), ())
 
-    monkeypatch.setattr(kernels, "measure", measure)
+    monkeypatch.setattr(contest, "measure", measure)
     file = tmp_path / "out.json"
     code, out, _ = run("bench", "kernels", "--only", "gate", "--json", file)
     assert code == 0
@@ -93,6 +95,12 @@ def test_ladders_to_a_terminal_and_a_file(run: Run, tmp_path: Path, monkeypatch:
     code, _, said = run("bench", "ladders", "--nproc", "2")
     assert code == 2
     assert "shows 1 GPU" in said
+
+
+def test_help_fills_the_lines_of_any_terminal(run: Run) -> None:
+    lines = run("bench", "layouts", "--help")[1].splitlines()
+    assert any("batch stay the same. --budget takes the planner's" in line for line in lines)
+    assert any(line.strip() == "ultrascale bench layouts plan.yaml --budget 30m" for line in lines)
 
 
 def test_help_teaches(run: Run) -> None:

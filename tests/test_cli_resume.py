@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from builders import write_tokens
 from conftest import Run
-from ultrascale.data import token_files
 from ultrascale.launch.launcher import Trainer
 from ultrascale.specs.errors import SpecError
 from ultrascale.train import checkpoint
@@ -52,7 +52,7 @@ def test_a_run_goes_on_in_its_folder(run: Run, copied: Path) -> None:
     assert {step: after[step] for step in before} == before
     assert checkpoint.latest(copied).step == 6
     assert len(checkpoint.complete(copied)) == 3
-    assert checkpoint.latest(copied).state.checkpointing.every == 1  # as the run was begun
+    assert checkpoint.latest(copied).checkpointing.every == 1  # as the run was begun
 
 
 def test_another_layout_another_folder_an_earlier_step(run: Run, kept: Path, tmp_path: Path) -> None:
@@ -216,10 +216,10 @@ def test_changed_document_ends_are_refused_under_a_document_mask(run: Run, tmp_p
     text = np.random.default_rng(0).integers(0, 256, 20_000)
     for mask, code in (("true", 2), ("false", 0)):
         tokens, out = tmp_path / f"{mask}.bin", tmp_path / mask
-        token_files.write(tokens, text, np.array([5_000, 20_000]), 256)
+        write_tokens(tokens, text, np.array([5_000, 20_000]), 256)
         words = ("--seq", 32, "--steps", 2, "--data", tokens, "--out", out, f"train.document_mask={mask}")
         assert run("train", "--model", "tiny", *words)[0] == 0
-        token_files.write(tokens, text, np.array([6_000, 20_000]), 256)
+        write_tokens(tokens, text, np.array([6_000, 20_000]), 256)
         assert run("train", "--resume", out, "--steps", 3)[0] == code
 
 
@@ -231,7 +231,7 @@ def test_another_seed_is_used_where_it_is_allowed(run: Run, copied: Path) -> Non
 
 
 def test_a_checkpoint_with_the_fingerprint_of_an_earlier_version_is_compared_that_way(run: Run, copied: Path) -> None:
-    from ultrascale.data.mixture import sampled_fingerprint
+    from ultrascale.data.corpora import sampled_fingerprint
 
     source = checkpoint.latest(copied)
     for added, code in ((1, 2), (0, 0)):

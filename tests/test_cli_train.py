@@ -103,6 +103,7 @@ def test_what_torch_exchanges_by_itself_is_not_called_measured(run: Run, tmp_pat
     assert ("not measured" in printed) != seen
 
 
+@pytest.mark.slow  # at the default level the README's commands do this
 def test_a_plan_runs_as_it_stands_and_is_verified(run: Run, tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
     arguments = (
@@ -132,6 +133,7 @@ def test_a_plan_runs_as_it_stands_and_is_verified(run: Run, tmp_path: Path) -> N
     assert max(row["loss_error"], row["grad_error"]) <= 1e-5
 
 
+@pytest.mark.slow  # likewise
 def test_drawn_runs_are_verified_and_their_pairs_shown(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     code, printed, said = run("verify", "--runs", 1, "--seed", 3, "--processes", 2, "--json", tmp_path / "out.json")
@@ -146,7 +148,7 @@ def test_drawn_runs_are_verified_and_their_pairs_shown(run: Run, tmp_path: Path,
     assert len(found["pairs"]) > 10
 
 
-@pytest.mark.quick_cases("3")
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_memory_by_owner_is_what_was_predicted(run: Run, tmp_path: Path, zero: int) -> None:
     words = (f"layout.zero={zero}", "layout.mbs=4", "layout.gas=2")

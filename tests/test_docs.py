@@ -19,7 +19,7 @@ def commands(page: Path) -> list[str]:
     return [line for line in lines if line.startswith("ultrascale ")]
 
 
-@pytest.mark.quick_cases("README.md", "index.md", "estimates.md", "export.md", "zero.md", "finding.md")
+@pytest.mark.quick_cases("README.md", "estimates.md", "export.md")
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
 def test_commands_of_a_page_run_in_their_order(page, tmp_path, monkeypatch, run):
     monkeypatch.chdir(tmp_path)
@@ -28,6 +28,7 @@ def test_commands_of_a_page_run_in_their_order(page, tmp_path, monkeypatch, run)
         assert code == 0, f"{command}\n{said}"
 
 
+@pytest.mark.quick_cases("README.md", "api.md", "memory.md", "time.md")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
 def test_python_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -27,9 +27,9 @@ from rich.table import Table
 
 from ultrascale import Cluster, Job, Layout, Model
 from ultrascale.cost.flops import model_flops
-from ultrascale.data.mixture import corpus
-from ultrascale.kernels import flash, gated_gemm
+from ultrascale.data.corpora import corpus
 from ultrascale.kernels import selection as own
+from ultrascale.kernels.optional_kernels import FLASH_ATTENTION_4, QUACK
 from ultrascale.launch import local
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.specs.model import MoE
@@ -63,7 +63,7 @@ MBS = {"1b": 8, "3b": 4, "moe": 8}
 # in halves; gradients left as backward makes them; fused blocks; launches recorded as one, where that is faster; and where
 # they are installed and faster, FlashAttention 4 and gates within products.
 WAYS = {"plain": "compiled", "loss": "loss", "adamw": "adamw", "made": "as_made", "fused": "fused", "recorded": "recorded"}
-INSTALLED = {"flash": flash, "all": gated_gemm}
+INSTALLED = {"flash": FLASH_ATTENTION_4, "all": QUACK}
 EVERY = (*WAYS, *INSTALLED)
 
 # Parts of kernels' names, in the order in which they are tried.

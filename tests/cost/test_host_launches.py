@@ -8,9 +8,8 @@ import pytest
 from builders import make_job
 from ultrascale import Cluster, Job, Layout, estimate
 from ultrascale.cost import host
-from ultrascale.cost.columns import LayoutColumns, Passes
+from ultrascale.cost.columns import LayoutColumns, Passes, RankShare
 from ultrascale.cost.hardware import ClusterRates
-from ultrascale.cost.stages import constant_share
 from ultrascale.cost.table import evaluate
 from ultrascale.cost.timeline import simulated
 from ultrascale.specs.efficiency import Efficiency
@@ -37,7 +36,7 @@ def launches(job: Job, layout: Layout) -> float:
 
 def starts(job: Job, layout: Layout) -> tuple[float, float]:
     """Of kernels that stream, in the passes of a step and in its optimizer."""
-    share = constant_share((job.model.layers, 0, 1, 1), 1)
+    share = RankShare.constant((job.model.layers, 0, 1, 1), 1)
     forward, backward, optimizer = host.kernel_starts_s(job, LayoutColumns.of([layout]), share)
     return float(layout.gas * (forward + backward)[0]), float(optimizer[0])
 
@@ -109,7 +108,7 @@ def test_what_has_no_cuda_graph_waits_as_before(job: Job, layout: Layout) -> Non
 def idle(forward_s: float, backward_s: float, head_s: float, gas: int = 1) -> float:
     """Of a GPU that needs so long for layers which take the host 16 · (14 + 29) ms, with 40 ms for both ends."""
     job, zero = job_of(kernel_launch_s=1e-3, step_overhead_s=0.0), np.zeros(1)
-    columns, share = LayoutColumns.of([Layout(gas=gas)]), constant_share((16, 0, 1, 1), 1)
+    columns, share = LayoutColumns.of([Layout(gas=gas)]), RankShare.constant((16, 0, 1, 1), 1)
     layers = Passes(np.asarray([forward_s]), np.asarray([backward_s]), zero)
     head = Passes(np.asarray([head_s]), zero, zero)
     weights = host.weights_launch_s(job.model, ClusterRates(job), share.layers)  # 72 ms

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from random_layouts import sample
 
-from ultrascale.cost import flops, stages, table
+from ultrascale.cost import stages, table
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import ClusterRates
@@ -24,7 +24,7 @@ from ultrascale.specs.units import GIB
 def heaviest_chunk(job: Job, layout: Layout) -> float:
     """The slowest pipeline chunk over the mean, in layers, the head counted as the layers it weighs."""
     counts = np.asarray(stages.chunk_layers(job, layout.pp, layout.virtual_stages), dtype=float)
-    counts[-1] += flops.head_in_layers(job.model)
+    counts[-1] += stages.head_in_layers(job.model)
     return float(counts.max() / counts.mean())
 
 

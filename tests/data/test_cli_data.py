@@ -69,7 +69,7 @@ def test_the_verbs_wait_for_nothing_heavy() -> None:
 
 def test_tokenizing_never_imports_torch(tmp_path: Path) -> None:
     code = (
-        "import sys\nfrom ultrascale.data.tokenize import tokenize\nfrom ultrascale.data.mixture import check\n"
+        "import sys\nfrom ultrascale.data.tokenize import tokenize\nfrom ultrascale.data.corpora import check\n"
         "from ultrascale.specs.training import Training\n"
         "tokenize(sys.argv[1], sys.argv[2])\ncheck(Training(data=sys.argv[2]), 256, 8)\nprint(*sys.modules)"
     )

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ultrascale.data import digest, token_files
+from builders import write_tokens
+from ultrascale.data import digest
 from ultrascale.data.digest import data_digest
 from ultrascale.specs.training import Training
 
@@ -22,7 +23,7 @@ ENDS = np.array([10, 5_000, TOKENS])
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    token_files.write(tmp_path / "a.bin", TEXT, ENDS, VOCAB)
+    write_tokens(tmp_path / "a.bin", TEXT, ENDS, VOCAB)
     return tmp_path / "a.bin"
 
 
@@ -34,18 +35,18 @@ def of(data: object, mask: bool = False, **fields: object) -> str:
 def test_every_token_counts(file: Path, tmp_path: Path, place: int) -> None:
     text = TEXT.copy()
     text[place] = (text[place] + 1) % VOCAB
-    token_files.write(tmp_path / "b.bin", text, ENDS, VOCAB)
+    write_tokens(tmp_path / "b.bin", text, ENDS, VOCAB)
     assert of(tmp_path / "b.bin") != of(file)
 
 
 def test_document_ends_count_under_a_mask_alone(file: Path, tmp_path: Path) -> None:
-    token_files.write(tmp_path / "b.bin", TEXT, np.array([11, 5_000, TOKENS]), VOCAB)
+    write_tokens(tmp_path / "b.bin", TEXT, np.array([11, 5_000, TOKENS]), VOCAB)
     assert of(tmp_path / "b.bin") == of(file)
     assert of(tmp_path / "b.bin", mask=True) != of(file, mask=True)
 
 
 def test_paths_seeds_and_the_scale_of_weights_do_not_count(file: Path, tmp_path: Path) -> None:
-    token_files.write(tmp_path / "b.bin", TEXT, ENDS, VOCAB)
+    write_tokens(tmp_path / "b.bin", TEXT, ENDS, VOCAB)
     assert of(tmp_path / "b.bin", seed=3) == of(file)
     assert of(f"{file}:0.7,stdlib:0.3") == of(f"{tmp_path / 'b.bin'}:7,stdlib:3")
     assert of("synthetic", seed=3) == of("synthetic")
@@ -57,7 +58,7 @@ def test_the_tokenizer_counts(tmp_path: Path) -> None:
     for sha in ("a" * 64, "b" * 64):
         folder = tmp_path / sha[:1]
         folder.mkdir()
-        token_files.write(folder / "tokens.bin", TEXT, ENDS, VOCAB)
+        write_tokens(folder / "tokens.bin", TEXT, ENDS, VOCAB)
         inputs = {"path": "texts", "files": 1, "bytes": 1, "field": "text"}
         facts = {"tokenizer": "tokenizer.json", "tokenizer_sha256": sha, "vocab": VOCAB, "eod": 0, "tokens": TOKENS}
         facts |= {"documents": len(ENDS), "dtype": "uint16", "inputs": inputs}

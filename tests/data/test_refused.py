@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from made import json_lines, megatron, parquet, tokenizer
 
-from ultrascale.data import token_files
-from ultrascale.data.mixture import check
+from builders import write_tokens
+from ultrascale.data.corpora import check
 from ultrascale.data.sets import info
 from ultrascale.data.tokenize import tokenize
 from ultrascale.specs.errors import SpecError
@@ -24,7 +24,7 @@ Case = tuple[str, Callable[[Path], object], str]
 
 
 def ours(path: Path, tokens: Any = range(100), ends: Any = (40, 100), vocab: int = 256) -> Path:
-    token_files.write(path, tokens, ends, vocab)
+    write_tokens(path, tokens, ends, vocab)
     return path
 
 

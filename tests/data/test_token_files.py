@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from made import megatron
 
-from ultrascale.data import token_files
+from builders import write_tokens
 from ultrascale.data.sets import info, open_set
 
 DOCUMENTS = [[[1, 2, 3], [4]], [[5, 6]], [[7, 8, 9, 10], [11], [12]]]
@@ -18,7 +18,7 @@ DOCUMENTS = [[[1, 2, 3], [4]], [[5, 6]], [[7, 8, 9, 10], [11], [12]]]
 
 def test_our_file_is_what_its_description_says(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
-    token_files.write(path, [1, 2, 300], [1, 3], vocab=512)
+    write_tokens(path, [1, 2, 300], [1, 3], vocab=512)
     fields = struct.pack("<8sIIQQQ", b"ultratok", 1, 2, 3, 2, 512)
     header = fields + struct.pack("<I", zlib.crc32(fields)) + bytes(20)
     tokens = struct.pack("<3H", 1, 2, 300) + bytes(2)
@@ -30,7 +30,7 @@ def test_our_file_is_what_its_description_says(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("vocab", "width"), [(65_536, 2), (65_537, 4)])
 def test_tokens_take_as_few_bytes_as_the_vocabulary_allows(tmp_path: Path, vocab: int, width: int) -> None:
-    token_files.write(tmp_path / "a.bin", [0, vocab - 1], [2], vocab)
+    write_tokens(tmp_path / "a.bin", [0, vocab - 1], [2], vocab)
     found = open_set(tmp_path / "a.bin")
     assert found.tokens.itemsize == width
     assert found.tokens.tolist() == [0, vocab - 1]
@@ -59,7 +59,7 @@ def test_a_flat_file_is_one_document_of_two_byte_tokens(tmp_path: Path) -> None:
 
 
 def test_what_a_set_tells_of_itself(tmp_path: Path) -> None:
-    token_files.write(tmp_path / "a.bin", range(10), [2, 9, 10], vocab=256)
+    write_tokens(tmp_path / "a.bin", range(10), [2, 9, 10], vocab=256)
     found = info(tmp_path / "a.bin")
     assert (found.tokens, found.documents, found.dtype, found.vocab) == (10, 3, "uint16", 256)
     assert (found.longest_document, found.mean_document, found.largest_seen) == (7, 10 / 3, 9)

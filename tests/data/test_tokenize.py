@@ -159,6 +159,7 @@ tokenize(sys.argv[1], sys.argv[2], workers=int(sys.argv[3]), part_bytes=2**14)
 """
 
 
+@pytest.mark.quick_cases("9")
 @pytest.mark.parametrize("after", [1, 9, 25])
 def test_a_killed_job_goes_on_and_makes_the_same_bytes(tmp_path: Path, after: int) -> None:
     source = json_lines(tmp_path / "a.jsonl", words(3000))

@@ -85,7 +85,7 @@ def test_torchtitan_0_2_loads_its_toml(tmp_path: Path) -> None:
     """In a process of its own: the dev extra has 0.3, and `make` puts 0.2 beside it."""
     beside = Path(sys.prefix) / "torchtitan-0.2"
     if not beside.exists():
-        pytest.skip(f"torchtitan 0.2 is not in {beside}: `make check` puts it there")
+        pytest.skip(f"torchtitan 0.2 is not in {beside}: `make test-slow` puts it there")
     plans = [plan_of(name) for name in NAMES]
     files = [exported(plan, "torchtitan", tmp_path / str(number)) / "config.toml" for number, plan in enumerate(plans)]
     program = Path(__file__).with_name("torchtitan_0_2.py")

@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from parallel.harness import job_of, training_of
-from ultrascale.data.mixture import corpus
+from ultrascale.data.corpora import corpus
 from ultrascale.kernels import autotune, flash, optional_kernels
 from ultrascale.launch import rank
 from ultrascale.model.transformer import CausalAttention, Transformer

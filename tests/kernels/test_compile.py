@@ -12,7 +12,7 @@ from torch.torch_version import TorchVersion
 
 from model.builders import initialize
 from ultrascale.kernels import compile, loss
-from ultrascale.model import grouped
+from ultrascale.model import moe
 from ultrascale.model.transformer import Transformer
 from ultrascale.parallel import recompute
 from ultrascale.specs.layout import Recompute
@@ -51,8 +51,8 @@ EXPERTS = Model(
 @pytest.fixture
 def grouped_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: torch's grouped product, which a CPU has too, but slow."""
-    for module in (grouped, compile):
-        monkeypatch.setattr(module, "has_kernel", lambda *_: True)
+    for module in (moe, compile):
+        monkeypatch.setattr(module, "has_grouped_kernel", lambda *_: True)
 
 
 def loss_and_gradients(model: Transformer) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.harness import job_of
 from ultrascale.kernels import flash, fused, optional_kernels
+from ultrascale.kernels.optional_kernels import FLASH_ATTENTION_4
 from ultrascale.measure import rehearse_tracker as operator_tracker
 from ultrascale.model.attention import attend, attend_backward, causal_attention
 from ultrascale.model.transformer import CausalAttention, Transformer
@@ -148,7 +149,7 @@ def test_its_flops_count_as_those_of_any_attention(package: Package) -> None:
 
 def test_why_it_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optional_kernels, "installed", lambda _: False)
-    assert flash.why_not(torch.bfloat16) == "flash-attn-4 is not installed"
+    assert FLASH_ATTENTION_4.why_not(torch.bfloat16) == "flash-attn-4 is not installed"
     monkeypatch.setattr(optional_kernels, "installed", lambda _: True)
-    assert flash.why_not(torch.bfloat16) is None
-    assert "float32" in (flash.why_not(torch.float32) or "")
+    assert FLASH_ATTENTION_4.why_not(torch.bfloat16) is None
+    assert "float32" in (FLASH_ATTENTION_4.why_not(torch.float32) or "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, get_args
 
 import pytest
@@ -12,15 +13,15 @@ from torch.torch_version import TorchVersion
 
 from model.builders import initialize
 from ultrascale.kernels import float8, loss
-from ultrascale.kernels.float8 import Float8Linear
+from ultrascale.kernels.float8 import Float8Head, Float8Linear
 from ultrascale.kernels.float8_gemm import NARROW, WIDE, Float8Gemms, PlainGemms, multiply, quantise, quantise_transposed
-from ultrascale.kernels.float8_head import Float8Head, linear_cross_entropy
 from ultrascale.model.transformer import Transformer
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.model import Model
 from ultrascale.specs.training import Fp8Keep, Fp8Scaling
 
 CPU = torch.device("cpu")
+linear_cross_entropy = partial(loss.linear_cross_entropy, function=Float8Head.function)
 SMALL = Model(name="small", layers=4, hidden=32, heads=4, kv_heads=2, ffn=64, vocab=48)
 scalings = pytest.mark.parametrize("scaling", get_args(Fp8Scaling))
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ultrascale.kernels import float8_block, float8_gemm, float8_head
+from ultrascale.kernels import float8, float8_block, float8_gemm
 from ultrascale.model.transformer import IGNORED
 
 # Before anything imports Triton: test_interpreted.py starts this file so.
@@ -147,8 +147,8 @@ def test_gradient_of_logits(vocab: int, kind: torch.dtype, monkeypatch: pytest.M
     turned, wanted_turned = (torch.ones(vocab, 56, dtype=WIDE, device=device) for device in (DEVICE, "cpu"))
     losses, wanted_losses = (torch.empty(24, device=device) for device in (DEVICE, "cpu"))
     # fp16 holds numbers up to twice the factor, as e5m2 does.
-    found = module.loss_and_scaled_gradient(*there(logits, targets), losses, float8_head.FACTOR, turned[:, 16:40])
-    wanted = float8_head.scaled_gradient(logits, targets, wanted_losses, wanted_turned[:, 16:40])
+    found = module.loss_and_scaled_gradient(*there(logits, targets), losses, float8.FACTOR, turned[:, 16:40])
+    wanted = float8.scaled_gradient(logits, targets, wanted_losses, wanted_turned[:, 16:40])
     torch.testing.assert_close(losses.cpu(), wanted_losses)
     same(found, wanted, FEW[kind])
     same(turned, wanted_turned, FEW[kind])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels.test_fused import built, train_alike
 from ultrascale.kernels import fused, gated_gemm, optional_kernels
+from ultrascale.kernels.optional_kernels import QUACK
 from ultrascale.measure import rehearse_tracker as operator_tracker
 
 
@@ -104,7 +105,7 @@ def test_their_flops_are_those_of_their_products(quack: Quack) -> None:
 
 def test_why_it_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optional_kernels, "installed", lambda _: False)
-    assert gated_gemm.why_not(torch.bfloat16) == "quack-kernels is not installed"
+    assert QUACK.why_not(torch.bfloat16) == "quack-kernels is not installed"
     monkeypatch.setattr(optional_kernels, "installed", lambda _: True)
-    assert gated_gemm.why_not(torch.bfloat16) is None
-    assert "float32" in (gated_gemm.why_not(torch.float32) or "")
+    assert QUACK.why_not(torch.bfloat16) is None
+    assert "float32" in (QUACK.why_not(torch.float32) or "")

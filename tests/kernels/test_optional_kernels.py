@@ -122,7 +122,7 @@ def test_attention_goes_on_with_torchs_and_one_note(
 ) -> None:
     files, said = FLASH[case]
     install(files)
-    assert flash.why_not(torch.bfloat16) is None
+    assert FLASH_ATTENTION_4.why_not(torch.bfloat16) is None
     assert "flash_attn" not in sys.modules  # found without running any of its code
     way = torch.compile(flash.attend, fullgraph=True, backend="aot_eager") if compiled else flash.attend
     wanted = attended(lambda q, k, v: causal_attention(q, k, v, 16**-0.5))
@@ -139,7 +139,7 @@ def test_gates_go_on_plainly_and_with_one_note(case: str, install: Any, capfd: p
     """Losses and every gradient of blocks whose gates quack should have computed."""
     files, said = QUACKS[case]
     install(files)
-    assert gated_gemm.why_not(torch.bfloat16) is None
+    assert QUACK.why_not(torch.bfloat16) is None
     assert "quack" not in sys.modules
     plain, ours = built(), built()
     fused.apply(ours)

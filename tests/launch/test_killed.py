@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ import torch
 from builders import exit_in_call
 from parallel.harness import family
 from ultrascale.launch import launcher
-from ultrascale.specs.checkpointing import Checkpointing
 from ultrascale.train import checkpoint
 from ultrascale.train.checkpoint import CheckpointState
 from ultrascale.train.dcp_io import TensorSlice, save
@@ -133,7 +132,7 @@ def write(run: Path, value: float) -> None:
     asked, step = request(), int(value)
     folder = checkpoint.partial_folder(run, step)
     folder.mkdir(parents=True, exist_ok=True)
-    state = CheckpointState(step, asked.job, asked.layout, asked.training, checkpointing=Checkpointing())
+    state = CheckpointState(step=step, job=asked.job, layout=asked.layout, training=asked.training)
     pieces = {"model": {"weight": TensorSlice.whole((4,), lambda: torch.full((4,), value))}}
     save(pieces, folder, lambda sums: checkpoint.commit(run, state, sums, keep=1), None)
 
@@ -174,16 +173,25 @@ def test_what_is_there_is_taken_even_when_latest_says_nothing(tmp_path: Path) ->
     assert checkpoint.latest(tmp_path).folder.parent == tmp_path / "checkpoints"
 
 
-def command(run: Path, *words: str) -> list[str]:
-    return [sys.executable, "-m", "ultrascale", "train", "--model", "tiny", "--seq", "32", "--out", str(run), *words]
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts `ultrascale train`; what still runs when the test ends is killed."""
+    with contextlib.ExitStack() as ending:
+
+        def call(run: Path, *words: str, **pipes: int) -> subprocess.Popen[str]:
+            command = [sys.executable, "-m", "ultrascale", "train", "--model", "tiny", "--seq", "32", "--out", str(run), *words]
+            process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, **pipes)
+            ending.callback(process.kill)
+            return process
+
+        yield call
 
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
-def test_a_signal_saves_and_ends_cleanly(tmp_path: Path, number: signal.Signals, world: int) -> None:
+def test_a_signal_saves_and_ends_cleanly(tmp_path: Path, start: Any, number: signal.Signals, world: int) -> None:
     words = ["--nproc", str(world), "--steps", "100000", "train.data=synthetic"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command(tmp_path / "run", *words), env=environment, stdout=subprocess.PIPE, text=True)
+    process = start(tmp_path / "run", *words, stdout=subprocess.PIPE)
     until, metrics = time.monotonic() + 90, tmp_path / "run" / "metrics.jsonl"
     while not metrics.exists() or len(metrics.read_text().splitlines()) < 2:
         assert time.monotonic() < until
@@ -193,8 +201,8 @@ def test_a_signal_saves_and_ends_cleanly(tmp_path: Path, number: signal.Signals,
     assert process.returncode == 0
     source = checkpoint.latest(tmp_path / "run")
     assert source.step == curve(tmp_path / "run")[-1][0] >= 2
-    assert f"stopped by {number.name} after step {source.step} of 100000; kept in {source.folder.name}" in told
-    assert f"go on with ultrascale train --resume {tmp_path / 'run'}" in told.replace("\n", " ")
+    assert f"stopped by {number.name} after step {source.step} of 100000; checkpoint {source.folder.name}" in told
+    assert f"resume with ultrascale train --resume {tmp_path / 'run'}" in told.replace("\n", " ")
     assert (source.training.steps, source.layout.dp) == (100_000, world)
 
 
@@ -221,7 +229,9 @@ def children(process: subprocess.Popen[str]) -> list[int]:
     ],
     ids=["killed", "stopped"],
 )
-def test_a_rank_that_is_gone_is_named_and_nothing_is_lost(tmp_path: Path, number: signal.Signals, told: list[str]) -> None:
+def test_a_rank_that_is_gone_is_named_and_nothing_is_lost(
+    tmp_path: Path, start: Any, number: signal.Signals, told: list[str]
+) -> None:
     run = tmp_path / "run"
     words = [
         "--nproc",
@@ -233,8 +243,7 @@ def test_a_rank_that_is_gone_is_named_and_nothing_is_lost(tmp_path: Path, number
         "checkpoint.every=2",
         "train.timeout_s=3",
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command(run, *words), env=environment, stderr=subprocess.PIPE, text=True)
+    process = start(run, *words, stderr=subprocess.PIPE)
     wait_for(run, 90)
     ranks = children(process)
     os.kill(ranks[1], number)

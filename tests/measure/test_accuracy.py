@@ -303,7 +303,7 @@ def test_the_page_reads_back_as_the_figures_it_was_made_of(
     table = parsed(page)
     assert list(table) == [name for name, _ in headline(figures)]
     dense = figures["dense"]
-    expected = [dense["in_sample"]["mape"], dense["leave_one_source_out"]["mape"]]
+    expected = [dense["in_sample"].mape, dense["leave_one_source_out"].mape]
     assert figure(table, "dense rows") == pytest.approx(expected, abs=6e-4)
     assert figure(table, "right / wrong") == [figures["verdicts"]["right"], len(figures["verdicts"]["wrong"])]
     for one in whole[0]:
@@ -322,7 +322,7 @@ def test_errors_of_published_runs_are_within_a_point_of_the_record(
     figures: dict[str, Any], recorded: dict[str, list[float]], kind: str, words: str, side: str
 ) -> None:
     before = figure(recorded, words)[0 if side == "in_sample" else 1]
-    assert figures[kind][side]["mape"] <= before + POINT + ROUNDING
+    assert figures[kind][side].mape <= before + POINT + ROUNDING
 
 
 def test_memory_of_published_runs_is_within_a_point_of_the_record(
@@ -376,4 +376,4 @@ def test_a_worse_model_would_be_seen(whole: tuple[list[ScoredRun], list[ScoredRu
         for one in whole[0]
     ]
     found = summary(faster, whole[1])
-    assert found["dense"]["in_sample"]["mape"] > figure(recorded, "dense rows")[0] + POINT
+    assert found["dense"]["in_sample"].mape > figure(recorded, "dense rows")[0] + POINT

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from ultrascale.cli.common import plain
 from ultrascale.cost.estimate import estimate
 from ultrascale.measure import bench_ladders as ladders
 from ultrascale.measure import bench_trial as trial
@@ -122,7 +123,7 @@ def test_gains_are_over_the_last_rung_that_ran() -> None:
     show.show_ladder(Console(file=text, width=220), ladder)
     for word in ("1.00 s (800.0 ms)", "2.00 GiB (1.50 GiB)", "– (–)", "out of memory", "2.00× the speed, -50% memory"):
         assert word in text.getvalue(), word
-    told = json.loads(json.dumps(show.ladders_json([ladder])))["ladders"][0]["rungs"]
+    told = json.loads(json.dumps({"ladders": [ladder]}, default=plain))["ladders"][0]["rungs"]
     assert told[1]["problem"] == "out of memory"
     assert told[2]["measured"]["bubble_s"] == 0.25
 

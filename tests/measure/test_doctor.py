@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from conftest import Run
 from ultrascale.cost.estimate import estimate
 from ultrascale.measure import doctor
 from ultrascale.measure import doctor_facts as facts
@@ -398,9 +399,10 @@ def test_what_is_printed() -> None:
     assert "(1 warning)" in shown(findings[1:], None)
 
 
-def test_the_same_as_json() -> None:
-    findings = machine_findings(packages(LAPTOP, torch=None))
-    data = json.loads(json.dumps(show.findings_json(findings, "plan.yaml"), allow_nan=False))
-    assert (data["plan"], data["stopped"]) == ("plan.yaml", True)
+@pytest.mark.parametrize("torch", [None, "2.13.0"])
+def test_the_same_as_json(torch: str | None, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "gather", lambda *_: packages(LAPTOP, torch=torch))
+    code, out, _ = run("doctor", "--json")
+    data = json.loads(out)
+    assert (data["plan"], data["stopped"], code) == (None, torch is None, 1 if torch is None else 0)
     assert {"name", "level", "text", "advice"} == set(data["findings"][0])
-    assert show.findings_json(machine_findings(LAPTOP))["stopped"] is False

@@ -20,7 +20,7 @@ from ultrascale.launch import launcher
 from ultrascale.launch.cpu_rates import CPURates, LinkRate
 from ultrascale.launch.machine import cpu_cluster
 from ultrascale.measure.profile_memory import MOST, MemoryTimeline, draw, from_record, thinned
-from ultrascale.parallel import ranges
+from ultrascale.parallel import comm
 from ultrascale.schedules import build
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.estimate import MEASURED_OWNERS
@@ -204,9 +204,9 @@ def test_under_torchrun(tmp_path: Path) -> None:
 
 
 def test_nothing_is_named_unless_somebody_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ranges.profile_range("forward stage", 0) is ranges.comm_range("tp", "wait"), "the same nothing"
+    assert comm.profile_range("forward stage", 0) is comm.comm_range("tp", "wait"), "the same nothing"
     monkeypatch.setattr(profiler, "_is_profiler_enabled", True)
-    named = ranges.comm_range("tp", "wait")
+    named = comm.comm_range("tp", "wait")
     assert isinstance(named, profiler.record_function)
     assert named.name == "tensor wait"
 
@@ -214,7 +214,7 @@ def test_nothing_is_named_unless_somebody_records(monkeypatch: pytest.MonkeyPatc
 def test_names_break_no_compiled_graph() -> None:
     @torch.compile(backend="eager", fullgraph=True)
     def doubled(x: torch.Tensor) -> torch.Tensor:
-        with ranges.profile_range("forward stage", 0):
+        with comm.profile_range("forward stage", 0):
             return x * 2
 
     one = torch.ones(2)

@@ -47,7 +47,7 @@ def calls(one: Rehearsal, technique: str) -> dict[tuple[str, str], tuple[int, in
     return {(each.kind, each.where): (each.calls, each.bytes) for each in one.collectives if each.technique == technique}
 
 
-@pytest.mark.quick_cases(every=5)
+@pytest.mark.quick_cases(every=6)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -106,7 +106,7 @@ def test_zero_gathers_and_scatters_by_hand() -> None:
     assert one.microbatches == 3
 
 
-@pytest.mark.quick_cases(every=3)
+@pytest.mark.quick_cases(every=4)
 @pytest.mark.parametrize(
     "fields",
     [{"gas": 2}, {"tp": 2, "dp": 2, "gas": 2}, {"dp": 2, "zero": 3, "gas": 2}, {"pp": 2, "gas": 4, "schedule": "zero-bubble"}],
@@ -119,7 +119,7 @@ def test_tensors_without_memory_tell_what_real_ones_do(fields: dict[str, Any]) -
         assert getattr(pretended, name) == getattr(real, name), name
 
 
-@pytest.mark.quick_cases(every=3)
+@pytest.mark.quick_cases(every=5)
 @pytest.mark.parametrize(
     "fields",
     [

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from made_rows import FULL, PUBLISHED, row, run, write
 
-from ultrascale.measure.accuracy.engines import framework_of, gpu_kind
+from ultrascale.measure.accuracy.fields import framework_of, gpu_kind
 from ultrascale.measure.accuracy.runs import REQUIRED, MeasuredRun, read, read_row
 from ultrascale.measure.accuracy.scores import score
 from ultrascale.specs.errors import SpecError

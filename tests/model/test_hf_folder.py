@@ -14,8 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from model.builders import initialize
-from ultrascale.model.hf_folder import CONFIG, INDEX, SINGLE, HFFolder
-from ultrascale.model.hf_write import write
+from ultrascale.model.hf_folder import CONFIG, INDEX, SINGLE, HFFolder, write
 from ultrascale.model.transformer import Transformer
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.model import Model
@@ -156,7 +155,7 @@ def test_bf16_out(tmp_path: Path) -> None:
     rounded = reference.bfloat16().state_dict()
     assert all(torch.equal(tensor, rounded[name]) for name, tensor in back.state_dict().items())
     again = HFFolder.open(tmp_path / "ours")
-    assert {again.tensor(name).dtype for name in again.names()} == {torch.bfloat16}
+    assert {again.tensor(name).dtype for name in again.shapes} == {torch.bfloat16}
 
 
 def test_gpt2_as_it_lies_on_the_hub(tmp_path: Path) -> None:
@@ -175,7 +174,7 @@ def test_a_tied_head_may_be_stored_twice(tmp_path: Path) -> None:
     state = load_file(tmp_path / SINGLE)
     save_file({**state, "lm_head.weight": state["model.embed_tokens.weight"].clone()}, tmp_path / SINGLE)
     folder = HFFolder.open(tmp_path)
-    assert "head.linear.weight" not in folder.names()
+    assert "head.linear.weight" not in folder.shapes
     assert difference(our_logits(folder), their_logits(reference)) <= 1e-5
 
 
@@ -190,8 +189,8 @@ def test_names_are_those_of_our_transformer(tmp_path: Path) -> None:
         theirs(CONFIGS[family]).save_pretrained(tmp_path / family)
         folder = HFFolder.open(tmp_path / family)
         named = Transformer(folder.model).named_parameters()
-        assert folder.names() == {name: tuple(parameter.shape) for name, parameter in named}
-        assert all(tuple(folder.tensor(name).shape) == shape for name, shape in folder.names().items())
+        assert folder.shapes == {name: tuple(parameter.shape) for name, parameter in named}
+        assert all(tuple(folder.tensor(name).shape) == shape for name, shape in folder.shapes.items())
 
 
 def change_config(folder: Path, **fields: Any) -> None:
@@ -436,7 +435,7 @@ def test_weights_of_another_shape_leave_nothing(tmp_path: Path) -> None:
 
 
 def test_a_disk_without_room_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ultrascale.model.hf_write.free_bytes", lambda place: 1000)
+    monkeypatch.setattr("ultrascale.model.hf_folder.free_bytes", lambda place: 1000)
     with pytest.raises(SpecError, match=r"GiB but its disk has 0.00 GiB free"):
         write(tmp_path / "out", TINY, weights(TINY))
     assert not list(tmp_path.iterdir())

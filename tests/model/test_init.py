@@ -7,8 +7,7 @@ import math
 import torch
 
 from model.builders import initialize
-from ultrascale.model.init import full_weight
-from ultrascale.model.transformer import Transformer
+from ultrascale.model.transformer import Transformer, full_weight
 from ultrascale.specs.model import Model
 
 TINY = Model.load("tiny")

@@ -9,9 +9,14 @@ import torch
 from torch import Tensor
 
 from model.builders import initialize
-from ultrascale.model.grouped import grouped_gemm, has_kernel, why_not
-from ultrascale.model.moe import MixtureOfExperts
-from ultrascale.model.route import ExpertPermutation, _BF16GemmToFP32
+from ultrascale.model.moe import (
+    ExpertPermutation,
+    MixtureOfExperts,
+    _BF16GemmToFP32,
+    grouped_gemm,
+    has_grouped_kernel,
+    why_not_grouped,
+)
 from ultrascale.model.transformer import Transformer
 from ultrascale.specs.model import Model, MoE
 
@@ -106,10 +111,10 @@ def test_a_group_without_rows_gets_no_gradient() -> None:
 
 
 def test_where_there_is_no_kernel_it_is_said_why() -> None:
-    assert why_not(torch.bfloat16, 2048, 4096) is None
-    assert why_not(torch.float32, 2048, 4096) == "the grouped kernel multiplies bf16, not float32"
-    assert why_not(torch.bfloat16, 2048, 100) == "the grouped kernel wants widths that are multiples of 8, not 100"
-    assert not has_kernel(torch.zeros(1, 8, dtype=torch.bfloat16), 8, 8)  # on a CPU
+    assert why_not_grouped(torch.bfloat16, 2048, 4096) is None
+    assert why_not_grouped(torch.float32, 2048, 4096) == "the grouped kernel multiplies bf16, not float32"
+    assert why_not_grouped(torch.bfloat16, 2048, 100) == "the grouped kernel wants widths that are multiples of 8, not 100"
+    assert not has_grouped_kernel(torch.zeros(1, 8, dtype=torch.bfloat16), 8, 8)  # on a CPU
 
 
 def balance_of(mlp: MixtureOfExperts, x: Tensor) -> Tensor:

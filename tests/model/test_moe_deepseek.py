@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ultrascale.model.moe import MixtureOfExperts
-from ultrascale.model.route import choose
+from ultrascale.model.moe import MixtureOfExperts, choose
 from ultrascale.model.transformer import MLP
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.model import Model, MoE

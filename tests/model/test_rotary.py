@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from ultrascale.model.hf import from_hf, to_hf
+from model.builders import from_hf, to_hf
 from ultrascale.model.rotary import attention_factor, tables
 from ultrascale.model.transformer import Transformer
 from ultrascale.specs.hf_config import config_of

@@ -10,10 +10,9 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from model.builders import initialize
+from model.builders import from_hf, initialize, to_hf
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.memory import activations
-from ultrascale.model.hf import from_hf, to_hf
 from ultrascale.model.rotary import tables
 from ultrascale.model.transformer import Block, CausalAttention, CrossEntropy, Transformer
 from ultrascale.specs.cluster import Cluster

@@ -11,11 +11,10 @@ import torch
 import torch._dynamo  # FSDP2 imports it late: once here, and not once in every fork
 import torch.distributed as dist
 
-from ultrascale.data.mixture import corpus
+from ultrascale.data.corpora import corpus
 from ultrascale.launch import local
 from ultrascale.measure import verify_programs
-from ultrascale.parallel.mesh import Mesh
-from ultrascale.parallel.shards import Shard
+from ultrascale.parallel.mesh import Mesh, Shard
 from ultrascale.schedules import Action
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ultrascale.launch import local
-from ultrascale.parallel import autograd_collectives, comm
+from ultrascale.parallel import comm
 from ultrascale.parallel.comm import Axis
 
 SIZE = 3
@@ -130,13 +130,13 @@ def _gradients(axis: Axis, dtype: torch.dtype) -> dict[str, Tensor | None]:
     found: dict[str, Tensor | None] = {}
     for name, shape in shapes.items():
         x = torch.ones(shape, dtype=dtype, requires_grad=True)
-        function = getattr(autograd_collectives, name)
+        function = getattr(comm, name)
         y = function(x, axis) if name in ("copy_to", "reduce_from") else function(x, axis, 1)
         (y * weight).sum().backward()
         assert x.detach().eq(1).all(), f"{name} changed its input"
         found[name] = x.grad
     x = torch.ones(2, 2, 9, dtype=dtype, requires_grad=True)
-    (autograd_collectives.switch(x, axis, 2, 1) * weight).sum().backward()
+    (comm.switch(x, axis, 2, 1) * weight).sum().backward()
     return found | {"switch": x.grad}
 
 
@@ -147,11 +147,11 @@ def test_an_axis_of_one_is_the_identity() -> None:
         comm.all_gather(x, axis, 1),
         comm.reduce_scatter(x, axis, 1),
         comm.all_to_all(x, axis, 1, 2),
-        autograd_collectives.copy_to(x, axis),
-        autograd_collectives.reduce_from(x, axis),
-        autograd_collectives.gather_from(x, axis, 1),
-        autograd_collectives.scatter_to(x, axis, 1),
-        autograd_collectives.switch(x, axis, 1, 2),
+        comm.copy_to(x, axis),
+        comm.reduce_from(x, axis),
+        comm.gather_from(x, axis, 1),
+        comm.scatter_to(x, axis, 1),
+        comm.switch(x, axis, 1, 2),
     ):
         assert same is x
     assert axis.clock.take() == {}

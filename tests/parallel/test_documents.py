@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from builders import write_tokens
 from parallel.harness import SEQ, check, engine_of, job_of, one_process, training_of
-from ultrascale.data import token_files
-from ultrascale.data.mixture import corpus
+from ultrascale.data.corpora import corpus
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import Training
@@ -32,7 +32,7 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Training:
     random = np.random.default_rng(0)
     ends = np.cumsum(random.integers(1, 30, size=400))
     path = Path(tmp_path_factory.mktemp("documents")) / "a.bin"
-    token_files.write(path, random.integers(0, 60, size=int(ends[-1])), ends, vocab=60)
+    write_tokens(path, random.integers(0, 60, size=int(ends[-1])), ends, vocab=60)
     return training_of(data=str(path), document_mask=True)
 
 

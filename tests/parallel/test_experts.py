@@ -14,14 +14,12 @@ import torch.distributed as dist
 from parallel.harness import check, in_ranks, job_of, one_process, train, training_of
 from ultrascale.launch import local
 from ultrascale.measure.rehearse_tracker import OperatorTracker
-from ultrascale.model import grouped
 from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.transformer import MLP
-from ultrascale.parallel import token_dispatch
+from ultrascale.parallel import expert, expert_layer
 from ultrascale.parallel.comm import Axis
-from ultrascale.parallel.expert import DISPATCHERS, dispatched_forward
+from ultrascale.parallel.expert import DISPATCHERS, AllToAllExchange, LocalTokensFirst, TokenDispatcher, dispatched_forward
 from ultrascale.parallel.expert_layer import ParallelExperts
-from ultrascale.parallel.token_dispatch import AllToAllExchange, LocalTokensFirst, TokenDispatcher
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -335,7 +333,7 @@ def order_of_events(rank: int, nproc: int, store: str, overlap: ExpertOverlap) -
             heard.append(name)
             return function(*given)
 
-        return mock.patch.object(grouped, function.__name__, heard_of)
+        return mock.patch.object(expert_layer, function.__name__, heard_of)
 
     model = job_of("deepseek").model
     assert model.moe is not None
@@ -351,8 +349,8 @@ def order_of_events(rank: int, nproc: int, store: str, overlap: ExpertOverlap) -
         module.register_forward_hook(lambda *_, name=name: heard.append(name))
         module.register_full_backward_hook(lambda *_, name=name: heard.append(name))
     x = torch.randn(2, 8, model.hidden, requires_grad=True)
-    patched = mock.patch.object(token_dispatch, "AllToAllExchange", Loud)
-    with patched, told("experts", grouped.gemms), told("their weights", grouped.weight_gradient):
+    patched = mock.patch.object(expert, "AllToAllExchange", Loud)
+    with patched, told("experts", expert_layer.grouped_gemms), told("their weights", expert_layer.grouped_weight_grad):
         out = layer(x)
         forward = list(heard)
         heard.clear()

@@ -12,13 +12,12 @@ import torch.nn.functional as F
 from parallel.harness import Seen, in_ranks, job_of, train, training_of
 from ultrascale.kernels import float8, fused
 from ultrascale.kernels.float8 import Float8Linear
-from ultrascale.kernels.float8_gemm import NARROW, Float8Gemms, quantise
-from ultrascale.kernels.float8_weight import Float8Weight
+from ultrascale.kernels.float8_gemm import NARROW, Float8Gemms, Float8Weight, quantise
 from ultrascale.kernels.selection import Kernels
 from ultrascale.measure.rehearse_tracker import OperatorTracker
 from ultrascale.model.transformer import Transformer
-from ultrascale.parallel.float8_gather import Float8GatherScales
 from ultrascale.parallel.tensor import ALONE
+from ultrascale.parallel.zero import Float8GatherScales
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
@@ -115,7 +114,7 @@ def test_an_evaluation_sees_the_weights_as_they_are() -> None:
 
 def test_a_scale_is_that_of_the_numbers_that_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     """449 is 448 in bf16, which just fits: with a scale of the fp32 weight, half of fp8's range would be lost."""
-    monkeypatch.setattr("ultrascale.parallel.float8_gather.local_tensor", lambda weight: weight.data)
+    monkeypatch.setattr("ultrascale.parallel.zero.local_tensor", lambda weight: weight.data)
     weight = torch.nn.Parameter(torch.tensor([[449.0, -1.0], [3.0, 0.3]]))
     scales = Float8GatherScales([[weight]], ALONE, torch.bfloat16, torch.device("cpu"))
     scales.update()

@@ -8,7 +8,7 @@ from builders import make_job
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.legality import problem
 from ultrascale.plan import advice
-from ultrascale.plan.candidates import LayoutConstraints
+from ultrascale.plan.candidates import LayoutConstraints, rank
 from ultrascale.plan.search import plan
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.layout import Layout
@@ -72,8 +72,7 @@ def test_smaller_clusters_are_halves() -> None:
 
 def test_the_fastest_fits_and_is_legal() -> None:
     of = make_job("llama-3-8b", "8xh100", 8192, 16)
-    layout = advice.fastest(of, LayoutConstraints())
-    assert layout is not None
+    layout = rank(of, LayoutConstraints(), "throughput", 1).rows.layout(0)
     assert problem(of, layout) is None
     predicted, best = estimate(of, layout), plan(of, explain=False).plans[0].estimate
     assert predicted.fits
@@ -81,7 +80,7 @@ def test_the_fastest_fits_and_is_legal() -> None:
 
 
 def test_nothing_is_fastest_when_nothing_fits() -> None:
-    assert advice.fastest(make_job("llama-3-70b", "4xa100-40gb", 4096, 8), LayoutConstraints()) is None
+    assert rank(make_job("llama-3-70b", "4xa100-40gb", 4096, 8), LayoutConstraints(), "throughput", 1).score == []
 
 
 @pytest.fixture(scope="module")

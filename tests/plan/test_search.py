@@ -9,23 +9,22 @@ import pytest
 
 from builders import make_job
 from ultrascale.cost import table
-from ultrascale.cost.estimate import estimate
+from ultrascale.cost.estimate import DraftEstimate, drafts, estimate
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.legality import divisors, problem
-from ultrascale.plan.candidates import LayoutConstraints, cores
-from ultrascale.plan.search import LayoutPreview, _rank, plan
+from ultrascale.plan.candidates import LayoutConstraints, cores, rank
+from ultrascale.plan.search import LayoutPreview, plan
 from ultrascale.schedules import REGISTRY
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
-from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 from ultrascale.specs.units import GIB
 
 
-def everything(of: Job) -> list[tuple[Layout, Estimate]]:
-    """Every legal layout with its simulated estimate; the fields that the search leaves out at their defaults."""
+def everything(of: Job) -> list[DraftEstimate]:
+    """Every legal layout, simulated; the fields that the search leaves out at their defaults."""
     world, found = of.cluster.gpus, []
     schedules = [(name, loops) for name, spec in REGISTRY.items() for loops in (1, 2, 3, 4) if spec.takes(loops)]
     for dp, tp, pp, cp in product(divisors(world), repeat=4):
@@ -44,32 +43,31 @@ def everything(of: Job) -> list[tuple[Layout, Estimate]]:
                 context_parallel=exchange, schedule=schedule, virtual_stages=loops, recompute=recompute,
             )  # fmt: skip
             if problem(of, layout) is None:
-                found.append((layout, estimate(of, layout)))
-    return found
+                found.append(layout)
+    return drafts(of, found)
 
 
-SMALL = make_job("smollm2-1.7b", "4xa100-40gb", 4096, 8)
+SMALL = make_job("smollm2-1.7b", "4xa100-40gb", 16384, 2)
 
 
 @pytest.fixture(scope="module")
-def brute() -> list[tuple[Layout, Estimate]]:
+def brute() -> list[DraftEstimate]:
     return everything(SMALL)
 
 
-@pytest.mark.slow
-def test_the_winner_is_the_best_of_all(brute: list[tuple[Layout, Estimate]]) -> None:
-    best = min(predicted.step_time_s for _, predicted in brute if predicted.fits)
+def test_the_winner_is_the_best_of_all(brute: list[DraftEstimate]) -> None:
+    best = min(predicted.step_time_s for predicted in brute if predicted.fits)
     result = plan(SMALL)
-    assert len(brute) > 1000
+    assert len(brute) > 500
     assert result.evaluated >= len(brute)
     assert result.plans[0].estimate.step_time_s == pytest.approx(best, rel=0.01)
     assert result.plans[0].estimate.step_time_s <= best * 1.0001
-    fitting = sum(predicted.fits for _, predicted in brute)
+    fitting = sum(predicted.fits for predicted in brute)
     assert 0 < fitting < len(brute)
 
 
-def test_the_objective_memory_gives_the_least_peak(brute: list[tuple[Layout, Estimate]]) -> None:
-    least = min(predicted.peak_gib for _, predicted in brute)
+def test_the_objective_memory_gives_the_least_peak(brute: list[DraftEstimate]) -> None:
+    least = min(predicted.peak_gib for predicted in brute)
     result = plan(SMALL, objective="memory")
     assert result.plans[0].estimate.peak_gib == pytest.approx(least, rel=0.01)
     peaks = [one.estimate.peak_gib for one in result.plans]
@@ -79,7 +77,7 @@ def test_the_objective_memory_gives_the_least_peak(brute: list[tuple[Layout, Est
 @pytest.mark.slow
 def test_the_winner_on_eight_gpus_is_the_best_of_all() -> None:
     of = make_job("llama-3.2-1b", "8xa100-40gb", 8192, 16)
-    best = min(predicted.step_time_s for _, predicted in everything(of) if predicted.fits)
+    best = min(predicted.step_time_s for predicted in everything(of) if predicted.fits)
     assert plan(of).plans[0].estimate.step_time_s <= best * 1.01
 
 
@@ -98,7 +96,7 @@ def test_plans_are_ranked_fit_and_distinct() -> None:
 
 def test_dropping_slow_layouts_early_loses_none_of_the_fastest() -> None:
     of, kept = make_job("llama-3-70b", "32xh100", 8192, 128), 1000
-    ranked = _rank(of, LayoutConstraints(), "throughput", kept)
+    ranked = rank(of, LayoutConstraints(), "throughput", kept)
     capacity = of.cluster.gpu.memory_gib * GIB
     tables = [
         table.evaluate(of, one.columns, one.variants, ClusterRates(of), capacity) for one in cores(of, LayoutConstraints())

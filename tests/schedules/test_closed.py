@@ -59,7 +59,7 @@ def closed_and_simulated(schedule: Schedule, f: float, i: float, w: float, last:
     slow = max(sum(factor[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.ranks))
     total = sum(factor)
     shape = (schedule.ranks, schedule.microbatches, schedule.virtual_stages)
-    closed = makespan(schedule.name, *shape, total * f, total * i, total * w, slow * f, slow * i, slow * w, send_s)
+    closed = makespan(schedule.name, *shape, [total * x for x in (f, i, w)], [slow * x for x in (f, i, w)], send_s)
     return float(closed), simulate(schedule, times).makespan_s
 
 
@@ -100,7 +100,7 @@ def test_never_faster_than_the_slowest_rank(name: str) -> None:
     v = VIRTUAL.get(name, (2,))[-1]
     slow = v * rng.uniform(1.0, 1.5, 2000)
     total = p * v
-    time = makespan(name, p, m, v, total * f, total * i, total * w, slow * f, slow * i, slow * w, 0.01)
+    time = makespan(name, p, m, v, [total * x for x in (f, i, w)], [slow * x for x in (f, i, w)], 0.01)
     assert time.shape == (2000,)
     assert (time >= m * slow * (f + i + w) * (1 - 1e-9)).all()
 
@@ -108,7 +108,7 @@ def test_never_faster_than_the_slowest_rank(name: str) -> None:
 def test_textbook_makespans() -> None:
     def uniform(name: str, v: int, f: float = 1.0, i: float = 1.0, w: float = 1.0) -> float:
         chunk = (f / v, i / v, w / v)
-        return float(makespan(name, 4, 8, v, *(4 * v * x for x in chunk), *(v * x for x in chunk)))
+        return float(makespan(name, 4, 8, v, [4 * v * x for x in chunk], [v * x for x in chunk]))
 
     assert uniform("afab", 1) == uniform("1f1b", 1) == (8 + 3) * 3
     assert uniform("interleaved", 2) == pytest.approx(8 * 3 + 3 * 3 / 2)
@@ -121,7 +121,7 @@ def test_unknown_names_are_refused() -> None:
     with pytest.raises(SpecError, match="1f1b"):
         in_flight("1f2b", 4, 0, 8)
     with pytest.raises(SpecError, match="1f1b"):
-        makespan("1f2b", 4, 8, 1, 4, 4, 4, 1, 1, 1)
+        makespan("1f2b", 4, 8, 1, (4, 4, 4), (1, 1, 1))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -134,5 +134,5 @@ def test_no_step_is_shorter_than_the_work_of_its_slowest_rank(name: str) -> None
             slowest = chance.exponential(size=(3, len(m)))
             total = slowest + chance.uniform(size=len(m)) * (ranks - 1) * slowest
             send_s = chance.exponential(0.1, size=len(m))
-            took = makespan(name, ranks, m, virtual_stages, *total, *slowest, send_s)
+            took = makespan(name, ranks, m, virtual_stages, total, slowest, send_s)
             assert np.all(took >= m * slowest.sum(axis=0) * (1 - 1e-12))

@@ -16,7 +16,7 @@ every_schedule = pytest.mark.parametrize("name", SCHEDULES)
 
 
 def test_a_layout_takes_the_names_of_the_registry() -> None:
-    assert get_args(layout.Schedule) == SCHEDULES
+    assert get_args(layout.ScheduleName) == SCHEDULES
     assert all(spec.name == name for name, spec in REGISTRY.items())
 
 

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
+from ultrascale.specs import weights
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.model import Model, _preset_index
 from ultrascale.specs.validate import build
+from ultrascale.specs.weights import elements
 
 # Totals of the published checkpoints, tied matrices once.
 PUBLISHED = {
@@ -129,15 +131,18 @@ def test_active_parameters_of_deepseek_v3_by_hand() -> None:
     # Idle per MoE layer: 248 of 256 experts of three 7168 x 2048 matrices. The report's 37B leaves out the embedding.
     model = Model.load("deepseek-v3")
     assert model.active_parameters == 671_026_419_200 - 58 * 248 * 3 * 7168 * 2048
-    assert round((model.active_parameters - model.embedding_parameters) / 1e9) == 37
+    assert round((model.active_parameters - elements(weights.embedding(model))) / 1e9) == 37
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED | BY_HAND))
 def test_groups_add_up(name: str) -> None:
     model = Model.load(name)
-    layers = sum(model.layer_parameters(index) for index in range(model.layers))
-    ends = model.embedding_parameters + model.head_parameters + model.final_norm_parameters
-    assert layers + ends == model.parameters
+    layers = model.dense_layers * elements(weights.layer_weights(model, moe=False))
+    layers += model.moe_layers * (elements(weights.layer_weights(model, moe=True)) + weights.router_bias(model))
+    experts = model.moe_layers * (model.moe.experts if model.moe else 0) * model.expert_parameters
+    head = 0 if model.tied_embeddings else model.vocab * model.hidden
+    ends = elements(weights.embedding(model)) + head + weights.norm(model).elements
+    assert layers + experts + ends == model.parameters
     assert sum(model.is_moe_layer(index) for index in range(model.layers)) == model.moe_layers
     assert model.moe_layers + model.dense_layers == model.layers
 
@@ -147,28 +152,27 @@ def test_groups_of_deepseek_v3_by_hand() -> None:
     assert (model.qk_head_dim, model.v_head_dim, model.q_dim, model.kv_dim) == (192, 128, 24576, 24576)
     queries = 7168 * 1536 + 1536 + 1536 * 128 * 192
     keys_values = 7168 * (512 + 64) + 512 + 512 * 128 * (128 + 128)
-    assert model.attention_parameters == queries + keys_values + 128 * 128 * 7168
-    assert model.router_parameters == 256 * 7168 + 256
-    assert model.expert_parameters == model.shared_expert_parameters == 3 * 7168 * 2048
-    assert model.moe_parameters == model.router_parameters + 257 * model.expert_parameters
+    assert elements(weights.attention(model)) == queries + keys_values + 128 * 128 * 7168
+    assert elements(weights.router(model)) + weights.router_bias(model) == 256 * 7168 + 256
+    assert model.expert_parameters == elements(weights.shared_expert(model)) == 3 * 7168 * 2048
     assert (model.dense_layers, model.is_moe_layer(2), model.is_moe_layer(3)) == (3, False, True)
 
 
 def test_groups_of_qwen_by_hand() -> None:
     qwen2, qwen3 = Model.load("qwen2.5-7b"), Model.load("qwen3-0.6b")
-    assert qwen2.attention_parameters == 2 * 3584 * 3584 + 2 * 3584 * 512 + (3584 + 2 * 512)
+    assert elements(weights.attention(qwen2)) == 2 * 3584 * 3584 + 2 * 3584 * 512 + (3584 + 2 * 512)
     assert (qwen3.q_dim, qwen3.kv_dim) == (2048, 1024)  # head_dim 128 makes queries wider than hidden = 1024.
-    assert qwen3.attention_parameters == 2 * 1024 * 2048 + 2 * 1024 * 1024 + 2 * 128
-    assert qwen3.head_parameters == 0
+    assert elements(weights.attention(qwen3)) == 2 * 1024 * 2048 + 2 * 1024 * 1024 + 2 * 128
+    assert qwen3.tied_embeddings
 
 
 def test_biases_and_learned_positions_of_gpt2_by_hand() -> None:
     model = Model.load("gpt2")
     assert not model.gated
-    assert model.attention_parameters == 4 * 768 * 768 + 4 * 768
-    assert model.dense_mlp_parameters == 2 * 768 * 3072 + 3072 + 768
-    assert (model.norm_parameters, model.final_norm_parameters) == (4 * 768, 2 * 768)
-    assert model.embedding_parameters == (50257 + 1024) * 768
+    assert elements(weights.attention(model)) == 4 * 768 * 768 + 4 * 768
+    assert elements(weights.mlp(model, model.ffn)) == 2 * 768 * 3072 + 3072 + 768
+    assert weights.norm(model).elements == 2 * 768
+    assert elements(weights.embedding(model)) == (50257 + 1024) * 768
 
 
 @pytest.mark.parametrize(
@@ -193,7 +197,7 @@ def test_wavelengths_and_norms_of_the_published_configs(name: str, theta: float,
 
 def test_layer_index_is_checked() -> None:
     with pytest.raises(IndexError, match="layer 8 of a model with 8 layers"):
-        Model.load("tiny").layer_parameters(8)
+        Model.load("tiny").is_moe_layer(8)
 
 
 def test_defaults_are_derived() -> None:

@@ -94,7 +94,7 @@ def test_in_and_out_again_is_the_same_to_the_bit(theirs: Path, tmp_path: Path) -
 def test_the_run_has_a_plan_and_a_checkpoint_of_no_steps(theirs: Path, tmp_path: Path) -> None:
     convert(["hf", str(theirs), str(tmp_path / "x")])
     plan, kept = Plan.load(tmp_path / "x" / "plan.yaml"), checkpoint.latest(tmp_path / "x")
-    assert (kept.step, kept.layout.gpus, kept.state.moments) == (0, 1, ())
+    assert (kept.step, kept.layout.gpus, kept.moments) == (0, 1, ())
     assert plan.job.model == kept.job.model
     assert plan.job.model.name == theirs.name
     assert plan.job.seq == min(128, plan.job.model.max_positions or 0)

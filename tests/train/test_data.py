@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -10,16 +11,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ultrascale.data import token_files
-from ultrascale.data.corpora import ByteCorpus, MixtureCorpus, SyntheticCorpus, TokenFileCorpus, standard_library
-from ultrascale.data.mixture import corpus
+from builders import write_tokens
+from ultrascale.data.corpora import (
+    ByteCorpus,
+    Corpus,
+    MixtureCorpus,
+    SyntheticCorpus,
+    TokenFileCorpus,
+    corpus,
+    standard_library,
+)
 from ultrascale.data.order import permuted
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import Training
 from ultrascale.train.data import Batches, rows_of
 
-COUNTING = ByteCorpus(np.arange(101, dtype=np.uint8))
+
+def alone(text: Corpus) -> MixtureCorpus:
+    return MixtureCorpus(((text, Fraction(1)),))
+
+
+COUNTING = alone(ByteCorpus(np.arange(101, dtype=np.uint8)))
 
 
 def first_tokens(batches: Batches, steps: range) -> list[int]:
@@ -72,7 +85,7 @@ def test_order_is_a_function_of_seed_and_sample_number_alone() -> None:
 
 
 def test_held_out_windows_are_the_last_and_come_in_order() -> None:
-    batches = Batches(ByteCorpus(np.arange(251, dtype=np.uint8)), seq=2, batch=3, seed=0)
+    batches = Batches(alone(ByteCorpus(np.arange(251, dtype=np.uint8))), seq=2, batch=3, seed=0)
     assert (batches.train_windows, batches.evaluation_windows) == (123, 2)
     assert batches.evaluation(0, slice(None))[0][:, 0].tolist() == [246, 248, 246]
     assert batches.evaluation(1, [0, 2])[0][:, 0].tolist() == [248, 248]
@@ -113,8 +126,8 @@ def test_a_vocabulary_below_a_byte_is_refused() -> None:
     sentence = r"train.data is stdlib \(bytes: 256 tokens\) but model.vocab is 128: try train.data=synthetic"
     with pytest.raises(SpecError, match=sentence):
         corpus(Training(), vocab=128)
-    assert isinstance(corpus(Training(data="synthetic"), vocab=128), SyntheticCorpus)
-    assert isinstance(corpus(Training(), vocab=256), ByteCorpus)
+    assert isinstance(corpus(Training(data="synthetic"), vocab=128).parts[0][0], SyntheticCorpus)
+    assert isinstance(corpus(Training(), vocab=256).parts[0][0], ByteCorpus)
 
 
 def test_a_text_too_short_is_refused_with_a_length_that_works() -> None:
@@ -126,7 +139,7 @@ def test_a_text_too_short_is_refused_with_a_length_that_works() -> None:
 def stored(path: Path, first: int, count: int, every: int = 10, vocab: int = 1000) -> Path:
     """A file that counts from `first`, with a document's end after `every` tokens."""
     ends = [*range(every, count, every), count]
-    token_files.write(path, range(first, first + count), ends, vocab)
+    write_tokens(path, range(first, first + count), ends, vocab)
     return path
 
 
@@ -155,7 +168,7 @@ def test_the_order_of_a_single_set_has_stayed() -> None:
 def test_a_file_of_tokens_is_read_in_the_same_order_as_any_text(tmp_path: Path) -> None:
     path = stored(tmp_path / "a.bin", 0, 101, vocab=256)
     text = corpus(Training(data=str(path)), vocab=256)
-    assert isinstance(text, TokenFileCorpus)
+    assert isinstance(text.parts[0][0], TokenFileCorpus)
     ours, theirs = (Batches(one, seq=10, batch=3, seed=4) for one in (text, COUNTING))
     for step in range(4):
         assert all(torch.equal(*pair) for pair in zip(ours.train(step, [0, 1, 2]), theirs.train(step, [0, 1, 2]), strict=True))
@@ -164,7 +177,6 @@ def test_a_file_of_tokens_is_read_in_the_same_order_as_any_text(tmp_path: Path) 
 def mixed(tmp_path: Path, batch: int = 5, seed: int = 0) -> Batches:
     first, second = stored(tmp_path / "a.bin", 0, 201), stored(tmp_path / "b.bin", 500, 101)
     text = corpus(Training(data=f"{first}:0.6,{second}:0.4", seed=seed), vocab=1000)
-    assert isinstance(text, MixtureCorpus)
     return Batches(text, seq=10, batch=batch, seed=seed)
 
 
@@ -196,9 +208,8 @@ def test_the_order_of_a_mixture_is_a_function_of_seed_and_sample_number_alone(tm
 
 def test_stdlib_may_be_mixed_and_a_path_may_hold_a_comma(tmp_path: Path) -> None:
     path = stored(tmp_path / "a,b:1.bin", 0, 101)
-    assert isinstance(corpus(Training(data=str(path)), vocab=1000), TokenFileCorpus)
+    assert isinstance(corpus(Training(data=str(path)), vocab=1000).parts[0][0], TokenFileCorpus)
     text = corpus(Training(data=f"stdlib:3,{stored(tmp_path / 'c.bin', 0, 101)}:1"), vocab=1000)
-    assert isinstance(text, MixtureCorpus)
     assert [weight for _, weight in text.parts] == [3, 1]
 
 
@@ -212,7 +223,7 @@ def test_another_set_to_evaluate_on_is_all_held_out_and_changes_no_training(tmp_
 
 def test_documents_of_a_row_are_counted_from_its_first(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
-    token_files.write(path, range(41), [3, 4, 10, 20, 41], 256)  # windows of ten begin at 0, 10, 20 and 30
+    write_tokens(path, range(41), [3, 4, 10, 20, 41], 256)  # windows of ten begin at 0, 10, 20 and 30
     text = corpus(Training(data=str(path)), vocab=256)
     batches = Batches(text, seq=10, batch=3, seed=0)
     wanted = {0: [0, 0, 0, 1, 2, 2, 2, 2, 2, 2], 10: [0] * 10, 20: [0] * 10}

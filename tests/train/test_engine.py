@@ -22,7 +22,7 @@ from parallel.harness import (
     train,
     training_of,
 )
-from ultrascale.data.mixture import corpus
+from ultrascale.data.corpora import corpus
 from ultrascale.model.transformer import Transformer
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.specs.errors import RunError
@@ -93,7 +93,7 @@ def test_one_process_is_plain_torch(family: str) -> None:
     [
         pytest.param({"dp": 2, "zero": 0}, marks=pytest.mark.slow),
         {"dp": 2, "zero": 3},
-        {"tp": 2},
+        pytest.param({"tp": 2}, marks=pytest.mark.slow),
         {"pp": 2, "gas": 2, "schedule": "zb-v", "virtual_stages": 2},
         pytest.param({"dp": 2, "tp": 2, "zero": 2}, marks=pytest.mark.slow),
         pytest.param({"pp": 2, "cp": 2, "gas": 2}, marks=pytest.mark.slow),
@@ -172,6 +172,7 @@ def _wrong(fields: dict[str, Any], family: str = "gpt2") -> float:
     return 0.0
 
 
+@pytest.mark.slow
 def test_data_ranks_without_cp_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """picotron's mistake: gradients reduced over dp alone, though cp ranks see other tokens too."""
     whole = Mesh.build.__func__  # type: ignore[attr-defined]
@@ -185,6 +186,7 @@ def test_data_ranks_without_cp_would_be_seen(monkeypatch: pytest.MonkeyPatch) ->
     assert _wrong({"cp": 2}) > 1e-2
 
 
+@pytest.mark.quick_cases(every=4)
 @pytest.mark.parametrize(
     ("fields", "family"),
     [({"tp": 2}, "gpt2"), ({"tp": 4, "sequence_parallel": False}, "one-kv-head"), ({"pp": 2}, "gpt2"), ({"tp": 2}, "qwen3")],

@@ -111,6 +111,7 @@ def trained(out: Path, steps: int, precision: str) -> Path:
     return out
 
 
+@pytest.mark.quick_cases("fp32-fp8")
 @pytest.mark.parametrize(("first", "second"), [("fp8", "fp32"), ("fp32", "fp8")])
 def test_a_run_goes_on_in_another_precision(tmp_path: Path, first: str, second: str) -> None:
     """A checkpoint holds wide weights under the plain model's names, whatever the products were in."""

@@ -73,6 +73,7 @@ def _masters(engine: Engine) -> list[tuple[str, torch.Tensor, torch.Tensor, torc
     return [(w.shard.name, old, w.master.clone(), w.local.clone()) for old, w in zip(before, engine.weights, strict=True)]
 
 
+@pytest.mark.quick_cases(every=3)
 @pytest.mark.parametrize("fields", [{}, {"dp": 2, "zero": 3}, {"tp": 2}], ids=str)
 def test_masters_keep_what_half_precision_cannot(fields: dict[str, Any]) -> None:
     training = training_of(lr=1e-6, weight_decay=0.0)

@@ -28,7 +28,9 @@ def save(run: Path, step: int, branch: str, keep: int = 0) -> None:
     folder = checkpoint.partial_folder(run, step)
     folder.mkdir(parents=True)
     (folder / "branch").write_text(branch)
-    checkpoint.commit(run, CheckpointState(step, REQUEST.job, REQUEST.layout, REQUEST.training), {}, keep)
+    checkpoint.commit(
+        run, CheckpointState(step=step, job=REQUEST.job, layout=REQUEST.layout, training=REQUEST.training), {}, keep
+    )
 
 
 def train(run: Path, first: int, last: int, branch: str) -> None:
@@ -159,6 +161,7 @@ def contents(run: Path) -> dict[str, str]:
     return {str(one.relative_to(run)): one.read_text() for one in sorted(files)}
 
 
+@pytest.mark.quick_cases("step-000002")
 @pytest.mark.parametrize("name", ["step-000002", "abandoned-001/step-000006"])
 def test_a_kill_between_any_two_operations_loses_nothing(three: Path, tmp_path: Path, name: str) -> None:
     if name.startswith("abandoned"):

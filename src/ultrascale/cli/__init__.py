@@ -6,6 +6,7 @@ Exit codes: 0 success, 1 the answer is no (nothing fits, layouts differ, a run e
 from __future__ import annotations
 
 import errno
+import inspect
 import io
 import sys
 from typing import Annotated
@@ -29,6 +30,19 @@ def root(
         typer.echo(__version__)
         raise typer.Exit
 
+
+def _reflow(group: typer.Typer) -> None:
+    """Joins the lines of each paragraph of help, for a terminal of any width; commands keep a line each."""
+    for command in group.registered_commands:
+        paragraphs = inspect.cleandoc(getattr(command.callback, "__doc__", None) or "").split("\n\n")
+        shown = [text if text.startswith("[dim]") else text.replace("\n", " ") for text in paragraphs]
+        command.help = "\n\n".join(shown)
+    for inner in group.registered_groups:
+        if inner.typer_instance:
+            _reflow(inner.typer_instance)
+
+
+_reflow(app)
 
 # Errors of the system about a file name that a user gave.
 _OF_NAMES = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES)

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -54,10 +55,17 @@ def echo(text: str, err: bool = False) -> None:
     typer.echo(printable(text), err=err)
 
 
+def plain(value: Any) -> Any:
+    """A dataclass, a pydantic model or a path as JSON has it; for `default` of json.dumps."""
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return str(value) if isinstance(value, Path) else value.model_dump(mode="json")
+
+
 def print_json(data: Any) -> None:
     from ultrascale.specs.printable import CONTROL_CODES
 
-    text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False, default=plain)
     # json escapes the first 32 of them in texts, and ends lines with one.
     sys.stdout.write(text.translate({code: f"\\u{code:04x}" for code in CONTROL_CODES if code >= 32}) + "\n")
 
@@ -67,7 +75,7 @@ def write_json(file: Path | None, data: Any) -> None:
     from ultrascale.specs.files import write_text
 
     if file is not None:
-        write_text(file, json.dumps(data, indent=1, allow_nan=False) + "\n")
+        write_text(file, json.dumps(data, indent=1, allow_nan=False, default=plain) + "\n")
 
 
 def job_from_options(

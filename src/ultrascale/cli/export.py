@@ -61,7 +61,7 @@ def export(
         files, said, follows = targets.engine_files(plan, to, style, str(output))
     written = write.into(output, files, force)
     if as_json:
-        print_json(show.written_json(written, said, follows))
+        print_json({"written": written, "header": said, "next": follows})
     else:
         show.show_written(terminal(), written, said, follows)
 

@@ -129,9 +129,11 @@ def explain(
 
     [dim]ultrascale explain plan.yaml --what-if zero=3 --what-if recompute=selective,mbs=4[/]
     """
+    from ultrascale.cost import cheatsheet as cheatsheets
     from ultrascale.cost.legality import check
     from ultrascale.plan import what_if as changes
     from ultrascale.show import explain as show
+    from ultrascale.show.lines import picked
     from ultrascale.specs.errors import SpecError
     from ultrascale.specs.plan import Plan
 
@@ -146,16 +148,19 @@ def explain(
     if not as_json:
         show.show_staleness(console, loaded)
     if cheatsheet:
-        print_json(show.cheatsheet_json(loaded)) if as_json else show.show_cheatsheet(console, loaded)
+        if as_json:
+            print_json({"strategies": cheatsheets.strategies(loaded), "formulas": cheatsheets.formulas(loaded)})
+        else:
+            show.show_cheatsheet(console, loaded)
     elif what_if:
         answers = [changes.what_if(loaded, change) for change in what_if]
-        print_json(show.what_if_json(answers)) if as_json else show.show_what_if(console, loaded, answers)
+        if as_json:
+            print_json([picked(one, "change", "layout", "estimate", "problem") for one in answers])
+        else:
+            show.show_what_if(console, loaded, answers)
     elif largest is not None:
         answer = changes.largest(loaded, largest)
-        if as_json:
-            print_json({**vars(answer), "estimate": answer.estimate.model_dump(mode="json")})
-        else:
-            show.show_largest(console, loaded, answer)
+        print_json(answer) if as_json else show.show_largest(console, loaded, answer)
     elif as_json:
         print_json(loaded.to_mapping())
     else:

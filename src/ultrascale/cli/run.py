@@ -342,8 +342,12 @@ def doctor(
         facts = gather(out, say)
         findings = machine_findings(facts) + ([] if plan is None else plan_findings(plan, facts))
     name = None if file is None else str(file)
-    print_json(show.findings_json(findings, name)) if as_json else show.show_findings(terminal(), findings, name)
-    if show.stopped(findings):
+    stopped = show.stopped(findings)
+    if as_json:
+        print_json({"plan": name, "stopped": stopped, "findings": findings})
+    else:
+        show.show_findings(terminal(), findings, name)
+    if stopped:
         raise typer.Exit(NO)
 
 

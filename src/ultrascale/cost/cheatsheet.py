@@ -9,8 +9,7 @@ import numpy as np
 from ultrascale.cost import flops, stages
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.hardware import ClusterRates
-from ultrascale.cost.memory.parameters import on_rank
-from ultrascale.cost.memory.states import compute_bytes, gradient_bytes
+from ultrascale.cost.memory.states import compute_bytes, gradient_bytes, on_rank
 from ultrascale.cost.network import CommGroup, mesh
 from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.layout import Layout

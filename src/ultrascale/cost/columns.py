@@ -1,4 +1,4 @@
-"""Many layouts as columns of numbers, so that every law is written once and serves one layout or a million."""
+"""Tables with a row per layout, pipeline rank or chunk: every law is written once and serves one layout or a million."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, TypeVar, get_args
 import numpy as np
 import numpy.typing as npt
 
-from ultrascale.schedules import REGISTRY
-from ultrascale.specs.layout import ContextParallel, DataParallel, Layout, Offload, Recompute, Schedule
+from ultrascale.schedules import REGISTRY, SCHEDULES
+from ultrascale.specs.layout import ContextParallel, DataParallel, Layout, Offload, Recompute
 
 Array = npt.NDArray[Any]
 AnyTable = TypeVar("AnyTable")
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "schedule": get_args(Schedule),
+    "schedule": SCHEDULES,
     "data_parallel": get_args(DataParallel),
     "context_parallel": get_args(ContextParallel),
     "recompute": get_args(Recompute),
@@ -154,7 +154,27 @@ def decode(name: str, value: int) -> Any:
     return (value or None) if name == "zero_shards" else value
 
 
-def rows_of(table: AnyTable, rows: slice) -> AnyTable:
+@dataclass(frozen=True)
+class RankShare:
+    """What one pipeline rank holds, per row."""
+
+    rank: Array
+    dense_layers: Array
+    moe_layers: Array
+    embedding: Array
+    head: Array
+
+    @property
+    def layers(self) -> Array:
+        return np.asarray(self.dense_layers + self.moe_layers)
+
+    @classmethod
+    def constant(cls, share: tuple[int, ...], rows: int) -> RankShare:
+        """One rank's share repeated for a table of rows."""
+        return cls(np.zeros(rows, dtype=np.int64), *(np.full(rows, value) for value in share))
+
+
+def rows_of(table: AnyTable, rows: Array | slice) -> AnyTable:
     """Some rows of a dataclass of arrays, or of such dataclasses; what is the same for all rows stays."""
 
     def picked(value: Any) -> Any:
@@ -189,8 +209,9 @@ class Passes:
         """Forward and backward each start that much later: what the host needs for one action."""
         return Passes(self.forward + seconds, self.input_grad + seconds, self.weight_grad)
 
-    def take(self, rows: Array) -> Passes:
-        return Passes(self.forward[rows], self.input_grad[rows], self.weight_grad[rows])
+    @property
+    def parts(self) -> tuple[Array, Array, Array]:
+        return self.forward, self.input_grad, self.weight_grad
 
     @property
     def total(self) -> Array:

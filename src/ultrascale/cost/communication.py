@@ -9,7 +9,7 @@ import numpy as np
 from ultrascale.cost import host
 from ultrascale.cost.columns import Array, LayoutColumns, Passes
 from ultrascale.cost.hardware import ClusterRates
-from ultrascale.cost.memory.states import compute_bytes, fp8_saving, gradient_bytes
+from ultrascale.cost.memory.states import RankParameters, compute_bytes, fp8_saving, gradient_bytes
 from ultrascale.cost.network import CollectiveTransfer, GroupPlacement, exposed, group, transfer
 from ultrascale.cost.operators import layer_matmuls, matmul_passes, mlp_matmuls
 from ultrascale.specs.job import Job
@@ -24,24 +24,12 @@ from ultrascale.specs.job import Job
 TENSORS_PER_LAYER = 9
 
 
-@dataclass(frozen=True)
-class DataTraffic:
-    reduce: CollectiveTransfer
-    expert_reduce: CollectiveTransfer
-
-    @property
-    def time_s(self) -> Array:
-        return np.asarray(self.reduce.time_s + self.expert_reduce.time_s)
-
-
 def data_traffic(
-    job: Job, columns: LayoutColumns, places: GroupPlacement, machine: ClusterRates, elements: Array, expert_elements: Array
-) -> DataTraffic:
-    g = gradient_bytes(job)
-    return DataTraffic(
-        transfer(machine, "data", "all_reduce", g * elements, places.data),
-        transfer(machine, "data", "all_reduce", g * expert_elements, places.expert_data),
-    )
+    job: Job, places: GroupPlacement, machine: ClusterRates, held: RankParameters
+) -> tuple[CollectiveTransfer, ...]:
+    """The reduction of the trunk's gradients, and of the experts'."""
+    groups = ((held.trunk, places.data), (held.experts, places.expert_data))
+    return tuple(transfer(machine, "data", "all_reduce", gradient_bytes(job) * each, group) for each, group in groups)
 
 
 def data_exposed_s(columns: LayoutColumns, machine: ClusterRates, reduction: Array, backward: Array, layers: Array) -> Array:
@@ -127,14 +115,10 @@ class TensorTraffic:
     with_sequence: Array
 
     @property
-    def region_s(self) -> Array:
-        """Entering and leaving one region, forward or backward."""
-        return np.where(self.with_sequence, self.gather.time_s + self.scatter.time_s, self.reduce.time_s)
-
-    @property
     def layer_s(self) -> Array:
-        """One direction of one layer."""
-        return np.asarray(REGIONS * self.region_s)
+        """One direction of one layer: each region is entered and left."""
+        region = np.where(self.with_sequence, self.gather.time_s + self.scatter.time_s, self.reduce.time_s)
+        return np.asarray(REGIONS * region)
 
     @property
     def gather_again_s(self) -> Array:
@@ -256,19 +240,14 @@ def expert_traffic(job: Job, columns: LayoutColumns, places: GroupPlacement, mac
     model, moe = job.model, job.model.moe
     assert moe is not None
     routed = columns.tokens(job.seq) * moe.top_k * job.cluster.efficiency.expert_imbalance
-    exchange = transfer(
-        machine,
-        "expert",
-        "all_to_all",
-        compute_bytes(job) * routed * model.hidden / columns.routed_cut(job.framework.transformer_engine),
-        places.expert,
-    )
+    rows = compute_bytes(job) * routed * model.hidden / columns.routed_cut(job.framework.transformer_engine)
+    exchange = transfer(machine, "expert", "all_to_all", rows, places.expert)
     both = EXCHANGES * exchange.time_s
     if job.framework.dispatch == "node-wise":
         both = EXCHANGES * np.minimum(exchange.time_s, _node_wise_s(job, columns, places, machine))
     window_forward = window_backward = np.zeros(len(columns))
     if moe.shared_experts:
-        width = (moe.shared_expert_ffn or 0) / columns.tp
+        width = moe.shared_expert_ffn / columns.tp
         shared = matmul_passes(machine, mlp_matmuls(model, "shared expert", columns.tokens(job.seq), width))
         window_forward, window_backward = shared.forward, shared.input_grad + shared.weight_grad
     if job.framework.expert_overlap == "weight-gradients":
@@ -321,13 +300,13 @@ def _behind(
     forward_s = parted.forward_s + price.forward - whole.forward
     backward_s = parted.backward_s + price.input_grad + price.weight_grad - whole.input_grad - whole.weight_grad
     pays = forward_s + backward_s < together.forward_s + together.backward_s
-    return ExpertTraffic(
-        exchange,
-        np.where(pays, forward_s, together.forward_s),
-        np.where(pays, backward_s, together.backward_s),
-        np.where(pays, parted.behind_forward_s, together.behind_forward_s),
-        np.where(pays, parted.behind_backward_s, together.behind_backward_s),
+    pairs = (
+        (forward_s, together.forward_s),
+        (backward_s, together.backward_s),
+        (parted.behind_forward_s, together.behind_forward_s),
+        (parted.behind_backward_s, together.behind_backward_s),
     )
+    return ExpertTraffic(exchange, *(np.where(pays, *pair) for pair in pairs))
 
 
 def _node_wise_s(job: Job, columns: LayoutColumns, places: GroupPlacement, machine: ClusterRates) -> Array:

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
-from importlib import resources
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ultrascale.cost import flops, kernels, stages, traffic
 from ultrascale.cost.columns import LayoutColumns, Passes
-from ultrascale.cost.layout_rows import LayoutRows, pipelines_s, send_s, views
 from ultrascale.cost.legality import check, legal_rows
 from ultrascale.cost.memory import activations
 from ultrascale.cost.memory.estimate import Peak, peaks, runtime
 from ultrascale.cost.operators import layer_matmuls
+from ultrascale.cost.stages import LayoutRows, pipelines_s, views
 from ultrascale.schedules import makespan
 from ultrascale.specs.estimate import OWNERS, ActivationItem, Estimate, EstimateRange, Memory, StageMemory, Time
+from ultrascale.specs.files import package_data
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.units import GIB
@@ -115,7 +114,9 @@ def whole(draft: DraftEstimate) -> Estimate:
     price = job.cluster.price_per_gpu_hour_usd
     days = job.total_tokens / rate / 86400 if job.total_tokens else None
     hours = days * 24 * world if days is not None else None
-    first_step = max(max(one.memory.total - one.memory.optimizer, _at_optimizer_step(one.memory)) for one in stage_memory)
+    # Before the optimizer's first step its states do not exist; then they do, and activations and buffers are freed.
+    stepping = [one.memory.parameters + one.memory.master + one.memory.gradients + one.memory.optimizer for one in stage_memory]
+    first_step = max(*stepping, *(one.memory.total - one.memory.optimizer for one in stage_memory))
 
     def utilisation(flops_per_token: float) -> float:
         return per_gpu * flops_per_token / job.peak_flops
@@ -156,7 +157,7 @@ def whole(draft: DraftEstimate) -> Estimate:
 
 
 def _owned(view: LayoutRows, at_peak: list[Peak]) -> list[dict[str, float]]:
-    state = view.state()
+    state = view.state
     lasting = zip(state.parameters.tolist(), state.master.tolist(), state.optimizer.tolist(), strict=True)
     beside = runtime(view.job, np.asarray([peak.activations + peak.buffers for peak in at_peak])).tolist()
     return [
@@ -185,11 +186,6 @@ def _memory(draft: DraftEstimate) -> list[StageMemory]:
     return result
 
 
-def _at_optimizer_step(held: Memory) -> float:
-    """Activations and buffers are gone, the states are just made."""
-    return held.parameters + held.master + held.gradients + held.optimizer
-
-
 def _time(view: LayoutRows, pipeline_s: float) -> tuple[Time, float]:
     """Step time by cause on the slowest rank, and the pipeline's idle share."""
     layout, machine = view.layout, view.machine
@@ -205,7 +201,7 @@ def _time(view: LayoutRows, pipeline_s: float) -> tuple[Time, float]:
         idle = max(0.0, pipeline_s - busy)
         send = min(idle, _send_share(view, by_rank, slowest))
         bubble = idle - send
-    after = view.after()
+    after = view.after
     causes = {f"{name}_s": gas * each for name, each in view.causes(slowest).items()}
     causes["launch_s"] += host + float(after.launch_s[0])
     time = Time(
@@ -225,20 +221,17 @@ def _time(view: LayoutRows, pipeline_s: float) -> tuple[Time, float]:
 def _send_share(view: LayoutRows, by_rank: Passes, slowest: int) -> float:
     """How much of the pipeline's time the hops between stages cost: the closed form with them less that without."""
     layout = view.layout
-    parts = (by_rank.forward, by_rank.input_grad, by_rank.weight_grad)
-    total_f, total_i, total_w = (float(np.sum(part)) for part in parts)
-    slow_f, slow_i, slow_w = (float(part[slowest]) for part in parts)
+    total, slow = [float(np.sum(part)) for part in by_rank.parts], [float(part[slowest]) for part in by_rank.parts]
 
     def closed_form(hop_s: float) -> float:
-        shape = (layout.schedule, layout.pp, layout.gas, layout.virtual_stages)
-        return float(makespan(*shape, total_f, total_i, total_w, slow_f, slow_i, slow_w, hop_s))
+        return float(makespan(layout.schedule, layout.pp, layout.gas, layout.virtual_stages, total, slow, hop_s))
 
-    return max(0.0, closed_form(send_s(view)) - closed_form(0.0))
+    return max(0.0, closed_form(view.hop_s) - closed_form(0.0))
 
 
 def _activation_items(view: LayoutRows, peak: Peak) -> list[ActivationItem]:
     """What each module keeps on the peak stage, largest first; the last is alive for a moment only."""
-    share = view.chunk_share()
+    share = view.chunk_share
     kept: dict[str, float] = {}
     for layers, moe in ((share.dense_layers, False), (share.moe_layers, True)):
         count = sum(waiting * float(layers[chunk]) for chunk, waiting in peak.chunks.items())
@@ -275,11 +268,8 @@ class PredictionError(NamedTuple):
     source: str
 
 
-@cache
-def _residuals() -> dict[str, Any]:
-    text = resources.files("ultrascale.cost").joinpath("surfaces/residuals.json").read_text(encoding="utf-8")
-    data: dict[str, Any] = json.loads(text)
-    return data
+def _residuals() -> Any:
+    return package_data("ultrascale.cost", "surfaces/residuals.json")
 
 
 def similar(job: Job, without_source: str | None = None) -> tuple[list[PredictionError], str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ultrascale.specs.model import Model
+from ultrascale.specs.weights import multiplied_elements
 
 
 def parameters_approximate(hidden: int, layers: int, vocab: int) -> int:
@@ -15,32 +16,9 @@ def compute_approximate(parameters: float, tokens: float) -> float:
     return 6 * parameters * tokens
 
 
-def attention_projection_flops(model: Model) -> float:
-    """Forward, per token and layer: every matrix of attention outside the score product."""
-    h = model.hidden
-    if model.mla is None:
-        return 2.0 * h * (2 * model.q_dim + 2 * model.kv_dim)
-    mla = model.mla
-    query = model.heads * model.qk_head_dim
-    query_path = h * query if mla.q_lora_rank is None else mla.q_lora_rank * (h + query)
-    latent = h * (mla.kv_lora_rank + mla.qk_rope_head_dim)
-    expand = mla.kv_lora_rank * model.heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-    return 2.0 * (query_path + latent + expand + model.heads * mla.v_head_dim * h)
-
-
-def mlp_flops(model: Model, width: int) -> float:
-    """Forward, per token: two matrices, or three when gated."""
-    return 2.0 * model.hidden * width * (3 if model.gated else 2)
-
-
 def layer_matmul_flops(model: Model, moe: bool) -> float:
-    """Forward matrix products of one layer per token, attention scores left out."""
-    if not moe:
-        return attention_projection_flops(model) + mlp_flops(model, model.ffn)
-    assert model.moe is not None
-    shared = (model.moe.shared_experts and model.moe.shared_expert_ffn) or 0
-    experts = model.moe.top_k * mlp_flops(model, model.moe.expert_ffn) + mlp_flops(model, shared)
-    return attention_projection_flops(model) + experts + 2.0 * model.hidden * model.moe.experts
+    """Forward GEMMs of one layer per token, attention scores left out."""
+    return 2.0 * multiplied_elements(model, moe)
 
 
 def score_flops(model: Model, seq: int, causal: bool) -> float:
@@ -60,16 +38,9 @@ def head_flops(model: Model) -> float:
     return 2.0 * model.hidden * model.vocab
 
 
-def head_in_layers(model: Model) -> float:
-    """What the head weighs against a layer: the last pipeline stage gets that many layers less."""
-    return head_flops(model) / layer_matmul_flops(model, model.moe is not None and model.moe_layers > 0)
-
-
 def products_flops(model: Model) -> float:
     """Forward FLOPs per token of every layer's matrix products; scores and head left out."""
-    dense = model.dense_layers * layer_matmul_flops(model, moe=False) if model.dense_layers else 0.0
-    moe = model.moe_layers * layer_matmul_flops(model, moe=True) if model.moe_layers else 0.0
-    return dense + moe
+    return sum(count * layer_matmul_flops(model, moe) for count, moe in ((model.dense_layers, False), (model.moe_layers, True)))
 
 
 def forward_flops(model: Model, seq: int, causal: bool) -> float:

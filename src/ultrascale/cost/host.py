@@ -14,17 +14,15 @@ All counts are in surfaces/host.yaml, each with its source.
 from __future__ import annotations
 
 from functools import cache, reduce
-from importlib import resources
 from typing import NamedTuple
 
 import numpy as np
-import yaml
 from pydantic import BaseModel, ConfigDict
 
-from ultrascale.cost.columns import Array, LayoutColumns, Passes
+from ultrascale.cost.columns import Array, LayoutColumns, Passes, RankShare
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.memory.states import accumulates_nothing, compute_bytes, lean, on_one_gpu
-from ultrascale.cost.stages import RankShare
+from ultrascale.specs.files import package_data
 from ultrascale.specs.job import Job
 from ultrascale.specs.model import Model
 
@@ -118,8 +116,7 @@ class HostConstants(BaseModel):
 
 @cache
 def constants() -> HostConstants:
-    text = resources.files("ultrascale.cost").joinpath("surfaces/host.yaml").read_text(encoding="utf-8")
-    return HostConstants.model_validate(yaml.safe_load(text))
+    return HostConstants.model_validate(package_data("ultrascale.cost", "surfaces/host.yaml"))
 
 
 # ------------------------------------------------------------------------------------------------------------------ on a GPU
@@ -206,7 +203,9 @@ def idle_s(
     )
     launched = np.asarray(reduce(np.maximum, waits))
     host = (ends + forward + backward) * (max(1.0, queue.python_launch_s / each) if each else 1.0)
-    replayed = graphable(job, columns) & (layers.total + head.total < 2 * host)
+    # Where a step can be replayed as one CUDA graph (kernels/selection.py says why not elsewhere).
+    graphable = on_one_gpu(job, columns) & (job.framework.cuda_graphs and job.precision != "fp16")
+    replayed = graphable & (layers.total + head.total < 2 * host)
     return np.where(replayed, np.minimum(launched, queue.between_graphs_s), launched)
 
 
@@ -221,11 +220,6 @@ def kernel_starts_s(job: Job, columns: LayoutColumns, share: RankShare) -> tuple
     sums = np.where(accumulates_nothing(job, columns), 0, weights)
     start = queue.start_s
     return start * forward * share.layers, start * (backward * share.layers + sums), start * 2 * weights
-
-
-def graphable(job: Job, columns: LayoutColumns) -> Array:
-    """Where our engine can replay a step as one CUDA graph (kernels/selection.py says why not elsewhere)."""
-    return on_one_gpu(job, columns) & (job.framework.cuda_graphs and job.precision != "fp16")
 
 
 # ------------------------------------------------------------------------------------------------------------------ on a CPU
@@ -260,7 +254,7 @@ def cpu_elementwise(job: Job, columns: LayoutColumns, machine: ClusterRates, moe
     model, tokens, counts = job.model, columns.tokens(job.seq), constants().cpu_tensors
     residual: Array = model.hidden / columns.sequence_cut
     heads = (model.q_dim + model.kv_dim) if model.mla is None else 2 * model.heads * model.qk_head_dim
-    width = _width(job, columns, moe)
+    width = mlp_width(job, columns, moe)
     norm = counts.rmsnorm if model.norm == "rmsnorm" else counts.layernorm
     gate = counts.gated if model.gated else counts.plain
     grouped = model.mla is None and model.kv_heads < model.heads
@@ -276,13 +270,13 @@ def cpu_elementwise(job: Job, columns: LayoutColumns, machine: ClusterRates, moe
     return Passes(machine.stream_s(bytes_ * forward), machine.stream_s(bytes_ * backward), np.zeros(len(columns)))
 
 
-def _width(job: Job, columns: LayoutColumns, moe: bool) -> Array:
-    model: Model = job.model
+def mlp_width(job: Job, columns: LayoutColumns, moe: bool) -> Array:
+    """Of the MLP's activations on the busiest rank, over all experts that a token visits."""
+    model = job.model
     if not moe or model.moe is None:
         return np.asarray(model.ffn / columns.tp)
-    shared = (model.moe.shared_expert_ffn or 0) * bool(model.moe.shared_experts)
     rows = model.moe.top_k * columns.busiest(job.cluster.efficiency.expert_imbalance)
-    return np.asarray((rows * model.moe.expert_ffn + shared) / columns.tp)
+    return np.asarray((rows * model.moe.expert_ffn + model.moe.shared_expert_ffn) / columns.tp)
 
 
 def cpu_loss(job: Job, columns: LayoutColumns, machine: ClusterRates) -> Passes:

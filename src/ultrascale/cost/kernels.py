@@ -20,20 +20,18 @@ tools/fit_surfaces.py; residuals stand in surfaces/gemm.json and docs/kernels.md
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import yaml
 from numpy.typing import ArrayLike, NDArray
 
 from ultrascale.cost import flops
 from ultrascale.cost.columns import Array, LayoutColumns, Passes
 from ultrascale.specs.errors import SpecError, nearest
+from ultrascale.specs.files import package_data
 from ultrascale.specs.job import Job
 
 if TYPE_CHECKING:
@@ -85,11 +83,8 @@ class Surface:
     source: str
 
 
-@lru_cache(maxsize=1)
-def _tables() -> dict[str, Any]:
-    text = resources.files("ultrascale.cost").joinpath("surfaces/gemm.json").read_text(encoding="utf-8")
-    tables: dict[str, Any] = json.loads(text)
-    return tables
+def _tables() -> Any:
+    return package_data("ultrascale.cost", "surfaces/gemm.json")
 
 
 def gemm_surfaces() -> tuple[tuple[str, str], ...]:
@@ -183,8 +178,7 @@ class AttentionRate:
 @cache
 def attention_rates() -> dict[str, dict[str, AttentionRate]]:
     """Rates by kernel and architecture, each with its source (surfaces/attention.yaml)."""
-    text = resources.files("ultrascale.cost").joinpath("surfaces/attention.yaml").read_text(encoding="utf-8")
-    kernels: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(text)
+    kernels = package_data("ultrascale.cost", "surfaces/attention.yaml")
     return {kernel: {name: AttentionRate(**fields) for name, fields in rates.items()} for kernel, rates in kernels.items()}
 
 

@@ -12,7 +12,6 @@ from ultrascale.schedules import DEFAULT_SCHEDULE, legal, legal_mask
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.model import Model
 
 
 @dataclass(frozen=True)
@@ -68,12 +67,8 @@ def _widths(job: Job) -> dict[str, int]:
     if model.moe is not None:
         widths["moe.expert_ffn"] = model.moe.expert_ffn
         if model.moe.shared_experts:
-            widths["moe.shared_expert_ffn"] = model.moe.shared_expert_ffn or 0
+            widths["moe.shared_expert_ffn"] = model.moe.shared_expert_ffn
     return widths
-
-
-def _tp_cuts_mlp(job: Job, c: LayoutColumns) -> Array:
-    return np.asarray(np.logical_and.reduce([width % c.tp == 0 for width in _widths(job).values()]))
 
 
 def _mlp_sentence(job: Job, layout: Layout) -> str:
@@ -98,11 +93,6 @@ def _ulysses_has_heads(job: Job, c: LayoutColumns) -> Array:
     kv = np.maximum(1, job.model.kv_heads // c.tp)
     enough = (heads % c.cp == 0) & ((kv % c.cp == 0) | (c.cp % kv == 0))
     return np.asarray(~c.is_("context_parallel", "ulysses") | (c.cp == 1) | enough)
-
-
-def _sequence_splits(job: Job, c: LayoutColumns) -> Array:
-    whole = (job.seq // np.maximum(c.cp, 1)) % c.tp == 0
-    return np.asarray((c.sequence_parallel == 0) | (c.tp == 1) | whole)
 
 
 def _ep_cuts_experts(job: Job, c: LayoutColumns) -> Array:
@@ -161,7 +151,7 @@ def _batch_sentence(job: Job, layout: Layout) -> str:
 RULES: tuple[Rule, ...] = (
     Rule(("dp", "tp", "pp", "cp"), lambda job, c: np.asarray(c.dp * c.tp * c.pp * c.cp == job.cluster.gpus), _gpus),
     Rule(("tp",), _tp_cuts_heads, _tp_sentence),
-    Rule(("tp",), _tp_cuts_mlp, _mlp_sentence),
+    Rule(("tp",), lambda job, c: np.logical_and.reduce([width % c.tp == 0 for width in _widths(job).values()]), _mlp_sentence),
     Rule(("cp", "context_parallel"), _cp_cuts_sequence, _cp_sentence),
     Rule(
         ("cp", "tp", "context_parallel"),
@@ -173,7 +163,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("tp", "cp", "sequence_parallel"),
-        _sequence_splits,
+        lambda job, c: (c.sequence_parallel == 0) | (c.tp == 1) | ((job.seq // np.maximum(c.cp, 1)) % c.tp == 0),
         lambda job, x: (
             f"layout.sequence_parallel needs seq/cp = {job.seq // x.cp} to split over tp = {x.tp}: "
             f"try sequence_parallel=false or tp={near(x.tp, divisors(max(1, job.seq // x.cp)))}"
@@ -189,11 +179,7 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(("schedule", "pp", "gas", "virtual_stages"), _schedule_legal, _schedule_sentence),
-    Rule(
-        ("dp", "mbs", "gas"),
-        lambda job, c: np.asarray(c.dp * c.mbs * c.gas == job.sequences),
-        _batch_sentence,
-    ),
+    Rule(("dp", "mbs", "gas"), lambda job, c: np.asarray(c.dp * c.mbs * c.gas == job.sequences), _batch_sentence),
     Rule(
         ("zero", "zero_shards", "dp", "cp"),
         lambda job, c: np.asarray((c.zero_shards == 0) | ((c.zero > 0) & (c.data_ranks % np.maximum(c.zero_shards, 1) == 0))),
@@ -241,18 +227,3 @@ def check(job: Job, layout: Layout) -> None:
     sentence = problem(job, layout)
     if sentence is not None:
         raise SpecError(sentence)
-
-
-def fused_blocks_problem(model: Model, seq: int) -> str | None:
-    """What keeps a model's whole layers from being fused, in words; None: nothing does."""
-    if model.moe is not None:
-        return f"{model.name} has experts"
-    if model.norm != "rmsnorm" or model.activation != "swiglu" or model.positions != "rotary":
-        return f"{model.name} is not of RMSNorm, SwiGLU and rotary positions"
-    if model.qkv_bias or model.attention_output_bias or model.mlp_bias or model.qk_norm:
-        return f"{model.name} has biases, or norms of queries and keys"
-    if model.sliding_window is not None and model.sliding_window < seq:
-        return f"attention sees a window of {model.sliding_window} tokens"
-    if model.head_dim & (model.head_dim - 1):
-        return f"heads of {model.head_dim} are no power of two"
-    return None

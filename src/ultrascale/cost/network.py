@@ -16,12 +16,10 @@ Coefficients per GPU kind are fitted by tools/fit_surfaces.py into surfaces/nccl
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import resources
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -30,6 +28,7 @@ from ultrascale.cost.columns import Array, LayoutColumns
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.errors import SpecError, nearest
+from ultrascale.specs.files import package_data
 
 if TYPE_CHECKING:
     from ultrascale.cost.hardware import ClusterRates
@@ -203,18 +202,11 @@ class FabricFit:
         return Link(fit.bandwidth_fraction * rate, fit.latency_s, fit.base_s, fit.fill_s, fit.copy, fit.switch_gain)
 
 
-@lru_cache(maxsize=1)
-def _tables() -> dict[str, Any]:
-    text = resources.files("ultrascale.cost").joinpath("surfaces/nccl.json").read_text(encoding="utf-8")
-    tables: dict[str, Any] = json.loads(text)
-    return tables
-
-
 @lru_cache(maxsize=32)
 def load_fabric(gpu_table: str) -> FabricFit:
     """The fitted NVLink domain of a GPU kind ("h100"; "h100_sxm" is the same)."""
     gpu = gpu_table.removesuffix("_sxm")
-    tables = _tables()
+    tables = package_data("ultrascale.cost", "surfaces/nccl.json")
     for row in tables["fabrics"]:
         if row["gpu"] == gpu:
             fields = {**row, "ops": {op: FabricOp(**fit) for op, fit in row["ops"].items()}}

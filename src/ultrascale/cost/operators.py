@@ -93,7 +93,7 @@ def layer_matmuls(job: Job, columns: LayoutColumns, moe: bool) -> list[Matmul]:
     router = Matmul("router", tokens, np.asarray(float(model.moe.experts)), np.asarray(float(model.hidden)), in_fp8=False)
     products += [router, *mlp_matmuls(model, "expert", rows, model.moe.expert_ffn / columns.expert_cut, local)]
     if model.moe.shared_experts:
-        products += mlp_matmuls(model, "shared expert", tokens, (model.moe.shared_expert_ffn or 0) / columns.tp)
+        products += mlp_matmuls(model, "shared expert", tokens, model.moe.shared_expert_ffn / columns.tp)
     return products
 
 
@@ -137,11 +137,7 @@ def memory_bound_bytes(job: Job, columns: LayoutColumns, moe: bool) -> Array:
     residual = b * tokens * model.hidden / columns.sequence_cut
     rotated_heads = model.heads + (model.kv_heads if model.mla is None else model.heads)
     rotary = 2 * b * tokens * rotated_heads * model.qk_head_dim / columns.tp
-    width: Array = model.ffn / columns.tp
-    if moe and model.moe is not None:
-        rows = model.moe.top_k * columns.busiest(job.cluster.efficiency.expert_imbalance)
-        width = (rows * model.moe.expert_ffn + (model.moe.shared_expert_ffn or 0) * bool(model.moe.shared_experts)) / columns.tp
-    activation = b * tokens * (3 if model.gated else 2) * width
+    activation = b * tokens * (3 if model.gated else 2) * host.mlp_width(job, columns, moe)
     return np.asarray(8 * residual + rotary + activation)
 
 

@@ -1,18 +1,32 @@
-"""Which layers sit on which pipeline rank: balanced, with the head counted as the layers it weighs."""
+"""Which layers sit on which pipeline rank, and layouts as the laws want them: tables with a row for each rank or chunk.
+
+Layouts that are asked about together share their tables: a law costs as much for thirty rows as for one.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
 
 import numpy as np
 
-from ultrascale.cost import flops
-from ultrascale.cost.columns import CHOICES, Array, LayoutColumns
-from ultrascale.schedules import REGISTRY, stages_of
+from ultrascale.cost.columns import CHOICES, Array, LayoutColumns, Passes, RankShare, rows_of
+from ultrascale.cost.communication import pipeline_hop
+from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.memory.estimate import ChunkParts, chunk_parts, peak_parts
+from ultrascale.cost.memory.states import StateBytes, fsdp_shards, on_rank, states
+from ultrascale.cost.network import GroupPlacement, mesh
+from ultrascale.cost.step import ComponentTime, ComponentTimes, EndOfStep, component_times, end_of_step
+from ultrascale.schedules import REGISTRY, StageTimes, TimedSchedule, simulate_makespans, stages_of
 from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
+from ultrascale.specs.weights import multiplied_elements, vocabulary
+
+# Micro-batches simulated in full; more repeat the steady state (schedules.simulate_makespans).
+SIMULATED = 64
 
 
 @lru_cache(maxsize=4096)
@@ -51,53 +65,23 @@ def nanotron_stage_split(layers: int, ranks: int, head_layers: float) -> tuple[i
     return tuple(np.diff((0, *ends, layers)).tolist())
 
 
+def head_in_layers(model: Model) -> float:
+    """What the head weighs against a layer: the last pipeline stage gets that many layers less."""
+    return vocabulary(model).elements / multiplied_elements(model, moe=model.moe_layers > 0)
+
+
 def chunk_layers(job: Job, ranks: int, virtual_stages: int) -> tuple[int, ...]:
     model, split = job.model, job.framework.stage_split
     if split == "nanotron" and virtual_stages == 1:
-        return nanotron_stage_split(model.layers, ranks, flops.head_in_layers(model))
+        return nanotron_stage_split(model.layers, ranks, head_in_layers(model))
     counted = {"layers": 0.0, "layers-and-head": 1.0}
-    return split_layers(model.layers, ranks, virtual_stages, counted.get(split, flops.head_in_layers(model)))
+    return split_layers(model.layers, ranks, virtual_stages, counted.get(split, head_in_layers(model)))
 
 
 @lru_cache(maxsize=512)
 def chunk_table(ranks: int, virtual_stages: int, v_shaped: bool) -> Array:
     """Global chunk indices of all ranks: ranks × virtual stages."""
     return np.asarray([stages_of(rank, ranks, virtual_stages, v_shaped) for rank in range(ranks)])
-
-
-@dataclass(frozen=True)
-class RankShare:
-    """What one pipeline rank holds, per row."""
-
-    rank: Array
-    dense_layers: Array
-    moe_layers: Array
-    embedding: Array
-    head: Array
-
-    @property
-    def layers(self) -> Array:
-        return np.asarray(self.dense_layers + self.moe_layers)
-
-
-def rank_shares(job: Job, ranks: int, virtual_stages: int, v_shaped: bool) -> tuple[tuple[int, ...], ...]:
-    """(dense layers, MoE layers, embedding, head) of every rank."""
-    return _rank_shares(job.model, chunk_layers(job, ranks, virtual_stages), ranks, virtual_stages, v_shaped)
-
-
-@lru_cache(maxsize=4096)
-def _rank_shares(
-    model: Model, counts: tuple[int, ...], ranks: int, virtual_stages: int, v_shaped: bool
-) -> tuple[tuple[int, ...], ...]:
-    ends = np.cumsum((0, *counts))
-    dense_until = model.layers if model.moe is None else model.moe.dense_layers
-    shares = []
-    for rank in range(ranks):
-        chunks = stages_of(rank, ranks, virtual_stages, v_shaped)
-        dense = sum(int(max(0, min(ends[c + 1], dense_until) - ends[c])) for c in chunks)
-        total = sum(counts[c] for c in chunks)
-        shares.append((dense, total - dense, int(0 in chunks), int(len(counts) - 1 in chunks)))
-    return tuple(shares)
 
 
 def chunk_shares(job: Job, ranks: int, virtual_stages: int) -> RankShare:
@@ -111,6 +95,13 @@ def chunk_shares(job: Job, ranks: int, virtual_stages: int) -> RankShare:
     return RankShare(position, dense, counts - dense, 1 * (position == 0), 1 * (position == len(counts) - 1))
 
 
+def rank_shares(job: Job, ranks: int, virtual_stages: int, v_shaped: bool) -> tuple[tuple[int, ...], ...]:
+    """(dense layers, MoE layers, embedding, head) of every rank."""
+    share = chunk_shares(job, ranks, virtual_stages)
+    chunks = np.stack((share.dense_layers, share.moe_layers, share.embedding, share.head), axis=1)
+    return tuple(map(tuple, chunks[chunk_table(ranks, virtual_stages, v_shaped)].sum(axis=1).tolist()))
+
+
 def share_of(job: Job, columns: LayoutColumns, rank: Array) -> RankShare:
     """The share of `rank` (one per row); rows are grouped by their few distinct pipelines."""
     pipelines, inverse = columns.distinct(("pp", "virtual_stages", "schedule"))
@@ -121,8 +112,7 @@ def share_of(job: Job, columns: LayoutColumns, rank: Array) -> RankShare:
     table = np.zeros((len(tables), max(map(len, tables)), 4), dtype=np.int64)
     for row, shares in enumerate(tables):
         table[row, : len(shares)] = shares
-    picked = table[inverse, rank]
-    return RankShare(rank, picked[:, 0], picked[:, 1], picked[:, 2], picked[:, 3])
+    return RankShare(rank, *table[inverse, rank].T)
 
 
 def representative_ranks(shares: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
@@ -137,7 +127,224 @@ def representative_ranks(shares: tuple[tuple[int, ...], ...]) -> tuple[int, ...]
     return tuple(sorted({*first.values(), *last.values()}))
 
 
-def constant_share(share: tuple[int, ...], rows: int) -> RankShare:
-    """One rank's share repeated for a table of rows."""
-    dense, moe, embedding, head = (np.full(rows, value) for value in share)
-    return RankShare(np.zeros(rows, dtype=np.int64), dense, moe, embedding, head)
+# ------------------------------------------------------------------------------------------------------- layouts as rows
+
+
+@dataclass(frozen=True)
+class ChunkGradients:
+    """Bytes of each chunk's gradients."""
+
+    begun: Array
+    """from its first backward on"""
+    over: Array
+    """after its last"""
+
+
+@dataclass(frozen=True)
+class LayoutRows:
+    """One layout seen as rows: one per pipeline rank, and one per chunk."""
+
+    layout: Layout
+    together: _Together
+    """the layouts among which it was asked about"""
+    number: int
+    """its place among them"""
+
+    @classmethod
+    def of(cls, job: Job, layout: Layout) -> LayoutRows:
+        return views(job, [layout])[0]
+
+    @property
+    def job(self) -> Job:
+        return self.together.job
+
+    @property
+    def machine(self) -> ClusterRates:
+        return self.together.machine
+
+    @cached_property
+    def row(self) -> LayoutColumns:
+        return self.together.rows.take(self._row)
+
+    @cached_property
+    def share(self) -> RankShare:
+        return rows_of(self.together.share, self._ranks)
+
+    @cached_property
+    def rank_passes(self) -> Passes:
+        """Of one micro-batch, on every rank."""
+        return rows_of(self.together.on_ranks.total, self._ranks)
+
+    def causes(self, rank: int) -> dict[str, float]:
+        """Seconds of one micro-batch on a rank, by cause."""
+        on_ranks = rows_of(self.together.on_ranks, self._ranks)
+        return {field.name: float(getattr(on_ranks, field.name).total[rank]) for field in fields(ComponentTime)}
+
+    @property
+    def chunks(self) -> Array:
+        """Which chunks each rank holds: ranks × virtual stages."""
+        return chunk_table(self.layout.pp, self.layout.virtual_stages, REGISTRY[self.layout.schedule].v_shaped)
+
+    @property
+    def chunk_share(self) -> RankShare:
+        """Every chunk as if it were a rank of its own."""
+        return rows_of(self.together.chunk_share, self._chunks)
+
+    def parts(self, first: bool = False) -> ChunkParts:
+        """What every chunk holds, beside the states of its rank; `first`: until a step's first backward is over."""
+        return rows_of(self.together.first_parts if first else self.together.later_parts, self._chunks)
+
+    def chunk_gradients(self) -> ChunkGradients:
+        return rows_of(self.together.chunk_gradients, self._chunks)
+
+    @cached_property
+    def state(self) -> StateBytes:
+        """Of every rank."""
+        return rows_of(self.together.state, self._ranks)
+
+    @cached_property
+    def after(self) -> EndOfStep:
+        """What the first rank does after its last backward."""
+        return rows_of(self.together.after, self._row)
+
+    @property
+    def hop_s(self) -> float:
+        """From one stage to the next; 0 without a pipeline."""
+        return float(self.together.hop_s[self.number])
+
+    def stage_times(self) -> StageTimes:
+        times = rows_of(self.together.chunk_passes, self._chunks)
+        if self.layout.pp > 1:
+            times = times.delayed(self.machine.efficiency.action_overhead_s)
+        else:  # where one queue runs through the step, its idle time is all passes' alike
+            times = times.scaled(1 + self.after.launch_s / (self.layout.gas * times.total))
+        forward, input_grad, weight_grad = (tuple(map(float, each)) for each in times.parts)
+        return StageTimes(forward, input_grad, weight_grad, self.hop_s)
+
+    @property
+    def _row(self) -> slice:
+        return slice(self.number, self.number + 1)
+
+    @property
+    def _ranks(self) -> slice:
+        return slice(self.number * self.layout.pp, (self.number + 1) * self.layout.pp)
+
+    @property
+    def _chunks(self) -> slice:
+        return slice(*self.together.chunk_start[self.number : self.number + 2])
+
+
+def views(job: Job, layouts: Sequence[Layout]) -> list[LayoutRows]:
+    """Of each layout; those with the same number of pipeline ranks share their tables, as in a search."""
+    found: dict[int, LayoutRows] = {}
+    for pp in {layout.pp for layout in layouts}:
+        numbers = [number for number, layout in enumerate(layouts) if layout.pp == pp]
+        together = _Together(job, tuple(layouts[number] for number in numbers))
+        found.update({number: LayoutRows(layouts[number], together, place) for place, number in enumerate(numbers)})
+    return [found[number] for number in range(len(layouts))]
+
+
+def pipelines_s(seen: Sequence[LayoutRows]) -> list[float]:
+    """From the first forward to the last backward of each pipeline, simulated, all of them together."""
+    asked = [
+        TimedSchedule(one.schedule, one.pp, one.gas, one.virtual_stages, view.stage_times())
+        for view, one in ((view, view.layout) for view in seen)
+    ]
+    return simulate_makespans(asked, SIMULATED)
+
+
+@dataclass(frozen=True)
+class _Together:
+    """Layouts of one job with one number of pipeline ranks, row after row; each table is made when it is first wanted."""
+
+    job: Job
+    layouts: tuple[Layout, ...]
+
+    @cached_property
+    def machine(self) -> ClusterRates:
+        return ClusterRates(self.job)
+
+    @cached_property
+    def rows(self) -> LayoutColumns:
+        return LayoutColumns.of(self.layouts)
+
+    @cached_property
+    def components(self) -> ComponentTimes[ComponentTime]:
+        return component_times(self.job, self.rows, self.machine)
+
+    @cached_property
+    def on_ranks(self) -> ComponentTime:
+        """Of one micro-batch, on every rank of every layout."""
+        return rows_of(self.components, self._row_of_rank).on(self.share)
+
+    @cached_property
+    def chunk_passes(self) -> Passes:
+        return rows_of(self.components.totals(), self._row_of_chunk).on(self.chunk_share)
+
+    @cached_property
+    def places(self) -> GroupPlacement:
+        return mesh(self.rows, self.machine.cluster)
+
+    @cached_property
+    def hop_s(self) -> Array:
+        return pipeline_hop(self.job, self.rows, self.places, self.machine).time_s
+
+    @cached_property
+    def after(self) -> EndOfStep:
+        share = share_of(self.job, self.rows, np.zeros(len(self.rows), dtype=np.int64))
+        return end_of_step(self.job, self.rows, self.machine, self.places, share, self.components.totals())
+
+    @cached_property
+    def ranks(self) -> LayoutColumns:
+        return self.rows.take(self._row_of_rank)
+
+    @cached_property
+    def share(self) -> RankShare:
+        return share_of(self.job, self.ranks, np.tile(np.arange(self.layouts[0].pp), len(self.rows)))
+
+    @cached_property
+    def state(self) -> StateBytes:
+        return peak_parts(self.job, self.ranks, self.share).state
+
+    @cached_property
+    def chunk_start(self) -> tuple[int, ...]:
+        return (0, *np.cumsum([layout.pp * layout.virtual_stages for layout in self.layouts]).tolist())
+
+    @cached_property
+    def chunks(self) -> LayoutColumns:
+        return self.rows.take(self._row_of_chunk)
+
+    @cached_property
+    def chunk_share(self) -> RankShare:
+        shares = [chunk_shares(self.job, layout.pp, layout.virtual_stages) for layout in self.layouts]
+        return RankShare(*(np.concatenate([getattr(share, field.name) for share in shares]) for field in fields(RankShare)))
+
+    @cached_property
+    def holders(self) -> RankShare:
+        """What the rank of each chunk holds."""
+        chunks = [LayoutRows(layout, self, number).chunks for number, layout in enumerate(self.layouts)]
+        ranks = [np.argsort(each, axis=None) // each.shape[1] for each in chunks]
+        return share_of(self.job, self.chunks, np.concatenate(ranks))
+
+    @cached_property
+    def later_parts(self) -> ChunkParts:
+        return chunk_parts(self.job, self.chunks, self.chunk_share, self.holders)
+
+    @cached_property
+    def first_parts(self) -> ChunkParts:
+        return chunk_parts(self.job, self.chunks, self.chunk_share, self.holders, first=True)
+
+    @cached_property
+    def chunk_gradients(self) -> ChunkGradients:
+        job, rows = self.job, self.chunks
+        held = on_rank(job.model, rows, self.chunk_share, fsdp_shards(job, rows))
+        cut = rows.changed(zero=np.maximum(rows.zero, 2))
+        return ChunkGradients(*(states(job, each, held).gradients for each in (rows, cut)))
+
+    @property
+    def _row_of_rank(self) -> Array:
+        return np.repeat(np.arange(len(self.rows)), self.layouts[0].pp)
+
+    @property
+    def _row_of_chunk(self) -> Array:
+        return np.repeat(np.arange(len(self.rows)), np.diff(self.chunk_start))

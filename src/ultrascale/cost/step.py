@@ -6,21 +6,21 @@ combination of these four.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from dataclasses import dataclass, fields
-from functools import reduce
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from ultrascale.cost import communication, host, operators
-from ultrascale.cost.columns import Array, LayoutColumns, Passes
+from ultrascale.cost.columns import Array, LayoutColumns, Passes, RankShare
 from ultrascale.cost.communication import TensorTraffic
 from ultrascale.cost.hardware import ClusterRates
-from ultrascale.cost.memory import parameters
+from ultrascale.cost.memory import states
 from ultrascale.cost.memory.states import compute_bytes, fp8_layer_mean, gradient_bytes, lean
 from ultrascale.cost.network import GroupPlacement, exposed, mesh, transfer
 from ultrascale.cost.operators import LayerTime, optimizer_bytes, stepped_gradient_bytes
-from ultrascale.cost.stages import RankShare
+from ultrascale.specs import weights
 from ultrascale.specs.job import Job
 
 # Everything a piece's time depends on; schedule, virtual stages, pp and accumulation only repeat and order the pieces.
@@ -64,64 +64,43 @@ class ComponentTime:
 
     @property
     def total(self) -> Passes:
-        parts: list[Passes] = [getattr(self, f.name) for f in fields(ComponentTime)]
-        return reduce(Passes.__add__, parts)
-
-    def combined(self, other: ComponentTime, join: Callable[[Passes, Passes], Passes]) -> ComponentTime:
-        return ComponentTime(*(join(getattr(self, f.name), getattr(other, f.name)) for f in fields(ComponentTime)))
+        return functools.reduce(Passes.__add__, self._causes)
 
     def scaled(self, factor: Array) -> ComponentTime:
-        return ComponentTime(*(getattr(self, f.name).scaled(factor) for f in fields(ComponentTime)))
-
-    def take(self, rows: Array) -> ComponentTime:
-        return ComponentTime(*(getattr(self, f.name).take(rows) for f in fields(ComponentTime)))
+        return ComponentTime(*(passes.scaled(factor) for passes in self._causes))
 
     def __add__(self, other: ComponentTime) -> ComponentTime:
-        return self.combined(other, Passes.__add__)
+        return ComponentTime(*map(Passes.__add__, self._causes, other._causes))
+
+    @property
+    def _causes(self) -> list[Passes]:
+        return [getattr(self, field.name) for field in fields(self)]
+
+
+AnyTime = TypeVar("AnyTime", Passes, ComponentTime)
 
 
 @dataclass(frozen=True)
-class ComponentTimes:
-    dense: ComponentTime
-    moe: ComponentTime | None
-    embedding: ComponentTime
-    head: ComponentTime
+class ComponentTimes(Generic[AnyTime]):
+    """Of one micro-batch, by cause or with the causes added up, which is what the search needs."""
 
-    def on(self, share: RankShare) -> ComponentTime:
-        """A rank's (or a chunk's) time for one micro-batch."""
+    dense: AnyTime
+    moe: AnyTime | None
+    embedding: AnyTime
+    head: AnyTime
+
+    def on(self, share: RankShare) -> AnyTime:
+        """A rank's (or a chunk's) time."""
         total = self.dense.scaled(share.dense_layers) + self.embedding.scaled(share.embedding)
         total = total + self.head.scaled(share.head)
         return total if self.moe is None else total + self.moe.scaled(share.moe_layers)
 
-    def take(self, rows: Array) -> ComponentTimes:
-        moe = None if self.moe is None else self.moe.take(rows)
-        return ComponentTimes(self.dense.take(rows), moe, self.embedding.take(rows), self.head.take(rows))
-
-    def totals(self) -> ComponentTotals:
+    def totals(self: ComponentTimes[ComponentTime]) -> ComponentTimes[Passes]:
         moe = self.moe.total if self.moe is not None else None
-        return ComponentTotals(self.dense.total, moe, self.embedding.total, self.head.total)
+        return ComponentTimes(self.dense.total, moe, self.embedding.total, self.head.total)
 
 
-@dataclass(frozen=True)
-class ComponentTotals:
-    """The same with causes added up: what the search needs."""
-
-    dense: Passes
-    moe: Passes | None
-    embedding: Passes
-    head: Passes
-
-    def take(self, rows: Array) -> ComponentTotals:
-        moe = None if self.moe is None else self.moe.take(rows)
-        return ComponentTotals(self.dense.take(rows), moe, self.embedding.take(rows), self.head.take(rows))
-
-    def on(self, share: RankShare) -> Passes:
-        total = self.dense.scaled(share.dense_layers) + self.embedding.scaled(share.embedding)
-        total = total + self.head.scaled(share.head)
-        return total if self.moe is None else total + self.moe.scaled(share.moe_layers)
-
-
-def component_times(job: Job, columns: LayoutColumns, machine: ClusterRates) -> ComponentTimes:
+def component_times(job: Job, columns: LayoutColumns, machine: ClusterRates) -> ComponentTimes[ComponentTime]:
     places = mesh(columns, machine.cluster)
     inside = communication.tensor_traffic(job, columns, places, machine)
     clock = operators.clock(job, columns, machine)
@@ -144,6 +123,7 @@ def _layer(
     moe: bool,
 ) -> ComponentTime:
     nothing = np.zeros(len(columns))
+    none = Passes(nothing, nothing, nothing)
     around = communication.context_traffic(job, columns, places, machine, compute.attention)
     again = exposed(inside.gather_again_s, compute.matmul.input_grad, machine.efficiency)
     # Cut into tp pieces, an exchange hides behind products; backward's share the window with the second gather.
@@ -156,7 +136,7 @@ def _layer(
         nothing,
     )
     context_passes = Passes(around.forward_s, around.backward_s, nothing)
-    expert_passes = behind_rows = Passes(nothing, nothing, nothing)
+    expert_passes = behind_rows = none
     if moe:
         exchange = communication.expert_traffic(job, columns, places, machine)
         behind_rows = Passes(nothing + exchange.behind_forward_s, nothing + exchange.behind_backward_s, nothing)
@@ -175,7 +155,7 @@ def _layer(
         up = [product for product in compute.matmuls if product.name in ("q up", "kv up")]
         cheap = (nothing if job.framework.selective == "latents" else cheap) + operators.matmul_passes(machine, up).forward
     repeated = np.where(columns.is_("recompute", "selective") & ~lean(job, columns), cheap, repeated)
-    layer = parameters.per_layer(job.model, columns)
+    layer = states.per_layer(job.model, columns)
     elements, experts = (layer.moe, layer.experts) if moe else (layer.dense, nothing)
     behind_forward = around.behind_forward_s + np.minimum(pieced, compute.matmul.forward) + behind_rows.forward
     behind_backward = around.behind_backward_s + behind_again + np.minimum(pieced, rest) + behind_rows.input_grad
@@ -183,11 +163,11 @@ def _layer(
     sharded = _zero(job, columns, machine, places, elements, experts, free, fp8_layer_mean(job, columns, moe))
     accumulated = Passes(nothing, nothing, operators.accumulate_s(job, columns, machine, elements + experts))
     return ComponentTime(
-        _full(compute.matmul, nothing),
-        _full(compute.attention, nothing),
+        compute.matmul + none,
+        compute.attention + none,
         compute.memory_bound + accumulated,
         Passes(nothing, repeated, nothing),
-        _full(compute.launch, nothing),
+        compute.launch + none,
         tensor_passes,
         context_passes,
         expert_passes,
@@ -207,27 +187,22 @@ def _end(
     """Embedding or head: one exchange of the residual stream each way when tp cuts the vocabulary."""
     nothing = np.zeros(len(columns))
     one = np.where(inside.with_sequence, inside.gather.time_s, 0.5 * inside.reduce.time_s)
-    weights = [parameters.vocabulary(job.model)] if is_head else parameters.embedding(job.model)
-    elements = parameters.on_tp_rank(weights, job.model, columns)
+    held = [weights.vocabulary(job.model)] if is_head else weights.embedding(job.model)
+    elements = states.on_tp_rank(held, job.model, columns)
     if is_head and job.model.tied_embeddings:
         elements = nothing  # gathered with the embedding, which on the last stage of a pipeline is its copy
     none = Passes(nothing, nothing, nothing)
     return ComponentTime(
-        _full(compute.matmul, nothing),
+        compute.matmul + none,
         none,
         compute.memory_bound + Passes(nothing, nothing, operators.accumulate_s(job, columns, machine, elements)),
         none,
-        _full(compute.launch, nothing),
+        compute.launch + none,
         Passes(one, one, nothing),
         none,
         none,
         _zero(job, columns, machine, places, elements, nothing, compute.total, nothing),
     )
-
-
-def _full(passes: Passes, like: Array) -> Passes:
-    """Arrays of the table's length, whatever they were computed from."""
-    return Passes(passes.forward + like, passes.input_grad + like, passes.weight_grad + like)
 
 
 def _zero(
@@ -276,19 +251,24 @@ class EndOfStep:
 
 
 def end_of_step(
-    job: Job, columns: LayoutColumns, machine: ClusterRates, places: GroupPlacement, share: RankShare, totals: ComponentTotals
+    job: Job,
+    columns: LayoutColumns,
+    machine: ClusterRates,
+    places: GroupPlacement,
+    share: RankShare,
+    totals: ComponentTimes[Passes],
 ) -> EndOfStep:
     one_microbatch = totals.on(share)
-    held = parameters.on_rank(job.model, columns, share)
+    held = states.on_rank(job.model, columns, share)
     backward, forward = one_microbatch.input_grad + one_microbatch.weight_grad, one_microbatch.forward
-    reduced = communication.data_traffic(job, columns, places, machine, held.trunk, held.experts)
+    reduce, expert_reduce = communication.data_traffic(job, places, machine, held)
     sharded = communication.zero_traffic(job, columns, places, machine, held.trunk, held.experts)
     replicas = transfer(machine, "data", "all_reduce", gradient_bytes(job) * held.total / columns.shards, places.replica)
     level = columns.zero
     # ZeRO-2 and 3 scattered their gradients with each micro-batch; HSDP's replicas still have to meet once a step.
     after_backward = (level == 1) & (job.framework.accumulation == "after-backward")
     whole = (level == 0) | after_backward
-    reduction = np.where(whole, reduced.time_s, np.where(level == 1, sharded.scatter_s, 0.0))
+    reduction = np.where(whole, reduce.time_s + expert_reduce.time_s, np.where(level == 1, sharded.scatter_s, 0.0))
     reduction = reduction + np.where(level >= 1, replicas.time_s, 0.0)
     hidden = np.where(after_backward, 0.0, job.framework.overlap)
     wait = communication.data_exposed_s(columns, machine, hidden * reduction, backward, share.layers) + (1 - hidden) * reduction
@@ -312,7 +292,7 @@ def end_of_step(
 
 
 def _optimizer(
-    job: Job, columns: LayoutColumns, machine: ClusterRates, held: parameters.RankParameters, forward: Array, backward: Array
+    job: Job, columns: LayoutColumns, machine: ClusterRates, held: states.RankParameters, forward: Array, backward: Array
 ) -> tuple[Array, Array]:
     """Reading and writing every state once, and the gradient once more for its norm; or doing so on the host."""
     expert_shards = np.maximum(1, columns.shards * columns.tp / columns.expert_cut / columns.ep)

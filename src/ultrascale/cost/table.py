@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from ultrascale.cost import communication, stages
-from ultrascale.cost.columns import Array, LayoutColumns, Passes, encode
+from ultrascale.cost.columns import Array, LayoutColumns, Passes, RankShare, encode, rows_of
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.memory.estimate import InFlightMicrobatches, peak_parts
 from ultrascale.cost.network import mesh
@@ -122,10 +122,10 @@ def _peaks(job: Job, cores: LayoutColumns, variants: Sequence[Variant], legal: A
     peak = found = np.zeros(legal.shape)
     rows: Array | None = None  # all, so far
     for share, holders in _by_share(job, pp, variants):
-        parts = peak_parts(job, cores, stages.constant_share(share, len(cores)))
+        parts = peak_parts(job, cores, RankShare.constant(share, len(cores)))
         for number, rank in holders:
             name, loops = variants[number]
-            here = waiting(job, name, pp, rank, gas, loops).take(of)
+            here = rows_of(waiting(job, name, pp, rank, gas, loops), of)
             np.maximum(found[number], parts.total(job, here), out=found[number])
         if rows is not None:
             peak[:, rows] = found
@@ -173,13 +173,13 @@ def _steps(
     """Which cores might take no longer, and their times: variants × those."""
     pp = int(cores.pp[0])
     distinct, inverse = cores.distinct(depends_on(job))
-    totals = component_times(job, distinct, machine).totals().take(inverse)
+    totals = rows_of(component_times(job, distinct, machine).totals(), inverse)
     model = job.model
-    whole = totals.on(stages.constant_share((model.dense_layers, model.moe_layers, 1, 1), len(cores)))
+    whole = totals.on(RankShare.constant((model.dense_layers, model.moe_layers, 1, 1), len(cores)))
     # No step is shorter than the slowest rank's work, which is no less than the mean rank's; the rest is for rounding.
     chosen = np.flatnonzero(cores.gas * whole.total / pp <= longest_s * (1 + 1e-9))
     if len(chosen) < len(cores):
-        cores, totals, whole = cores.take(chosen), totals.take(chosen), whole.take(chosen)
+        cores, totals, whole = cores.take(chosen), rows_of(totals, chosen), rows_of(whole, chosen)
     rows = len(cores)
     if not rows:
         return chosen, np.zeros((len(variants), 0))
@@ -192,10 +192,10 @@ def _steps(
         shares = list(dict.fromkeys(share for _, share in _shares(job, pp, variant)))
         for share in shares:
             if share not in by_share:
-                by_share[share] = totals.on(stages.constant_share(share, rows))
+                by_share[share] = totals.on(RankShare.constant(share, rows))
         first = shares[0]
         if first not in after:
-            share_of_first = stages.constant_share(first, rows)
+            share_of_first = RankShare.constant(first, rows)
             after[first] = end_of_step(job, cores, machine, places, share_of_first, totals).total
         slowest = _slowest([by_share[share] for share in shares])
         overhead_s = machine.efficiency.action_overhead_s
@@ -207,11 +207,7 @@ def _slowest(ranks: list[Passes]) -> Passes:
     best = ranks[0]
     for other in ranks[1:]:
         slower = other.total > best.total
-        best = Passes(
-            np.where(slower, other.forward, best.forward),
-            np.where(slower, other.input_grad, best.input_grad),
-            np.where(slower, other.weight_grad, best.weight_grad),
-        )
+        best = Passes(*(np.where(slower, *pair) for pair in zip(other.parts, best.parts, strict=True)))
     return best
 
 
@@ -222,16 +218,4 @@ def _makespan(
         return np.asarray(cores.gas * slowest.total)
     name, loops = variant
     whole, slowest = whole.delayed(overhead_s * pp * loops), slowest.delayed(overhead_s * loops)
-    return makespan(
-        name,
-        pp,
-        cores.gas,
-        loops,
-        whole.forward,
-        whole.input_grad,
-        whole.weight_grad,
-        slowest.forward,
-        slowest.input_grad,
-        slowest.weight_grad,
-        send,
-    )
+    return makespan(name, pp, cores.gas, loops, whole.parts, slowest.parts, send)

@@ -7,9 +7,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from ultrascale.cost.layout_rows import LayoutRows, send_s
 from ultrascale.cost.legality import check
-from ultrascale.cost.memory.walker import fullest
+from ultrascale.cost.memory.chunk import fullest
+from ultrascale.cost.stages import LayoutRows
 from ultrascale.schedules import ActionKind, build, simulate
 from ultrascale.schedules.simulate import Timeline
 from ultrascale.specs.errors import SpecError
@@ -37,9 +37,8 @@ class TimelinePoint:
 def simulated(job: Job, layout: Layout) -> Timeline:
     """The whole pipeline of one step, action by action: what explain draws and the figures show, one after the other."""
     check(job, layout)
-    view = LayoutRows.of(job, layout)
     schedule = build(layout.schedule, layout.pp, layout.gas, layout.virtual_stages)
-    return simulate(schedule, view.stage_times(send_s(view) if layout.pp > 1 else 0.0))
+    return simulate(schedule, LayoutRows.of(job, layout).stage_times())
 
 
 def memory_timeline(job: Job, layout: Layout, stage: int = 0, first_step: bool = False) -> tuple[TimelinePoint, ...]:
@@ -51,7 +50,7 @@ def memory_timeline(job: Job, layout: Layout, stage: int = 0, first_step: bool =
     if not 0 <= stage < layout.pp:
         raise SpecError(f"stage is {stage} but the layout has {layout.pp}: try 0 to {layout.pp - 1}")
     view = LayoutRows.of(job, layout)
-    state = view.state()
+    state = view.state
     base = float((state.parameters + state.master)[stage])
     optimizer = float(np.broadcast_to(state.optimizer, layout.pp)[stage])
     parts = view.parts()

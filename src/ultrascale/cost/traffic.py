@@ -7,19 +7,21 @@ rank repeats, counts of tokens by expert. They take no time worth a law, but a r
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
 from ultrascale.cost import communication, operators, stages
-from ultrascale.cost.columns import Array, LayoutColumns
+from ultrascale.cost.columns import Array, LayoutColumns, RankShare
 from ultrascale.cost.hardware import ClusterRates
-from ultrascale.cost.memory import parameters
+from ultrascale.cost.memory import states
 from ultrascale.cost.memory.states import FP32, fp8_on_rank, gradient_bytes, sharded_gradient_bytes
 from ultrascale.cost.network import CollectiveTransfer, GroupPlacement, group, mesh, transfer
 from ultrascale.schedules import REGISTRY, ActionKind, build, stages_of
+from ultrascale.specs import weights
 from ultrascale.specs.estimate import Time, Traffic
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -30,8 +32,7 @@ def by_technique(job: Job, layout: Layout, machine: ClusterRates, time: Time) ->
 
     The exposed seconds of a technique are shared out over its calls by their time.
     """
-    ranks = LayoutColumns.of([layout]).take(np.zeros(layout.pp, dtype=np.int64))
-    layers = stages.share_of(job, ranks, np.arange(layout.pp)).layers
+    layers = [dense + moe for dense, moe, *_ in _rank_shares(job, layout)]
     busiest = max(range(layout.pp), key=lambda stage: (layers[stage], hops(layout, stage)))
     exposed = {
         "tensor": time.tensor_s,
@@ -42,20 +43,21 @@ def by_technique(job: Job, layout: Layout, machine: ClusterRates, time: Time) ->
         "pipeline": time.send_s,
     }
     rows = list(of_stage(job, layout, machine, busiest))
-    spent: dict[str, float] = {}
+    spent: Counter[str] = Counter()
     for one in rows:
-        spent[one.technique] = spent.get(one.technique, 0.0) + one.time_s
-    return [
-        one.model_copy(
-            update={"exposed_s": exposed[one.technique] * one.time_s / spent[one.technique] if spent[one.technique] else 0.0}
-        )
-        for one in rows
-    ]
+        spent[one.technique] += one.time_s
+    shares = {technique: exposed[technique] / time_s if time_s else 0.0 for technique, time_s in spent.items()}
+    return [one.model_copy(update={"exposed_s": shares[one.technique] * one.time_s}) for one in rows]
+
+
+def _rank_shares(job: Job, layout: Layout) -> tuple[tuple[int, ...], ...]:
+    return stages.rank_shares(job, layout.pp, layout.virtual_stages, REGISTRY[layout.schedule].v_shaped)
 
 
 def of_stage(job: Job, layout: Layout, machine: ClusterRates, stage: int) -> Iterator[Traffic]:
     """What a rank of that pipeline stage sends, each exchange once; nobody says here what computing hides of it."""
-    for moved, calls in calls_of(Stage.of(job, layout, machine, stage)):
+    dense, moe, *ends = _rank_shares(job, layout)[stage]
+    for moved, calls in calls_of(Stage(job, layout, machine, stage, dense + moe, moe, *ends)):
         yield Traffic(
             technique=moved.technique,
             collective=moved.collective,
@@ -80,39 +82,30 @@ class Stage:
     layout: Layout
     machine: ClusterRates
     index: int
-    row: LayoutColumns
-    places: GroupPlacement
-    share: stages.RankShare
+    layers: int
+    moe_layers: int
+    embedding: int
+    head: int
 
-    @classmethod
-    def of(cls, job: Job, layout: Layout, machine: ClusterRates, index: int) -> Stage:
-        row = LayoutColumns.of([layout])
-        share = stages.share_of(job, row, np.asarray([index]))
-        return cls(job, layout, machine, index, row, mesh(row, machine.cluster), share)
+    @cached_property
+    def row(self) -> LayoutColumns:
+        return LayoutColumns.of([self.layout])
 
-    @property
-    def layers(self) -> int:
-        return int(self.share.layers[0])
+    @cached_property
+    def places(self) -> GroupPlacement:
+        return mesh(self.row, self.machine.cluster)
 
-    @property
-    def moe_layers(self) -> int:
-        return int(self.share.moe_layers[0])
+    @cached_property
+    def share(self) -> RankShare:
+        return stages.share_of(self.job, self.row, np.asarray([self.index]))
 
-    @property
-    def embedding(self) -> int:
-        return int(self.share.embedding[0])
-
-    @property
-    def head(self) -> int:
-        return int(self.share.head[0])
-
-    @property
-    def held(self) -> parameters.RankParameters:
-        return parameters.on_rank(self.job.model, self.row, self.share, self.shards)
-
-    @property
+    @cached_property
     def shards(self) -> Array:
-        return parameters.fsdp_shards(self.job, self.row)
+        return states.fsdp_shards(self.job, self.row)
+
+    @cached_property
+    def held(self) -> states.RankParameters:
+        return states.on_rank(self.job.model, self.row, self.share, self.shards)
 
     @property
     def last_gradient(self) -> float:
@@ -144,9 +137,8 @@ def _anew(stage: Stage) -> tuple[int, int]:
     torch.utils.checkpoint stops before a layer's last exchange, which no backward asks for.
     """
     if stage.layout.recompute == "full":
-        return communication.REGIONS * stage.layers, (
-            communication.REGIONS - stage.job.framework.exact_memory_trace
-        ) * stage.layers
+        left = communication.REGIONS - stage.job.framework.exact_memory_trace
+        return communication.REGIONS * stage.layers, left * stage.layers
     return (stage.moe_layers if _repeats(stage) else 0), 0
 
 
@@ -181,13 +173,13 @@ def _tensor(stage: Stage) -> Calls:
 def _repeated_weights(stage: Stage) -> Calls:
     """Gradients of weights that several tp ranks hold and each of which saw a part, summed once a step."""
     layout, model, g = stage.layout, stage.job.model, stage.last_gradient
-    partial = parameters.partial_on_tp(model, stage.row, stage.share, layout.sequence_parallel, stage.shards)
+    partial = states.partial_on_tp(model, stage.row, stage.share, layout.sequence_parallel, stage.shards)
     if float(partial[0]):
         yield transfer(stage.machine, "tensor", "all_reduce", g * partial, stage.places.tensor), 1
     copies = layout.tp // min(layout.tp, model.kv_heads)
     if copies > 1 and model.mla is None:
-        repeated = [weight for weight in parameters.attention(model) if weight.cut == "kv rows"]
-        each = stage.layers * parameters.on_tp_rank(repeated, model, stage.row, stage.shards)
+        repeated = [weight for weight in weights.attention(model) if weight.cut == "kv rows"]
+        each = stage.layers * states.on_tp_rank(repeated, model, stage.row, stage.shards)
         alike = group(np.asarray([copies]), np.asarray([1]), stage.machine.cluster)
         yield transfer(stage.machine, "tensor", "all_reduce", g * each, alike), 1
 
@@ -230,8 +222,7 @@ def _expert(stage: Stage) -> Calls:
 
 def hops(layout: Layout, stage: int) -> int:
     """Boundaries over which a rank sends per micro-batch: activations to the next chunk's rank, gradients to the one before."""
-    v_shaped = REGISTRY[layout.schedule].v_shaped
-    return _hops(layout.pp, layout.virtual_stages, v_shaped)[stage]
+    return _hops(layout.pp, layout.virtual_stages, REGISTRY[layout.schedule].v_shaped)[stage]
 
 
 @lru_cache(maxsize=512)
@@ -251,17 +242,16 @@ def _pipeline(stage: Stage) -> Calls:
     yield replace(hop, group=both), float(hops(stage.layout, stage.index) * stage.layout.gas)
     if model.tied_embeddings and stage.embedding != stage.head:
         # Two stages hold a copy each, whose gradients meet.
-        elements = parameters.on_tp_rank([parameters.vocabulary(model)], model, row, stage.shards)
+        elements = states.on_tp_rank([weights.vocabulary(model)], model, row, stage.shards)
         whole = stage.last_gradient * elements
         yield transfer(stage.machine, "pipeline", "all_reduce", whole, both), 1
 
 
 def _data(stage: Stage) -> Calls:
-    held = stage.held
-    reduced = communication.data_traffic(stage.job, stage.row, stage.places, stage.machine, held.trunk, held.experts)
-    yield reduced.reduce, 1
-    if stage.moe_layers and int(reduced.expert_reduce.group.size[0]) > 1:
-        yield reduced.expert_reduce, 1
+    reduce, expert_reduce = communication.data_traffic(stage.job, stage.places, stage.machine, stage.held)
+    yield reduce, 1
+    if stage.moe_layers and int(expert_reduce.group.size[0]) > 1:
+        yield expert_reduce, 1
 
 
 def _zero(stage: Stage) -> Calls:
@@ -312,7 +302,7 @@ def _scattered(stage: Stage, scatters: int) -> Iterator[tuple[Array, int]]:
         return
     chunks = stages.chunk_shares(job, layout.pp, layout.virtual_stages)
     rows = stage.row.take(np.zeros(len(chunks.layers), dtype=np.int64))
-    at_once = parameters.never_deferred(job.model, rows, chunks, parameters.fsdp_shards(job, rows))
+    at_once = states.never_deferred(job.model, rows, chunks, states.fsdp_shards(job, rows))
     actions = build(layout.schedule, layout.pp, layout.gas, layout.virtual_stages).actions[stage.index]
     own = sorted({action.stage for action in actions})
     yield trunk - at_once[own].sum(), scatters

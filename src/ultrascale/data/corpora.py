@@ -1,11 +1,17 @@
-"""Corpora, texts as windows of tokens: bytes, random tokens, token files, and weighted mixtures of them."""
+"""Corpora, texts as windows of tokens: bytes, random tokens, token files, and the weighted mixtures of `train.data`.
+
+A run's texts are opened and checked before any process starts, without torch.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import sysconfig
+import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from decimal import Decimal
 from fractions import Fraction
 from functools import cache, cached_property
 from pathlib import Path
@@ -14,11 +20,17 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ultrascale.data.sets import TokenSet
+from ultrascale.data.sets import TokenSet, largest_token, open_set
 from ultrascale.specs.errors import SpecError
+from ultrascale.specs.training import Training
+from ultrascale.specs.validate import shown
 
 Tokens = npt.NDArray[np.int64]
 
+STDLIB, SYNTHETIC = "stdlib", "synthetic"
+MOST_PARTS = 1000
+LOOKS, LOOK = 64, 256  # windows of a fingerprint, and tokens in each
+_WEIGHT = re.compile(r"[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]{1,2})?")
 BYTES = 256  # tokens of a byte-level vocabulary
 MOST_BYTES = 16 * 2**20  # limit of the standard library: 12 MB in Python 3.11 without its tests
 SYNTHETIC_WINDOWS = 2**40  # more than any run reads, few enough that indices are exact everywhere
@@ -44,24 +56,35 @@ class Corpus(Protocol):
         ...
 
 
-class ByteCorpus:
+class StoredCorpus:
+    """A text whose tokens exist; `ends`: the number of tokens up to and including each document's last."""
+
+    tokens: npt.NDArray[Any]
+    ends: npt.NDArray[Any]
+
+    def windows(self, seq: int) -> int:
+        return max(0, (len(self.tokens) - 1) // seq)
+
+    def window(self, index: int, seq: int) -> Tokens:
+        return self.tokens[index * seq : index * seq + seq + 1].astype(np.int64)
+
+    def documents(self, index: int, seq: int) -> Tokens:
+        first, ends = index * seq, self.ends
+        low, high = (int(np.searchsorted(ends, ends.dtype.type(place), side="right")) for place in (first, first + seq - 1))
+        marks = np.zeros(seq, dtype=np.int64)
+        marks[ends[low:high].astype(np.int64) - first] = 1
+        return np.cumsum(marks)
+
+
+class ByteCorpus(StoredCorpus):
     """A text with its bytes as tokens; a zero byte ends a document."""
 
     def __init__(self, text: npt.NDArray[np.uint8]) -> None:
-        self.text = text
+        self.tokens = text
 
     @cached_property
-    def ends(self) -> Tokens:
-        return np.flatnonzero(self.text == 0) + 1
-
-    def windows(self, seq: int) -> int:
-        return _windows(self.text, seq)
-
-    def window(self, index: int, seq: int) -> Tokens:
-        return self.text[index * seq : index * seq + seq + 1].astype(np.int64)
-
-    def documents(self, index: int, seq: int) -> Tokens:
-        return _documents(self.ends, index, seq)
+    def ends(self) -> Tokens:  # type: ignore[override]
+        return np.flatnonzero(self.tokens == 0) + 1
 
 
 class SyntheticCorpus:
@@ -84,27 +107,22 @@ class SyntheticCorpus:
         return np.zeros(seq, dtype=np.int64)
 
 
-class TokenFileCorpus:
+class TokenFileCorpus(StoredCorpus):
     """The tokens of a file. Each window's tokens are checked against the vocabulary when it is read: files can be wrong."""
 
     def __init__(self, tokens: TokenSet, vocab: int) -> None:
         self.set, self.vocab = tokens, vocab
-
-    def windows(self, seq: int) -> int:
-        return _windows(self.set.tokens, seq)
+        self.tokens, self.ends = tokens.tokens, tokens.ends
 
     def window(self, index: int, seq: int) -> Tokens:
-        found = self.set.tokens[index * seq : index * seq + seq + 1].astype(np.int64)
+        found = super().window(index, seq)
         if found.max() >= self.vocab or found.min() < 0:
-            place = int(np.argmax((found >= self.vocab) | (found < 0)))
+            place, largest = int(np.argmax((found >= self.vocab) | (found < 0))), int(found.max())
             raise SpecError(
                 f"train.data: token {index * seq + place:,} of {self.set.path} is {found[place]} but model.vocab is "
-                f"{self.vocab}: {_larger_vocabulary(int(found.max()))}"
+                f"{self.vocab}: {f'try model.vocab={largest + 1}' if largest > 0 else 'tokenize it anew'}"
             )
         return found
-
-    def documents(self, index: int, seq: int) -> Tokens:
-        return _documents(self.set.ends, index, seq)
 
 
 @dataclass(frozen=True)
@@ -113,24 +131,6 @@ class MixtureCorpus:
 
     parts: tuple[tuple[Corpus, Fraction], ...]
     held_out: MixtureCorpus | None = None
-
-
-def _larger_vocabulary(largest: int) -> str:
-    return f"try model.vocab={largest + 1}" if largest > 0 else "tokenize it anew"
-
-
-def _windows(tokens: npt.NDArray[Any], seq: int) -> int:
-    return max(0, (len(tokens) - 1) // seq)
-
-
-def _documents(ends: npt.NDArray[Any], index: int, seq: int) -> Tokens:
-    """Document indices within a window, from the ends in it: other documents are not read."""
-    first = index * seq
-    low, high = (int(np.searchsorted(ends, ends.dtype.type(place), side="right")) for place in (first, first + seq - 1))
-    inside = ends[low:high].astype(np.int64) - first
-    marks = np.zeros(seq, dtype=np.int64)
-    marks[inside] = 1
-    return np.cumsum(marks)
 
 
 @cache
@@ -159,3 +159,126 @@ def _sources(root: Path) -> Iterator[str]:
         yield from (
             (place / name).as_posix() for name in files if name.endswith(".py") and not name.startswith(_SKIPPED_STARTS)
         )
+
+
+@dataclass(frozen=True)
+class MixtureEntry:
+    """One text of a mixture, with the name given by the user."""
+
+    name: str
+    weight: Fraction
+
+
+def corpus(training: Training, vocab: int) -> MixtureCorpus:
+    """Opens the texts of `train.data`; SpecError if a vocabulary is larger than the model's."""
+    trained = _mixture("train.data", training.data, training.seed, vocab)
+    if training.eval_data is None:
+        return trained
+    return replace(trained, held_out=_mixture("train.eval_data", training.eval_data, training.seed, vocab))
+
+
+def check(training: Training, vocab: int, seq: int) -> None:
+    """Raises SpecError unless a run can read its data; takes milliseconds, before any process starts."""
+    found = corpus(training, vocab)
+    for text, _ in (*found.parts, *(found.held_out.parts if found.held_out is not None else ())):
+        two_windows(text, seq)
+
+
+def absolute(field: str, text: str) -> str:
+    """The same value with absolute paths, so that a run finds its data from any folder."""
+    found = parts(field, text)
+    names = [part.name if part.name in (STDLIB, SYNTHETIC) else os.path.abspath(part.name) for part in found]
+    if len(found) == 1:
+        return names[0]
+    weights = [Decimal(part.weight.numerator) / Decimal(part.weight.denominator) for part in found]  # as the user wrote them
+    return ",".join(f"{name}:{weight:f}" for name, weight in zip(names, weights, strict=True))
+
+
+def sampled_fingerprint(training: Training, vocab: int) -> int:
+    """A CRC of the lengths of a run's texts and of 65 windows spread over them, as in checkpoints older than data/digest.py."""
+    crc = 0
+    for text, _ in corpus(training, vocab).parts:
+        length = next(length for length in (LOOK, 1) if text.windows(length))
+        count = text.windows(length)
+        crc = zlib.crc32(f"{length} {count}".encode(), crc)
+        for window in sorted({place * (count - 1) // LOOKS for place in range(LOOKS + 1)}):
+            crc = zlib.crc32(text.window(window, length).tobytes(), crc)
+    return crc
+
+
+def parts(field: str, text: str) -> tuple[MixtureEntry, ...]:
+    """Parses `PATH:0.7,PATH:0.3`, or a single name."""
+    if text in (STDLIB, SYNTHETIC) or _exists(text) or ("," not in text and _weighed(text) is None):
+        return (MixtureEntry(text, Fraction(1)),)
+    found = [_part(field, text, piece.strip()) for piece in text.split(",")]
+    if len(found) > MOST_PARTS:
+        raise SpecError(f"{field} mixes {len(found):,} texts but at most {MOST_PARTS:,} can be mixed: tokenize some together")
+    return tuple(found)
+
+
+def _part(field: str, text: str, piece: str) -> MixtureEntry:
+    weighed = _weighed(piece)
+    if weighed is None:
+        example = f"{piece.rpartition(':')[0] or piece or 'data/first'}:0.7"
+        raise SpecError(
+            f"{field} is {shown(text)} but {shown(piece)} has no weight: write each as PATH:WEIGHT with a number above 0, "
+            f"such as {example}"
+        )
+    return weighed
+
+
+def _weighed(piece: str) -> MixtureEntry | None:
+    name, colon, weight = piece.rpartition(":")
+    if not colon or not name or _WEIGHT.fullmatch(weight.strip()) is None or not Fraction(weight.strip()):
+        return None
+    return MixtureEntry(name.strip(), Fraction(weight.strip()))
+
+
+def _exists(text: str) -> bool:
+    return "\0" not in text and os.path.exists(text)
+
+
+def _mixture(field: str, text: str, seed: int, vocab: int) -> MixtureCorpus:
+    return MixtureCorpus(tuple((_text(field, part.name, seed, vocab), part.weight) for part in parts(field, text)))
+
+
+def _text(field: str, name: str, seed: int, vocab: int) -> Corpus:
+    if name == SYNTHETIC:
+        return SyntheticCorpus(vocab, seed)
+    if name == STDLIB:
+        if vocab < BYTES:
+            raise SpecError(
+                f"{field} is stdlib (bytes: {BYTES} tokens) but model.vocab is {vocab}: try {field}=synthetic, "
+                f"or model.vocab={BYTES}"
+            )
+        return ByteCorpus(standard_library())
+    try:
+        found = open_set(name)
+    except SpecError as error:
+        known = "" if "/" in name or os.sep in name else f"; without a path {field} is stdlib or synthetic"
+        raise SpecError(f"{field} is {shown(name)}: {error}{known}") from None
+    _fits(field, found, vocab)
+    return TokenFileCorpus(found, vocab)
+
+
+def _fits(field: str, found: TokenSet, vocab: int) -> None:
+    needed = found.vocab if found.vocab is not None else largest_token(found.tokens) + 1
+    if needed > vocab:
+        claim = "has a vocabulary of" if found.vocab is not None else "holds tokens up to a vocabulary of"
+        raise SpecError(
+            f"{field}: {found.path} {claim} {needed:,} but model.vocab is {vocab:,}: try a model with vocab={needed} or more, "
+            "or tokenize with a smaller tokenizer"
+        )
+
+
+def two_windows(text: Corpus, seq: int) -> int:
+    """The number of windows of the text; SpecError if there are fewer than two."""
+    windows = text.windows(seq)
+    if windows < 2:
+        shorter = next((length for length in (2**power for power in range(20, -1, -1)) if text.windows(length) >= 2), 1)
+        where = f" ({text.set.path})" if isinstance(text, TokenFileCorpus) else ""
+        raise SpecError(
+            f"job.seq is {seq} but the data{where} must hold two such sequences, one to train and one to evaluate: "
+            f"try {shorter}"
+        )
+    return windows

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ultrascale.data import mixture
-from ultrascale.data.corpora import ByteCorpus, Corpus, MixtureCorpus, TokenFileCorpus
+from ultrascale.data import corpora
+from ultrascale.data.corpora import ByteCorpus, Corpus, StoredCorpus, TokenFileCorpus
 from ultrascale.data.sets import TOKENS, TokenSet
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import write_text
@@ -37,8 +37,7 @@ Report = Callable[[int, int], None]
 
 def data_digest(training: Training, vocab: int, run: Path | None = None, threads: int = 1, report: Report | None = None) -> str:
     """The digest of a run's training data. `run`: the folder with the digests that this run has cached."""
-    found = mixture.corpus(training, vocab)
-    parts = found.parts if isinstance(found, MixtureCorpus) else ((found, Fraction(1)),)
+    parts = corpora.corpus(training, vocab).parts
     whole = sum((weight for _, weight in parts), Fraction(0))
     hashing = _Hashing(run, threads, report, sum(_bytes(text, training.document_mask) for text, _ in parts))
     lines = [
@@ -55,7 +54,7 @@ class _Hashing:
 
     def text(self, text: Corpus, with_ends: bool) -> str:
         if isinstance(text, ByteCorpus):
-            return f"bytes {self._array(text.text)}"  # a zero byte ends a document: ends follow from the bytes
+            return f"bytes {self._array(text.tokens)}"  # a zero byte ends a document: ends follow from the bytes
         if not isinstance(text, TokenFileCorpus):
             return "synthetic"
         key = _identity(text.set, with_ends) if _bytes(text, with_ends) >= CACHED_BYTES else None
@@ -94,9 +93,8 @@ def _piece_digest(piece: npt.NDArray[np.uint8]) -> bytes:
 
 
 def _bytes(text: Corpus, with_ends: bool) -> int:
-    if isinstance(text, TokenFileCorpus):
-        return text.set.tokens.nbytes + (text.set.ends.nbytes if with_ends else 0)
-    return text.text.nbytes if isinstance(text, ByteCorpus) else 0
+    ends = text.ends.nbytes if with_ends and isinstance(text, TokenFileCorpus) else 0
+    return text.tokens.nbytes + ends if isinstance(text, StoredCorpus) else 0
 
 
 def _identity(tokens: TokenSet, with_ends: bool) -> str | None:

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from ultrascale.data.corpora import library_sources
+from ultrascale.data.corpora import STDLIB, library_sources
 from ultrascale.data.token_files import cannot_read, size_of
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import open_regular
@@ -80,7 +80,6 @@ def pieces(text: str, place: int) -> Iterator[DocumentChunk]:
         yield DocumentChunk(text[start:] if start else text, True, place)
 
 
-STDLIB = "stdlib"
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
 PART = 2**23  # bytes of a part
 LONGEST_LINE = 2**28  # bytes of a line of JSON; a file with longer lines is hardly JSONL
@@ -211,17 +210,13 @@ def _line(file: IO[bytes] | gzip.GzipFile, name: str) -> bytes:
 
 
 def _line_of(name: str, place: int) -> str:
-    return f"{name}, line {_line_number(name, place)}"
-
-
-def _line_number(name: str, place: int) -> int:
-    """The line number at a byte offset, counted only for an error message."""
+    """The file and the line number at a byte offset, counted only for an error message."""
     number = 1
     with open(name, "rb") as file:
         while place > 0 and (block := file.read(min(PIECE, place))):
             number += block.count(b"\n")
             place -= len(block)
-    return number
+    return f"{name}, line {number}"
 
 
 def _document(line: bytes, field: str, where: Callable[[], str], place: int) -> Iterator[DocumentChunk]:

@@ -19,7 +19,6 @@ follow, 64 bits each: the number of tokens up to and including the document's la
 
 from __future__ import annotations
 
-import os
 import struct
 import zlib
 from dataclasses import dataclass
@@ -139,15 +138,6 @@ def read(path: Path) -> tuple[Header, npt.NDArray[Any], npt.NDArray[Any]]:
     if not header.documents or ends[-1] != header.tokens:
         raise SpecError(f"{path} has {header.tokens:,} tokens but its last document ends elsewhere: tokenize it anew")
     return header, mapped(path, header.dtype, HEADER_BYTES, header.tokens), ends
-
-
-def write(path: Path, tokens: npt.ArrayLike, ends: npt.ArrayLike, vocab: int) -> None:
-    """Writes a whole file from arrays in memory, atomically."""
-    token_array, end_array = np.asarray(tokens).astype(smallest_type(vocab)), np.asarray(ends).astype(END)
-    header = Header(smallest_type(vocab), len(token_array), len(end_array), vocab)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(header.pack() + token_array.tobytes() + bytes(header.padding) + end_array.tobytes())
-    os.replace(temporary, path)
 
 
 Arrays = tuple[npt.NDArray[Any], npt.NDArray[Any]]

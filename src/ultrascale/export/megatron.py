@@ -13,13 +13,14 @@ from ultrascale.export import table as row
 from ultrascale.export.common import EngineFormat, File, quoted
 from ultrascale.export.fields import Fields
 from ultrascale.export.table import PlanFields, Setting, SettingsReader
+from ultrascale.schedules import REGISTRY
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import RopeScaling
 
 TITLE = "Megatron-LM"
-_INTERLEAVED = "interleaved"  # its schedule where a rank has several stages, else it is 1f1b
+_SCHEDULES = tuple(spec for spec in REGISTRY.values() if "megatron" in spec.engines)  # by the stages of a rank
 _CONTEXT = {"p2p": "zigzag", "allgather": "allgather", "a2a": "ulysses", "all_gather": "allgather"}  # p2p: balanced ring
 _SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 _STATES = {"fp32": "adamw", "bf16": "adamw-bf16", "fp8": "adamw-8bit", "fp16": "adamw-bf16"}
@@ -252,7 +253,7 @@ _MODEL = (
 
 
 def _virtual(p: PlanFields) -> int:
-    return p.layout.virtual_stages if p.layout.schedule == _INTERLEAVED else 1
+    return p.layout.virtual_stages if REGISTRY[p.layout.schedule] in _SCHEDULES else 1
 
 
 def _uneven(p: PlanFields) -> str | None:
@@ -275,6 +276,10 @@ def _read_virtual(s: SettingsReader) -> Any:
         layers, each = s.whole("--num-layers"), s.whole("--num-layers-per-virtual-pipeline-stage")
         return max(1, layers // pp // each)
     return s.whole("--num-virtual-stages-per-pipeline-rank", 1)
+
+
+def _read_schedule(s: SettingsReader) -> str:
+    return next(spec.name for spec in _SCHEDULES if spec.takes(s["layout.virtual_stages"]))
 
 
 def _stages(layout: str) -> int:
@@ -339,7 +344,7 @@ _CUT = (
         _read_virtual,
         written=lambda p: _virtual(p) > 1 and _uneven(p) is None,
     ),
-    Setting(path="layout.schedule", read=lambda s: _INTERLEAVED if s["layout.virtual_stages"] > 1 else "1f1b"),
+    Setting(path="layout.schedule", read=_read_schedule),
     row.cases("layout.recompute", _RECOMPUTE, read=_recompute),
     Setting(
         "--overlap-grad-reduce",

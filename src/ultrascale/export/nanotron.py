@@ -8,6 +8,7 @@ from ultrascale.export import header
 from ultrascale.export import table as row
 from ultrascale.export.common import EngineFormat, File, torchrun
 from ultrascale.export.table import PlanFields, Setting, SettingsReader
+from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY
 from ultrascale.specs.files import mapping_of, to_yaml
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -15,7 +16,8 @@ from ultrascale.specs.layout import Layout
 TITLE = "nanotron"
 _MODEL = "model.model_config."
 _MODES = {"REDUCE_SCATTER": True, "ALL_REDUCE": False, "reduce_scatter": True, "all_reduce": False}
-SCHEDULES = {"afab": "afab", "1f1b": "1f1b"}
+SCHEDULES = {name: name for name, spec in REGISTRY.items() if "nanotron" in spec.engines}
+_UNNAMED = next(name for name in SCHEDULES if REGISTRY[name].holds_all)
 _EXPERTS = f"{_MODEL}moe_config."
 # Llama 3's way gathers all keys and values (Grattafiori 2024, section 3.3.2), whatever nanotron's name for it.
 _GATHERS = "llama3_ring_attention"
@@ -78,8 +80,8 @@ def _expert_layers(p: PlanFields) -> list[int]:
 
 
 def _schedule(s: SettingsReader) -> str:
-    named = s.word("parallelism.pp_engine", SCHEDULES, "afab")
-    return str(named) if s["layout.pp"] > 1 else "1f1b"  # which engine is named says nothing without a pipeline
+    named = s.word("parallelism.pp_engine", SCHEDULES, _UNNAMED)
+    return str(named) if s["layout.pp"] > 1 else DEFAULT_SCHEDULE  # which engine is named says nothing without a pipeline
 
 
 _experts = row.has("model.moe.experts")
@@ -144,7 +146,7 @@ TABLE = (
     row.whole("parallelism.tp", "layout.tp", 1),
     row.whole("parallelism.context_parallel_size", "layout.cp", 1),
     row.whole("parallelism.expert_parallel_size", "layout.ep", 1),
-    row.word("parallelism.pp_engine", "layout.schedule", SCHEDULES, "afab", "1f1b", read=_schedule),
+    row.word("parallelism.pp_engine", "layout.schedule", SCHEDULES, _UNNAMED, DEFAULT_SCHEDULE, read=_schedule),
     row.flag("parallelism.recompute_layer", "layout.recompute", "full", "none"),
     Setting("parallelism.tp_linear_async_communication", write=lambda p: p.layout.sequence_parallel),
     row.word("parallelism.tp_mode", "layout.sequence_parallel", _MODES, "ALL_REDUCE"),

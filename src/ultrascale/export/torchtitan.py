@@ -7,7 +7,7 @@ from ultrascale.export import torchtitan_text as text
 from ultrascale.export.common import EngineFormat, torchrun
 from ultrascale.export.fields import Fields, model_fields
 from ultrascale.export.table import PlanFields, Setting, SettingsReader
-from ultrascale.schedules import REGISTRY
+from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 
@@ -117,7 +117,7 @@ def _sharding(s: SettingsReader) -> Fields:
 def _schedule(layout: Layout) -> str:
     """torchtitan's schedules of several stages a rank have at least two."""
     runs = layout.schedule in _SCHEDULES and (layout.virtual_stages > 1 or layout.schedule not in _LOOPED)
-    return layout.schedule if runs else "1f1b"
+    return layout.schedule if runs else DEFAULT_SCHEDULE
 
 
 def _stages(layers: int, each: int) -> int:

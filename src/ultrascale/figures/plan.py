@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ultrascale.cost.timeline import memory_timeline, simulated
 from ultrascale.figures import style
-from ultrascale.measure.compare import TIMES, ComparedTerm, Comparison
+from ultrascale.measure.compare import TIMES, Comparison
 from ultrascale.plan.reasons import CAUSE_WORDS
 from ultrascale.schedules.actions import ActionKind
 from ultrascale.schedules.simulate import Event, Timeline
@@ -23,20 +23,18 @@ OWNER_WORDS = {"master": "fp32 master weights", "optimizer": "optimizer states",
 
 def memory_by_stage(plan: Plan) -> go.Figure:
     """Stacked bars of each stage's peak against the GPU's memory."""
-    go, found = style.graph_objects(), plan.estimate
+    found = plan.estimate
     stages = [str(one.stage) for one in found.memory]
     figure = style.new_figure("Memory at the peak, by owner", "pipeline stage", "GiB on each GPU of the stage")
     for owner in OWNERS:
         held = [getattr(one.memory, owner) / GIB for one in found.memory]
         if any(held):
-            figure.add_trace(
-                go.Bar(
-                    name=OWNER_WORDS.get(owner, owner),
-                    x=stages,
-                    y=held,
-                    marker_color=style.OWNER_COLORS[owner],
-                    hovertemplate="stage %{x}: %{y:.2f} GiB<extra>%{fullData.name}</extra>",
-                )
+            figure.add_bar(
+                name=OWNER_WORDS.get(owner, owner),
+                x=stages,
+                y=held,
+                marker_color=style.OWNER_COLORS[owner],
+                hovertemplate="stage %{x}: %{y:.2f} GiB<extra>%{fullData.name}</extra>",
             )
     figure.update_layout(barmode="stack")
     figure.update_xaxes(type="category")
@@ -47,7 +45,7 @@ def memory_by_stage(plan: Plan) -> go.Figure:
 
 def memory_over_step(plan: Plan, stage: int | None = None) -> go.Figure:
     """What one stage holds while each of its actions runs; the fullest stage unless told otherwise."""
-    go, place = style.graph_objects(), plan.estimate.peak_stage if stage is None else stage
+    place = plan.estimate.peak_stage if stage is None else stage
     moments = memory_timeline(plan.job, plan.layout, place)
     unit, factor = ("s", 1.0) if moments[-1].end_s >= 1 else ("ms", 1e3)
     figure = style.new_figure(f"Memory over one step on stage {place}", f"time in the step ({unit})", "GiB")
@@ -61,18 +59,16 @@ def memory_over_step(plan: Plan, stage: int | None = None) -> go.Figure:
     for name, field, colour in parts:
         held = [getattr(one, field) / GIB for one in moments for _ in range(2)]
         if any(held):
-            figure.add_trace(
-                go.Scatter(
-                    name=name,
-                    x=times,
-                    y=held,
-                    customdata=actions,
-                    stackgroup="held",
-                    mode="lines",
-                    line={"width": 0.5, "color": colour},
-                    fillcolor=colour,
-                    hovertemplate="%{customdata}: %{y:.2f} GiB<extra>%{fullData.name}</extra>",
-                )
+            figure.add_scatter(
+                name=name,
+                x=times,
+                y=held,
+                customdata=actions,
+                stackgroup="held",
+                mode="lines",
+                line={"width": 0.5, "color": colour},
+                fillcolor=colour,
+                hovertemplate="%{customdata}: %{y:.2f} GiB<extra>%{fullData.name}</extra>",
             )
     capacity = plan.estimate.capacity_gib
     runtime = plan.estimate.memory[place].memory.runtime / GIB
@@ -92,25 +88,23 @@ GROUPS = (
 
 def time_by_cause(plan: Plan) -> go.Figure:
     """A bar per cause, longest at the top of its group, with milliseconds and its share."""
-    go, found = style.graph_objects(), plan.estimate
+    found = plan.estimate
     figure = style.new_figure(f"One step by cause: {seconds(found.step_time_s)} of the slowest rank", "ms", height=460)
     total = found.time.total
     for name, causes, colour in GROUPS:
         shown = sorted((c for c in causes if getattr(found.time, c) > 0), key=lambda c: -getattr(found.time, c))
         if shown:
             values = [getattr(found.time, cause) for cause in shown]
-            figure.add_trace(
-                go.Bar(
-                    name=name,
-                    orientation="h",
-                    y=[CAUSE_WORDS[cause] for cause in shown],
-                    x=[value * 1e3 for value in values],
-                    text=[f"{value / total:.1%}" for value in values],
-                    textposition="outside",
-                    cliponaxis=False,
-                    marker_color=colour,
-                    hovertemplate="%{y}: %{x:,.2f} ms (%{text})<extra></extra>",
-                )
+            figure.add_bar(
+                name=name,
+                orientation="h",
+                y=[CAUSE_WORDS[cause] for cause in shown],
+                x=[value * 1e3 for value in values],
+                text=[f"{value / total:.1%}" for value in values],
+                textposition="outside",
+                cliponaxis=False,
+                marker_color=colour,
+                hovertemplate="%{y}: %{x:,.2f} ms (%{text})<extra></extra>",
             )
     longest = max(getattr(found.time, cause) for cause in CAUSES) * 1e3
     figure.update_xaxes(range=[0, 1.15 * longest])
@@ -120,34 +114,30 @@ def time_by_cause(plan: Plan) -> go.Figure:
 
 def predicted_and_measured(found: Comparison) -> go.Figure:
     """Each term of a comparison twice, times in ms and memory in GiB side by side."""
+    look = style.new_figure("").layout  # before Plotly is imported: it says what to install
     from plotly.subplots import make_subplots
 
-    go = style.graph_objects()
-    halves = (
-        ("time (ms)", [one for one in found.terms if one.unit == "s" and _known(one)], 1e3),
-        ("memory at the peak (GiB)", [one for one in found.terms if one.unit == "B" and _known(one)], 1 / GIB),
-    )
+    halves = (("time (ms)", "s", 1e3), ("memory at the peak (GiB)", "B", 1 / GIB))
     figure = make_subplots(rows=1, cols=2, subplot_titles=[title for title, _, _ in halves], horizontal_spacing=0.2)
-    figure.layout.update(style.new_figure("").layout)
+    figure.layout.update(look)
     figure.update_layout(title_text=f"{found.first.name} and {found.second.name}", height=460)
-    names = [f"{side.word}: {side.name}" for side in (found.first, found.second)]
-    for column, (_, terms, factor) in enumerate(halves, 1):
-        labels = [one.name for one in terms]
-        for name, colour, values in (
-            (names[0], style.SKY, [one.first for one in terms]),
-            (names[1], style.RED, [one.second for one in terms]),
-        ):
-            heights = [None if value is None else value * factor for value in values]
-            bar = go.Bar(
-                name=name, orientation="h", y=labels, x=heights, marker_color=colour, legendgroup=name, showlegend=column == 1
+    for column, (_, unit, factor) in enumerate(halves, 1):
+        terms = [one for one in found.terms if one.unit == unit]
+        for side, which, colour in ((found.first, "first", style.SKY), (found.second, "second", style.RED)):
+            name, values = f"{side.word}: {side.name}", [getattr(one, which) for one in terms]
+            figure.add_bar(
+                name=name,
+                orientation="h",
+                y=[one.name for one in terms],
+                x=[None if value is None else value * factor for value in values],
+                marker_color=colour,
+                legendgroup=name,
+                showlegend=column == 1,
+                row=1,
+                col=column,
             )
-            figure.add_trace(bar, row=1, col=column)
     figure.update_yaxes(autorange="reversed")
     return style.themed(figure, "light")
-
-
-def _known(term: ComparedTerm) -> bool:
-    return term.first is not None or term.second is not None
 
 
 KINDS = (
@@ -168,7 +158,7 @@ def schedule(plan: Plan) -> go.Figure:
 
 def gantt(timeline: Timeline, name: str, unit: str = "") -> go.Figure:
     """Ranks downwards, time to the right; grey is the bubble. `unit`: of the times, if not seconds."""
-    go, ranks = style.graph_objects(), len(timeline.busy_s)
+    ranks = len(timeline.busy_s)
     events, until = _drawn_events(timeline)
     unit, factor = (unit, 1.0) if unit else ("s", 1.0) if until >= 1 else ("ms", 1e3)
     part = (
@@ -176,44 +166,40 @@ def gantt(timeline: Timeline, name: str, unit: str = "") -> go.Figure:
     )
     title = f"{name}: bubble {timeline.bubble_fraction:.1%} of the ranks' time{part}"
     figure = style.new_figure(title, f"time ({unit})", "pipeline rank", height=min(1200, 200 + 28 * ranks))
-    figure.add_trace(
-        go.Bar(
-            name="bubble",
-            orientation="h",
-            y=list(range(ranks)),
-            x=[until * factor] * ranks,
-            marker={
-                "color": "rgba(128,128,128,0.25)",
-                "pattern": {"shape": "/", "fgcolor": "rgba(128,128,128,0.6)", "size": 6},
-            },
-            width=0.86,
-            hoverinfo="skip",
-        )
+    figure.add_bar(
+        name="bubble",
+        orientation="h",
+        y=list(range(ranks)),
+        x=[until * factor] * ranks,
+        marker={
+            "color": "rgba(128,128,128,0.25)",
+            "pattern": {"shape": "/", "fgcolor": "rgba(128,128,128,0.6)", "size": 6},
+        },
+        width=0.86,
+        hoverinfo="skip",
     )
     shared = Counter((event.rank, event.start_s, event.end_s) for event in events)
     for kind, words, colour in KINDS:
         mine = [event for event in events if event.action.kind is kind]
         if mine:
             halved = [shared[event.rank, event.start_s, event.end_s] > 1 for event in mine]
-            figure.add_trace(
-                go.Bar(
-                    name=words,
-                    orientation="h",
-                    y=[event.rank for event in mine],
-                    base=[event.start_s * factor for event in mine],
-                    x=[(event.end_s - event.start_s) * factor for event in mine],
-                    width=[0.42 if half else 0.86 for half in halved],
-                    # A pair runs at once: its forward is drawn in the upper half, its backward in the lower.
-                    offset=[-0.43 if kind is ActionKind.F or not half else 0.01 for half in halved],
-                    marker={"color": colour, "line": {"color": "rgba(0,0,0,0.35)", "width": 0.5}},
-                    text=[str(event.action.microbatch) for event in mine] if len(events) <= LABELLED_BARS else None,
-                    textposition="inside",
-                    insidetextanchor="middle",
-                    textangle=0,
-                    textfont={"color": "#000000"},
-                    customdata=[str(event.action) for event in mine],
-                    hovertemplate=f"%{{customdata}}: %{{base:,.2f}} + %{{x:,.2f}} {unit}<extra>rank %{{y}}</extra>",
-                )
+            figure.add_bar(
+                name=words,
+                orientation="h",
+                y=[event.rank for event in mine],
+                base=[event.start_s * factor for event in mine],
+                x=[(event.end_s - event.start_s) * factor for event in mine],
+                width=[0.42 if half else 0.86 for half in halved],
+                # A pair runs at once: its forward is drawn in the upper half, its backward in the lower.
+                offset=[-0.43 if kind is ActionKind.F or not half else 0.01 for half in halved],
+                marker={"color": colour, "line": {"color": "rgba(0,0,0,0.35)", "width": 0.5}},
+                text=[str(event.action.microbatch) for event in mine] if len(events) <= LABELLED_BARS else None,
+                textposition="inside",
+                insidetextanchor="middle",
+                textangle=0,
+                textfont={"color": "#000000"},
+                customdata=[str(event.action) for event in mine],
+                hovertemplate=f"%{{customdata}}: %{{base:,.2f}} + %{{x:,.2f}} {unit}<extra>rank %{{y}}</extra>",
             )
     figure.update_layout(barmode="overlay", bargap=0)
     figure.update_yaxes(autorange="reversed", dtick=1 if ranks <= 32 else None)

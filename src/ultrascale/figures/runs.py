@@ -18,28 +18,26 @@ FINEST = 1 / 1500  # of a trace's step: what is shorter than a pixel is drawn wi
 
 def losses(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> go.Figure:
     """Loss (and held-out loss) by step, of one run or several."""
-    go = style.graph_objects()
     figure = style.new_figure("Loss", "optimizer step", "loss (nats per token)")
     for (name, rows), colour in zip(runs.items(), cycle(style.SERIES), strict=False):
-        figure.add_trace(_line(go, f"{name}: training", rows, "loss", {"color": colour}))
+        _add_line(figure, f"{name}: training", rows, "loss", {"color": colour})
         if any(row.get("eval_loss") is not None for row in rows):
-            figure.add_trace(_line(go, f"{name}: held out", rows, "eval_loss", {"color": colour, "dash": "dash"}))
+            _add_line(figure, f"{name}: held out", rows, "eval_loss", {"color": colour, "dash": "dash"})
     return figure
 
 
 def throughput(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> go.Figure:
     """Tokens per second and GPU by step."""
-    go = style.graph_objects()
     figure = style.new_figure("Throughput", "optimizer step", "tokens/s/GPU")
     for (name, rows), colour in zip(runs.items(), cycle(style.SERIES), strict=False):
-        figure.add_trace(_line(go, name, rows, "tokens_per_s_per_gpu", {"color": colour}))
+        _add_line(figure, name, rows, "tokens_per_s_per_gpu", {"color": colour})
     figure.update_yaxes(rangemode="tozero")
     return figure
 
 
-def _line(go: Any, name: str, rows: Sequence[Mapping[str, Any]], field: str, line: dict[str, Any]) -> Any:
+def _add_line(figure: go.Figure, name: str, rows: Sequence[Mapping[str, Any]], field: str, line: dict[str, Any]) -> None:
     known = [row for row in rows if row.get(field) is not None]
-    return go.Scatter(
+    figure.add_scatter(
         name=name,
         x=[row["step"] for row in known],
         y=[row[field] for row in known],
@@ -51,7 +49,6 @@ def _line(go: Any, name: str, rows: Sequence[Mapping[str, Any]], field: str, lin
 
 def accuracy(scored: Sequence[ScoredRun], by: str = "gpu") -> go.Figure:
     """Predicted against measured speed of every run that could be modelled; the lines are ten per cent either way."""
-    go = style.graph_objects()
     known = [one for one in scored if one.measured is not None and one.tokens_per_s_per_gpu is not None]
     figure = style.new_figure(
         f"Predicted and measured speed of {len(known)} runs", "measured tokens/s/GPU", "predicted tokens/s/GPU", height=520
@@ -60,36 +57,32 @@ def accuracy(scored: Sequence[ScoredRun], by: str = "gpu") -> go.Figure:
     for one in known:
         groups.setdefault(str(getattr(one.run, by)), []).append(one)
     for number, (name, mine) in enumerate(sorted(groups.items(), key=lambda pair: -len(pair[1]))):
-        figure.add_trace(
-            go.Scatter(
-                name=name,
-                x=[one.measured for one in mine],
-                y=[one.tokens_per_s_per_gpu for one in mine],
-                mode="markers",
-                marker={
-                    "color": style.SERIES[number % len(style.SERIES)],
-                    "symbol": style.SHAPES[number % len(style.SHAPES)],
-                    "size": 7,
-                    "opacity": 0.8,
-                },
-                customdata=[f"{one.run.id}: {(one.ratio or 1) - 1:+.1%}" for one in mine],
-                hovertemplate="%{customdata}<br>%{x:,.0f} measured, %{y:,.0f} predicted<extra>%{fullData.name}</extra>",
-            )
+        figure.add_scatter(
+            name=name,
+            x=[one.measured for one in mine],
+            y=[one.tokens_per_s_per_gpu for one in mine],
+            mode="markers",
+            marker={
+                "color": style.SERIES[number % len(style.SERIES)],
+                "symbol": style.SHAPES[number % len(style.SHAPES)],
+                "size": 7,
+                "opacity": 0.8,
+            },
+            customdata=[f"{one.run.id}: {(one.ratio or 1) - 1:+.1%}" for one in mine],
+            hovertemplate="%{customdata}<br>%{x:,.0f} measured, %{y:,.0f} predicted<extra>%{fullData.name}</extra>",
         )
     rates = [one.measured for one in known if one.measured]
     if rates:
         ends = [min(rates) / 1.5, max(rates) * 1.5]
         for factor, dash, name in ((1.0, "solid", "equal"), (1.1, "dot", "±10 %"), (1 / 1.1, "dot", "")):
-            figure.add_trace(
-                go.Scatter(
-                    name=name,
-                    x=ends,
-                    y=[end * factor for end in ends],
-                    mode="lines",
-                    line={"color": style.GREY, "dash": dash, "width": 1},
-                    showlegend=bool(name),
-                    hoverinfo="skip",
-                )
+            figure.add_scatter(
+                name=name,
+                x=ends,
+                y=[end * factor for end in ends],
+                mode="lines",
+                line={"color": style.GREY, "dash": dash, "width": 1},
+                showlegend=bool(name),
+                hoverinfo="skip",
             )
     figure.update_xaxes(type="log")
     figure.update_yaxes(type="log")
@@ -98,23 +91,21 @@ def accuracy(scored: Sequence[ScoredRun], by: str = "gpu") -> go.Figure:
 
 def lanes(seen: StepIntervals, step: int = 0) -> go.Figure:
     """One recorded step: computation, and communication by technique, one lane each."""
-    go, (name, (start, end)) = style.graph_objects(), seen.steps[step]
+    name, (start, end) = seen.steps[step]
     found: dict[str, Intervals] = {"computing": seen.computing, "of it the optimizer": seen.optimizer}
     for technique in dict.fromkeys(one.technique for one in seen.communication):
         found[technique] = [(one.start, one.end) for one in seen.communication if one.technique == technique]
     figure = style.new_figure(f"{name}: computation and communication", "time in the step (ms)", height=180 + 44 * len(found))
     for (lane, times), colour in zip(found.items(), cycle(style.SERIES), strict=False):
         drawn = _joined(both(times, [(start, end)]), FINEST * (end - start))
-        figure.add_trace(
-            go.Bar(
-                name=lane,
-                orientation="h",
-                y=[lane] * len(drawn),
-                base=[(one - start) / 1e3 for one, _ in drawn],
-                x=[(other - one) / 1e3 for one, other in drawn],
-                marker={"color": colour, "line": {"width": 0}},
-                hovertemplate="%{y}: from %{base:,.3f} ms, %{x:,.3f} ms<extra></extra>",
-            )
+        figure.add_bar(
+            name=lane,
+            orientation="h",
+            y=[lane] * len(drawn),
+            base=[(one - start) / 1e3 for one, _ in drawn],
+            x=[(other - one) / 1e3 for one, other in drawn],
+            marker={"color": colour, "line": {"width": 0}},
+            hovertemplate="%{y}: from %{base:,.3f} ms, %{x:,.3f} ms<extra></extra>",
         )
     figure.update_layout(barmode="overlay", showlegend=False)
     figure.update_yaxes(autorange="reversed")

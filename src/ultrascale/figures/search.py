@@ -21,25 +21,22 @@ if TYPE_CHECKING:
 
 def heat_map(cells: Sequence[HeatmapCell], gpu: str) -> go.Figure:
     """Best tokens/s/GPU over model size and nodes, with MFU and the winning layout written in each cell."""
-    go = style.graph_objects()
     models, nodes = list(dict.fromkeys(cell.model for cell in cells)), sorted({cell.nodes for cell in cells})
     found = {(cell.model, cell.nodes): cell for cell in cells}
     figure = style.new_figure(f"Best layout by model size and {gpu} nodes", "nodes", height=170 + 96 * len(models))
     rows = [[found[model, count] for count in nodes] for model in models]
-    figure.add_trace(
-        go.Heatmap(
-            x=[f"{count}" for count in nodes],
-            y=models,
-            z=[[100 * cell.estimate.mfu if cell.estimate else None for cell in row] for row in rows],
-            text=[[_cell_words(cell) for cell in row] for row in rows],
-            texttemplate="%{text}",
-            textfont={"size": 11},
-            colorscale="Cividis",
-            colorbar={"title": "MFU (%)", "thickness": 12},
-            xgap=2,
-            ygap=2,
-            hovertemplate="%{y} on %{x} nodes<br>%{text}<extra></extra>",
-        )
+    figure.add_heatmap(
+        x=[f"{count}" for count in nodes],
+        y=models,
+        z=[[100 * cell.estimate.mfu if cell.estimate else None for cell in row] for row in rows],
+        text=[[_cell_words(cell) for cell in row] for row in rows],
+        texttemplate="%{text}",
+        textfont={"size": 11},
+        colorscale="Cividis",
+        colorbar={"title": "MFU (%)", "thickness": 12},
+        xgap=2,
+        ygap=2,
+        hovertemplate="%{y} on %{x} nodes<br>%{text}<extra></extra>",
     )
     figure.update_xaxes(type="category", showgrid=False)
     figure.update_yaxes(autorange="reversed", showgrid=False)
@@ -61,29 +58,26 @@ def _cell_words(cell: HeatmapCell) -> str:
 
 def scaling(points: Sequence[ScalingPoint], cluster: Cluster, title: str) -> go.Figure:
     """Tokens/s/GPU of each technique alone; hollow where it does not fit; the line where a node ends."""
-    go = style.graph_objects()
     figure = style.new_figure(title, "GPUs", "tokens/s/GPU")
     names = dict.fromkeys(point.technique for point in points)
     for name, colour, shape in zip(names, cycle(style.SERIES), cycle(style.SHAPES), strict=False):
         mine = [(point.gpus, point.estimate) for point in points if point.technique == name and point.estimate is not None]
-        figure.add_trace(
-            go.Scatter(
-                name=name,
-                x=[gpus for gpus, _ in mine],
-                y=[found.tokens_per_s_per_gpu for _, found in mine],
-                mode="lines+markers",
-                line={"color": colour},
-                marker={
-                    "color": colour,
-                    "size": 9,
-                    "symbol": [shape if found.fits else f"{shape}-open" for _, found in mine],
-                },
-                customdata=[
-                    f"{found.peak_gib:,.1f} of {found.capacity_gib:,.1f} GiB{'' if found.fits else ': does not fit'}"
-                    for _, found in mine
-                ],
-                hovertemplate="%{x} GPUs: %{y:,.0f} tokens/s/GPU, %{customdata}<extra>%{fullData.name}</extra>",
-            )
+        figure.add_scatter(
+            name=name,
+            x=[gpus for gpus, _ in mine],
+            y=[found.tokens_per_s_per_gpu for _, found in mine],
+            mode="lines+markers",
+            line={"color": colour},
+            marker={
+                "color": colour,
+                "size": 9,
+                "symbol": [shape if found.fits else f"{shape}-open" for _, found in mine],
+            },
+            customdata=[
+                f"{found.peak_gib:,.1f} of {found.capacity_gib:,.1f} GiB{'' if found.fits else ': does not fit'}"
+                for _, found in mine
+            ],
+            hovertemplate="%{x} GPUs: %{y:,.0f} tokens/s/GPU, %{customdata}<extra>%{fullData.name}</extra>",
         )
     sizes = sorted({point.gpus for point in points})
     figure.update_xaxes(type="log", tickvals=sizes, ticktext=[str(size) for size in sizes])
@@ -104,43 +98,38 @@ def scaling(points: Sequence[ScalingPoint], cluster: Cluster, title: str) -> go.
 
 def pareto(front: Sequence[tuple[Layout, Estimate]], chosen: Estimate | None = None) -> go.Figure:
     """The Pareto front: step time against free memory."""
-    go = style.graph_objects()
     figure = style.new_figure("Pareto front of step time and free memory", "step time (s)", "free memory (GiB)")
     costs = [found.cost_usd_per_billion_tokens for _, found in front]
-    figure.add_trace(
-        go.Scatter(
-            name="layouts of the front",
-            x=[found.step_time_s for _, found in front],
-            y=[found.headroom_gib for _, found in front],
-            mode="lines+markers",
-            line={"color": style.BLUE, "shape": "hv"},
-            marker={"size": 9, "color": style.BLUE},
-            customdata=[
-                f"{layout}<br>{found.tokens_per_s:,.0f} tokens/s, {found.peak_gib:,.1f} GiB"
-                + ("" if cost is None else f", ${cost:,.0f} per billion tokens")
-                for (layout, found), cost in zip(front, costs, strict=True)
-            ],
-            hovertemplate="%{customdata}<br>%{x:.3f} s, %{y:.1f} GiB free<extra></extra>",
-        )
+    figure.add_scatter(
+        name="layouts of the front",
+        x=[found.step_time_s for _, found in front],
+        y=[found.headroom_gib for _, found in front],
+        mode="lines+markers",
+        line={"color": style.BLUE, "shape": "hv"},
+        marker={"size": 9, "color": style.BLUE},
+        customdata=[
+            f"{layout}<br>{found.tokens_per_s:,.0f} tokens/s, {found.peak_gib:,.1f} GiB"
+            + ("" if cost is None else f", ${cost:,.0f} per billion tokens")
+            for (layout, found), cost in zip(front, costs, strict=True)
+        ],
+        hovertemplate="%{customdata}<br>%{x:.3f} s, %{y:.1f} GiB free<extra></extra>",
     )
     figure.update_xaxes(type="log")
     if chosen is not None:
-        figure.add_trace(
-            go.Scatter(
-                name="this plan",
-                x=[chosen.step_time_s],
-                y=[chosen.headroom_gib],
-                mode="markers",
-                marker={"size": 14, "color": style.RED, "symbol": "star"},
-                hovertemplate="this plan: %{x:.3f} s, %{y:.1f} GiB free<extra></extra>",
-            )
+        figure.add_scatter(
+            name="this plan",
+            x=[chosen.step_time_s],
+            y=[chosen.headroom_gib],
+            mode="markers",
+            marker={"size": 14, "color": style.RED, "symbol": "star"},
+            hovertemplate="this plan: %{x:.3f} s, %{y:.1f} GiB free<extra></extra>",
         )
     return figure
 
 
 def sensitivity(plan: Plan, most: int = 14) -> go.Figure:
     """What one step in each field of the layout would change, fastest first; what does not fit is hatched."""
-    go, chosen = style.graph_objects(), plan.estimate
+    chosen = plan.estimate
     others = plan.rejected[:most]
     figure = style.new_figure(
         f"One step away from this layout ({seconds(chosen.step_time_s)})",
@@ -148,21 +137,19 @@ def sensitivity(plan: Plan, most: int = 14) -> go.Figure:
         height=160 + 28 * len(others),
     )
     changes = [100 * (other.step_time_s / chosen.step_time_s - 1) for other in others]
-    figure.add_trace(
-        go.Bar(
-            orientation="h",
-            y=[other.change for other in others],
-            x=changes,
-            text=[f"{change:+.1f} %, {other.peak_gib:,.1f} GiB" for change, other in zip(changes, others, strict=True)],
-            textposition="outside",
-            cliponaxis=False,
-            marker={
-                "color": [style.SKY if other.fits else style.GREY for other in others],
-                "pattern": {"shape": ["" if other.fits else "/" for other in others]},
-            },
-            customdata=[other.verdict for other in others],
-            hovertemplate="%{y}: %{customdata}<extra></extra>",
-        )
+    figure.add_bar(
+        orientation="h",
+        y=[other.change for other in others],
+        x=changes,
+        text=[f"{change:+.1f} %, {other.peak_gib:,.1f} GiB" for change, other in zip(changes, others, strict=True)],
+        textposition="outside",
+        cliponaxis=False,
+        marker={
+            "color": [style.SKY if other.fits else style.GREY for other in others],
+            "pattern": {"shape": ["" if other.fits else "/" for other in others]},
+        },
+        customdata=[other.verdict for other in others],
+        hovertemplate="%{y}: %{customdata}<extra></extra>",
     )
     low, high = min(0.0, *changes, 0.0), max(0.0, *changes, 0.0)
     room = 0.3 * (high - low or 1.0)

@@ -128,7 +128,7 @@ def time_attention(shape: AttentionShape, device: torch.device) -> AttentionTime
                 times[name] = _attention_ms(name, shape, device)
             except RuntimeError:  # shape, dtype or GPU is not supported, or memory does not suffice
                 continue
-        if times and flash.why_not(shape.dtype) is None:
+        if times and FLASH_ATTENTION_4.why_not(shape.dtype) is None:
             try:
                 with FLASH_ATTENTION_4.raising():
                     times[FLASH_4] = _attention_ms(FLASH_4, shape, device)
@@ -183,7 +183,7 @@ def fastest_gates(job: Job, layout: Layout, training: Training, dtype: torch.dty
     """Times both; None if there is no choice: no GPU, no fused block with GEMMs in bf16 or fp16, no quack."""
     if device.type != "cuda" or job.precision == "fp8":
         return None
-    if gated_gemm.why_not(dtype) or why_not_fused(job, layout, training):
+    if QUACK.why_not(dtype) or why_not_fused(job, layout, training):
         return None
     return time_gates(layout.mbs * job.seq, job.model.hidden, job.model.ffn, dtype, device)
 

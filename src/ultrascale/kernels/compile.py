@@ -8,8 +8,7 @@ from torch.torch_version import TorchVersion
 
 from ultrascale.kernels.fused import FusedBlock
 from ultrascale.kernels.loss import ChunkedHead
-from ultrascale.model.grouped import has_kernel
-from ultrascale.model.moe import MixtureOfExperts
+from ultrascale.model.moe import MixtureOfExperts, has_grouped_kernel
 from ultrascale.model.transformer import Block, Transformer
 from ultrascale.specs.layout import Recompute
 
@@ -34,7 +33,7 @@ def _exclude_dynamic_shapes(mlp: MixtureOfExperts) -> None:
     forward, eager = mlp.forward, torch.compiler.disable(mlp.forward)  # type: ignore[no-untyped-call]
 
     def either(x: Tensor) -> Tensor:
-        static = mlp.router.capacity_factor is None and has_kernel(x, x.shape[-1], mlp.router.moe.expert_ffn)
+        static = mlp.router.capacity_factor is None and has_grouped_kernel(x, x.shape[-1], mlp.router.moe.expert_ffn)
         out: Tensor = forward(x) if static else eager(x)
         return out
 

@@ -19,11 +19,6 @@ from ultrascale.kernels.optional_kernels import FLASH_ATTENTION_4
 from ultrascale.model import attention
 
 
-def why_not(dtype: torch.dtype) -> str | None:
-    """Why it cannot be used; None if it can."""
-    return FLASH_ATTENTION_4.why_not(dtype)
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q [b, s, heads, d], k and v [b, s, kv_heads, d] -> [b, s, heads, d]."""
     out: Tensor = _forward(q, k, v)[0]

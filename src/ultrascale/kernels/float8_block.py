@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ultrascale.kernels import fused
-from ultrascale.kernels.float8_gemm import NARROW, WIDE, GemmOperand, multiply, quantise, to_fp8
-from ultrascale.kernels.float8_weight import Float8Weight, stacked
+from ultrascale.kernels.float8_gemm import NARROW, WIDE, Float8Weight, GemmOperand, multiply, quantise, stacked, to_fp8
 from ultrascale.kernels.fused import FusedBlock
 
 

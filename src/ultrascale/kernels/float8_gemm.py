@@ -10,6 +10,7 @@ operands are multiplied in the wide format: the same as on a GPU, except for the
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,12 +19,56 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ultrascale.kernels.float8_weight import Float8Weight
 from ultrascale.specs.training import FP8_BLOCK, FP8_TOKENS, Fp8Scaling
 
 NARROW, WIDE = torch.float8_e4m3fn, torch.float8_e5m2  # three fraction bits and a range of 2^18, or two bits and 2^32
 EXPONENT = 0x7F800000  # mask of the exponent bits of a float
 SMALLEST = 1e-12  # lower bound of the largest entry, for a tensor of zeros
+
+
+aten = torch.ops.aten
+_ITSELF = (aten.detach.default, aten.alias.default)
+
+
+class Float8Weight(Tensor):
+    """fp8 [o, i] times scale []."""
+
+    fp8: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(cls, fp8: Tensor, scale: Tensor, dtype: torch.dtype) -> Float8Weight:
+        self: Float8Weight = Tensor._make_wrapper_subclass(cls, fp8.shape, strides=fp8.stride(), dtype=dtype, device=fp8.device)
+        self.fp8, self.scale = fp8, scale
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Float8Weight({tuple(self.shape)}, {self.dtype})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+        return ["fp8", "scale"], self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Mapping[str, Tensor], dtype: torch.dtype, size: Any, stride: Any) -> Float8Weight:
+        return Float8Weight(inner["fp8"], inner["scale"], dtype)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        weight = args[0]
+        same = func is aten.as_strided.default and tuple(args[1]) == weight.shape and tuple(args[2]) == weight.stride()
+        if func in _ITSELF or same:
+            return cls(weight.fp8, weight.scale, weight.dtype)
+        if func in (aten.zeros_like.default, aten.empty_like.default):  # for a gradient, in the compute dtype
+            wide = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+            return func(wide, **{"device": weight.device, **(kwargs or {})})
+        raise NotImplementedError(f"{func} wants the wide numbers of a weight that was gathered in fp8")
+
+
+def stacked(weights: Sequence[Float8Weight]) -> Float8Weight:
+    """Concatenates matrices that share a scale along their rows."""
+    return Float8Weight(torch.cat([weight.fp8 for weight in weights]), weights[0].scale, weights[0].dtype)
 
 
 class PlainGemms:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ultrascale.model.operators import RMSNorm, swiglu
+from ultrascale.model.operators import RMSNorm, at_least_fp32, swiglu
 from ultrascale.model.rotary import Rope, rotate
 from ultrascale.model.transformer import MLP, Block, MultiLinear, Transformer
 
@@ -176,9 +176,9 @@ def norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[T
 
         return fused_triton.norm(x, added, weight, eps)
     total = x if added is None else x + added
-    wide = _wide(total)
+    wide = at_least_fp32(total)
     scales = torch.rsqrt(wide.square().mean(-1) + eps)
-    return total, (wide * scales.unsqueeze(-1) * _wide(weight)).to(x.dtype), scales
+    return total, (wide * scales.unsqueeze(-1) * at_least_fp32(weight)).to(x.dtype), scales
 
 
 def norm_backward(grad: Tensor, x: Tensor, scales: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -187,11 +187,11 @@ def norm_backward(grad: Tensor, x: Tensor, scales: Tensor, weight: Tensor, resid
         from ultrascale.kernels import fused_triton
 
         return fused_triton.norm_backward(grad, x, scales, weight, residual)
-    unit, wide = _wide(x) * scales.unsqueeze(-1), _wide(grad)
-    to_unit = wide * _wide(weight)
+    unit, wide = at_least_fp32(x) * scales.unsqueeze(-1), at_least_fp32(grad)
+    to_unit = wide * at_least_fp32(weight)
     to_x = scales.unsqueeze(-1) * (to_unit - unit * (to_unit * unit).mean(-1, keepdim=True))
-    out = (unit * _wide(weight)).to(x.dtype)
-    return (_wide(residual) + to_x).to(x.dtype), (wide * unit).sum(0).to(weight.dtype), out
+    out = (unit * at_least_fp32(weight)).to(x.dtype)
+    return (at_least_fp32(residual) + to_x).to(x.dtype), (wide * unit).sum(0).to(weight.dtype), out
 
 
 def turn_(qkv: Tensor, heads: int, kv_heads: int, rope: Rope) -> None:
@@ -235,7 +235,3 @@ def gate_backward(grad: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
     gate_, up = both.chunk(2, dim=-1)
     silu = F.silu(gate_)
     return torch.cat((torch.ops.aten.silu_backward(grad * up, gate_), grad * silu), dim=-1), silu * up
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

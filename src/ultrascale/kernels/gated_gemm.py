@@ -21,11 +21,6 @@ from ultrascale.kernels.optional_kernels import QUACK
 _FORWARD, _BACKWARD = (128, 192), (128, 128)
 
 
-def why_not(dtype: torch.dtype) -> str | None:
-    """Why it cannot be used; None if it can."""
-    return QUACK.why_not(dtype)
-
-
 class GatedGemmKernel(GatedMLPKernel):
     def forward(self, x: Tensor, gate_: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         both, gated = _forward(x, joined(gate_, up))

@@ -1,7 +1,7 @@
 """Triton kernels of the chunked loss: softmax, loss and gradient in one, in place of the logits; and a scaling that rounds.
 
 One program has one row of logits: it reads it once for the maximum and the sum, and again to write the gradient; in fp8, tiles
-write the gradient both transposed and not. The plain implementations are in kernels/loss.py and kernels/float8_head.py, the
+write the gradient both transposed and not. The plain implementations are in kernels/loss.py and kernels/float8.py, the
 gain of each in docs/kernels/loss.md.
 """
 

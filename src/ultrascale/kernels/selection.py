@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ultrascale.cost.legality import fused_blocks_problem
+from ultrascale.cost.memory.states import fused_blocks_problem
 from ultrascale.schedules import REGISTRY
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout

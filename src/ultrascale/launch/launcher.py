@@ -72,7 +72,7 @@ def train(
         restart = is_restart(folder, rank_info)
         if restart and (found := checkpoint.newest(folder)) is not None:
             request = replace(request, resume=found, weights=None)
-            sys.stderr.write(f"started anew: going on from {found}\n")
+            sys.stderr.write(f"restarted: resuming from {found}\n")
         goes_on = restart or request.goes_on_in(folder)
         if not goes_on:
             _refuse_used(folder)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ultrascale.data.mixture import corpus
+from ultrascale.data.corpora import corpus
 from ultrascale.kernels import selection
 from ultrascale.launch.heartbeat import Heartbeat, SharedMemoryHeartbeat, StoreHeartbeat
 from ultrascale.launch.out_of_memory import current_memory, is_out_of_memory, out_of_memory
@@ -20,7 +20,8 @@ from ultrascale.launch.rank_info import RankInfo
 from ultrascale.launch.rendezvous import device_of, join, leave
 from ultrascale.launch.signals import StopSignals
 from ultrascale.launch.watchdog import Watchdog, lost_a_peer
-from ultrascale.model import flex, grouped
+from ultrascale.model import flex
+from ultrascale.model.moe import why_not_grouped
 from ultrascale.parallel.mesh import Mesh, RankCoordinates, group_timeout_s
 from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.layout import Layout
@@ -159,7 +160,7 @@ def _notes(engine: Engine) -> list[str]:
         lines.append(f"attention's mask is dense: {why}")
     moe = job.model.moe
     if moe is not None and (
-        why := grouped.why_not(compute_format(job, mesh), job.model.hidden, moe.expert_ffn // mesh.tp.size)
+        why := why_not_grouped(compute_format(job, mesh), job.model.hidden, moe.expert_ffn // mesh.tp.size)
     ):
         lines.append(f"experts compute one after the other: {why}")
     return lines

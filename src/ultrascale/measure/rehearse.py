@@ -18,10 +18,10 @@ from ultrascale.cost import flops
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import ClusterRates
-from ultrascale.cost.layout_rows import LayoutRows
-from ultrascale.cost.memory.estimate import most_gradients, peak_parts, peaks
+from ultrascale.cost.memory.estimate import most_gradients, peaks
 from ultrascale.cost.memory.states import accumulates_nothing
 from ultrascale.cost.operators import layer_matmuls
+from ultrascale.cost.stages import LayoutRows
 from ultrascale.cost.traffic import of_stage
 from ultrascale.launch.machine import cores
 from ultrascale.specs.errors import SpecError
@@ -316,7 +316,7 @@ def whole_gradients(job: Job, layout: Layout, stage: int) -> float:
     view = LayoutRows.of(job, layout)
     if layout.zero and layout.shards > 1:
         return most_gradients(view, stage)
-    return float(peak_parts(job, view.ranks, view.share).state.gradients[stage])
+    return float(view.state.gradients[stage])
 
 
 def predicted_flops(job: Job, layout: Layout, place: RankCoordinates) -> float:

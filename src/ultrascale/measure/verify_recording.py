@@ -202,7 +202,7 @@ def items_of(engine: Engine, at: int, trace: ModuleTrace, gradients: bool, loss:
 def _norms(engine: Engine, at: int) -> Iterator[Item]:
     """Each weight's share in the squared gradient norm, over the ranks whose squares the norm adds up."""
     weights, parts = reversed(engine.weights), engine.mesh.parts
-    own = {weight.shard.name: float(weight.gradient.double().square().sum()) * weight.counted for weight in weights}
+    own = {weight.shard.name: float(weight.gradient.double().square().sum()) * weight.shard.counted for weight in weights}
     everyone = [own] * parts.size
     if parts.group is not None:
         dist.all_gather_object(everyone, own, parts.group)

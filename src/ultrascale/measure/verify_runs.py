@@ -259,7 +259,7 @@ def _kept(source: Checkpoint, step: int) -> list[tuple[str, torch.Tensor]]:
     """Weights and optimizer states of a checkpoint, whole."""
     tensors: dict[str, torch.Tensor] = {}
     pieces: dict[str, dict[str, TensorSlice]] = {}
-    sections = ("model", *(f"optimizer.{moment}" for moment in source.state.moments))
+    sections = ("model", *(f"optimizer.{moment}" for moment in source.moments))
     for stored, entry in source.names.items():
         section = next((known for known in sections if stored.startswith(f"{known}.")), None)
         if section is not None:
@@ -267,7 +267,7 @@ def _kept(source: Checkpoint, step: int) -> list[tuple[str, torch.Tensor]]:
             key = f"{step}/{'weight' if section == 'model' else section.removeprefix('optimizer.')}/{name}"
             tensors[key] = torch.empty(shape)
             pieces.setdefault(section, {})[name] = TensorSlice.whole(shape, lambda tensor=tensors[key]: tensor)  # type: ignore[misc]
-    load(pieces, source.folder, source.sums, None)
+    load(pieces, source.folder, source.files, None)
     return list(tensors.items())
 
 

@@ -15,14 +15,13 @@ from torch import Tensor
 from ultrascale.model.transformer import Transformer
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.hf_config import family_of
-from ultrascale.specs.model import Model, MoE
+from ultrascale.specs.model import Model
 
-_ENDS_LLAMA = {
+# Our modules, without the layer, to theirs; experts are numbered.
+_LLAMA = {
     "embed.tokens": "model.embed_tokens",
     "head.norm": "model.norm",
     "head.linear": "lm_head",
-}
-_BLOCK_LLAMA = {
     "attention_norm": "input_layernorm",
     "attention.qkv.q": "self_attn.q_proj",
     "attention.qkv.k": "self_attn.k_proj",
@@ -35,39 +34,38 @@ _BLOCK_LLAMA = {
     "mlp.inputs.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-_MLP_MIXTRAL = {
-    "mlp.router.weight": "block_sparse_moe.gate.weight",
-    "mlp.experts.gate": "block_sparse_moe.experts.{}.w1.weight",
-    "mlp.experts.up": "block_sparse_moe.experts.{}.w3.weight",
-    "mlp.experts.down": "block_sparse_moe.experts.{}.w2.weight",
+_QWEN = {
+    **_LLAMA,
+    "mlp.router": "mlp.gate",
+    "mlp.experts.gate": "mlp.experts.{}.gate_proj",
+    "mlp.experts.up": "mlp.experts.{}.up_proj",
+    "mlp.experts.down": "mlp.experts.{}.down_proj",
+    "mlp.shared.inputs.gate": "mlp.shared_expert.gate_proj",
+    "mlp.shared.inputs.up": "mlp.shared_expert.up_proj",
+    "mlp.shared.down": "mlp.shared_expert.down_proj",
+    "mlp.shared_gate": "mlp.shared_expert_gate",
 }
-_MLP_QWEN = {
-    "mlp.router.weight": "mlp.gate.weight",
-    "mlp.experts.gate": "mlp.experts.{}.gate_proj.weight",
-    "mlp.experts.up": "mlp.experts.{}.up_proj.weight",
-    "mlp.experts.down": "mlp.experts.{}.down_proj.weight",
+_MIXTRAL = {
+    **_LLAMA,
+    "mlp.router": "block_sparse_moe.gate",
+    "mlp.experts.gate": "block_sparse_moe.experts.{}.w1",
+    "mlp.experts.up": "block_sparse_moe.experts.{}.w3",
+    "mlp.experts.down": "block_sparse_moe.experts.{}.w2",
 }
-_SHARED_QWEN = {
-    "mlp.shared.inputs.gate.weight": "mlp.shared_expert.gate_proj.weight",
-    "mlp.shared.inputs.up.weight": "mlp.shared_expert.up_proj.weight",
-    "mlp.shared.down.weight": "mlp.shared_expert.down_proj.weight",
-    "mlp.shared_gate.weight": "mlp.shared_expert_gate.weight",
-}
-_ENDS_GPT2 = {
+_GPT2 = {
     "embed.tokens": "transformer.wte",
     "embed.positions": "transformer.wpe",
     "head.norm": "transformer.ln_f",
     "head.linear": "lm_head",
-}
-_BLOCK_GPT2 = {
     "attention_norm": "ln_1",
-    "attention.qkv": "attn.c_attn",
+    **dict.fromkeys(("attention.qkv.q", "attention.qkv.k", "attention.qkv.v"), "attn.c_attn"),
     "attention.out": "attn.c_proj",
     "mlp_norm": "ln_2",
     "mlp.inputs.up": "mlp.c_fc",
     "mlp.down": "mlp.c_proj",
 }
-_STORED_IN_OUT = ("attention.qkv", "attention.out", "mlp.inputs.up", "mlp.down")
+_LAYERS = {False: "model.layers.{}.", True: "transformer.h.{}."}  # by whether it is GPT-2
+_STORED_IN_OUT = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
 
 @dataclass(frozen=True)
@@ -107,29 +105,20 @@ class HFTensor:
 
 
 def stored(model: Model) -> Iterator[HFTensor]:
-    """Every tensor of the model's files; a tied head is not stored."""
+    """Every tensor of the model's files, all experts of one stacked parameter in a row; a tied head is not stored."""
     gpt2 = _is_gpt2(model)
-    for ours, theirs in _names(model):
-        if ours == "head.linear.weight" and model.tied_embeddings:
-            continue
-        stem, kind = ours.rsplit(".", 1)
-        fused = gpt2 and stem.endswith("attention.qkv")
-        contained = tuple(f"{stem}.{name}.{kind}" for name in "qkv") if fused else (ours,)
-        yield HFTensor(theirs, contained, gpt2 and kind == "weight" and stem.endswith(_STORED_IN_OUT))
-    if model.moe is not None:
-        yield from _stored_experts(model, model.moe)
-
-
-def _stored_experts(model: Model, moe: MoE) -> Iterator[HFTensor]:
-    """Router and experts of every MoE layer; all experts of one stacked parameter follow one another, for the writer."""
-    names = _MLP_MIXTRAL if family_of(model) == "mixtral" else {**_MLP_QWEN, **(_SHARED_QWEN if moe.shared_experts else {})}
-    for layer in range(moe.dense_layers, model.layers):
-        for ours, theirs in names.items():
-            name, contained = f"model.layers.{layer}.{theirs}", (f"blocks.{layer}.{ours}",)
-            if "{}" in theirs:
-                yield from (HFTensor(name.format(expert), contained, False, expert) for expert in range(moe.experts))
-            else:
-                yield HFTensor(name, contained, False)
+    names = _GPT2 if gpt2 else _LLAMA if model.moe is None else _MIXTRAL if family_of(model) == "mixtral" else _QWEN
+    for layer, shapes in _shapes_by_layer(model):
+        prefix, our_prefix = ("", "") if layer is None else (_LAYERS[gpt2].format(layer), f"blocks.{layer}.")
+        contained: dict[str, list[str]] = {}
+        for ours in shapes:
+            part = ours.removeprefix(our_prefix)
+            module, kind = (part, "weight") if part in names else part.rsplit(".", 1)
+            contained.setdefault(f"{prefix}{names[module]}.{kind}", []).append(ours)
+        for theirs, parts in sorted(contained.items(), key=lambda item: "{}" in item[0]):  # experts last
+            experts = range(shapes[parts[0]][0]) if "{}" in theirs else (None,)
+            transposed = theirs.endswith(_STORED_IN_OUT)
+            yield from (HFTensor(theirs.format(expert), tuple(parts), transposed, expert) for expert in experts)
 
 
 def whole(parts: Sequence[Tensor]) -> Tensor:
@@ -137,65 +126,18 @@ def whole(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.stack(list(parts))
 
 
-def from_hf(state: Mapping[str, Tensor], model: Model) -> dict[str, Tensor]:
-    """Our state dict; tensors are views of the given ones, except experts."""
-    found: dict[str, list[Tensor]] = {}
-    for one in stored(model):
-        if one.name not in state:
-            raise SpecError(f"checkpoint has no tensor '{one.name}' but {model.name} needs it: give the weights of that model")
-        tensor = state[one.name]
-        for ours in one.ours:
-            found.setdefault(ours, []).append(one.as_ours(tensor[one.where(ours, tuple(tensor.shape))]))
-    if model.tied_embeddings:
-        found["head.linear.weight"] = found["embed.tokens.weight"]
-    return {ours: whole(parts) for ours, parts in found.items()}
-
-
-def to_hf(state: Mapping[str, Tensor], model: Model) -> dict[str, Tensor]:
-    """The Hugging Face state dict of the whole model, without a tied head, as in their files."""
-    return {one.name: one.joined([state[ours] for ours in one.ours]) for one in stored(model)}
-
-
 def whole_shapes(model: Model) -> dict[str, tuple[int, ...]]:
     """The shapes of all parameters and buffers by our name, a tied head once; allocates nothing."""
-    with torch.device("meta"):
-        module = Transformer(model)
-    return {name: tuple(tensor.shape) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    return {name: shape for _, shapes in _shapes_by_layer(model) for name, shape in shapes.items()}
 
 
-def _names(model: Model) -> Iterator[tuple[str, str]]:
-    """Pairs of our name and theirs for every parameter except experts; GPT-2's fused matrix is `attention.qkv`."""
-    ends, block = (_ENDS_GPT2, _BLOCK_GPT2) if _is_gpt2(model) else (_ENDS_LLAMA, _BLOCK_LLAMA)
-    prefixes = [("", ends), *((f"blocks.{layer}.", block) for layer in range(model.layers))]
-    for prefix, parts in prefixes:
-        sparse = model.moe is not None and prefix != "" and model.is_moe_layer(int(prefix.split(".")[1]))
-        for part in parts:
-            if sparse and part.startswith("mlp."):
-                continue
-            for kind in _kinds(part, model):
-                yield f"{prefix}{part}.{kind}", _theirs(f"{prefix}{part}.{kind}", model)
-
-
-def _kinds(part: str, model: Model) -> list[str]:
-    """Which of weight and bias a module of this model has; empty if the model does not have the module."""
-    if part in ("attention.q_norm", "attention.k_norm"):
-        return ["weight"] if model.qk_norm else []
-    biased = (
-        (model.norm == "layernorm" and part.endswith("norm"))
-        or (model.qkv_bias and part.startswith("attention.qkv"))
-        or (model.attention_output_bias and part == "attention.out")
-        or (model.mlp_bias and part.startswith("mlp."))
-    )
-    return ["weight", "bias"] if biased else ["weight"]
-
-
-def _theirs(ours: str, model: Model) -> str:
-    gpt2 = _is_gpt2(model)
-    name, kind = ours.rsplit(".", 1)
-    if not name.startswith("blocks."):
-        return f"{(_ENDS_GPT2 if gpt2 else _ENDS_LLAMA)[name]}.{kind}"
-    _, layer, part = name.split(".", 2)
-    return f"transformer.h.{layer}.{_BLOCK_GPT2[part]}.{kind}" if gpt2 else f"model.layers.{layer}.{_BLOCK_LLAMA[part]}.{kind}"
+def _shapes_by_layer(model: Model) -> Iterator[tuple[int | None, dict[str, tuple[int, ...]]]]:
+    """The same for the ends of the model (None) and for each layer, one by one: a config may claim any number of layers."""
+    for layer in (None, *range(model.layers)):
+        with torch.device("meta"):
+            layers = range(0) if layer is None else range(layer, layer + 1)
+            module = Transformer(model, layers, embed=layer is None, head=layer is None)
+        yield layer, {name: tuple(one.shape) for name, one in (*module.named_parameters(), *module.named_buffers())}
 
 
 def _is_gpt2(model: Model) -> bool:

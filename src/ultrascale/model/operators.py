@@ -7,12 +7,17 @@ fuses the plain formulas without saving intermediates; and on a GPU torch's norm
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+Unary = Callable[[Tensor], Tensor]
+Derivative = Callable[[Tensor, Tensor], Tensor]
+"""of the output's gradient and the input"""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -22,31 +27,39 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up."""
-    if torch.compiler.is_compiling():
-        return F.silu(gate) * up
-    return _SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call, no-any-return]
-
-
-def geglu(gate: Tensor, up: Tensor) -> Tensor:
-    """gelu(gate) · up, with the tanh approximation."""
-    if torch.compiler.is_compiling():
-        return gelu(gate) * up
-    return _GeGLU.apply(gate, up, "tanh")  # type: ignore[no-untyped-call, no-any-return]
-
-
-def geglu_exact(gate: Tensor, up: Tensor) -> Tensor:
-    """gelu(gate) · up, with the exact gelu."""
-    if torch.compiler.is_compiling():
-        return F.gelu(gate) * up
-    return _GeGLU.apply(gate, up, "none")  # type: ignore[no-untyped-call, no-any-return]
-
-
 def gelu(x: Tensor) -> Tensor:
     """The tanh approximation, as in GPT-2; torch's operator saves only its input."""
     return F.gelu(x, approximate="tanh")
 
+
+class _GatedUnit(torch.autograd.Function):
+    """activation(gate) · up."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Unary, derivative: Derivative) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.activation, ctx.derivative = activation, derivative
+        return activation(gate) * up
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        gate, up = ctx.saved_tensors
+        return ctx.derivative(grad * up, gate), grad * ctx.activation(gate), None, None
+
+
+def _gated(activation: Unary, derivative: Derivative) -> Callable[[Tensor, Tensor], Tensor]:
+    def unit(gate: Tensor, up: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return activation(gate) * up
+        return _GatedUnit.apply(gate, up, activation, derivative)  # type: ignore[no-untyped-call, no-any-return]
+
+    return unit
+
+
+swiglu = _gated(F.silu, torch.ops.aten.silu_backward)
+geglu = _gated(gelu, partial(torch.ops.aten.gelu_backward, approximate="tanh"))
+geglu_exact = _gated(F.gelu, torch.ops.aten.gelu_backward)
 
 ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "swiglu": swiglu,
@@ -83,53 +96,25 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, (x.shape[-1],), weight, bias, self.eps).to(x.dtype)
 
 
-def _wide(x: Tensor) -> Tensor:
+def at_least_fp32(x: Tensor) -> Tensor:
     """Casts half precision to fp32; float64 must stay exact for gradient checks."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = _wide(x)
+        wide = at_least_fp32(x)
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale * _wide(weight)).to(x.dtype)
+        return (wide * scale * at_least_fp32(weight)).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
-        unit, wide_grad = _wide(x) * scale, _wide(grad)
+        unit, wide_grad = at_least_fp32(x) * scale, at_least_fp32(grad)
         grad_weight = (wide_grad * unit).flatten(0, -2).sum(0)
-        grad_unit = wide_grad * _wide(weight)
+        grad_unit = wide_grad * at_least_fp32(weight)
         grad_x = scale * (grad_unit - unit * (grad_unit * unit).mean(-1, keepdim=True))
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
-
-
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return F.silu(gate) * up
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
-
-
-class _GeGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, approximate: str) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        ctx.approximate = approximate
-        return F.gelu(gate, approximate=approximate) * up
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        gate, up = ctx.saved_tensors
-        to_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate=ctx.approximate)
-        return to_gate, grad * F.gelu(gate, approximate=ctx.approximate), None

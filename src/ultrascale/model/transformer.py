@@ -6,6 +6,7 @@ input tensors. A pipeline stage is a slice of the model, and its parameters have
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -19,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from ultrascale.model import flex, limits
 from ultrascale.model.attention import causal_attention
 from ultrascale.model.moe import MixtureOfExperts, Router
-from ultrascale.model.operators import ACTIVATIONS, LayerNorm, RMSNorm
+from ultrascale.model.operators import ACTIVATIONS, LayerNorm, RMSNorm, at_least_fp32
 from ultrascale.model.rotary import Rope, rotate, tables
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.model import Model
@@ -144,8 +145,7 @@ class CrossEntropy(nn.Module):
     """Summed cross-entropy in fp32 of logits [b, s, vocab]: a sum, so that parts of a batch add up to the whole."""
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        return F.cross_entropy(at_least_fp32(logits).flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 class Head(nn.Module):
@@ -248,3 +248,24 @@ def _experts(model: Model) -> MixtureOfExperts:
 def _norm(model: Model) -> nn.Module:
     kind = LayerNorm if model.norm == "layernorm" else RMSNorm
     return kind(model.hidden, model.norm_eps)
+
+
+STD = 0.02  # GPT-2's; weights that write to the residual stream divide it by sqrt(2 · layers), their number
+
+
+def full_weight(name: str, shape: torch.Size, seed: int, model: Model, device: torch.device | str) -> Tensor:
+    """The whole initial tensor in fp32; a rank that holds a shard takes its part of it."""
+    if name.endswith("norm.weight"):
+        return torch.ones(shape, device=device)
+    if name.endswith(".bias"):
+        return torch.zeros(shape, device=device)
+    if name == "head.linear.weight" and model.tied_embeddings:
+        name = "embed.tokens.weight"  # a stage with only the head must draw the same values as the first stage
+    residual = name.endswith(("attention.out.weight", "down.weight", "experts.down"))
+    std = STD / math.sqrt(2 * model.layers) if residual else STD
+    return torch.empty(shape, device=device).normal_(0.0, std, generator=_generator(name, seed, device))
+
+
+def _generator(name: str, seed: int, device: torch.device | str) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)  # 63 bits: a generator's seed is signed

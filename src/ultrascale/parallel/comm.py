@@ -1,7 +1,19 @@
-"""Collectives over one axis of the mesh, along any tensor dimension, synchronous or asynchronous, with timed waits.
+"""Collectives over one axis of the mesh, along any tensor dimension: synchronous, asynchronous and differentiable.
 
 An axis of size 1 has no group and every function here is the identity on it. Each collective has a `_start` form that returns
-an AsyncCollective, so that computation can continue until `.wait()`; the plain form starts and waits.
+an AsyncCollective, so that computation can continue until `.wait()`; the plain form starts and waits. The differentiable ones
+run one collective in forward and its transpose in backward:
+
+| function      | forward        | backward       |
+|---------------|----------------|----------------|
+| `copy_to`     | identity       | all-reduce     |
+| `reduce_from` | all-reduce     | identity       |
+| `gather_from` | all-gather     | reduce-scatter |
+| `scatter_to`  | reduce-scatter | all-gather     |
+| `switch`      | all-to-all     | all-to-all     |
+
+The first two are Megatron's f and g, the next two their sequence-parallel forms (Korthikanti et al. 2022, figure 5). Waits are
+timed, and collectives are profiler ranges, whose names measure/trace_rank.py parses.
 """
 
 from __future__ import annotations
@@ -9,15 +21,47 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import profiler
 
-from ultrascale.parallel.ranges import comm_range
+from ultrascale.parallel.torch_private import is_profiling
+
+TECHNIQUES = {
+    "tp": "tensor",
+    "cp": "context",
+    "ep": "expert",
+    "pp": "pipeline",
+    "zero": "zero",
+    "dp": "data",
+    "norm": "bookkeeping",
+    "world": "bookkeeping",
+}
+"""by axis name"""
+
+_NO_RANGE: AbstractContextManager[Any] = nullcontext()
+
+
+def profile_range(*words: object) -> AbstractContextManager[Any]:
+    """`with profile_range("forward stage", 0, "micro-batch", 3):`; no range unless a profiler records.
+
+    Nor inside torch.compile, where it would break the graph.
+    """
+    # In this order: torch.compile evaluates the first condition itself, and would recompile whenever the second changes.
+    if torch.compiler.is_compiling() or not is_profiling():
+        return _NO_RANGE
+    return profiler.record_function(" ".join(map(str, words)))
+
+
+def comm_range(axis: str, operation: str) -> AbstractContextManager[Any]:
+    """`tensor all_reduce`, `data wait`."""
+    return profile_range(TECHNIQUES.get(axis, axis), operation)
+
 
 Op = Literal["sum", "mean", "max"]
 Result = TypeVar("Result", Tensor, list[Tensor])
@@ -181,9 +225,9 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     return all_gather_start(x, axis, dim).wait()
 
 
-def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, op: Op = "sum") -> Tensor:
+def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """This rank's slice along `dim` of the sum over ranks."""
-    return reduce_scatter_start(x, axis, dim, op).wait()
+    return reduce_scatter_start(x, axis, dim).wait()
 
 
 def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
@@ -208,3 +252,62 @@ def _split(x: Tensor, axis: Axis, dim: int) -> Tensor:
 def _join(parts: Tensor, dim: int) -> Tensor:
     """The inverse of `_split`: a view if `dim` is 0, else a copy."""
     return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+
+Collective = Callable[[Tensor], Tensor]
+
+
+class _DifferentiableCollective(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Collective, backward: Collective) -> Tensor:
+        ctx.collective = backward
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.collective(grads[0]), None, None
+
+
+def copy_to(x: Tensor, axis: Axis) -> Tensor:
+    """Passes on an input that is the same on all ranks and that each rank multiplies by its own weight shard."""
+    return _apply(x, axis, _identity, lambda grad: _all_reduce_copy(grad, axis))
+
+
+def reduce_from(x: Tensor, axis: Axis) -> Tensor:
+    """Sums partial results; every rank gets the total."""
+    return _apply(x, axis, lambda y: _all_reduce_copy(y, axis), _identity)
+
+
+def gather_from(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Gathers slices along `dim`; each rank multiplies the whole by its own weight shard."""
+    return _apply(x, axis, lambda y: all_gather(y, axis, dim), lambda grad: reduce_scatter(grad, axis, dim))
+
+
+def scatter_to(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Sums partial results; each rank gets its slice of the total along `dim`."""
+    return _apply(x, axis, lambda y: reduce_scatter(y, axis, dim), lambda grad: all_gather(grad, axis, dim))
+
+
+def switch(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
+    """Reshards a tensor: sharded along `concat_dim` before, along `split_dim` after."""
+    return _apply(
+        x,
+        axis,
+        lambda y: all_to_all(y, axis, split_dim, concat_dim),
+        lambda grad: all_to_all(grad, axis, concat_dim, split_dim),
+    )
+
+
+def _apply(x: Tensor, axis: Axis, forward: Collective, backward: Collective) -> Tensor:
+    if axis.size == 1:
+        return x
+    return cast(Tensor, _DifferentiableCollective.apply(x, forward, backward))  # type: ignore[no-untyped-call]
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
+def _all_reduce_copy(x: Tensor, axis: Axis) -> Tensor:
+    # A copy: autograd may pass the same gradient to other nodes, and the forward's input may be saved for backward.
+    return all_reduce(x.clone(memory_format=torch.contiguous_format), axis)

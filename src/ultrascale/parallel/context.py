@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ultrascale.model.attention import Gradients, attend, attend_backward
+from ultrascale.model.operators import at_least_fp32
 from ultrascale.model.transformer import Attention, CausalAttention
 from ultrascale.parallel import comm
-from ultrascale.parallel.autograd_collectives import switch
-from ultrascale.parallel.comm import Axis
+from ultrascale.parallel.comm import Axis, switch
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.layout import ContextParallel
 
@@ -114,7 +114,7 @@ class _OnlineSoftmax:
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         before = self.lse[:, :, rows]
         share = torch.sigmoid(lse - before).transpose(1, 2).unsqueeze(-1)  # of the new keys, [b, s, heads, 1]
-        self.out[:, rows].lerp_(_at_least_fp32(out), share)
+        self.out[:, rows].lerp_(at_least_fp32(out), share)
         before.copy_(torch.logaddexp(before, lse))
 
 
@@ -184,7 +184,7 @@ def _gathered_backward(saved: _Saved, axis: Axis) -> Gradients:
     if start > 0:
         earlier = slice(0, start)
         more, *before = saved.backward(AttentionTile(ALL, earlier, causal=False), keys, values)
-        dq = (_at_least_fp32(dq) + more).to(dq.dtype)
+        dq = (at_least_fp32(dq) + more).to(dq.dtype)
         for whole, part in zip(grads, before, strict=True):
             whole[:, earlier] = part
     del pending, keys, values  # together as large as the gradients that are reduce-scattered next
@@ -214,7 +214,7 @@ def _ring_backward(saved: _Saved, axis: Axis, variant: ContextParallel) -> Gradi
     """
     pending = comm.shift_start([saved.k, saved.v], axis)
     dq, dk, dv = saved.backward(OWN, saved.k, saved.v)
-    dq = _at_least_fp32(dq)
+    dq = at_least_fp32(dq)
     received, sums = pending.wait(), list[Tensor]()
     for step in range(1, axis.size):
         forwarded = received if step + 1 < axis.size else []
@@ -233,10 +233,6 @@ def _ring_backward(saved: _Saved, axis: Axis, variant: ContextParallel) -> Gradi
         total = comm.shift_start(sums, axis).wait()
         dk, dv = dk + total[0], dv + total[1]
     return dq.to(saved.q.dtype), dk, dv
-
-
-def _at_least_fp32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _scale(q: Tensor) -> float:

@@ -8,7 +8,7 @@ The cost model is cost/communication.py.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,10 +40,10 @@ class GradientReducer(ABC):
     def begin(self) -> None:
         """Clears gradients; called before the first micro-batch of a step."""
 
-    @abstractmethod
-    def before_backward(self, last: bool, split: bool) -> None: ...
+    def before_backward(self, last: bool, split: bool) -> None:  # noqa: B027  # some reducers have nothing to do
+        pass
 
-    def after_backward(self, last: bool, split: bool) -> None:  # noqa: B027  # some reducers have nothing to do
+    def after_backward(self, last: bool, split: bool) -> None:  # noqa: B027
         """Called when the chunk's weight gradients of this micro-batch are computed."""
 
     def finish(self) -> None:  # noqa: B027
@@ -64,6 +64,8 @@ class Bucket:
 
     flat: torch.Tensor
     parameters: list[nn.Parameter]
+    axis: Axis
+    """the ranks that it is reduced over"""
     missing: int = 0
     """parameters whose gradient this backward has not computed yet"""
 
@@ -75,11 +77,8 @@ class SingleMicrobatchGrads(GradientReducer):
         for parameter in self.module.parameters():
             parameter.grad = None
 
-    def before_backward(self, last: bool, split: bool) -> None:
-        pass
-
     def grad_for(self, parameter: nn.Parameter) -> torch.Tensor:
-        if parameter.grad is None:  # the parameter was not used in this batch
+        if parameter.grad is None:  # the parameter was not used in this batch, or is a router's bias, which has no gradient
             parameter.grad = torch.zeros_like(parameter)
         return parameter.grad
 
@@ -99,9 +98,12 @@ class BucketedGrads(GradientReducer):
         bucket_mb: float = 25.0,
         compress: Compress = "none",
         every_microbatch: bool = False,
+        experts: Sequence[nn.Parameter] = (),
+        expert_axis: Axis | None = None,
     ) -> None:
+        """`experts`: parameters that are reduced over `expert_axis` instead of `axis`, in buckets of their own."""
         super().__init__(module)
-        self.axis, self.variant, self.compress, self.every_microbatch = axis, variant, compress, every_microbatch
+        self.variant, self.compress, self.every_microbatch = variant, compress, every_microbatch
         self.reduce_in_hooks = False
         self.pending: list[AsyncCollective[torch.Tensor]] = []
         self.unwritten: set[nn.Parameter] = set()
@@ -109,7 +111,10 @@ class BucketedGrads(GradientReducer):
         # Backward reaches the last parameter first: buckets in that order are completed one after the other.
         backward_order = list(module.parameters())[::-1]
         limit = bucket_mb * MEGABYTE / dtype.itemsize if variant == "bucketed" else 1
-        self.buckets = [_bucket(group, dtype) for group in _groups(backward_order, limit)]
+        apart = {id(parameter) for parameter in experts}
+        own, rest = ([one for one in backward_order if (id(one) in apart) == is_own] for is_own in (True, False))
+        self.buckets = [_bucket(group, dtype, expert_axis or axis) for group in _groups(own, limit)]
+        self.buckets += [_bucket(group, dtype, axis) for group in _groups(rest, limit)]
         self.bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
         self.views = {parameter: view for bucket in self.buckets for parameter, view in _views(bucket)}
         for parameter in backward_order:
@@ -172,10 +177,11 @@ class BucketedGrads(GradientReducer):
         return [bucket.flat for bucket in self.buckets]
 
     def _reduces(self, last: bool) -> bool:
-        return self.axis.size > 1 and (last or self.every_microbatch)
+        return last or self.every_microbatch
 
     def _start(self, bucket: Bucket) -> None:
-        self.pending.append(mean_start(bucket.flat, self.axis, self.compress))
+        if bucket.axis.size > 1:
+            self.pending.append(mean_start(bucket.flat, bucket.axis, self.compress))
 
 
 def _groups(parameters: Iterable[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
@@ -191,9 +197,9 @@ def _groups(parameters: Iterable[nn.Parameter], limit: float) -> list[list[nn.Pa
     return groups
 
 
-def _bucket(parameters: list[nn.Parameter], dtype: torch.dtype) -> Bucket:
+def _bucket(parameters: list[nn.Parameter], dtype: torch.dtype, axis: Axis) -> Bucket:
     total = sum(parameter.numel() for parameter in parameters)
-    return Bucket(torch.zeros(total, dtype=dtype, device=parameters[0].device), parameters)
+    return Bucket(torch.zeros(total, dtype=dtype, device=parameters[0].device), parameters, axis)
 
 
 def _views(bucket: Bucket) -> Iterable[tuple[nn.Parameter, torch.Tensor]]:

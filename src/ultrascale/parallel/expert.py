@@ -1,15 +1,20 @@
 """Expert parallelism: each rank of the ep axis holds some of the experts; an all-to-all dispatches tokens to them.
 
-Shared experts overlap with the all-to-all: their first GEMMs with the dispatch, their last with the combine, in forward and in
-backward. Routed experts can overlap too (token_dispatch.py). The ep axis runs over data ranks, which have different tokens:
-the gradient of an expert is complete on its rank, except for the ranks that hold the same experts. The cost model is
-cost/communication.py.
+Rows are sorted by expert before they are sent, so that the rows for one rank are contiguous. The split sizes are the actual
+counts: nothing is padded or dropped. Shared experts overlap with the all-to-all: their first GEMMs with the dispatch, their
+last with the combine, in forward and in backward. Routed experts can overlap too. `OverlapWeightGrads`: backward computes the
+row gradients first, and the weight gradients of the experts while the row gradients are sent back; nothing is computed twice or
+in smaller pieces. `LocalTokensFirst`: rows whose experts are on this rank are computed while the others are received. Two
+grouped GEMMs take longer than one, so whether that is faster depends on sizes.
+
+The ep axis runs over data ranks, which have different tokens: the gradient of an expert is complete on its rank, except for the
+ranks that hold the same experts. The cost model is cost/communication.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,19 +23,12 @@ from torch import Tensor, nn
 
 from ultrascale.model.moe import MixtureOfExperts, RoutingResult
 from ultrascale.model.transformer import Transformer
-from ultrascale.parallel.data import GradientReducer
-from ultrascale.parallel.expert_layer import ParallelExperts
-from ultrascale.parallel.mesh import Mesh
-from ultrascale.parallel.shards import Shard
+from ultrascale.parallel import comm
+from ultrascale.parallel.comm import AsyncCollective, Axis
+from ultrascale.parallel.expert_layer import ParallelExperts, Sorted
+from ultrascale.parallel.mesh import Mesh, Shard
 from ultrascale.parallel.tensor import TensorParallelExperts
-from ultrascale.parallel.token_dispatch import LocalTokensFirst, OverlapWeightGrads, TokenDispatcher
 from ultrascale.specs.training import ExpertOverlap
-
-DISPATCHERS: dict[ExpertOverlap, type[TokenDispatcher]] = {
-    "none": TokenDispatcher,
-    "gradients": OverlapWeightGrads,
-    "rows": LocalTokensFirst,
-}
 
 
 def apply(model: Transformer, mesh: Mesh, shards: dict[str, Shard], overlap: ExpertOverlap) -> None:
@@ -76,32 +74,209 @@ def experts_of(model: Transformer) -> list[nn.Parameter]:
     return [parameter for experts in found for parameter in experts.parameters()]
 
 
-class ExpertDenseGrads(GradientReducer):
-    """Gradients of experts and of all other parameters, which are reduced over different ranks."""
+@dataclass(frozen=True)
+class SplitSizes:
+    """Split sizes of an all-to-all: rows sent to each rank of the axis, and rows received from it."""
 
-    def __init__(self, module: nn.Module, experts: GradientReducer, rest: GradientReducer) -> None:
-        super().__init__(module)
-        self.parts = (experts, rest)
-        self.owner = {parameter: part for part in self.parts for parameter in part.module.parameters()}
+    axis: Axis
+    sent: Sequence[int]
+    received: Sequence[int]
 
-    def begin(self) -> None:
-        for part in self.parts:
-            part.begin()
+    def start(self, rows: Tensor) -> AsyncCollective[Tensor]:
+        return comm.all_to_all_rows_start(rows, self.axis, self.sent, self.received)
 
-    def before_backward(self, last: bool, split: bool) -> None:
-        for part in self.parts:
-            part.before_backward(last, split)
+    @property
+    def reversed(self) -> SplitSizes:
+        return SplitSizes(self.axis, self.received, self.sent)
 
-    def after_backward(self, last: bool, split: bool) -> None:
-        for part in self.parts:
-            part.after_backward(last, split)
 
-    def finish(self) -> None:
-        for part in self.parts:
-            part.finish()
+class AllToAllExchange:
+    """An all-to-all of rows, and in backward of their gradients with reversed split sizes.
 
-    def grad_for(self, parameter: nn.Parameter) -> Tensor:
-        return self.owner[parameter].grad_for(parameter)
+    `begin` and `end` are two autograd nodes. Autograd runs nodes in reverse order of creation: what is computed between the two
+    in forward overlaps with the all-to-all of rows, and its backward with the all-to-all of their gradients.
+    """
 
-    def held(self) -> list[Tensor]:
-        return [tensor for part in self.parts for tensor in part.held()]
+    def __init__(self, splits: SplitSizes) -> None:
+        self.splits = splits
+        self.pending: AsyncCollective[Tensor] | None = None
+
+    def begin(self, rows: Tensor) -> Tensor:
+        """Starts the all-to-all. Returns a placeholder of the received shape; `end` returns the rows."""
+        incoming: Tensor = BeginAllToAll.apply(rows, self)  # type: ignore[no-untyped-call]
+        return incoming
+
+    def end(self, incoming: Tensor) -> Tensor:
+        rows: Tensor = _EndAllToAll.apply(incoming, self)  # type: ignore[no-untyped-call]
+        return rows
+
+    def start(self, splits: SplitSizes, rows: Tensor) -> None:
+        self.pending = splits.start(rows)
+
+    def wait(self) -> Tensor:
+        pending, self.pending = self.pending, None
+        assert pending is not None
+        return pending.wait()
+
+
+class BeginAllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: AllToAllExchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.start(exchange.splits, rows)
+        return rows.new_empty(1, 1).expand(sum(exchange.splits.received), rows.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.wait(), None
+
+
+class _EndAllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, incoming: Tensor, exchange: AllToAllExchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.exchange.start(ctx.exchange.splits.reversed, grads[0])
+        return grads[0], None  # the placeholder has no values: any gradient of its shape is valid
+
+
+class TokenDispatcher:
+    """Sends rows to the ranks of an axis and back; rank 0 holds the first experts, rank 1 the next ones."""
+
+    def __init__(self, axis: Axis, rows: Tensor, counts: Tensor) -> None:
+        """Starts to dispatch rows, which are sorted by expert; counts: number of rows of each expert."""
+        outgoing = counts.view(axis.size, -1)
+        incoming = comm.all_to_all(counts, axis, 0, 0).view(axis.size, -1)
+        sent, received = torch.stack([outgoing.sum(1), incoming.sum(1)]).tolist()
+        self.exchange = AllToAllExchange(SplitSizes(axis, sent, received))
+        self.dispatch(rows, outgoing, incoming)
+
+    def dispatch(self, rows: Tensor, outgoing: Tensor, incoming: Tensor) -> None:
+        """Starts sending rows. outgoing, incoming: row counts by rank and expert, [ranks, experts of a rank]."""
+        self.counts, self.order = incoming.sum(0), by_expert(incoming, sum(self.exchange.splits.received))
+        self.rows = self.exchange.begin(rows)
+
+    def receive(self, incoming: Tensor) -> Sorted:
+        return self.exchange.end(incoming)[self.order], self.counts
+
+    def run_experts(self, experts: nn.Module) -> None:
+        """Runs the local experts on their rows, and starts to send back their outputs."""
+        self.begin_combine(experts(*self.receive(self.rows))[self.order.argsort()])
+
+    def begin_combine(self, rows: Tensor) -> None:
+        """Starts sending back the outputs of experts, in the order in which the rows were received."""
+        self.exchange = AllToAllExchange(self.exchange.splits.reversed)
+        self.rows = self.exchange.begin(rows)
+
+    def combine(self) -> Tensor:
+        """The outputs, in the order of the dispatched rows."""
+        return self.exchange.end(self.rows)
+
+
+def by_expert(counts: Tensor, rows: int) -> Tensor:
+    """Indices that sort received rows, which are ordered by rank, by expert; counts: [ranks, local experts]."""
+    ranks, experts = counts.shape
+    expert = torch.arange(experts, device=counts.device).repeat(ranks)
+    return expert.repeat_interleave(counts.flatten(), output_size=rows).argsort(stable=True)
+
+
+class OverlapWeightGrads(TokenDispatcher):
+    """The experts wait for their rows themselves, so that they can order their gradient GEMMs around the all-to-all."""
+
+    def run_experts(self, experts: nn.Module) -> None:
+        self.begin_combine(experts(self.rows, receive=self.receive)[self.order.argsort()])
+
+
+@dataclass(frozen=True)
+class _LocalRemoteSplit:
+    """Received rows: the range of this rank's own rows, and the indices of the others in expert order."""
+
+    start: int
+    end: int
+    others: Tensor
+    rows: int
+
+
+class LocalTokensFirst(OverlapWeightGrads):
+    """Like OverlapWeightGrads, and computes the rows of local experts before it waits for the others.
+
+    Local rows are part of the all-to-all, so that its sizes stay the same, but their received copies are not read. In backward
+    the gradients of remote rows are sent first and the local ones are computed during the transfer: `_DispatchRemote` needs
+    them before it waits.
+    """
+
+    def dispatch(self, rows: Tensor, outgoing: Tensor, incoming: Tensor) -> None:
+        splits = self.exchange.splits
+        own_rank, own = splits.axis.rank, splits.sent[splits.axis.rank]
+        start, rows_received = sum(splits.received[:own_rank]), sum(splits.received)
+        others = incoming.index_fill(0, torch.tensor([own_rank], device=incoming.device), 0)
+        order = by_expert(others, rows_received - own)
+        self.parts = _LocalRemoteSplit(start, start + own, order + own * (order >= start), rows_received)
+        first = sum(splits.sent[:own_rank])
+        self.rows, local_rows = _DispatchRemote.apply(rows, self.exchange, first, first + own)  # type: ignore[no-untyped-call]
+        self.counts, self.local_rows = others.sum(0), (local_rows, outgoing[own_rank])
+
+    def receive(self, incoming: Tensor) -> Sorted:
+        rows: Tensor = _TakeRemote.apply(self.exchange.end(incoming), self.parts)  # type: ignore[no-untyped-call]
+        return rows, self.counts
+
+    def run_experts(self, experts: nn.Module) -> None:
+        local_out, remote_out = experts(self.rows, receive=self.receive, local_rows=self.local_rows)
+        self.begin_combine(_JoinLocalRemote.apply(local_out, remote_out, self.parts))  # type: ignore[no-untyped-call]
+
+
+class _DispatchRemote(BeginAllToAll):
+    """Starts the all-to-all and returns a copy of the local rows: a view would keep all rows alive until backward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: AllToAllExchange, start: int, end: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        ctx.own = slice(start, end)
+        return BeginAllToAll.forward(ctx, rows, exchange), rows[start:end].clone()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor, local_rows: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        gradient, _none = BeginAllToAll.backward(ctx)
+        gradient[ctx.own] = local_rows
+        return gradient, None, None, None
+
+
+class _TakeRemote(torch.autograd.Function):
+    """Received remote rows, sorted by expert; `_DispatchRemote` takes the gradients of the local ones."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, parts: _LocalRemoteSplit) -> Tensor:
+        ctx.parts = parts
+        return rows[parts.others]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        gradient = grads[0].new_zeros(ctx.parts.rows, grads[0].shape[1])
+        gradient[ctx.parts.others] = grads[0]
+        return gradient, None
+
+
+class _JoinLocalRemote(torch.autograd.Function):
+    """Outputs of experts for local and remote rows, in the order in which rows were received."""
+
+    @staticmethod
+    def forward(ctx: Any, local_out: Tensor, others: Tensor, parts: _LocalRemoteSplit) -> Tensor:
+        ctx.parts = parts
+        rows = others.new_empty(parts.rows, others.shape[1])
+        rows[parts.start : parts.end] = local_out
+        rows[parts.others] = others
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        parts: _LocalRemoteSplit = ctx.parts
+        return grads[0][parts.start : parts.end], grads[0][parts.others], None
+
+
+DISPATCHERS: dict[ExpertOverlap, type[TokenDispatcher]] = {
+    "none": TokenDispatcher,
+    "gradients": OverlapWeightGrads,
+    "rows": LocalTokensFirst,
+}

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ultrascale.model import grouped
-from ultrascale.model.moe import Experts, MixtureOfExperts
+from ultrascale.model.moe import Experts, MixtureOfExperts, grouped_gemms, grouped_weight_grad
 
 Sorted = tuple[Tensor, Tensor]
 """rows sorted by expert, and the number of rows of each expert"""
@@ -105,7 +104,7 @@ class _DeferWeightGrad(torch.autograd.Function):
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, None, None]:
         total: Tensor | None = None
         while ctx.pending:
-            part = grouped.weight_gradient(*ctx.pending.pop())
+            part = grouped_weight_grad(*ctx.pending.pop())
             total = part if total is None else total.add_(part)
         return None if total is None else total.view(ctx.stored), None, None
 
@@ -126,17 +125,17 @@ class _DeferredGroupedGemm(torch.autograd.Function):
         ctx.save_for_backward(x, weight, counts)
         # The leaf itself: checkpointing unpacks a copy whose .grad is lost.
         ctx.leaf, ctx.push_deferred, ctx.pending = leaf, push_deferred, pending
-        return grouped.gemms(x, weight.transpose(1, 2), counts)
+        return grouped_gemms(x, weight.transpose(1, 2), counts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, counts = ctx.saved_tensors
         grad = grads[0].contiguous()  # the kernel rejects expanded tensors
-        dx = grouped.gemms(grad, weight, counts) if ctx.needs_input_grad[0] else None
+        dx = grouped_gemms(grad, weight, counts) if ctx.needs_input_grad[0] else None
         dw = None
         if ctx.push_deferred is None or not ctx.push_deferred(_add_weight_gradient(grad, x, counts, ctx.leaf)):
             if ctx.pending is None:
-                dw = grouped.weight_gradient(grad, x, counts)
+                dw = grouped_weight_grad(grad, x, counts)
             else:
                 ctx.pending.append((grad, x, counts))
         return dx, dw, None, None, None, None
@@ -145,10 +144,14 @@ class _DeferredGroupedGemm(torch.autograd.Function):
 def _add_weight_gradient(grad: Tensor, x: Tensor, counts: Tensor, parameter: Tensor) -> Callable[[], None]:
     @torch.no_grad()
     def run() -> None:
-        gradient = grouped.weight_gradient(grad, x, counts).view(parameter.shape)
-        if parameter.grad is None:
-            parameter.grad = gradient
-        else:
-            parameter.grad += gradient
+        add_gradient(parameter, grouped_weight_grad(grad, x, counts).view(parameter.shape))
 
     return run
+
+
+def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    """Accumulates a gradient that was computed outside autograd."""
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad += gradient

@@ -11,29 +11,23 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ultrascale.parallel.comm import WaitClock
+from ultrascale.parallel.comm import WaitClock, comm_range, profile_range
 from ultrascale.parallel.data import GradientReducer
-from ultrascale.parallel.float8_gather import Float8GatherScales
 from ultrascale.parallel.mesh import Mesh
-from ultrascale.parallel.ranges import comm_range, profile_range
 from ultrascale.parallel.tensor import DeferredWeightGrads
+from ultrascale.parallel.zero import Float8GatherScales
 from ultrascale.schedules import Action, ActionKind, Schedule
 
 Actions = Sequence[Sequence[Action]]
 PASSES = {ActionKind.F: "forward", ActionKind.B: "backward", ActionKind.I: "input gradients", ActionKind.W: "weight gradients"}
 
 
-class StageMessage(NamedTuple):
-    """The result of stage `stage` for a micro-batch: its output in forward, the gradient of its input in backward."""
-
-    kind: ActionKind
-    stage: int
-    microbatch: int
+StageMessage = Action
+"""The result of a stage for a micro-batch: its output (F), or the gradient of its input (B, also of a split backward)."""
 
 
 @dataclass(frozen=True)

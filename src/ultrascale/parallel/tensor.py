@@ -21,12 +21,10 @@ from ultrascale.kernels.float8_gemm import CustomGemmModule, PlainGemms
 from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.transformer import IGNORED, MLP, CrossEntropy, Embedding, MultiLinear, Transformer
 from ultrascale.parallel import comm
-from ultrascale.parallel.autograd_collectives import copy_to, gather_from, reduce_from, scatter_to
-from ultrascale.parallel.comm import Axis
-from ultrascale.parallel.expert_layer import ParallelExperts
-from ultrascale.parallel.mesh import Mesh
+from ultrascale.parallel.comm import Axis, copy_to, gather_from, reduce_from, scatter_to
+from ultrascale.parallel.expert_layer import ParallelExperts, add_gradient
+from ultrascale.parallel.mesh import Mesh, Shard
 from ultrascale.parallel.recompute_cache import cache_across_recompute
-from ultrascale.parallel.shards import Shard
 
 SEQUENCE = 1  # the dimension of [batch, sequence, hidden] that sequence parallelism shards
 
@@ -127,30 +125,9 @@ def _deferred_grads(
     def run() -> None:
         whole = comm.all_gather(x, axis, SEQUENCE)
         for grad, parameter in zip(grads, parameters, strict=True):
-            gradient = gemms.to_weight(grad, whole)
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                parameter.grad += gradient
+            add_gradient(parameter, gemms.to_weight(grad, whole))
 
     return run
-
-
-def row_parallel_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    axis: Axis,
-    sequence: bool,
-    deferred: DeferredWeightGrads,
-    gemms: PlainGemms,
-    result: Result,
-) -> torch.Tensor:
-    """x·wᵀ for an input sharded over the axis, all-reduced over it, or reduce-scattered along the sequence.
-
-    `result`: under activation recomputation the output is saved, recomputed, or unused in backward.
-    """
-    out: torch.Tensor = _RowParallelFunction.apply(x, weight, axis, sequence, deferred, gemms, result)  # type: ignore[no-untyped-call]
-    return out
 
 
 def multi_linear(
@@ -173,20 +150,25 @@ class _TensorParallelModule(nn.Module):
 
     sparse = False  # torch's DDP reads it on every embedding
     weight: torch.Tensor
-    axis: Axis
+
+    def __init__(
+        self, plain: nn.Module, axis: Axis, sequence: bool = False, deferred: DeferredWeightGrads | None = None
+    ) -> None:
+        nn.Module.__init__(self)  # not that of the plain class, which would create parameters
+        for name in ("weight", "bias"):
+            if hasattr(plain, name):
+                setattr(self, name, getattr(plain, name))
+        for name, module in plain.named_children():
+            self.add_module(name, module)
+        self.axis, self.sequence, self.deferred = axis, sequence, deferred or DeferredWeightGrads(used=False)
 
     def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}, part {self.axis.rank + 1} of {self.axis.size}"
+        shapes = ", ".join(str(tuple(weight.shape)) for weight in self.parameters())
+        return f"{shapes}, part {self.axis.rank + 1} of {self.axis.size}"
 
 
-class ColumnParallelLinear(CustomGemmModule, MultiLinear):
+class ColumnParallelLinear(CustomGemmModule, _TensorParallelModule, MultiLinear):
     """Linears with sharded outputs; with sequence parallelism their common input is sharded and gathered once for all."""
-
-    def __init__(self, plain: MultiLinear, axis: Axis, sequence: bool, deferred: DeferredWeightGrads) -> None:
-        nn.Module.__init__(self)  # not MultiLinear's: the plain module's parameters are taken over
-        for name, linear in plain.named_children():
-            self.add_module(name, linear)
-        self.axis, self.sequence, self.deferred = axis, sequence, deferred
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         linears = cast(list[nn.Linear], list(self.children()))
@@ -195,26 +177,21 @@ class ColumnParallelLinear(CustomGemmModule, MultiLinear):
 
 
 class RowParallelLinear(CustomGemmModule, _TensorParallelModule, nn.Linear):
-    """A linear with a sharded input: partial outputs are all-reduced over tp, or reduce-scattered along the sequence."""
+    """A linear with a sharded input: partial outputs are all-reduced over tp, or reduce-scattered along the sequence.
 
-    def __init__(self, plain: nn.Linear, axis: Axis, sequence: bool, deferred: DeferredWeightGrads) -> None:
-        nn.Module.__init__(self)
-        self.weight, self.bias = plain.weight, plain.bias
-        self.axis, self.sequence, self.deferred = axis, sequence, deferred
-        self.result: Result = "saved"
+    `result`: under activation recomputation the output is saved, recomputed, or unused in backward.
+    """
+
+    result: Result = "saved"
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        y = row_parallel_linear(input, self.weight, self.axis, self.sequence, self.deferred, self.gemms, self.result)
+        settings = self.axis, self.sequence, self.deferred, self.gemms, self.result
+        y: torch.Tensor = _RowParallelFunction.apply(input, self.weight, *settings)  # type: ignore[no-untyped-call]
         return y if self.bias is None else y + self.bias
 
 
 class VocabParallelEmbedding(_TensorParallelModule, nn.Embedding):
     """An embedding with rows sharded over tp: each rank looks up the tokens of its rows, others are zero; ranks are summed."""
-
-    def __init__(self, plain: nn.Embedding, axis: Axis, sequence: bool) -> None:
-        nn.Module.__init__(self)
-        self.weight = plain.weight
-        self.axis, self.sequence = axis, sequence
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         rows = self.weight.shape[0]
@@ -227,21 +204,12 @@ class VocabParallelEmbedding(_TensorParallelModule, nn.Embedding):
 class SequenceParallelPositions(_TensorParallelModule, nn.Embedding):
     """Learned position embeddings, looked up only for this rank's slice of the sequence."""
 
-    def __init__(self, plain: nn.Embedding, axis: Axis) -> None:
-        nn.Module.__init__(self)
-        self.weight, self.axis = plain.weight, axis
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return F.embedding(input.chunk(self.axis.size)[self.axis.rank], self.weight)
 
 
 class VocabParallelLinear(CustomGemmModule, _TensorParallelModule, nn.Linear):
     """The head: each rank computes the logits of its rows of the vocabulary."""
-
-    def __init__(self, plain: nn.Linear, axis: Axis, sequence: bool, deferred: DeferredWeightGrads) -> None:
-        nn.Module.__init__(self)
-        self.weight = plain.weight
-        self.axis, self.sequence, self.deferred = axis, sequence, deferred
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         (logits,) = multi_linear(input, [self.weight], [None], self.deferred, self.axis, self.sequence, self.gemms)
@@ -368,7 +336,7 @@ def _replace_modules(model: Transformer, axis: Axis, sequence: bool, deferred: D
             embed.positions = SequenceParallelPositions(embed.positions, axis)
     if model.head is not None and axis.size > 1:
         # The head's weight gradient is never deferred: the gradient of all logits would stay allocated until it runs.
-        model.head.linear = VocabParallelLinear(model.head.linear, axis, sequence, DeferredWeightGrads(used=False))
+        model.head.linear = VocabParallelLinear(model.head.linear, axis, sequence)
         model.head.criterion = VocabParallelCrossEntropy(axis)
 
 

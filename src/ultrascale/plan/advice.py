@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
-from ultrascale.cost import table
 from ultrascale.cost.estimate import estimate
-from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.legality import divisors
-from ultrascale.plan.candidates import LayoutConstraints, cores
+from ultrascale.plan.candidates import LayoutConstraints, rank
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.framework import Framework
@@ -144,8 +140,9 @@ def no_fit(job: Job, wishes: LayoutConstraints, peak_bytes: float, layout: Layou
 
 def _first_that_fits(alternatives: Alternatives) -> Change | None:
     for text, job, wishes in alternatives:
-        layout = fastest(job, wishes)
-        if layout is not None:
+        fastest = rank(job, wishes, "throughput", 1).rows
+        if len(fastest):
+            layout = fastest.layout(0)
             predicted = estimate(job, layout)
             words = f"{text}: {predicted.peak_gib:,.1f} GiB, {predicted.tokens_per_s_per_gpu:,.0f} tokens/s/GPU with {layout}"
             return Change(words, job, layout, predicted)
@@ -195,16 +192,3 @@ def _shorter_sequence(job: Job, wishes: LayoutConstraints) -> Alternatives:
     while seq % 2 == 0 and seq > 512:
         seq //= 2
         yield f"train on sequences of {seq:,} tokens (--seq {seq})", job.changed(seq=seq), wishes
-
-
-def fastest(job: Job, wishes: LayoutConstraints) -> Layout | None:
-    """The fastest layout that fits, in closed form; None when none does."""
-    machine, capacity = ClusterRates(job), job.cluster.gpu.memory_gib * GIB
-    best: tuple[float, Layout] | None = None
-    for group in cores(job, wishes):
-        cells = table.evaluate(job, group.columns, group.variants, machine, capacity)
-        least = float(cells.step_s.min())
-        if np.isfinite(least) and (best is None or least < best[0]):
-            core, variant = np.unravel_index(int(np.argmin(cells.step_s)), cells.step_s.shape)
-            best = (least, cells.layouts(np.asarray([core]), np.asarray([variant])).layout(0))
-    return best[1] if best else None

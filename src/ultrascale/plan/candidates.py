@@ -1,4 +1,4 @@
-"""Every layout worth asking about: all legal combinations, less those that another one beats by construction.
+"""Every layout worth asking about, and their ranking: all legal combinations, less those that another beats by construction.
 
 Left out unless the user fixes them: no sequence parallelism (same bytes, more memory; its all-reduce is faster only where tp
 leaves the fast domain, which loses anyway), the contiguous ring (zig-zag has the same bytes and no imbalance), data parallelism
@@ -15,12 +15,15 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from ultrascale.cost import table
 from ultrascale.cost.columns import CHOICES, NAMES, Array, LayoutColumns, encode
+from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.legality import RULES, divisors, legal_rows, near
 from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout, field_value
+from ultrascale.specs.units import GIB
 
 Objective = Literal["throughput", "cost", "memory"]  # the fastest step, the least GPU time per token, the least memory
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
@@ -125,10 +128,10 @@ def cores(job: Job, wishes: LayoutConstraints) -> Iterator[LayoutCores]:
             by_pp.setdefault(base["pp"], []).append(part)
     for pp in sorted(by_pp):
         variants = _schedules(job, wishes, pp)
-        table = LayoutColumns.from_mapping({name: np.concatenate([part[name] for part in by_pp[pp]]) for name in NAMES})
-        table = table.take(legal_rows(job, table, _CORE_RULES))
-        if variants and len(table):
-            yield LayoutCores(table, tuple(variants))
+        rows = LayoutColumns.from_mapping({name: np.concatenate([part[name] for part in by_pp[pp]]) for name in NAMES})
+        rows = rows.take(legal_rows(job, rows, _CORE_RULES))
+        if variants and len(rows):
+            yield LayoutCores(rows, tuple(variants))
 
 
 def _degrees(job: Job, wishes: LayoutConstraints) -> Iterator[dict[str, int]]:
@@ -262,3 +265,49 @@ def why_empty(job: Job, wishes: LayoutConstraints) -> str:
         f"no legal layout cuts {job.sequences} sequences over {world} GPUs{asked}: try fewer --fix or --forbid, "
         f"or another batch, such as --batch-tokens {world * job.seq}"
     )
+
+
+@dataclass(frozen=True)
+class RankedLayouts:
+    job: Job
+    rows: LayoutColumns
+    """the best, best first"""
+    score: list[float]
+    evaluated: int
+    fitting: int
+
+
+def rank(
+    job: Job, wishes: LayoutConstraints, objective: Objective, keep: int, capacity_bytes: float | None = None
+) -> RankedLayouts:
+    """Every legal layout that fits (into the GPU, unless a capacity is given), by closed forms."""
+    machine = ClusterRates(job)
+    capacity = job.cluster.gpu.memory_gib * GIB if capacity_bytes is None else capacity_bytes
+    scores, rows = np.zeros(0), [LayoutColumns.of([])]
+    evaluated = fitting = 0
+    for group in cores(job, wishes):
+        # Who is slower than as many as are kept is out; the least memory may be at any speed.
+        longest_s = float(np.partition(scores, keep - 1)[keep - 1]) if len(scores) >= keep else np.inf
+        longest_s = 0.0 if objective == "memory" else longest_s
+        cells = table.evaluate(job, group.columns, group.variants, machine, capacity, longest_s)
+        evaluated += int(cells.legal.sum())
+        fitting += int(cells.fits.sum())
+        score = np.where(cells.fits, cells.peak_bytes, np.inf) if objective == "memory" else cells.step_s
+        core, variant = _least(score, keep)
+        rows.append(cells.layouts(core, variant))
+        scores = np.concatenate([scores, score[core, variant]])
+    first = np.argsort(scores, kind="stable")[:keep]
+    found = LayoutColumns.from_mapping({name: np.concatenate([getattr(part, name) for part in rows])[first] for name in NAMES})
+    weight = job.cluster.gpus if objective == "cost" else 1.0
+    return RankedLayouts(job, found, (weight * scores[first]).tolist(), evaluated, fitting)
+
+
+def _least(score: Array, most: int) -> tuple[Array, Array]:
+    """Cores and variants with the least finite scores, in the order of the table; more than `most` where the last are equal."""
+    variant, core = np.nonzero(np.isfinite(score.T))
+    found = score[core, variant]
+    if len(found) > most:
+        among = found <= np.partition(found, most - 1)[most - 1]
+        core, variant = core[among], variant[among]
+    order = np.lexsort((variant, core))
+    return core[order], variant[order]

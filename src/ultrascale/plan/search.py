@@ -9,18 +9,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ultrascale.cost import table
-from ultrascale.cost.columns import NAMES, Array, LayoutColumns
 from ultrascale.cost.estimate import DraftEstimate, StageFill, held, timed, whole
-from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.legality import check
 from ultrascale.plan import advice, reasons
-from ultrascale.plan.candidates import OBJECTIVES, LayoutConstraints, Objective, cores, why_empty
+from ultrascale.plan.candidates import OBJECTIVES, LayoutConstraints, Objective, RankedLayouts, rank, why_empty
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.plan import Plan
-from ultrascale.specs.units import GIB
 
 # Closed forms and simulator differ by some percent (schedules/formulas.py), so more than asked for are simulated, and more
 # than that are kept for those that the exact memory count then puts just over the edge.
@@ -47,16 +43,6 @@ class LayoutPreview(NamedTuple):
 
     layout: Layout
     step_time_s: float
-
-
-@dataclass(frozen=True)
-class _Ranked:
-    job: Job
-    rows: LayoutColumns
-    """the best, best first"""
-    score: list[float]
-    evaluated: int
-    fitting: int
 
 
 def plan(
@@ -87,14 +73,15 @@ def plan(
     ranked = []
     for one in jobs:
         say(f"searching {one.cluster.label}")
-        ranked.append(_rank(one, wishes, objective, max(4 * top, KEPT_AT_LEAST)))
+        ranked.append(rank(one, wishes, objective, max(4 * top, KEPT_AT_LEAST)))
     evaluated, fitting = sum(r.evaluated for r in ranked), sum(r.fitting for r in ranked)
     if not evaluated:
         raise SpecError(why_empty(job, wishes))
     if not fitting:
         say("nothing fits: looking for the cheapest change that does")
-        smallest = [found for found in (_smallest(one, wishes) for one in jobs) if found]
-        no_fit = advice.no_fit(job, wishes, *min(smallest, key=lambda pair: pair[0]))
+        least = [rank(one, wishes, "memory", 1, capacity_bytes=np.inf) for one in jobs]
+        smallest = min((one for one in least if one.score), key=lambda one: one.score[0])
+        no_fit = advice.no_fit(job, wishes, smallest.score[0], smallest.rows.layout(0))
         return Result(job, (), evaluated, 0, time.perf_counter() - started, tuple(notes), no_fit)
     best = sorted(((score, r, row) for r in ranked for row, score in enumerate(r.score)), key=lambda entry: entry[0])
     if preview is not None and objective == "throughput":
@@ -127,7 +114,7 @@ def explained(
     return found
 
 
-def _simulate(best: list[tuple[float, _Ranked, int]], wanted: int) -> list[DraftEstimate]:
+def _simulate(best: list[tuple[float, RankedLayouts, int]], wanted: int) -> list[DraftEstimate]:
     """The first `wanted` that fit by the exact count, all in one simulation; every one of them, if none does."""
     fitting: list[StageFill] = []
     over: list[StageFill] = []
@@ -154,48 +141,3 @@ def _score(predicted: DraftEstimate, objective: Objective) -> tuple[float, ...]:
     if objective == "cost":
         return (predicted.view.job.cluster.gpus / predicted.tokens_per_s, predicted.peak_gib)
     return (predicted.step_time_s, predicted.peak_gib)
-
-
-def _rank(job: Job, wishes: LayoutConstraints, objective: Objective, keep: int) -> _Ranked:
-    machine = ClusterRates(job)
-    capacity = job.cluster.gpu.memory_gib * GIB
-    scores, rows = np.zeros(0), [LayoutColumns.of([])]
-    evaluated = fitting = 0
-    for group in cores(job, wishes):
-        # Who is slower than as many as are kept is out; the least memory may be at any speed.
-        enough = len(scores) >= keep and objective != "memory"
-        longest_s = float(np.partition(scores, keep - 1)[keep - 1]) if enough else np.inf
-        cells = table.evaluate(job, group.columns, group.variants, machine, capacity, longest_s)
-        evaluated += int(cells.legal.sum())
-        fitting += int(cells.fits.sum())
-        score = np.where(cells.fits, cells.peak_bytes, np.inf) if objective == "memory" else cells.step_s
-        core, variant = _least(score, keep)
-        rows.append(cells.layouts(core, variant))
-        scores = np.concatenate([scores, score[core, variant]])
-    first = np.argsort(scores, kind="stable")[:keep]
-    found = LayoutColumns.from_mapping({name: np.concatenate([getattr(part, name) for part in rows])[first] for name in NAMES})
-    weight = job.cluster.gpus if objective == "cost" else 1.0
-    return _Ranked(job, found, (weight * scores[first]).tolist(), evaluated, fitting)
-
-
-def _least(score: Array, most: int) -> tuple[Array, Array]:
-    """Cores and variants with the least finite scores, in the order of the table; more than `most` where the last are equal."""
-    variant, core = np.nonzero(np.isfinite(score.T))
-    found = score[core, variant]
-    if len(found) > most:
-        among = found <= np.partition(found, most - 1)[most - 1]
-        core, variant = core[among], variant[among]
-    order = np.lexsort((variant, core))
-    return core[order], variant[order]
-
-
-def _smallest(job: Job, wishes: LayoutConstraints) -> tuple[float, Layout] | None:
-    """The least peak in bytes, and whose it is: what is said when nothing fits."""
-    machine = ClusterRates(job)
-    best: tuple[float, Layout] | None = None
-    for group in cores(job, wishes):
-        cells = table.evaluate(job, group.columns, group.variants, machine, np.inf, longest_s=0.0)
-        core, variant = _least(np.where(cells.legal, cells.peak_bytes, np.inf), 1)
-        if len(core) and (best is None or cells.peak_bytes[core[0], variant[0]] < best[0]):
-            best = (float(cells.peak_bytes[core[0], variant[0]]), cells.layouts(core[:1], variant[:1]).layout(0))
-    return best

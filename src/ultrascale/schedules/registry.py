@@ -55,6 +55,7 @@ class ScheduleSpec:
     holds_all: bool = False  # no backward begins before the last forward has ended
     ladder: tuple[str, str] | None = None  # its rung in the playbook's ladder of schedules: name, and what it changes
     torch_name: str | None = None  # its class in torch.distributed.pipelining, less the word Schedule
+    engines: tuple[str, ...] = ()  # other engines that have it (export/)
 
     @property
     def split_backward(self) -> bool:
@@ -91,6 +92,7 @@ REGISTRY = {
             holds_all=True,
             ladder=("AFAB", "all forwards, then all backwards"),
             torch_name="GPipe",
+            engines=("nanotron",),
         ),
         ScheduleSpec(  # Narayanan 2019; 2021, section 2.2.1: forwards until the first gradient can be back
             name="1f1b",
@@ -101,6 +103,7 @@ REGISTRY = {
             least_rounds=1,
             ladder=("1F1B", "backwards as early as they can: fewer micro-batches are held"),
             torch_name="1F1B",
+            engines=("megatron", "nanotron"),
         ),
         ScheduleSpec(  # Narayanan 2021, section 2.2.2: a forward and a backward hop for every rank further from the loss
             name="interleaved",
@@ -113,6 +116,7 @@ REGISTRY = {
             in_rounds=True,
             ladder=("interleaved", "two chunks of layers each: half the bubble"),
             torch_name="Interleaved1F1B",
+            engines=("megatron",),
         ),
         ScheduleSpec(  # ZB-H1 of Qi 2023: the gradient comes back without waiting for weight gradients on its way
             name="zero-bubble",
@@ -295,36 +299,21 @@ def makespan(
     ranks: ArrayLike,
     microbatches: ArrayLike,
     virtual_stages: ArrayLike,
-    total_f: ArrayLike,
-    total_i: ArrayLike,
-    total_w: ArrayLike,
-    slowest_f: ArrayLike,
-    slowest_i: ArrayLike,
-    slowest_w: ArrayLike,
+    total: Sequence[ArrayLike],
+    slowest: Sequence[ArrayLike],
     send_s: ArrayLike = 0.0,
 ) -> Floats:
     """Seconds from the first forward to the last backward of a step.
 
-    `total_*` is the time of one micro-batch summed over all stages, `slowest_*` over the stages of the slowest rank.
-    Times of F, I and W are those of one micro-batch; a full backward is I + W.
+    `total` are F, I and W of one micro-batch summed over all stages, `slowest` over the stages of the slowest rank; a full
+    backward is I + W.
     """
-    p, m, v, tf, ti, tw, sf, si, sw, send = (
-        np.asarray(x, dtype=np.float64)
-        for x in (
-            *(ranks, microbatches, virtual_stages),
-            *(total_f, total_i, total_w),
-            *(slowest_f, slowest_i, slowest_w),
-            send_s,
-        )
-    )
-
-    def others(total: Floats, slowest: Floats) -> Floats:
-        return np.where(p > 1, total - slowest, slowest) / (v * np.maximum(p - 1, 1))
-
+    p, m, v, *total_s, send = (np.asarray(x, dtype=np.float64) for x in (ranks, microbatches, virtual_stages, *total, send_s))
+    slowest_s = [np.asarray(x, dtype=np.float64) for x in slowest]
+    others = [
+        np.where(p > 1, all_s - slow_s, slow_s) / (v * np.maximum(p - 1, 1))
+        for all_s, slow_s in zip(total_s, slowest_s, strict=True)
+    ]
     send = np.where(p > 1, send, 0.0)  # one rank sends to nobody
-    x = Shape(
-        *(p, m, v),
-        *(others(tf, sf), others(ti, si), others(tw, sw)),
-        *(sf + si + sw, sw / v, tf + ti + tw, send),
-    )
-    return spec_of(name).makespan(x)
+    slow, whole = (np.asarray(f + i + w) for f, i, w in (slowest_s, total_s))
+    return spec_of(name).makespan(Shape(p, m, v, *others, slow, slowest_s[2] / v, whole, send))

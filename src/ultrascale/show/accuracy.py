@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from ultrascale.measure.accuracy import scores as accuracy
 from ultrascale.measure.accuracy.scores import ErrorSummary, ScoredRun
 from ultrascale.plan.reasons import CAUSE_WORDS
 from ultrascale.show.explain import memory_table, time_table
-from ultrascale.show.lines import NARROW, bullets, heading, table
+from ultrascale.show.lines import NARROW, bullets, heading, picked, table
 from ultrascale.specs.units import count, seconds
 
 GROUPS = {
@@ -38,7 +38,7 @@ def summary(scored: Sequence[ScoredRun], left_out: Sequence[ScoredRun]) -> dict[
 
     def pair(belongs: Any) -> dict[str, Any]:
         here, there = accuracy.errors(filter(belongs, trusted)), accuracy.errors(filter(belongs, trusted_left_out))
-        return {"in_sample": vars(here) if here else None, "leave_one_source_out": vars(there) if there else None}
+        return {"in_sample": here, "leave_one_source_out": there}
 
     return {
         "rows": len(scored),
@@ -74,15 +74,10 @@ def as_json(scored: Sequence[ScoredRun], left_out: Sequence[ScoredRun]) -> dict[
     return {
         "rows": [
             {
-                "id": one.run.id,
-                "predicted_tokens_per_s_per_gpu": one.tokens_per_s_per_gpu,
+                **_row_json(one),
                 "predicted_iter_time_s": one.iter_time_s,
                 "predicted_peak_mem_gib": one.peak_mem_gib,
-                "fits": one.fits,
-                "reason": one.reason,
-                "measured_tokens_per_s_per_gpu": one.measured,
-                "ratio": one.ratio,
-                "assumptions": list(one.run.assumptions),
+                **picked(one, "fits", "ratio"),
             }
             for one in scored
         ],
@@ -98,8 +93,7 @@ def show(console: Console, scored: Sequence[ScoredRun], left_out: Sequence[Score
     for label, key in (("dense", "dense"), ("experts", "experts"), ("small, one node", "small_single_node")):
         here, there = figures[key]["in_sample"], figures[key]["leave_one_source_out"]
         if here:
-            errors = f"{here['mape']:.1%}", f"{here['median']:.1%}", f"{here['bias']:+.1%}"
-            made.add_row(label, str(here["samples"]), *errors, f"{there['mape']:.1%}" if there else "–")
+            made.add_row(label, *_cells(here)[1:], f"{there.mape:.1%}" if there else "–")
     console.print(made)
     _show_rest(console, figures)
     console.print(group_table(accuracy.by(scored, GROUPS[group]), group))
@@ -184,20 +178,22 @@ def show_row(console: Console, one: ScoredRun) -> None:
 
 
 def row_json(one: ScoredRun) -> dict[str, Any]:
+    return {**_row_json(one), "layout": one.run.layout, "estimate": one.estimate}
+
+
+def _row_json(one: ScoredRun) -> dict[str, Any]:
     return {
-        "id": one.run.id,
-        "assumptions": list(one.run.assumptions),
+        **picked(one.run, "id", "assumptions"),
         "reason": one.reason,
         "measured_tokens_per_s_per_gpu": one.measured,
         "predicted_tokens_per_s_per_gpu": one.tokens_per_s_per_gpu,
-        "layout": one.run.layout.model_dump(mode="json") if one.run.layout else None,
-        "estimate": one.estimate.model_dump(mode="json") if one.estimate else None,
     }
 
 
 def markdown(file: Any, scored: Sequence[ScoredRun], left_out: Sequence[ScoredRun]) -> str:
     """The report as a page, with the command, the date and the version that made it."""
-    figures = summary(scored, left_out)
+    figures, outside = summary(scored, left_out), accuracy.by(left_out, GROUPS["source"])
+    columns = ("rows", "samples", "mean", "median", "bias")
     lines = [
         "# Accuracy on measured runs",
         "",
@@ -205,23 +201,28 @@ def markdown(file: Any, scored: Sequence[ScoredRun], left_out: Sequence[ScoredRu
         + (f", commit {commit}." if (commit := _commit()) else "."),
         "How the figures came about, and what they owe to having seen the rows: docs/decisions/0004-fit-little-and-say-so.md.",
         "",
-        "| what | figure |",
-        "|---|---|",
-        *(f"| {name} | {value} |" for name, value in headline(figures)),
+        *_markdown_table(("what", "figure"), headline(figures)),
         "",
-        "| source | rows | samples | mean | median | bias | mean, source left out |",
-        "|---|---|---|---|---|---|---|",
+        *_markdown_table(
+            ("source", *columns, "mean, source left out"),
+            (
+                (name, *_cells(one), f"{outside[name].mape:.1%}" if name in outside else "–")
+                for name, one in accuracy.by(scored, GROUPS["source"]).items()
+            ),
+        ),
+        "",
+        *_markdown_table(("GPU", *columns), ((name, *_cells(one)) for name, one in accuracy.by(scored, GROUPS["gpu"]).items())),
+        "",
+        "Not modelled:",
+        "",
+        *(f"- {one.run.id}: {one.reason}" for one in scored if one.reason is not None),
     ]
-    outside = accuracy.by(left_out, GROUPS["source"])
-    for name, one in accuracy.by(scored, GROUPS["source"]).items():
-        there = f"{outside[name].mape:.1%}" if name in outside else "–"
-        lines.append(f"| {' | '.join((name, *_cells(one), there))} |")
-    lines += ["", "| GPU | rows | samples | mean | median | bias |", "|---|---|---|---|---|---|"]
-    for name, one in accuracy.by(scored, GROUPS["gpu"]).items():
-        lines.append(f"| {' | '.join((name, *_cells(one)))} |")
-    lines += ["", "Not modelled:", ""]
-    lines += [f"- {one.run.id}: {one.reason}" for one in scored if one.reason is not None]
     return "\n".join(lines) + "\n"
+
+
+def _markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    for cells in (head, None, *rows):
+        yield f"| {' | '.join(cells)} |" if cells else f"|{'---|' * len(head)}"
 
 
 def headline(figures: dict[str, Any]) -> list[tuple[str, str]]:
@@ -229,7 +230,7 @@ def headline(figures: dict[str, Any]) -> list[tuple[str, str]]:
 
     def both(key: str) -> str:
         here, there = figures[key]["in_sample"], figures[key]["leave_one_source_out"]
-        return f"{here['mape']:.1%} / {there['mape']:.1%}" if here and there else "–"
+        return f"{here.mape:.1%} / {there.mape:.1%}" if here and there else "–"
 
     memory, ranking, verdicts = figures["memory"], figures["ranking"], figures["verdicts"]
     rows = [

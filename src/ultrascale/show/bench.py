@@ -1,10 +1,9 @@
-"""Output of `ultrascale bench`: hardware, kernels, collectives, ladders, layouts; tables and JSON."""
+"""Output of `ultrascale bench`: hardware, collectives, ladders, layouts; tables and JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,21 +13,16 @@ from rich.table import Table
 from rich.text import Text
 
 from ultrascale.cost.hardware import UNMEASURED_MATMUL, sustained
-from ultrascale.show.lines import bullets, heading, labelled, table, terminal
+from ultrascale.show.lines import bullets, heading, labelled, picked, table, terminal
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.units import seconds
 
 if TYPE_CHECKING:
     from ultrascale.measure.bench_collectives import AlphaBetaFit, CollectivesReport, CollectiveTiming
-    from ultrascale.measure.bench_kernels import KernelResult, KernelsReport
     from ultrascale.measure.bench_ladders import Figures, Ladder, Rung
     from ultrascale.measure.bench_layouts import CandidateSet, SweepProgress, SweepVerdict, TrialRow
 
 # Hardware
-
-
-def hardware_json(cluster: Cluster) -> dict[str, Any]:
-    return {"cluster": cluster.to_mapping()}
 
 
 def show_hardware(console: Console, cluster: Cluster, file: Path | None) -> None:
@@ -52,51 +46,6 @@ def show_hardware(console: Console, cluster: Cluster, file: Path | None) -> None
     console.print(made)
     if file is not None:
         console.print(f"written to {file}: `ultrascale plan --cluster {file} …` plans with it")
-
-
-# Kernels
-
-KERNEL_STYLES = {"keep": "green", "slower": "bold red", "–": ""}
-
-
-def show_kernels(console: Console, report: KernelsReport) -> None:
-    from ultrascale.measure.bench_kernels import WAYS
-
-    columns = (*(f"{way} ms" for way in WAYS), "ours / best other", "ours moves or computes", "largest difference", "")
-    title = f"forward and backward, medians in ms with a cold L2 cache: {report.machine}"
-    made = table(title, "kernel", "shape", *columns, left=("kernel", "shape"))
-    for row in report.rows:
-        made.add_row(
-            row.kernel,
-            f"{row.model}: {row.size}",
-            *(_kernel_time(row, way) for way in WAYS),
-            "–" if row.share is None else f"{row.share:.2f}",
-            _rate(row),
-            ", ".join(f"{way} {value:.1e}" for way, value in list(row.differences.items())[1:]) or "–",
-            Text(row.verdict, style=KERNEL_STYLES[row.verdict]),
-        )
-    console.print(made)
-    for line in report.choices:
-        console.print(f"{line}; a run takes the first")
-    slower = [f"{row.kernel} ({row.model})" for row in report.rows if row.verdict == "slower"]
-    if slower:
-        labelled(console, "slower:", "bold red", f"{', '.join(slower)}: another implementation is faster here than ours")
-
-
-def kernels_json(report: KernelsReport) -> dict[str, Any]:
-    rows = [{**asdict(row), "ours_of_best_other": row.share, "verdict": row.verdict} for row in report.rows]
-    return {"machine": report.machine, "kernels": rows, "choices": list(report.choices)}
-
-
-def _kernel_time(row: KernelResult, way: str) -> str:
-    return f"{row.times_ms[way]:,.3f}" if way in row.times_ms else row.missing.get(way, "–")
-
-
-def _rate(row: KernelResult) -> str:
-    share = "" if row.of_peak is None else f" ({100 * row.of_peak:.0f} % of the GPU's)"
-    if row.gb_s is not None:
-        return f"{row.gb_s:,.0f} GB/s{share}"
-    return "–" if row.tflops is None else f"{row.tflops:,.0f} TFLOP/s{share}"
 
 
 # Collectives
@@ -140,9 +89,8 @@ def _size(value: int) -> str:
 
 
 def collectives_json(report: CollectivesReport) -> dict[str, Any]:
-    points = [{**asdict(point), "algorithm_gb_s": point.algorithm_gb_s, "bus_gb_s": point.bus_gb_s} for point in report.points]
-    fits, missing = [asdict(fit) for fit in report.fits], [asdict(one) for one in report.missing]
-    return {"where": report.where, "points": points, "fits": fits, "missing": missing}
+    points = [{**vars(point), **picked(point, "algorithm_gb_s", "bus_gb_s")} for point in report.points]
+    return {"where": report.where, "points": points, "fits": report.fits, "missing": report.missing}
 
 
 # Ladders
@@ -159,10 +107,6 @@ def show_ladder(console: Console, ladder: Ladder) -> None:
         else:
             made.add_row(rung.name, rung.what, *_ladder_cells(rung.measured, rung.predicted), f"{rung.loss:.4f}", gain)
     console.print(made)
-
-
-def ladders_json(ladders: Sequence[Ladder]) -> dict[str, Any]:
-    return {"ladders": [asdict(ladder) for ladder in ladders]}
 
 
 def gains(rungs: Sequence[Rung]) -> list[str]:
@@ -328,21 +272,16 @@ def layouts_json(
         "storage": storage,
         "study": study,
         "trials": [_trial_json(row) for row in rows],
-        "left_out": list(asked.left_out),
-        "winner": None if found is None else found.winner.candidate.name,
+        "left_out": asked.left_out,
+        "winner": found and found.winner.candidate.name,
         "first": rows[0].candidate.name,
-        "regret": None if found is None else found.regret,
+        "regret": found and found.regret,
     }
 
 
 def _trial_json(row: TrialRow) -> dict[str, Any]:
     from ultrascale.measure.bench_trial import tensors_gib
 
-    e, record = row.candidate.predicted, row.record
-    figures = e and {"tokens_per_s": e.tokens_per_s, "step_time_s": e.step_time_s, "tensors_gib": tensors_gib(e)}
-    return {
-        "name": row.candidate.name,
-        "layout": row.candidate.layout.model_dump(mode="json"),
-        "predicted": figures,
-        "trial": None if record is None else vars(record),
-    }
+    e = row.candidate.predicted
+    figures = e and {**picked(e, "tokens_per_s", "step_time_s"), "tensors_gib": tensors_gib(e)}
+    return {**picked(row.candidate, "name", "layout"), "predicted": figures, "trial": row.record}

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from ultrascale.measure.calibrate import CalibratedRun, Calibration, CalibrationErrors, ConstantVerdict
+from ultrascale.measure.calibrate import CalibratedRun, Calibration, ConstantVerdict
 from ultrascale.show.lines import bullets, heading, table
 from ultrascale.specs.units import seconds
 
+WHAT = {"step_time": "step_s", "memory": "held_gib"}
 TIMES = ("before", "after", "left_out")
 UNSTEADY = 0.05  # share of a step: a run whose steps differ by more is marked
 
@@ -74,14 +74,10 @@ def summary(found: Calibration) -> list[str]:
 
 
 def calibrate_json(found: Calibration) -> dict[str, Any]:
-    def errors(of: str) -> dict[str, Any]:
-        each: dict[str, CalibrationErrors | None] = {when: found.errors(when, of) for when in TIMES}
-        return {when: None if one is None else asdict(one) for when, one in each.items()}
-
     return {
         "improved": found.improved,
         "cluster": found.cluster.to_mapping(),
-        "constants": [{**asdict(verdict), "fitted": verdict.known is not None} for verdict in found.verdicts],
-        "runs": [asdict(run) for run in found.runs],
-        "errors": {"step_time": errors("step_s"), "memory": errors("held_gib")},
+        "constants": [{**vars(verdict), "fitted": verdict.known is not None} for verdict in found.verdicts],
+        "runs": found.runs,
+        "errors": {name: {when: found.errors(when, of) for when in TIMES} for name, of in WHAT.items()},
     }

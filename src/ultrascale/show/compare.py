@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from ultrascale.measure.compare import ComparedTerm, Comparison, terms
-from ultrascale.show.lines import bullets, labelled, notes, table
+from ultrascale.show.lines import bullets, labelled, notes, picked, table
 from ultrascale.specs.units import GIB, seconds
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ def compare_json(found: Comparison) -> dict[str, Any]:
     return {
         "sides": [{"name": side.name, "is": side.word} for side in (found.first, found.second)],
         "terms": [{**vars(term), "difference": term.difference} for term in found.terms],
-        "largest": list(found.sentences),
-        "apart": list(found.apart),
+        "largest": found.sentences,
+        "apart": found.apart,
     }
 
 
@@ -89,12 +89,10 @@ def show_measured(console: Console, run: Run) -> None:
 
 
 def run_json(run: Run) -> dict[str, Any]:
+    outcome = run.outcome
     return {
-        "folder": None if run.folder is None else str(run.folder),
-        "layout": run.request.layout.model_dump(mode="json"),
-        "predicted": None if run.predicted is None else run.predicted.model_dump(mode="json"),
-        "step": run.outcome.step,
-        "stopped": run.outcome.stopped,
-        "checkpoint": None if run.outcome.kept is None else str(run.outcome.kept),
-        "measured": None if run.outcome.measured is None else run.outcome.measured.model_dump(mode="json"),
+        **picked(run, "folder", "predicted"),
+        "layout": run.request.layout,
+        **picked(outcome, "step", "stopped", "measured"),
+        "checkpoint": outcome.kept,
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -33,10 +32,6 @@ def verdict(findings: Sequence[Finding], plan: str | None = None) -> str:
     if bad:
         return f"{what} would not run here: {', '.join(bad)}"
     return f"nothing stops {what} here" + (f" ({count_of(warned, 'warning')})" if warned else "")
-
-
-def findings_json(findings: Sequence[Finding], plan: str | None = None) -> dict[str, Any]:
-    return {"plan": plan, "stopped": stopped(findings), "findings": [vars(finding) for finding in findings]}
 
 
 def stopped(findings: Sequence[Finding]) -> bool:

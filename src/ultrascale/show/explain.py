@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich.console import Console
 from rich.table import Table
 
@@ -208,25 +206,3 @@ def show_largest(console: Console, plan: Plan, answer: Largest) -> None:
     console.print(f"Plan: {answer.today}")
     heading(console, f"Largest that fits: {answer.largest} ({answer.estimate.peak_gib:,.1f} GiB)")
     console.print(f"Limit: {answer.stopped_by}")
-
-
-def cheatsheet_json(plan: Plan) -> dict[str, Any]:
-    return {
-        "strategies": [
-            {**{k: v for k, v in vars(row).items() if k != "overlap"}, "overlap": vars(row.overlap)}
-            for row in cheatsheet.strategies(plan)
-        ],
-        "formulas": [vars(formula) for formula in cheatsheet.formulas(plan)],
-    }
-
-
-def what_if_json(answers: list[WhatIf]) -> list[dict[str, Any]]:
-    return [
-        {
-            "change": answer.change,
-            "layout": answer.layout.model_dump(mode="json") if answer.layout else None,
-            "estimate": answer.estimate.model_dump(mode="json") if answer.estimate else None,
-            "problem": answer.problem,
-        }
-        for answer in answers
-    ]

@@ -24,10 +24,6 @@ def show_written(console: Console, written: list[Path], said: list[str], follows
     console.print(f"Next: {follows}", soft_wrap=True)
 
 
-def written_json(written: list[Path], said: list[str], follows: str) -> dict[str, Any]:
-    return {"written": [str(file) for file in written], "header": said, "next": follows}
-
-
 def show_imported(console: Console, found: Imported) -> None:
     console.print(f"A file for {found.engine.title}.")
     notes(console, found.notes)
@@ -46,9 +42,7 @@ def imported_json(found: Imported) -> dict[str, Any]:
     there = found.native
     return {
         "engine": found.engine.name,
-        "notes": list(found.notes),
+        "notes": found.notes,
         "plan": found.plan.to_mapping(),
-        "there": None
-        if there is None
-        else {"framework": found.engine.framework, "estimate": there.estimate.model_dump(mode="json")},
+        "there": there and {"framework": found.engine.framework, "estimate": there.estimate},
     }

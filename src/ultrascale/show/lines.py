@@ -98,6 +98,11 @@ def compact(made: Table) -> Table:
     return made
 
 
+def picked(value: object, *names: str) -> dict[str, Any]:
+    """Some attributes of an object, for JSON."""
+    return {name: getattr(value, name) for name in names}
+
+
 def count_of(number: int, noun: str) -> str:
     """`1 node`, `8 nodes`, `1,024 sequences`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ultrascale.plan import Result
-from ultrascale.show.lines import NARROW, bullets, compact, count_of, heading, labelled, notes, table
+from ultrascale.show.lines import NARROW, bullets, compact, count_of, heading, labelled, notes, picked, table
 from ultrascale.specs.job import Job
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import count, seconds
@@ -112,33 +112,13 @@ def as_json(result: Result) -> dict[str, Any]:
     """The output of `plan --json`."""
     no_fit = result.no_fit
     return {
-        "evaluated": result.evaluated,
-        "fitting": result.fitting,
-        "seconds": result.seconds,
-        "notes": list(result.notes),
+        **picked(result, "evaluated", "fitting", "seconds", "notes"),
         "plans": [
-            {
-                "gpus": plan.job.cluster.gpus,
-                "layout": plan.layout.model_dump(mode="json"),
-                "estimate": plan.estimate.model_dump(mode="json"),
-                "reasons": list(plan.reasons),
-                "rejected": [one.model_dump(mode="json") for one in plan.rejected],
-            }
-            for plan in result.plans
+            {"gpus": one.job.cluster.gpus, **picked(one, "layout", "estimate", "reasons", "rejected")} for one in result.plans
         ],
-        "no_fit": None
-        if no_fit is None
-        else {
-            "layout": no_fit.layout.model_dump(mode="json"),
-            "peak_gib": no_fit.peak_gib,
-            "capacity_gib": no_fit.capacity_gib,
-            "changes": [
-                {
-                    "text": change.text,
-                    "layout": change.layout.model_dump(mode="json"),
-                    "peak_gib": change.estimate.peak_gib,
-                }
-                for change in no_fit.changes
-            ],
+        "no_fit": no_fit
+        and {
+            **picked(no_fit, "layout", "peak_gib", "capacity_gib"),
+            "changes": [{**picked(one, "text", "layout"), "peak_gib": one.estimate.peak_gib} for one in no_fit.changes],
         },
     }

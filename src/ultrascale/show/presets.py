@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ultrascale.show.lines import NARROW, table
+from ultrascale.show.lines import NARROW, picked, table
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.gpu import GPU
 from ultrascale.specs.model import Model
@@ -100,18 +100,14 @@ def show_one(console: Console, name: str) -> None:
 
 def presets_json(name: str | None) -> dict[str, Any]:
     def with_count(model: Model) -> dict[str, Any]:
-        return {
-            **model.model_dump(mode="json"),
-            "parameters": model.parameters,
-            "active_parameters": model.active_parameters,
-        }
+        return {**model.model_dump(mode="json"), **picked(model, "parameters", "active_parameters")}
 
     if name is not None:
         found = _find(name)
         if isinstance(found, GPU):
-            return {"gpus": {name: found.model_dump(mode="json")}, "models": {}}
+            return {"gpus": {name: found}, "models": {}}
         return {"gpus": {}, "models": {name: with_count(found)}}
     return {
         "models": {key: with_count(model) for key, model in Model.presets().items()},
-        "gpus": {key: gpu.model_dump(mode="json") for key, gpu in GPU.presets().items()},
+        "gpus": GPU.presets(),
     }

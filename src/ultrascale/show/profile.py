@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -12,7 +11,7 @@ from rich.table import Table
 from ultrascale.measure.trace_analysis import Analysis
 from ultrascale.measure.trace_times import RankTime
 from ultrascale.show.compare import show_terms
-from ultrascale.show.lines import bullets, count_of, heading, notes, table
+from ultrascale.show.lines import bullets, count_of, heading, notes, picked, table
 from ultrascale.specs.units import seconds
 
 MOST_RANKS = 16  # in the table; all are in the JSON
@@ -60,15 +59,10 @@ def _techniques(ranks: Sequence[RankTime]) -> Table:
 
 
 def as_json(found: Analysis) -> dict[str, Any]:
-    ranks = [{**asdict(one), "actions": _actions(one)} for one in found.ranks]
     return {
-        "ranks": ranks,
-        "bubble": None if found.bubble is None else asdict(found.bubble),
+        "ranks": [
+            {**vars(one), "actions": [[action._asdict() for action in step] for step in one.actions]} for one in found.ranks
+        ],
         "terms": [{**vars(term), "difference": term.difference} for term in found.terms],
-        "findings": list(found.findings),
-        "notes": list(found.notes),
+        **picked(found, "bubble", "findings", "notes"),
     }
-
-
-def _actions(one: RankTime) -> list[list[dict[str, Any]]]:
-    return [[action._asdict() for action in step] for step in one.actions]

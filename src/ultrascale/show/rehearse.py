@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from ultrascale.show.lines import count_of, heading, labelled, notes, table
+from ultrascale.show.lines import count_of, heading, labelled, notes, picked, table
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.units import GIB, seconds
 
@@ -111,18 +110,16 @@ def _bytes(value: float) -> str:
 def as_json(report: RehearsalReport) -> dict[str, Any]:
     def terms(one: Rehearsal) -> list[dict[str, Any]]:
         return [
-            {**asdict(term), "difference": term.difference if isfinite(term.difference) else None}
+            {**vars(term), "difference": term.difference if isfinite(term.difference) else None}
             for term in report.compared(one)
         ]
 
     room = report.room
     return {
         "device": report.device,
-        "layout": report.layout.model_dump(mode="json"),
-        "ranks": [
-            {**asdict(one), "memory": one.memory.model_dump(mode="json"), "compared": terms(one)} for one in report.found
-        ],
-        "predicted": report.predicted.model_dump(mode="json"),
-        "room": {**asdict(room), "needs_gib": room.needs_gib, "fits": room.fits},
-        "notes": list(report.notes),
+        "layout": report.layout,
+        "ranks": [{**vars(one), "compared": terms(one)} for one in report.found],
+        "predicted": report.predicted,
+        "room": {**vars(room), **picked(room, "needs_gib", "fits")},
+        "notes": report.notes,
     }

@@ -8,6 +8,8 @@ import os
 import stat
 import tempfile
 from collections.abc import Mapping
+from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -21,6 +23,13 @@ MAX_BYTES = 2 * 2**20  # a plan is some tens of KiB; a checkpoint named by mista
 MAX_TOKENIZER_BYTES = 2**28  # of a tokenizer.json; those of large vocabularies have some 2**25
 MAX_BASE_60 = 100  # characters of a number such as `1:30:00`: its time grows with the square of them
 MAX_MERGED = 10_000  # fields that `<<` may bring together: nested merges multiply, and a short file could fill the memory
+
+
+@cache
+def package_data(package: str, name: str) -> Any:
+    """The content of a YAML or JSON file that is installed with the package; nobody may change it."""
+    text = resources.files(package).joinpath(name).read_text(encoding="utf-8")
+    return json.loads(text) if name.endswith(".json") else yaml.safe_load(text)
 
 
 class FileTooLargeError(OSError):

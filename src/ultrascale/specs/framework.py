@@ -7,13 +7,12 @@ thing one can look up in the engine's code; `ultrascale` is ours.
 from __future__ import annotations
 
 from functools import cache
-from importlib import resources
-from typing import Any, Literal
+from typing import Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from ultrascale.specs.errors import SpecError, nearest
+from ultrascale.specs.files import package_data
 from ultrascale.specs.validate import build
 
 
@@ -132,6 +131,5 @@ class Framework(BaseModel):
 
 @cache
 def _presets() -> dict[str, Framework]:
-    text = resources.files("ultrascale.specs").joinpath("presets/frameworks.yaml").read_text(encoding="utf-8")
-    data: dict[str, Any] = yaml.safe_load(text)
+    data = package_data("ultrascale.specs", "presets/frameworks.yaml")
     return {name: build(Framework, {"name": name, **(fields or {})}, f"framework {name}") for name, fields in data.items()}

@@ -7,13 +7,12 @@ the business of `Efficiency` and of the measured kernel surfaces.
 from __future__ import annotations
 
 from functools import cache
-from importlib.resources import files
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import Field
 
 from ultrascale.specs.errors import SpecError, nearest
+from ultrascale.specs.files import package_data
 from ultrascale.specs.validate import FrozenSpec, build
 
 # Strict, as in Model: "3.35e3" between quotes or `true` is a mistake in the file. A whole number is a fine float.
@@ -77,11 +76,8 @@ class GPU(FrozenSpec):
         return sorted(_index())
 
 
-@cache
-def _data() -> dict[str, dict[str, Any]]:
-    text = (files("ultrascale.specs") / "presets" / "gpus.yaml").read_text(encoding="utf-8")
-    data: dict[str, dict[str, Any]] = yaml.safe_load(text)
-    return data
+def _data() -> Any:
+    return package_data("ultrascale.specs", "presets/gpus.yaml")
 
 
 @cache

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from ultrascale.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from ultrascale.specs.validate import FrozenSpec, build
 from ultrascale.specs.words import field_from_text
 
-Schedule = Literal["afab", "1f1b", "interleaved", "zero-bubble", "zb-v", "dualpipe-v", "v-half", "v-min"]
 DataParallel = Literal["naive", "hooks", "bucketed", "ddp"]
 ContextParallel = Literal["allgather", "ring", "zigzag", "ulysses"]
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "optimizer", "parameters"]
+
+
+if TYPE_CHECKING:
+    ScheduleName = str
+else:
+    ScheduleName = Literal[SCHEDULES]
 
 
 class Layout(FrozenSpec):
@@ -39,7 +45,7 @@ class Layout(FrozenSpec):
     sequence_parallel: bool = Field(True, strict=True, description="norms and residuals cut over tp along the sequence")
     data_parallel: DataParallel = Field("bucketed", description="how gradients meet: when, and in which pieces")
     context_parallel: ContextParallel = Field("zigzag", description="how keys and values travel between cp ranks")
-    schedule: Schedule = Field("1f1b", description="order of forwards and backwards in the pipeline")
+    schedule: ScheduleName = Field(DEFAULT_SCHEDULE, description="order of forwards and backwards in the pipeline")
     virtual_stages: int = Field(1, ge=1, le=1024, strict=True, description="model chunks per pipeline rank")
     mbs: int = Field(1, ge=1, le=2**20, strict=True, description="micro-batch: sequences in one forward pass")
     gas: int = Field(1, ge=1, le=2**30, strict=True, description="micro-batches accumulated (or pipelined) in one step")

@@ -1,8 +1,4 @@
-"""Model: the shape of a transformer and the exact number of parameters in each of its parts.
-
-Counts follow the module trees of `transformers`, so that a total equals the elements of the published checkpoint, tied
-matrices once. They are written here once; the cost model, the planner and the report read them from here.
-"""
+"""Model: the shape of a transformer, its presets, and what can be read as one: a YAML file or a Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -13,11 +9,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import Field, model_validator
 
+from ultrascale.specs import weights
 from ultrascale.specs.errors import SpecError, nearest
-from ultrascale.specs.files import read_mapping
+from ultrascale.specs.files import package_data, read_mapping
 from ultrascale.specs.hf import fields_from_hf
 from ultrascale.specs.validate import FrozenSpec, build, shown
 
@@ -279,87 +275,18 @@ class Model(FrozenSpec):
         return self.moe is not None and index >= self.moe.dense_layers
 
     @property
-    def embedding_parameters(self) -> int:
-        """Token embeddings and, where positions are learned, theirs."""
-        learned = (self.max_positions or 0) if self.positions == "learned" else 0
-        return (self.vocab + learned) * self.hidden
-
-    @property
-    def head_parameters(self) -> int:
-        """The output projection; 0 when it shares the embedding's matrix."""
-        return 0 if self.tied_embeddings else self.vocab * self.hidden
-
-    @property
-    def final_norm_parameters(self) -> int:
-        return self.hidden * (2 if self.norm == "layernorm" else 1)  # LayerNorm has a weight and a bias.
-
-    @property
-    def norm_parameters(self) -> int:
-        """The two norms of one layer."""
-        return 2 * self.final_norm_parameters
-
-    @property
-    def attention_parameters(self) -> int:
-        """One layer's attention: matrices, biases, q/k norms and MLA's norms."""
-        output = self.heads * self.v_head_dim * self.hidden + (self.hidden if self.attention_output_bias else 0)
-        if self.mla:
-            return self._mla_input_parameters(self.mla) + output
-        qkv = (self.hidden + (1 if self.qkv_bias else 0)) * (self.q_dim + 2 * self.kv_dim)
-        return qkv + output + (2 * self.head_dim if self.qk_norm else 0)
-
-    def _mla_input_parameters(self, mla: MLA) -> int:
-        queries = self.hidden * self.q_dim
-        if mla.q_lora_rank:
-            queries = self.hidden * mla.q_lora_rank + mla.q_lora_rank + mla.q_lora_rank * self.q_dim
-        # One down-projection gives the latent (which is normed) and the rotary key that all heads share.
-        down = self.hidden * (mla.kv_lora_rank + mla.qk_rope_head_dim) + mla.kv_lora_rank
-        up = mla.kv_lora_rank * self.heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-        return queries + down + up
-
-    def _mlp_parameters(self, width: int) -> int:
-        inner = 2 if self.gated else 1
-        bias = inner * width + self.hidden if self.mlp_bias and width else 0
-        return (inner + 1) * self.hidden * width + bias
-
-    @property
-    def dense_mlp_parameters(self) -> int:
-        """One dense layer's MLP."""
-        return self._mlp_parameters(self.ffn)
-
-    @property
     def expert_parameters(self) -> int:
         """One routed expert."""
-        return self._mlp_parameters(self.moe.expert_ffn) if self.moe else 0
-
-    @property
-    def router_parameters(self) -> int:
-        """One MoE layer's router."""
-        return self.moe.experts * (self.hidden + (1 if self.moe.router_bias else 0)) if self.moe else 0
-
-    @property
-    def shared_expert_parameters(self) -> int:
-        """One MoE layer's shared experts together, with their gate."""
-        if not self.moe:
-            return 0
-        return self._mlp_parameters(self.moe.shared_expert_ffn) + (self.hidden if self.moe.shared_gate else 0)
-
-    @property
-    def moe_parameters(self) -> int:
-        """One MoE layer's MLP: router, every routed expert, shared experts."""
-        experts = self.moe.experts * self.expert_parameters if self.moe else 0
-        return self.router_parameters + experts + self.shared_expert_parameters
-
-    def layer_parameters(self, index: int) -> int:
-        """All of one transformer layer."""
-        mlp = self.moe_parameters if self.is_moe_layer(index) else self.dense_mlp_parameters
-        return self.attention_parameters + self.norm_parameters + mlp
+        return weights.elements(weights.mlp(self, self.moe.expert_ffn)) if self.moe else 0
 
     @property
     def parameters(self) -> int:
         """All parameters, tied embeddings once."""
-        ends = self.embedding_parameters + self.head_parameters + self.final_norm_parameters
-        mlps = self.dense_layers * self.dense_mlp_parameters + self.moe_layers * self.moe_parameters
-        return ends + mlps + self.layers * (self.attention_parameters + self.norm_parameters)
+        ends = [*weights.embedding(self), weights.norm(self), *([] if self.tied_embeddings else [weights.vocabulary(self)])]
+        dense, moe = (weights.elements(weights.layer_weights(self, moe)) for moe in (False, True))
+        experts = self.moe.experts * self.expert_parameters if self.moe else 0
+        moe += experts + weights.router_bias(self)
+        return weights.elements(ends) + self.dense_layers * dense + self.moe_layers * moe
 
     @property
     def active_parameters(self) -> int:
@@ -440,7 +367,7 @@ def _presets() -> dict[str, Model]:
     found: dict[str, Model] = {}
     for file in sorted(folder.iterdir(), key=lambda entry: entry.name):
         if file.name.endswith(".yaml") and file.name != "aliases.yaml":
-            for name, fields in yaml.safe_load(file.read_text(encoding="utf-8")).items():
+            for name, fields in package_data("ultrascale.specs", f"presets/models/{file.name}").items():
                 found[name] = build(Model, {"name": name, **fields}, f"preset {name}")
     return found
 
@@ -448,5 +375,5 @@ def _presets() -> dict[str, Model]:
 @cache
 def _preset_index() -> dict[str, str]:
     """Every accepted lower-case name -> the preset's own name."""
-    aliases = (files("ultrascale.specs") / "presets" / "models" / "aliases.yaml").read_text(encoding="utf-8")
-    return {**{name: name for name in _presets()}, **yaml.safe_load(aliases)}
+    aliases = package_data("ultrascale.specs", "presets/models/aliases.yaml")
+    return {**{name: name for name in _presets()}, **aliases}

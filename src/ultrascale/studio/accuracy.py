@@ -30,8 +30,7 @@ class Accuracy:
             return
         self.state.text = f"predicting the runs of {self.file.name} …"
         with self.frame.show_errors():
-            found = await run.io_bound(_scored, self.file)
-            self.scored = found or []
+            self.scored = await run.io_bound(lambda file: score(read(file)[0]), self.file) or []
             if not self.frame.closed:
                 self.draw()
 
@@ -60,8 +59,3 @@ class Accuracy:
                 for one in worst
             ]
             table(("worst runs", "source", "GPU", "measured tokens/s/GPU", "predicted", "difference"), lines, "worst")
-
-
-def _scored(file: Path) -> list[ScoredRun]:
-    runs, _ = read(file)
-    return score(runs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast, get_args
@@ -40,6 +40,14 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 SHOWN = 10  # layouts in the table
+COLUMNS = {"layout": "layout", "step": "step", "rate": "tokens/s/GPU", "mfu": "MFU", "peak": "peak GiB"}
+FIGURES: dict[str, Callable[[Plan], go.Figure | None]] = {
+    "memory-by-stage": plan_figures.memory_by_stage,
+    "time-by-cause": plan_figures.time_by_cause,
+    "memory-over-step": plan_figures.memory_over_step,
+    "schedule": lambda plan: plan_figures.schedule(plan) if plan.layout.pp > 1 else None,
+    "sensitivity": lambda plan: search_figures.sensitivity(plan) if plan.rejected else None,
+}
 REST_S = 0.05  # wait until a moving control rests
 SOON_S = 0.3  # show the closed-form ranking only if simulation takes longer
 SENT_S = 0.03  # time to send the numbers to the browser
@@ -60,6 +68,9 @@ class Planner:
                 self.controls()
             with ui.column().classes("grow min-w-0 gap-3"):
                 self.answers()
+
+    async def load(self) -> None:
+        await self.answer()
 
     # The job.
 
@@ -133,9 +144,7 @@ class Planner:
         self.layouts = ui.table(
             columns=[
                 {"name": name, "label": label, "field": name, "align": "left" if name == "layout" else "right"}
-                for name, label in (
-                    *(("layout", "layout"), ("step", "step"), ("rate", "tokens/s/GPU"), ("mfu", "MFU"), ("peak", "peak GiB")),
-                )
+                for name, label in COLUMNS.items()
             ],
             rows=[],
             row_key="number",
@@ -155,9 +164,7 @@ class Planner:
             self.reasons = ui.column().classes("gap-1")
         with ui.expansion("Cut it by hand, and watch memory and time", value=True).classes("w-full"):
             self.by_hand = LayoutEditor(self.frame, self.cut)
-        self.by_stage, self.by_cause = Chart(self.frame, "memory-by-stage"), Chart(self.frame, "time-by-cause")
-        self.over_step, self.schedule = Chart(self.frame, "memory-over-step"), Chart(self.frame, "schedule")
-        self.sensitivity = Chart(self.frame, "sensitivity")
+        self.charts = {name: Chart(self.frame, name) for name in FIGURES}
         with ui.expansion("The cheat-sheet, with this plan's numbers", value=True).classes("w-full"):
             self.cheatsheet = ui.column().classes("w-full")
 
@@ -219,14 +226,14 @@ class Planner:
         self.summary.text = "ranked by closed forms; the best are being simulated"
         self.layouts.selected = []
         self.layouts.rows = [
-            {
-                "number": -number,
-                "layout": str(one.layout),
-                "step": f"≈ {seconds(one.step_time_s)}",
-                "rate": f"≈ {one.layout.batch_tokens(job.seq) / one.step_time_s / one.layout.gpus:,.0f}",
-                "mfu": "…",
-                "peak": "…",
-            }
+            _row(
+                -number,
+                one.layout,
+                f"≈ {seconds(one.step_time_s)}",
+                f"≈ {one.layout.batch_tokens(job.seq) / one.step_time_s / one.layout.gpus:,.0f}",
+                "…",
+                "…",
+            )
             for number, one in enumerate(ranked, 1)
         ]
 
@@ -234,17 +241,11 @@ class Planner:
         self.summary.text = " · ".join(
             [f"{found.evaluated:,} legal layouts in {found.seconds:.2f} s, {found.fitting:,} fit", *found.notes]
         )
-        rows = [
-            {
-                "number": number,
-                "layout": str(one.layout),
-                "step": seconds(one.estimate.step_time_s),
-                "rate": f"{one.estimate.tokens_per_s_per_gpu:,.0f}",
-                "mfu": f"{one.estimate.mfu:.1%}",
-                "peak": f"{one.estimate.peak_gib:,.1f}",
-            }
-            for number, one in enumerate(found.plans)
-        ]
+        rows = []
+        for number, one in enumerate(found.plans):
+            e = one.estimate
+            cells = seconds(e.step_time_s), f"{e.tokens_per_s_per_gpu:,.0f}", f"{e.mfu:.1%}", f"{e.peak_gib:,.1f}"
+            rows.append(_row(number, one.layout, *cells))
         self.layouts.rows = rows
         self.layouts.selected = rows[:1]
         if not found.plans:
@@ -298,7 +299,9 @@ class Planner:
                     ui.label(value).classes("text-lg font-bold").mark(f"tile {name.split(' of ')[0]}")
                     ui.label(name).classes("text-xs")
         self.verdict.text = f"{plan.layout}: {verdict(plan)}"
-        first = self.by_stage.element is None  # Plotly's script comes with the first figures, and with it all that moves
+        first = (
+            self.charts["memory-by-stage"].element is None
+        )  # Plotly's script comes with the first figures, and with it all that moves
         if reasons_follow and not first:
             return
         self.reasons.clear()
@@ -320,10 +323,9 @@ class Planner:
             if figures is not None and plan is self.plan and not self.frame.closed:
                 self.draw(plan, figures)
 
-    def draw(self, plan: Plan, figures: tuple[go.Figure | None, ...]) -> None:
-        charts = (self.by_stage, self.over_step, self.by_cause, self.schedule, self.sensitivity)
-        for chart, figure in zip(charts, figures, strict=True):
-            chart.show(figure)
+    def draw(self, plan: Plan, figures: dict[str, go.Figure | None]) -> None:
+        for name, figure in figures.items():
+            self.charts[name].show(figure)
         self.cheatsheet.clear()
         with self.cheatsheet:
             formulas = [(one.name, one.form, one.value) for one in cheatsheet.formulas(plan)]
@@ -352,14 +354,12 @@ class Planner:
             ui.download.content(page or "", "report.html")
 
 
-def _figures(plan: Plan) -> tuple[go.Figure | None, ...]:
-    return (
-        plan_figures.memory_by_stage(plan),
-        plan_figures.memory_over_step(plan),
-        plan_figures.time_by_cause(plan),
-        plan_figures.schedule(plan) if plan.layout.pp > 1 else None,
-        search_figures.sensitivity(plan) if plan.rejected else None,
-    )
+def _figures(plan: Plan) -> dict[str, go.Figure | None]:
+    return {name: draw(plan) for name, draw in FIGURES.items()}
+
+
+def _row(number: int, layout: Layout, *cells: str) -> dict[str, Any]:
+    return {"number": number, **dict(zip(COLUMNS, (str(layout), *cells), strict=True))}
 
 
 def _zipped(files: Sequence[File]) -> bytes:

@@ -87,12 +87,8 @@ class Runs:
         found = self.compared(chosen)
         self.beside.show(plan_figures.predicted_and_measured(found) if found is not None else None)
         if found is not None:
-            heads = (
-                "term",
-                f"{found.first.name} ({found.first.word})",
-                f"{found.second.name} ({found.second.word})",
-                "difference",
-            )
+            sides = found.first, found.second
+            heads = ("term", *(f"{side.name} ({side.word})" for side in sides), "difference")
             lines = compared(found.terms, (found.first.word, found.second.word))
             with self.terms:
                 for sentence in found.sentences:

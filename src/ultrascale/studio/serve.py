@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ultrascale.specs.errors import SpecError
 
@@ -39,7 +41,7 @@ def origins(port: int) -> list[str]:
 
 
 def pages(folder: Path, accuracy: Path | None) -> None:
-    """Register a page per address."""
+    """Register a page per address; what takes long is loaded once the browser is connected."""
     from nicegui import ui
     from starlette.requests import Request
 
@@ -50,42 +52,28 @@ def pages(folder: Path, accuracy: Path | None) -> None:
     from ultrascale.studio.runs import Runs
     from ultrascale.studio.schedules import Schedules
 
-    def asked(request: Request) -> tuple[Ask, dict[str, str]]:
-        query = dict(request.query_params)
-        return Ask.from_query(query), query
-
-    async def plan_page(request: Request) -> None:
-        page = Planner(asked(request)[0])
-        await ui.context.client.connected()
-        await page.answer()
-
-    async def explore_page(request: Request) -> None:
-        page = Explore(asked(request)[0])
-        await ui.context.client.connected()
-        await page.load()
-
-    async def schedules_page(request: Request) -> None:
-        Schedules(*asked(request))
-
-    async def runs_page(request: Request) -> None:
-        Runs(*asked(request), folder)
-
-    async def accuracy_page(request: Request) -> None:
-        page = Accuracy(asked(request)[0], accuracy)
-        await ui.context.client.connected()
-        await page.load()
-
-    built = {
-        "/": plan_page,
-        "/explore": explore_page,
-        "/schedules": schedules_page,
-        "/runs": runs_page,
-        "/accuracy": accuracy_page,
+    built: dict[str, Callable[[Ask, dict[str, str]], Any]] = {
+        "/": lambda ask, query: Planner(ask),
+        "/explore": lambda ask, query: Explore(ask),
+        "/schedules": Schedules,
+        "/runs": lambda ask, query: Runs(ask, query, folder),
+        "/accuracy": lambda ask, query: Accuracy(ask, accuracy),
     }
-    for path, build in built.items():
+
+    def register(path: str, build: Callable[[Ask, dict[str, str]], Any]) -> None:
+        async def show(request: Request) -> None:
+            query = dict(request.query_params)
+            page = build(Ask.from_query(query), query)
+            if hasattr(page, "load"):
+                await ui.context.client.connected()
+                await page.load()
+
         # Annotations are texts here (from __future__), which FastAPI cannot look up in a function's own names.
-        build.__annotations__["request"] = Request
-        ui.page(path, title=f"Ultrascale · {path.strip('/') or 'plan'}")(build)
+        show.__annotations__["request"] = Request
+        ui.page(path, title=f"Ultrascale · {path.strip('/') or 'plan'}")(show)
+
+    for path, build in built.items():
+        register(path, build)
 
 
 def _free(port: int) -> None:

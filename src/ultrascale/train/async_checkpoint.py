@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -33,6 +32,7 @@ from ultrascale.specs.training import Training
 from ultrascale.specs.units import GIB
 from ultrascale.train import checkpoint
 from ultrascale.train.checkpoint import Checkpoint, CheckpointState
+from ultrascale.train.data import in_background
 from ultrascale.train.dcp_io import Pieces, TensorSlice, load, save
 from ultrascale.train.engine import Engine
 from ultrascale.train.optimizer import Weight
@@ -156,7 +156,7 @@ class CheckpointManager:
 
     def _commit(self, state: CheckpointState, sums: checkpoint.Sums) -> None:
         assert self._data is not None  # only rank 0 commits
-        checkpoint.commit(self.run, replace(state, data=self._data.result()), sums, self.settings.keep)
+        checkpoint.commit(self.run, state.model_copy(update={"data": self._data.result()}), sums, self.settings.keep)
 
     def _state(self, step: int) -> CheckpointState:
         engine, scale = self.engine, self.engine.scale
@@ -190,15 +190,7 @@ class DataDigest:
 
     def __init__(self, training: Training, vocab: int, run: Path) -> None:
         self._read = self._total = 0
-        self._found: Future[str] = Future()
-        # A daemon thread, unlike an executor's: a run that fails does not wait for it.
-        threading.Thread(target=self._compute, args=(training, vocab, run), daemon=True).start()
-
-    def _compute(self, training: Training, vocab: int, run: Path) -> None:
-        try:
-            self._found.set_result(data_digest(training, vocab, run, report=self._report))
-        except BaseException as error:
-            self._found.set_exception(error)
+        self._found = in_background(partial(data_digest, training, vocab, run, report=self._report))
 
     def _report(self, read: int, total: int) -> None:
         self._read, self._total = read, total
@@ -217,12 +209,12 @@ class DataDigest:
 def restore(engine: Engine, source: Checkpoint, weights_alone: bool = False, moving: Callable[[], None] | None = None) -> None:
     """Loads a checkpoint of any layout into an engine; `moving` is called after every part that was read."""
     group = own_group(engine)
-    engine.optimizer.continued(0 if weights_alone else source.state.updates)
+    engine.optimizer.continued(0 if weights_alone else source.updates)
     buffers = {id(weight): torch.empty(weight.master.shape) for weight in engine.weights if weight.is_split}
     pieces = _states(engine, False, engine.optimizer.moments if engine.optimizer.updates else (), buffers)
     rng_states = {} if weights_alone else _saved_rng_states(engine, source)
     try:
-        load(pieces | rng_states, source.folder, source.sums, group, moving)
+        load(pieces | rng_states, source.folder, source.files, group, moving)
     except SpecError as error:
         raise SpecError(f"{error}{checkpoint.others(source.folder)}") from None
     for name in _rng_states(engine).get("random", {}):
@@ -236,8 +228,8 @@ def restore(engine: Engine, source: Checkpoint, weights_alone: bool = False, mov
         for name in engine.optimizer.moments if engine.optimizer.updates else ():
             engine.optimizer.moment(head, name).copy_(engine.optimizer.moment(embedding, name))
     engine.optimizer.fill()
-    if not weights_alone and source.state.loss_scale is not None and engine.scale.used:
-        engine.scale.value, engine.scale.good = source.state.loss_scale, source.state.good_steps
+    if not weights_alone and source.loss_scale is not None and engine.scale.used:
+        engine.scale.value, engine.scale.good = source.loss_scale, source.good_steps
 
 
 def own_group(engine: Engine) -> dist.ProcessGroup | None:
@@ -276,7 +268,7 @@ def _states(engine: Engine, own: bool, moments: tuple[str, ...], buffers: Mappin
         tensors = {"model": weight.exact if buffer is None else partial(_itself, buffer)}
         tensors |= {f"optimizer.{moment}": partial(optimizer.moment, weight, moment) for moment in moments}
         for section, tensor in tensors.items():
-            pieces.setdefault(section, {}).setdefault(name, TensorSlice(shape, weight.offsets, sizes, tensor))
+            pieces.setdefault(section, {}).setdefault(name, TensorSlice(shape, weight.shard.offsets, sizes, tensor))
     return pieces
 
 
@@ -284,7 +276,7 @@ def _writes(weight: Weight, number: int) -> bool:
     """Ranks with the same values take turns, parameter by parameter."""
     axis = weight.shard.copies
     assert axis is not None
-    return weight.counted and number % axis.size == axis.rank
+    return weight.shard.counted and number % axis.size == axis.rank
 
 
 def _stored_name(weight: Weight, engine: Engine) -> str:

@@ -10,34 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ultrascale.model.moe import Router
 from ultrascale.parallel import comm
-from ultrascale.parallel.data import GradientReducer
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.specs.job import Job
 from ultrascale.specs.training import Training
 from ultrascale.train.optimizer import Weight
 
 WHOLE_TABLE = 4096  # layers · experts up to which a step's record has every expert
-
-
-class ZeroGradient(GradientReducer):
-    """The gradient of a parameter that is not trained by gradients, the router's bias: always zero."""
-
-    def __init__(self, module: nn.Module, like: Tensor) -> None:
-        super().__init__(module)
-        self.zero = torch.zeros_like(like)
-
-    def begin(self) -> None:
-        pass
-
-    def before_backward(self, last: bool, split: bool) -> None:
-        pass
-
-    def grad_for(self, parameter: nn.Parameter) -> Tensor:
-        return self.zero
 
 
 @dataclass(frozen=True)
@@ -102,7 +84,7 @@ class RouterBalance:
         moe = job.model.moe
         assert moe is not None
         self.routers, self.moe, self.job, self.mesh, self.training = routers, moe, job, mesh, training
-        self.biases = {weight.shard.name: weight for weight in weights if isinstance(weight.owner, ZeroGradient)}
+        self.weights = {weight.shard.name: weight for weight in weights}
         self.balance_grad = torch.zeros((), device=mesh.device)
         for router in routers.values():
             router.enable_stats(mesh.device)
@@ -133,7 +115,7 @@ class RouterBalance:
     def update_biases(self, loads: RouterLoads) -> None:
         """Called after an update: lowers the bias of experts with more tokens than the mean, raises that of the others."""
         for layer in self.routers:
-            weight = self.biases.get(bias_name(layer))
+            weight = self.weights.get(bias_name(layer))
             if weight is not None:
                 tokens = loads.tokens[layer - self.moe.dense_layers]
                 change = self.training.router_bias_rate * (tokens.mean() - tokens).sign()

@@ -15,27 +15,24 @@ from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.stages import chunk_layers
 from ultrascale.kernels import autotune, compile, float8, fused, loss, selection, split_master
 from ultrascale.kernels.selection import Kernels
-from ultrascale.model.init import full_weight
 from ultrascale.model.moe import Router
-from ultrascale.model.transformer import Transformer
+from ultrascale.model.transformer import Transformer, full_weight
 from ultrascale.parallel import context, expert, recompute, tensor, zero
-from ultrascale.parallel.comm import Axis
 from ultrascale.parallel.data import BucketedGrads, DDPGrads, GradientReducer, SingleMicrobatchGrads
-from ultrascale.parallel.float8_gather import Float8GatherScales
-from ultrascale.parallel.mesh import Mesh
+from ultrascale.parallel.mesh import Mesh, Shard
 from ultrascale.parallel.pipeline import Pipeline, StageChunk
-from ultrascale.parallel.shards import Shard
 from ultrascale.parallel.tensor import DeferredWeightGrads
 from ultrascale.parallel.torch_private import unset_fake_temporarily
-from ultrascale.schedules import ActionKind, Schedule
+from ultrascale.parallel.zero import Float8GatherScales
+from ultrascale.schedules import DEFAULT_SCHEDULE, ActionKind, Schedule
 from ultrascale.schedules import build as build_schedule
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import ExpertOverlap, Training
-from ultrascale.train.balance import ZeroGradient, bias_name
+from ultrascale.train.balance import bias_name
 from ultrascale.train.data import Batches
-from ultrascale.train.engine import BuiltModel, Engine
+from ultrascale.train.engine import Engine
 from ultrascale.train.optimizer import Weight
 from ultrascale.train.supported import why_not_gathered_in_fp8
 
@@ -44,44 +41,35 @@ COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def schedule_of(layout: Layout) -> Schedule:
     """The pipeline schedule; with pp=1, 1F1B on one rank: micro-batches one after the other."""
-    name, virtual = (layout.schedule, layout.virtual_stages) if layout.pp > 1 else ("1f1b", 1)
+    name, virtual = (layout.schedule, layout.virtual_stages) if layout.pp > 1 else (DEFAULT_SCHEDULE, 1)
     return build_schedule(name, layout.pp, layout.gas, virtual)
 
 
 def build_engine(job: Job, mesh: Mesh, training: Training, batches: Batches) -> Engine:
-    # Autotuned before the model is built, while there is free memory for it.
     layout, dtype, device = mesh.layout, compute_format(job, mesh), mesh.device
+    # Autotuned before the model is built, while there is free memory for it.
     attention = None if training.document_mask else autotune.fastest_attention(job, layout, dtype, device)
     gates = autotune.fastest_gates(job, layout, training, dtype, device)
     autotuned = tuple(times for times in (attention, gates) if times is not None)
-    built = build(job, mesh, training, autotuned)
-    for times in autotuned:
-        times.apply(chunk.gradients.module for chunk in built.pipeline.chunks.values())
-    return Engine(job, mesh, training, batches, built)
-
-
-def build(
-    job: Job, mesh: Mesh, training: Training, autotuned: tuple[autotune.AttentionTimes | autotune.GateTimes, ...] = ()
-) -> BuiltModel:
-    layout = mesh.layout
     schedule = schedule_of(layout)
-    counts = chunk_layers(job, schedule.ranks, schedule.virtual_stages)
-    ends = [0, *accumulate(counts)]
+    ends = [0, *accumulate(chunk_layers(job, schedule.ranks, schedule.virtual_stages))]
     chunks, weights, routers = [], list[Weight](), dict[int, Router]()
-    own = selection.choose(job, layout, training, mesh.device.type)
+    own = selection.choose(job, layout, training, device.type)
     for stage in schedule.stages_of(mesh.pp.rank):
         layers = range(ends[stage], ends[stage + 1])
         chunk, chunk_weights, chunk_routers = _chunk(job, mesh, training, schedule, stage, layers, own)
         chunks.append(chunk)
         weights += chunk_weights
         routers |= chunk_routers
-    dtype = compute_format(job, mesh)
+    modules = [chunk.gradients.module for chunk in chunks]
+    for times in autotuned:
+        times.apply(modules)
     scales = None
     if why_not_gathered_in_fp8(job, layout, training) is None:
-        groups = [group for chunk in chunks for group in float8.weights(chunk.gradients.module)]
-        scales = Float8GatherScales(groups, mesh.shard, dtype, mesh.device) if groups else None
+        groups = [group for module in modules for group in float8.weights(module)]
+        scales = Float8GatherScales(groups, mesh.shard, dtype, device) if groups else None
     pipeline = Pipeline(chunks, schedule, mesh, boundary_shape(job, layout), dtype, scales)
-    return BuiltModel(pipeline, weights, routers, own, autotuned)
+    return Engine(job, mesh, training, batches, pipeline, weights, routers, own, autotuned)
 
 
 def compute_format(job: Job, mesh: Mesh) -> torch.dtype:
@@ -136,17 +124,18 @@ def _chunk(
         gradients = SingleMicrobatchGrads(module)
     elif layout.data_parallel == "ddp" and mesh.data.size > 1:
         gradients = DDPGrads(module, mesh.data, training.bucket_mb, training.reduce_every_microbatch)
-    elif mesh.ep.size > 1:
-        experts = nn.ParameterList(expert.experts_of(module))
-        others = {id(parameter) for parameter in experts}
-        rest = nn.ParameterList([parameter for parameter in module.parameters() if id(parameter) not in others])
-        gradients = expert.ExpertDenseGrads(
-            module,
-            _bucketed(experts, mesh.expert_data, layout, reduce, training),
-            _bucketed(rest, mesh.data, layout, reduce, training),
-        )
     else:
-        gradients = _bucketed(module, mesh.data, layout, reduce, training)
+        gradients = BucketedGrads(
+            module,
+            mesh.data,
+            "bucketed" if layout.data_parallel == "ddp" else layout.data_parallel,
+            reduce,
+            training.bucket_mb,
+            training.compress,
+            training.reduce_every_microbatch,
+            expert.experts_of(module) if mesh.ep.size > 1 else (),
+            mesh.expert_data,
+        )
     weights = [
         _weight(name, parameter, shards[name], gradients, job, mesh, training, own)
         for name, parameter in module.named_parameters()
@@ -155,18 +144,6 @@ def _chunk(
         _bias(layer, router, job, mesh, training, own) for layer, router in module.routers().items() if router.moe.router_bias
     ]
     return StageChunk(stage, gradients, deferred), weights, module.routers()
-
-
-def _bucketed(module: nn.Module, axis: Axis, layout: Layout, dtype: torch.dtype, training: Training) -> BucketedGrads:
-    return BucketedGrads(
-        module,
-        axis,
-        "bucketed" if layout.data_parallel == "ddp" else layout.data_parallel,
-        dtype,
-        training.bucket_mb,
-        training.compress,
-        training.reduce_every_microbatch,
-    )
 
 
 @torch.no_grad()
@@ -195,8 +172,8 @@ def _weight(
         master = part.to("cpu" if host else local.device, torch.float32, copy=True)
     # A tied head on its own stage is a second copy of the embedding.
     copy_of_embedding = name == "head.linear.weight" and job.model.tied_embeddings
-    counted = shard.counted and not copy_of_embedding
-    return Weight(shard, parameter, local, master, gradients, shard.offsets, counted)
+    shard = replace(shard, counted=shard.counted and not copy_of_embedding)
+    return Weight(shard, parameter, local, master, gradients)
 
 
 def _with_zero_axes(shard: Shard, sharded: bool, mesh: Mesh) -> Shard:
@@ -216,7 +193,7 @@ def _bias(layer: int, router: Router, job: Job, mesh: Mesh, training: Training, 
     router.bias = full_weight(name, torch.Size(shape), training.seed, job.model, mesh.device)
     parameter = nn.Parameter(router.bias, requires_grad=False)
     shard = Shard(name, shape, counted=mesh.tp.rank == 0)
-    return _weight(name, parameter, shard, ZeroGradient(router, router.bias), job, mesh, training, own)
+    return _weight(name, parameter, shard, SingleMicrobatchGrads(router), job, mesh, training, own)
 
 
 def expert_overlap(job: Job, layout: Layout, training: Training, device: str) -> ExpertOverlap:

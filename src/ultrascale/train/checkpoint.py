@@ -17,11 +17,10 @@ import json
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -42,55 +41,38 @@ MANIFEST, LATEST, ROLLBACK = "checkpoint.json", "latest", "rollback.json"
 FORMAT = "ultrascale checkpoint 1"
 LARGEST = 2**28  # bytes of checkpoint.json: it lists every part that every rank wrote
 _NAME = re.compile(r"step-(\d{6,})")
-_RECORDED = re.compile(r"(abandoned-\d{3,}/)?step-\d{6,}|metrics(\.abandoned-\d{3,})?\.jsonl")
 ABANDONED = re.compile(r"abandoned-(\d{3,})")
-Sums = Mapping[str, Iterable[tuple[int, int, int]]]
+Sums = dict[str, list[tuple[int, int, int]]]
+"""per file: offset, bytes and CRC-32 of each part in it"""
 
 
-@dataclass(frozen=True)
-class CheckpointState:
-    """The state of a run at a step, without its tensors."""
+class CheckpointState(BaseModel):
+    """The state of a run at a step, without its tensors: the fields of checkpoint.json."""
 
-    step: int
+    model_config = ConfigDict(frozen=True)
+
+    step: int = Field(ge=0)
     """steps done"""
-    job: Job
-    layout: Layout
-    training: Training
-    updates: int = 0
+    updates: int = Field(0, ge=0)
     """optimizer updates: fewer than steps if fp16 skipped some"""
     moments: tuple[str, ...] = ()
     """names of the optimizer's moments; empty in a checkpoint that has only weights"""
-    loss_scale: float | None = None
-    good_steps: int = 0
+    loss_scale: float | None = Field(None, allow_inf_nan=False)
+    good_steps: int = Field(0, ge=0)
     """steps since the loss scale last changed"""
-    checkpointing: Checkpointing = field(default_factory=Checkpointing)
+    job: Job
+    layout: Layout
+    training: Training
+    checkpointing: Checkpointing = Checkpointing()
     data: str | int | None = None
     """digest of the data that was trained on (data/digest.py); a number in checkpoints of earlier versions"""
 
 
-@dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(CheckpointState):
     """A complete checkpoint on disk."""
 
     folder: Path
-    state: CheckpointState
-    sums: Sums = field(repr=False)
-
-    @property
-    def step(self) -> int:
-        return self.state.step
-
-    @property
-    def job(self) -> Job:
-        return self.state.job
-
-    @property
-    def layout(self) -> Layout:
-        return self.state.layout
-
-    @property
-    def training(self) -> Training:
-        return self.state.training
+    files: Sums = Field(repr=False)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of whole parameters by our names; a tied head is stored as the embedding."""
@@ -102,7 +84,7 @@ class Checkpoint:
         """The metadata of every tensor in torch's index."""
         from ultrascale.train.dcp_io import ShardReader
 
-        return ShardReader(self.folder, self.sums).read_metadata().state_dict_metadata
+        return ShardReader(self.folder, self.files).read_metadata().state_dict_metadata
 
     def tensor(self, name: str) -> torch.Tensor:
         """One whole parameter in fp32."""
@@ -112,21 +94,26 @@ class Checkpoint:
 
         shape = self.shapes()[name]
         whole = torch.empty(shape)
-        load({"model": {name: TensorSlice.whole(shape, lambda: whole)}}, self.folder, self.sums, None)
+        load({"model": {name: TensorSlice.whole(shape, lambda: whole)}}, self.folder, self.files, None)
         return whole
 
 
-@dataclass(frozen=True)
-class Rollback:
+RecordedName = Annotated[str, Field(pattern=r"^((abandoned-\d{3,}/)?step-\d{6,}|metrics(\.abandoned-\d{3,})?\.jsonl)$")]
+"""a name in a roll-back's record: never a path outside the run's folder"""
+
+
+class Rollback(BaseModel):
     """A return to an earlier checkpoint, or to an abandoned one. Names are relative to the folder of checkpoints."""
 
-    source: str
+    model_config = ConfigDict(frozen=True)
+
+    source: RecordedName
     """the checkpoint to resume from, where it was before: `step-000002`, or `abandoned-001/step-000006`"""
-    moves: tuple[tuple[str, str], ...]
+    moves: tuple[tuple[RecordedName, RecordedName], ...]
     """renames in order: the later checkpoints out of the current branch, then those of the source's branch into it"""
-    history: str
+    history: RecordedName
     """the metrics file with the steps up to the source, in the run's folder"""
-    abandoned_metrics: str | None
+    abandoned_metrics: RecordedName | None
     """the name under which the current metrics file is saved, in the run's folder"""
 
     @property
@@ -143,26 +130,14 @@ def pending_rollback(run: Path) -> Rollback | None:
     """The roll-back that was recorded but not finished; SpecError if its record is damaged."""
     path = run / CHECKPOINTS / ROLLBACK
     try:
-        data = json.loads(read_text(path))
-        moves = tuple((_inside(old), _inside(new)) for old, new in data["moves"])
-        abandoned = data["abandoned_metrics"]
-        return Rollback(
-            _inside(data["source"]), moves, _inside(data["history"]), None if abandoned is None else _inside(abandoned)
-        )
+        return Rollback.model_validate_json(read_text(path))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise SpecError(
             f"{path} records a roll-back but cannot be read ({type(error).__name__}): delete it, and name the checkpoint to "
             f"resume from, such as --resume {run / CHECKPOINTS / 'step-000100'}"
         ) from None
-
-
-def _inside(name: Any) -> str:
-    """Validates a name in a roll-back's record; ValueError for a path outside the run's folder."""
-    if not _RECORDED.fullmatch(str(name)):
-        raise ValueError(name)
-    return str(name)
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -187,10 +162,11 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise SpecError(f"{path} says format {given!r:.60} but this version reads '{FORMAT}'")
     if data.pop("checksum", None) != _checksum(data):
         raise SpecError(f"checkpoint {folder} is damaged: {MANIFEST} is not what was written{others(folder)}")
-    manifest = build(
-        _CheckpointManifest, {name: data[name] for name in _CheckpointManifest.model_fields if name in data}, "checkpoint"
-    )
-    return Checkpoint(folder, _state(data, manifest), manifest.files)
+    wanted = [*CheckpointState.model_fields, "files"]
+    if missing := [name for name in wanted if name not in data]:
+        raise SpecError(f"checkpoint's {MANIFEST} has no field '{missing[0]}': it was written by another version")
+    fields = {**{name: data[name] for name in wanted}, "job": job_from_mapping(data["job"], "checkpoint.job")}
+    return build(Checkpoint, {**fields, "folder": folder}, "checkpoint")
 
 
 def latest(run: Path) -> Checkpoint:
@@ -272,7 +248,7 @@ def begin(run: Path) -> None:
 def commit(run: Path, state: CheckpointState, sums: Sums, keep: int = 0) -> None:
     """Completes a partial checkpoint, and deletes the lowest steps of the branch beyond `keep` (0: none)."""
     partial, final = partial_folder(run, state.step), run / CHECKPOINTS / f"step-{state.step:06d}"
-    data = _manifest(state, sums)
+    data = {"format": FORMAT, **state.model_dump(mode="json"), "job": job_to_mapping(state.job), "files": sums}
     write_text(partial / MANIFEST, json.dumps({**data, "checksum": _checksum(data)}) + "\n")
     sync_folder(partial)
     # Before the rename: a kill in between leaves a name without a checkpoint, and newest() takes the highest step. After it,
@@ -301,7 +277,7 @@ def write_weights(
     from ultrascale.train.dcp_io import TensorSlice, save
 
     begin(run)
-    state = CheckpointState(0, job, layout, training)
+    state = CheckpointState(step=0, job=job, layout=layout, training=training)
     pieces = {"model": {name: TensorSlice.whole(shape, partial(tensor, name)) for name, shape in shapes.items()}}
     folder = partial_folder(run, 0)
     try:
@@ -312,55 +288,6 @@ def write_weights(
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return run / CHECKPOINTS / f"step-{0:06d}"
-
-
-def _manifest(state: CheckpointState, sums: Sums) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "step": state.step,
-        "updates": state.updates,
-        "moments": list(state.moments),
-        "loss_scale": state.loss_scale,
-        "good_steps": state.good_steps,
-        "job": job_to_mapping(state.job),
-        "layout": state.layout.model_dump(mode="json"),
-        "training": state.training.model_dump(mode="json"),
-        "checkpointing": state.checkpointing.model_dump(mode="json"),
-        "data": state.data,
-        "files": {name: [list(part) for part in parts] for name, parts in sums.items()},
-    }
-
-
-class _CheckpointManifest(BaseModel):
-    """The fields of checkpoint.json other than job, layout and training settings."""
-
-    model_config = ConfigDict(frozen=True)
-
-    step: int = Field(ge=0)
-    updates: int = Field(ge=0)
-    moments: tuple[str, ...]
-    loss_scale: float | None = Field(allow_inf_nan=False)
-    good_steps: int = Field(ge=0)
-    data: str | int | None
-    files: dict[str, list[tuple[int, int, int]]]
-
-
-def _state(data: Mapping[str, Any], manifest: _CheckpointManifest) -> CheckpointState:
-    try:
-        return CheckpointState(
-            step=manifest.step,
-            job=job_from_mapping(data["job"], "checkpoint.job"),
-            layout=build(Layout, data["layout"], "checkpoint.layout"),
-            training=build(Training, data["training"], "checkpoint.training"),
-            updates=manifest.updates,
-            moments=manifest.moments,
-            loss_scale=manifest.loss_scale,
-            good_steps=manifest.good_steps,
-            checkpointing=build(Checkpointing, data["checkpointing"], "checkpoint.checkpointing"),
-            data=manifest.data,
-        )
-    except KeyError as missing:
-        raise SpecError(f"checkpoint's {MANIFEST} has no field {missing}: it was written by another version") from None
 
 
 def _checksum(data: Mapping[str, Any]) -> int:

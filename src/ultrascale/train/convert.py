@@ -9,11 +9,9 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ultrascale.cost.estimate import estimate
-from ultrascale.data.corpora import BYTES
-from ultrascale.data.mixture import STDLIB, SYNTHETIC
+from ultrascale.data.corpora import BYTES, STDLIB, SYNTHETIC
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.folders import PLAN, free_bytes, new_folder, refuse_used
 from ultrascale.specs.model import Model
@@ -22,9 +20,6 @@ from ultrascale.specs.units import GIB
 from ultrascale.specs.validate import shown
 from ultrascale.train import checkpoint, import_torch
 from ultrascale.train.request import TRY_SEQ, Overrides, from_model
-
-if TYPE_CHECKING:
-    import torch
 
 Progress = Callable[[int, int], None]
 """called with bytes done and total bytes"""
@@ -69,10 +64,12 @@ def from_hf(source: Path, run: Path, progress: Progress | None = None, gpu: bool
     """Writes a run at step 0 with these weights and a short job for one process, for `train --resume`."""
     refuse_used(run)
     _need_safetensors()
+    import torch
+
     from ultrascale.model.hf_folder import HFFolder
 
     folder = HFFolder.open(source)
-    model, shapes = folder.model, folder.names()
+    model, shapes = folder.model, folder.shapes
     total = 4 * model.parameters
     if (free := free_bytes(run)) < total:
         raise SpecError(f"{run} needs {total / GIB:,.2f} GiB but its disk has {free / GIB:,.2f} GiB free: name another disk")
@@ -80,10 +77,21 @@ def from_hf(source: Path, run: Path, progress: Progress | None = None, gpu: bool
     data = STDLIB if model.vocab >= BYTES else SYNTHETIC  # a default until a run sets train.data
     changes = Overrides(job={"seq": seq}, train={"data": data})
     request = from_model(model, changes, world=1, precision="bf16" if gpu else "fp32")
-    counted = _CountedWeights(folder.tensor, total, progress)
+    done = 0
+
+    def weight(name: str) -> torch.Tensor:
+        """One weight in fp32; reports progress."""
+        nonlocal done
+        # A contiguous copy: the tensor that was read is a view of the mapped file, transposed or part of another tensor.
+        tensor = folder.tensor(name).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        done += tensor.nbytes
+        if progress is not None:
+            progress(done, total)
+        return tensor
+
     with new_folder(run) as new_run:
         Plan(job=request.job, layout=request.layout, estimate=estimate(request.job, request.layout)).save(new_run / PLAN)
-        checkpoint.write_weights(new_run, request.job, request.layout, request.training, shapes, counted)
+        checkpoint.write_weights(new_run, request.job, request.layout, request.training, shapes, weight)
     return Converted(model, run, is_run=True)
 
 
@@ -96,7 +104,7 @@ def to_hf(
         raise SpecError(f"run {run} is no folder: name one with checkpoints in it, such as runs/first")
     _need_safetensors()
     from ultrascale.model.hf import whole_shapes
-    from ultrascale.model.hf_write import write
+    from ultrascale.model.hf_folder import write
 
     source = checkpoint.resolve(run)
     model, shapes = source.job.model, source.shapes()
@@ -104,23 +112,6 @@ def to_hf(
         raise SpecError(f"checkpoint {source.folder} does not hold the weights that its own model has: try another")
     write(out, model, source.tensor, dtype, tokenizer=tokenizer, progress=progress)
     return Converted(model, out, is_run=False)
-
-
-class _CountedWeights:
-    """Returns weights in fp32, each as a separate tensor, and reports progress."""
-
-    def __init__(self, tensor: Callable[[str], torch.Tensor], total: int, progress: Progress | None) -> None:
-        self.tensor, self.total, self.progress, self.done = tensor, total, progress, 0
-
-    def __call__(self, name: str) -> torch.Tensor:
-        import torch
-
-        # A contiguous copy: the tensor that was read is a view of the mapped file, transposed or part of another tensor.
-        tensor = self.tensor(name).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        self.done += tensor.nbytes
-        if self.progress is not None:
-            self.progress(self.done, self.total)
-        return tensor
 
 
 def _need_safetensors() -> None:

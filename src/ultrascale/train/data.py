@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from fractions import Fraction
-from typing import Generic, TypeVar
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 
-from ultrascale.data.corpora import Corpus, MixtureCorpus, Tokens
-from ultrascale.data.mixture import two_windows
+from ultrascale.data.corpora import Corpus, MixtureCorpus, Tokens, two_windows
 from ultrascale.data.order import MixturePattern, SampleOrder, seed_of
 from ultrascale.specs.layout import Layout
 
@@ -26,9 +25,8 @@ Read = TypeVar("Read")
 class Batches:
     """Global batches of `batch` sequences by step; any rows of them can be read."""
 
-    def __init__(self, corpus: Corpus | MixtureCorpus, seq: int, batch: int, seed: int) -> None:
+    def __init__(self, mixture: MixtureCorpus, seq: int, batch: int, seed: int) -> None:
         self.seq, self.batch = seq, batch
-        mixture = corpus if isinstance(corpus, MixtureCorpus) else MixtureCorpus(((corpus, Fraction(1)),))
         self._trained = _MixedSamples(mixture, seq, seed)
         self._held_out = self._trained if mixture.held_out is None else _MixedSamples(mixture.held_out, seq, seed, held_out=1.0)
 
@@ -92,39 +90,30 @@ def rows_of(layout: Layout, dp_rank: int, microbatch: int) -> list[int]:
     return list(range(first, first + layout.mbs))
 
 
+def in_background(function: Callable[..., Read], *args: Any) -> Future[Read]:
+    """Calls a function in a daemon thread, unlike an executor's: a run that fails does not wait for it."""
+    found: Future[Read] = Future()
+
+    def work() -> None:
+        try:
+            found.set_result(function(*args))
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return found
+
+
 class BatchPrefetcher(Generic[Read]):
     """Prefetches: `take(n)` returns `read(n)`, started in a thread by `take(n - 1)`; nothing from `end` on."""
 
     def __init__(self, read: Callable[[int], Read], end: int) -> None:
         self._read, self._end = read, end
-        self._number: int | None = None
-        self._thread: threading.Thread | None = None
-        self._found: Read | None = None
-        self._error: BaseException | None = None
+        self._pending: dict[int, Future[Read]] = {}
 
     def take(self, number: int) -> Read:
-        found = self._read(number) if self._number != number else self._join()
-        self._begin(number + 1)
+        pending = self._pending.pop(number, None)
+        found = self._read(number) if pending is None else pending.result()
+        following = number + 1
+        self._pending = {following: in_background(self._read, following)} if following < self._end else {}
         return found
-
-    def _join(self) -> Read:
-        assert self._thread is not None
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        assert self._found is not None
-        return self._found
-
-    def _begin(self, number: int) -> None:
-        self._number = number if number < self._end else None
-        if self._number is None:
-            return
-        self._found = self._error = None
-        self._thread = threading.Thread(target=self._work, args=(number,), daemon=True)
-        self._thread.start()
-
-    def _work(self, number: int) -> None:
-        try:
-            self._found = self._read(number)
-        except BaseException as error:  # raised by `take`
-            self._error = error

@@ -48,11 +48,10 @@ from torch.futures import Future
 from ultrascale.parallel.torch_private import StorageInfo
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import open_regular, read_bytes
+from ultrascale.train.checkpoint import Sums
 
 INDEX = ".metadata"
 LARGEST = 2**30  # bytes of the index, which is read into memory
-Sums = dict[str, list[tuple[int, int, int]]]
-"""per file: offset, bytes and CRC-32 of each part in it"""
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ def save(pieces: Pieces, folder: Path, commit: Callable[[Sums], None], group: Pr
 def load(
     pieces: Pieces,
     folder: Path,
-    sums: Mapping[str, Any],
+    sums: Sums,
     group: ProcessGroup | None,
     moving: Callable[[], None] | None = None,
 ) -> None:
@@ -245,7 +244,7 @@ class _ChecksumFile(io.RawIOBase):
 class ShardReader(FileSystemReader):
     """Reads parts and verifies their checksums; raises SpecError for a mismatch."""
 
-    def __init__(self, folder: Path, sums: Mapping[str, Any], moving: Callable[[], None] | None = None) -> None:
+    def __init__(self, folder: Path, sums: Sums, moving: Callable[[], None] | None = None) -> None:
         super().__init__(folder)
         self.folder = folder
         self.moving = moving or (lambda: None)

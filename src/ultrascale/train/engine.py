@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,10 +14,9 @@ from ultrascale.kernels.cuda_graphs import CUDAGraphPool, graphed
 from ultrascale.kernels.selection import Kernels
 from ultrascale.model.moe import Router
 from ultrascale.parallel import comm, context
-from ultrascale.parallel.comm import Axis
+from ultrascale.parallel.comm import Axis, profile_range
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.parallel.pipeline import Batch, Pipeline
-from ultrascale.parallel.ranges import profile_range
 from ultrascale.parallel.torch_private import foreach_mul_
 from ultrascale.specs.errors import RunError
 from ultrascale.specs.job import Job
@@ -44,29 +44,28 @@ class StepResult:
     """some rank received a signal to end the run"""
 
 
-@dataclass(frozen=True)
-class BuiltModel:
-    """The parallelized model of one rank, and the kernels that it runs."""
-
-    pipeline: Pipeline
-    weights: list[Weight]
-    routers: dict[int, Router]
-    """routers of MoE layers, by layer index in the whole model"""
-    kernels: Kernels
-    autotuned: tuple[AttentionTimes | GateTimes, ...]
-    """what was measured to select kernels, on a GPU"""
-
-
 class Engine:
     """One rank's model, optimizer and data of a job in a layout; train/build.py creates it."""
 
-    def __init__(self, job: Job, mesh: Mesh, training: Training, batches: Batches, built: BuiltModel) -> None:
+    def __init__(
+        self,
+        job: Job,
+        mesh: Mesh,
+        training: Training,
+        batches: Batches,
+        pipeline: Pipeline,
+        weights: list[Weight],
+        routers: dict[int, Router],
+        kernels: Kernels,
+        autotuned: tuple[AttentionTimes | GateTimes, ...] = (),
+    ) -> None:
+        """`routers`: of MoE layers, by layer index in the whole model. `autotuned`: measured to select kernels, on a GPU."""
         self.job, self.mesh, self.training, self.batches = job, mesh, training, batches
-        self.pipeline, self.weights, self.autotuned = built.pipeline, built.weights, built.autotuned
-        self.tape = CUDAGraphPool(mesh.device, training.graphs) if built.kernels.recorded else None
+        self.pipeline, self.weights, self.autotuned = pipeline, weights, autotuned
+        self.tape = CUDAGraphPool(mesh.device, training.graphs) if kernels.recorded else None
         """CUDA graphs of the step, if every step launches the same kernels"""
-        self.optimizer = Optimizer(self.weights, job, training, mesh, built.kernels.adamw, self.tape)
-        self.balance = RouterBalance(built.routers, self.weights, job, mesh, training) if job.model.moe is not None else None
+        self.optimizer = Optimizer(self.weights, job, training, mesh, kernels.adamw, self.tape)
+        self.balance = RouterBalance(routers, self.weights, job, mesh, training) if job.model.moe is not None else None
         self._loads: RouterLoads | None = None
         self.scale = LossScale(training, used=job.precision == "fp16")
         self.tokens = mesh.layout.batch_tokens(job.seq)
@@ -78,7 +77,8 @@ class Engine:
         self._stop = torch.zeros(())
         self._batch: Batch | None = None
         self._passes = graphed(self._forward_and_backward, self.tape, before=self._clear_gradients)
-        self._tied = [weight for weight in self.weights if job.model.tied_embeddings and _is_tied(weight)]
+        tied = ("embed.tokens.weight", "head.linear.weight") if job.model.tied_embeddings else ()
+        self._tied = [weight for weight in self.weights if weight.shard.name in tied]
 
     def step(self, number: int) -> StepResult:
         """Step `number`, counted from 0."""
@@ -123,7 +123,7 @@ class Engine:
         if self.tape is not None:
             self.tape.waited(time.perf_counter() - began)
         result = StepResult(mean, length, rate, skipped=False, loads=self._loads, stop=bool(stop))
-        if not (_finite(result.loss) and _finite(result.grad_norm)):
+        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             if self.scale.value <= 1.0:  # not fp16, or a smaller scale would not help
                 raise NotFiniteError(self._not_finite_message(number, result))
             self.scale.update(overflow=True)
@@ -216,14 +216,6 @@ class Engine:
             f"step {number + 1}: loss {result.loss}, gradient norm {result.grad_norm}; {where}. The weights are those of step "
             f"{number}. Try a lower train.lr, a longer train.warmup_steps, or a smaller train.clip"
         )
-
-
-def _is_tied(weight: Weight) -> bool:
-    return weight.shard.name in ("embed.tokens.weight", "head.linear.weight")
-
-
-def _finite(value: float) -> bool:
-    return value - value == 0.0
 
 
 def _all_reduce_flat(tensors: Sequence[torch.Tensor], axis: Axis) -> None:

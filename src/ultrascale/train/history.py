@@ -18,17 +18,17 @@ import json
 import os
 import platform
 import sys
-from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
 
 from ultrascale.specs.checkpointing import Checkpointing
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import read_text, write_text
 from ultrascale.specs.folders import CHECKPOINTS, ENVIRONMENT, METRICS, sync_folder
 from ultrascale.specs.training import Training
-from ultrascale.specs.validate import build
 from ultrascale.train.checkpoint import (
     ABANDONED,
     LATEST,
@@ -48,9 +48,8 @@ if TYPE_CHECKING:
 JOB_FIELDS = ("precision", "gradients")  # fields of the job that a resumed run may change
 
 
-@dataclass(frozen=True)
-class LastLaunch:
-    """The settings of the last launch of a run."""
+class LastLaunch(BaseModel):
+    """The settings of the last launch of a run, as env.json has them."""
 
     resumed_from: str | None
     """the name of its checkpoint"""
@@ -65,6 +64,13 @@ def write_environment(request: Request, run: Path, launch: str, resumed: bool) -
     """`launch`: the same for every attempt of one launcher. `resumed`: earlier launches stay in the file."""
     import torch
 
+    settings = LastLaunch(
+        resumed_from=request.resume.name if request.resume else None,
+        training=request.training,
+        checkpoint=request.checkpoint,
+        job={name: getattr(request.job, name) for name in JOB_FIELDS},
+        changed=request.changed,
+    )
     environment = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
@@ -73,11 +79,7 @@ def write_environment(request: Request, run: Path, launch: str, resumed: bool) -
         "system": platform.system(),
         "processes": request.layout.gpus,
         "layout": str(request.layout),
-        "resumed_from": request.resume.name if request.resume else None,
-        "training": request.training.model_dump(mode="json"),
-        "checkpoint": request.checkpoint.model_dump(mode="json"),
-        "job": {name: getattr(request.job, name) for name in JOB_FIELDS},
-        "changed": list(request.changed),
+        **settings.model_dump(mode="json"),
         "command": sys.argv,
         "launch": launch,
         "earlier": _earlier(run) if resumed else [],
@@ -94,11 +96,8 @@ def last_launch(run: Path) -> LastLaunch | None:
     """The last launch; None if the file cannot be read or was written by another version."""
     data = _read_environment(run)
     try:
-        training = build(Training, data["training"], "env.training")
-        settings = build(Checkpointing, data["checkpoint"], "env.checkpoint")
-        job = {name: data["job"][name] for name in JOB_FIELDS}
-        return LastLaunch(data["resumed_from"], training, settings, job, tuple(data["changed"]))
-    except (KeyError, TypeError, SpecError):
+        return LastLaunch.model_validate({**data, "job": {name: data["job"][name] for name in JOB_FIELDS}})
+    except (KeyError, TypeError, ValueError):
         return None
 
 
@@ -130,7 +129,7 @@ def record_rollback(run: Path, source: Path) -> tuple[Path, Rollback | None]:
         finish_rollback(run)
     rollback = _plan_rollback(run, source)
     if rollback is not None:
-        write_text(run / CHECKPOINTS / ROLLBACK, json.dumps(asdict(rollback), indent=1) + "\n")
+        write_text(run / CHECKPOINTS / ROLLBACK, rollback.model_dump_json(indent=1) + "\n")
         sync_folder(run / CHECKPOINTS)
     return source, rollback
 
@@ -195,7 +194,8 @@ def _plan_rollback(run: Path, source: Path) -> Rollback | None:
     beyond = bool(leaving) or _last_step(run / METRICS) > shared
     moves = [(one.name, f"{aside}/{one.name}") for one in leaving]
     moves += [(f"{branch}/{one.name}", one.name) for one in returning]
-    return Rollback(name, tuple(moves), history, metrics_of(aside) if beyond else None)
+    abandoned_metrics = metrics_of(aside) if beyond else None
+    return Rollback(source=name, moves=tuple(moves), history=history, abandoned_metrics=abandoned_metrics)
 
 
 def metrics_of(branch: str) -> str:

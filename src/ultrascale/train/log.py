@@ -12,9 +12,9 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ultrascale.cost import flops
 from ultrascale.specs.errors import SpecError
@@ -72,21 +72,13 @@ class StepRecord:
 
 
 _NO_CURVE = ("step", "expert_tokens", "expert_quantiles")
-_ALWAYS = ("step", "tokens", "loss", "grad_norm", "lr", "tokens_per_s_per_gpu", "mfu", "peak_gib")
-
-
-class MetricsSink(Protocol):
-    """A destination of records other than the file."""
-
-    def write(self, record: StepRecord) -> None: ...
-
-    def close(self) -> None: ...
+_ALWAYS = [field.name for field in fields(StepRecord) if field.default is MISSING]
 
 
 class MetricsLog:
     """Writes metrics.jsonl in a run's folder, one complete line per record, and the other sinks."""
 
-    def __init__(self, folder: Path, resume_step: int | None = None, sinks: Iterable[MetricsSink] = ()) -> None:
+    def __init__(self, folder: Path, resume_step: int | None = None, sinks: Iterable[TensorBoardSink | WandBSink] = ()) -> None:
         """`resume_step`: the checkpoint's step of a resumed run; later rows are deleted, since their steps are repeated."""
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / METRICS
@@ -142,7 +134,7 @@ def step_of_row(line: str) -> float:
 
 
 class TensorBoardSink:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, _: Mapping[str, Any]) -> None:
         self._writer = _module("torch.utils.tensorboard", "tensorboard").SummaryWriter(log_dir=str(folder / "tensorboard"))
 
     def write(self, record: StepRecord) -> None:
@@ -169,13 +161,12 @@ class WandBSink:
         self._run.finish()
 
 
-def open_sinks(names: Iterable[str], folder: Path, config: Mapping[str, Any]) -> list[MetricsSink]:
+SINKS: dict[str, type[TensorBoardSink | WandBSink]] = {"tensorboard": TensorBoardSink, "wandb": WandBSink}
+
+
+def open_sinks(names: Iterable[str], folder: Path, config: Mapping[str, Any]) -> list[TensorBoardSink | WandBSink]:
     """The sinks of `train.log`, in its order; SpecError if a package is not installed."""
-    makers: dict[str, Callable[[], MetricsSink]] = {
-        "tensorboard": lambda: TensorBoardSink(folder),
-        "wandb": lambda: WandBSink(folder, config),
-    }
-    return [makers[name]() for name in names]
+    return [SINKS[name](folder, config) for name in names]
 
 
 def _curves(record: StepRecord) -> dict[str, float]:
@@ -195,11 +186,8 @@ def _module(module: str, package: str) -> Any:
 class ProgressLine:
     """Shows steps on a stream: one rewritten line on a terminal, a line now and then in a pipe."""
 
-    def __init__(
-        self, stream: TextIO, total: int, every: int | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, stream: TextIO, total: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream, self._total, self._clock = stream, total, clock
-        self._every = every
         self._terminal = stream.isatty()
         self._shown_at = -math.inf
         self._first: int | None = None
@@ -224,8 +212,6 @@ class ProgressLine:
         assert self._first is not None
         if step == self._total:
             return True
-        if self._every is not None:
-            return step % self._every == 0
         if self._terminal:
             return now - self._shown_at >= REDRAW_S
         return step - self._first < FIRST_LINES or step % max(1, self._total // 10) == 0
@@ -238,27 +224,24 @@ class ProgressLine:
 
 def progress_line(record: StepRecord, total_steps: int, eta_s: float | None) -> str:
     """`step 12/200 · loss 2.341 · norm 1.02 · …`; unknown values are left out."""
-    words = [f"step {record.step}/{total_steps}", f"loss {record.loss:.3f}"]
-    if record.eval_loss is not None:
-        words.append(f"eval {record.eval_loss:.3f}")
-    words += [f"norm {record.grad_norm:.2f}", f"lr {record.lr:.1e}", f"{_thousands(record.tokens_per_s_per_gpu)} tokens/s/GPU"]
-    if record.mfu is not None:
-        words.append(f"MFU {record.mfu * 100:.1f} %")
-    if record.peak_gib is not None:
-        words.append(f"peak {record.peak_gib:.2f} GiB" if record.peak_gib >= 0.1 else f"peak {record.peak_gib * 1024:.1f} MiB")
-    if record.data_wait_s is not None:
-        words.append(f"data {record.data_wait_s * 1e3:.1f} ms")
-    if record.expert_load is not None:
-        words.append(f"busiest expert {max(record.expert_load):.2f}×")
-    if record.dropped_tokens:
-        words.append(f"dropped {record.dropped_tokens:,}")
-    if record.skipped:
-        words.append("skipped")
-    if record.checkpoint_s is not None:
-        words.append(f"checkpoint {record.checkpoint_s * 1e3:.1f} ms")
-    if eta_s is not None:
-        words.append(f"ETA {duration(eta_s)}")
-    return " · ".join(words)
+    peak, load = record.peak_gib, record.expert_load
+    words = (
+        f"step {record.step}/{total_steps}",
+        f"loss {record.loss:.3f}",
+        None if record.eval_loss is None else f"eval {record.eval_loss:.3f}",
+        f"norm {record.grad_norm:.2f}",
+        f"lr {record.lr:.1e}",
+        f"{_thousands(record.tokens_per_s_per_gpu)} tokens/s/GPU",
+        None if record.mfu is None else f"MFU {record.mfu * 100:.1f} %",
+        None if peak is None else f"peak {peak:.2f} GiB" if peak >= 0.1 else f"peak {peak * 1024:.1f} MiB",
+        None if record.data_wait_s is None else f"data {record.data_wait_s * 1e3:.1f} ms",
+        None if load is None else f"busiest expert {max(load):.2f}×",
+        f"dropped {record.dropped_tokens:,}" if record.dropped_tokens else None,
+        "skipped" if record.skipped else None,
+        None if record.checkpoint_s is None else f"checkpoint {record.checkpoint_s * 1e3:.1f} ms",
+        None if eta_s is None else f"ETA {duration(eta_s)}",
+    )
+    return " · ".join(filter(None, words))
 
 
 def batch_line(layout: Layout, seq: int) -> str:

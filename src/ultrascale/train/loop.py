@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 
 from ultrascale.cost import flops
+from ultrascale.parallel.comm import profile_range
 from ultrascale.parallel.data import BucketedGrads
-from ultrascale.parallel.expert import ExpertDenseGrads
-from ultrascale.parallel.ranges import profile_range
 from ultrascale.specs.measurement import MeasuredMemory, MeasuredStage, MeasuredTime, Measurement
 from ultrascale.specs.units import GIB
 from ultrascale.train import checkpoint, memory
@@ -201,7 +200,7 @@ def measurement(engine: Engine, watch: StepStats, peak_flops: float | None) -> M
     fullest = max(stages, key=lambda stage: stage.memory.total)
     on_cpu = mesh.device.type == "cpu"
     chunks = engine.pipeline.chunks.values()
-    untimed = mesh.data.size > 1 and not all(isinstance(chunk.gradients, BucketedGrads | ExpertDenseGrads) for chunk in chunks)
+    untimed = mesh.data.size > 1 and not all(isinstance(chunk.gradients, BucketedGrads) for chunk in chunks)
 
     def utilisation(flops_per_token: float) -> float | None:
         return rate / layout.gpus * flops_per_token / peak_flops if peak_flops else None

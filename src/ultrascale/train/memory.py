@@ -11,8 +11,8 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache, partial
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import torch
@@ -209,9 +209,8 @@ def states(engine: Engine) -> dict[str, list[Tensor]]:
     found["optimizer"] = engine.optimizer.state_tensors()
     for chunk in engine.pipeline.chunks.values():
         found["gradients"] += chunk.gradients.held()
-        if isinstance(chunk.gradients, FSDPGrads):
-            stays_gathered = layout.zero < 3 or layout.keep_gathered
-            found["parameters" if stays_gathered else "buffers"] += chunk.gradients.gathered()
+    for gradients in _sharded(engine):
+        found["parameters" if layout.zero < 3 or layout.keep_gathered else "buffers"] += gradients.gathered()
     if layout.offload != "none":
         found["optimizer"], found["master"] = [], []
         if device.type == "cpu" and layout.offload == "parameters":
@@ -220,45 +219,59 @@ def states(engine: Engine) -> dict[str, list[Tensor]]:
 
 
 def _by_storages(engine: Engine, step: Callable[[], T], live: LiveBytes) -> tuple[MeasuredMemory, T]:
-    hooks = []
-    with live:
-        for owner, tensors in states(engine).items():
-            live.track(tensors, owner)
-        for chunk in engine.pipeline.chunks.values():
-            if isinstance(chunk.gradients, FSDPGrads):
-                # Unsharded gradients before the reduce-scatter; ZeRO-1 accumulates them over micro-batches, in the reduce
-                # dtype.
-                unsharded = "gradients" if engine.mesh.layout.zero == 1 and engine.mesh.layout.gas > 1 else "buffers"
-                new = unsharded if not chunk.gradients.converts else "buffers"
-                hooks += [_hook(parameter, partial(_track, live, new)) for parameter in chunk.gradients.unsharded()]
-                if engine.mesh.layout.gas == 1:  # nothing was accumulated before: the reduce-scatter's output is the gradient
-                    hooks += [_hook(parameter, partial(_track, live, "gradients")) for parameter in chunk.gradients.shards()]
-                _label_accumulated(chunk.gradients, live, unsharded)
-        live.reset_peak()
-        result = step()
-    for hook in hooks:
-        hook.remove()
-    for chunk in engine.pipeline.chunks.values():
-        vars(chunk.gradients).pop("after_backward", None)
-    return MeasuredMemory(**{owner: live.peak_by_owner.get(owner, 0) for owner in MEASURED_OWNERS}), result
+    layout, hooks = engine.mesh.layout, []
+    # Unsharded gradients before the reduce-scatter; ZeRO-1 accumulates them over micro-batches, in the reduce dtype.
+    unsharded = "gradients" if layout.zero == 1 and layout.gas > 1 else "buffers"
 
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _label_accumulated(gradients: FSDPGrads, live: LiveBytes, owner: str) -> None:
-    """Labels accumulated gradients, sharded or not, after each micro-batch: FSDP2 computes them without calling hooks."""
-    after_backward = gradients.after_backward
-
-    def after(last: bool, split: bool) -> None:
-        after_backward(last, split)
+    def label_accumulated(gradients: FSDPGrads, split: bool) -> None:
+        """Labels accumulated gradients, sharded or not: FSDP2 computes them without calling hooks."""
         live.track(gradients.held(), "gradients")
         # Hooks do not fire for deferred weight gradients, which stay in the dtype of backward.
         deferred = [parameter.grad for parameter in gradients.unsharded() if split and parameter.grad is not None]
-        live.track([*gradients.accumulated(), *deferred], owner)
+        live.track([*gradients.accumulated(), *deferred], unsharded)
 
-    gradients.after_backward = after  # type: ignore[method-assign]
+    with live:
+        for owner, tensors in states(engine).items():
+            live.track(tensors, owner)
+        for gradients in _sharded(engine):
+            new = unsharded if not gradients.converts else "buffers"
+            hooks += [_hook(parameter, partial(_track, live, new)) for parameter in gradients.unsharded()]
+            if layout.gas == 1:  # nothing was accumulated before: the reduce-scatter's output is the gradient
+                hooks += [_hook(parameter, partial(_track, live, "gradients")) for parameter in gradients.shards()]
+        live.reset_peak()
+        with _called_after(_sharded(engine), ("after_backward",), label_accumulated):
+            result = step()
+    for hook in hooks:
+        hook.remove()
+    return MeasuredMemory(**{owner: live.peak_by_owner.get(owner, 0) for owner in MEASURED_OWNERS}), result
+
+
+def _sharded(engine: Engine) -> list[FSDPGrads]:
+    reducers = (chunk.gradients for chunk in engine.pipeline.chunks.values())
+    return [gradients for gradients in reducers if isinstance(gradients, FSDPGrads)]
+
+
+@contextmanager
+def _called_after(
+    reducers: list[FSDPGrads], names: tuple[str, ...], callback: Callable[[FSDPGrads, bool], None]
+) -> Iterator[None]:
+    """Calls `callback(reducer, split)` after each call of these methods of the reducers."""
+
+    def patched(gradients: FSDPGrads, method: Callable[[bool, bool], None]) -> Callable[[bool, bool], None]:
+        def outer(last: bool, split: bool) -> None:
+            method(last, split)
+            callback(gradients, split)
+
+        return outer
+
+    for gradients in reducers:
+        vars(gradients).update({name: patched(gradients, getattr(gradients, name)) for name in names})
+    try:
+        yield
+    finally:
+        for gradients in reducers:
+            for name in names:
+                del vars(gradients)[name]
 
 
 def _hook(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
@@ -275,10 +288,11 @@ def _by_allocator(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory
     device, sizes = engine.mesh.device, dict.fromkeys(MEASURED_OWNERS, 0)
     torch.cuda.reset_peak_memory_stats(device)
 
-    def sample() -> None:
+    def sample(*_: Any) -> None:
         sizes.update({owner: max(sizes[owner], size) for owner, size in _current(engine).items()})
 
-    with _sampling(engine, sample):
+    # Before and after every backward: ZeRO's gathered and accumulated tensors exist then, not after the step.
+    with _called_after(_sharded(engine), ("before_backward", "after_backward"), sample):
         result = step()
     torch.cuda.synchronize(device)
     sample()
@@ -292,47 +306,15 @@ def _current(engine: Engine) -> dict[str, int]:
     """Current bytes by owner."""
     found = states(engine)
     if engine.mesh.layout.zero == 1:
-        for chunk in engine.pipeline.chunks.values():
-            found["gradients"] += chunk.gradients.accumulated() if isinstance(chunk.gradients, FSDPGrads) else []
+        for gradients in _sharded(engine):
+            found["gradients"] += gradients.accumulated()
     return {owner: _bytes(tensors, engine.mesh.device) for owner, tensors in found.items()}
-
-
-@contextmanager
-def _sampling(engine: Engine, sample: Callable[[], None]) -> Iterator[None]:
-    """Samples before and after every backward: ZeRO's gathered and accumulated tensors exist then, not after the step."""
-    sharded = [chunk.gradients for chunk in engine.pipeline.chunks.values() if isinstance(chunk.gradients, FSDPGrads)]
-
-    def then_sample(inner: Callable[..., None]) -> Callable[..., None]:
-        def outer(*args: Any, **kwargs: Any) -> None:
-            inner(*args, **kwargs)
-            sample()
-
-        return outer
-
-    for gradients in sharded:
-        vars(gradients).update({name: then_sample(getattr(gradients, name)) for name in ("before_backward", "after_backward")})
-    try:
-        yield
-    finally:
-        for gradients in sharded:
-            for name in ("before_backward", "after_backward"):
-                vars(gradients).pop(name, None)
 
 
 def _bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
     """Total bytes, each storage counted once."""
-    storages = {id(tensor.untyped_storage()): tensor for tensor in map(_local, tensors) if tensor.device == device}
+    storages = {id(tensor.untyped_storage()): tensor for one in tensors for tensor in _plain(one) if tensor.device == device}
     return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
-
-
-@cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    """glibc's malloc_trim; None on systems that return memory themselves or have no such call."""
-    try:
-        found: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError):
-        return None
-    return found
 
 
 def trim_heap() -> None:
@@ -342,6 +324,5 @@ def trim_heap() -> None:
     processes grew from 0.65 to 1.95 GiB in 150 steps. Mapping each tensor separately takes 0.57 GiB, but nine times the time
     in the kernel.
     """
-    trim = _malloc_trim()
-    if trim is not None:
-        trim(0)
+    with suppress(AttributeError, OSError):  # systems that have no such call return memory themselves
+        ctypes.CDLL(None).malloc_trim(0)

@@ -18,8 +18,7 @@ from ultrascale.kernels import split_master
 from ultrascale.kernels.cuda_graphs import CUDAGraphPool, graphed
 from ultrascale.parallel import comm
 from ultrascale.parallel.data import GradientReducer
-from ultrascale.parallel.mesh import Mesh
-from ultrascale.parallel.shards import Shard
+from ultrascale.parallel.mesh import Mesh, Shard
 from ultrascale.parallel.torch_private import foreach_copy_, foreach_mul_, foreach_norm
 from ultrascale.specs.job import OPTIMIZERS, Job
 from ultrascale.specs.training import Training
@@ -36,10 +35,6 @@ class Weight:
     master: torch.Tensor
     """what the optimizer steps: `local` itself in fp32, an fp32 copy, or the lower halves of fp32 values, `local` the upper"""
     owner: GradientReducer
-    offsets: tuple[int, ...]
-    """offsets of `local` in the whole parameter"""
-    counted: bool
-    """whether it counts in the gradient norm: one of several equal copies does"""
 
     @property
     def gradient(self) -> torch.Tensor:
@@ -89,7 +84,7 @@ class Optimizer:
 
     def _norm(self) -> torch.Tensor:
         """The norm of the whole gradient, the same value on every rank of every layout."""
-        counted = [weight.gradient for weight in self.weights if weight.counted and weight.gradient.numel()]
+        counted = [weight.gradient for weight in self.weights if weight.shard.counted and weight.gradient.numel()]
         squares = torch.zeros((), device=self.mesh.device)
         if counted and self.inner is None:
             from ultrascale.kernels import adamw_triton

@@ -12,10 +12,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ultrascale.data import mixture
+from ultrascale.data import corpora
 from ultrascale.data.digest import Report, data_digest
 from ultrascale.kernels.selection import left_in_bf16
-from ultrascale.schedules import REGISTRY
+from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY
 from ultrascale.specs.checkpointing import Checkpointing, checkpoint_value
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError, nearest
@@ -31,7 +31,6 @@ from ultrascale.train import checkpoint, history, supported
 from ultrascale.train.checkpoint import Checkpoint
 from ultrascale.train.history import LastLaunch
 
-SECTIONS = ("layout", "train", "job", "checkpoint")
 JOB_FIELDS = ("seq", "batch_tokens", "precision", "gradients", "optimizer")
 TRY_SEQ, TRY_SEQUENCES = 128, 16  # for a run without a plan: seconds on a laptop, divisible by most small layouts
 CHANGEABLE = ("data", "seed")  # values of --allow-changed
@@ -49,7 +48,7 @@ class Overrides:
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> Overrides:
-        found: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+        found: dict[str, dict[str, Any]] = {section: {} for section in _PARSERS}
         for word in words:
             name, equals, text = word.partition("=")
             section, dot, key = name.strip().partition(".")
@@ -58,7 +57,7 @@ class Overrides:
                     f"{shown(word)} is no override: write section.field=value, such as layout.tp=2 or train.lr=1e-3"
                 )
             if section not in found:
-                raise SpecError(f"{shown(word)} names no section of a run: {nearest(section, SECTIONS)}, such as layout.tp=2")
+                raise SpecError(f"{shown(word)} names no section of a run: {nearest(section, found)}, such as layout.tp=2")
             found[section][key] = _PARSERS[section](key, text)
         return cls(**found)
 
@@ -131,26 +130,29 @@ def from_words(
         # Given as a run, not as a checkpoint: a launch that was killed before its first checkpoint is repeated as it was.
         last = history.last_launch(resume) if plan is None and kept.folder != resume else None
         repeated = last if last is not None and last.resumed_from == kept.folder.name else None
-        return _emulated(from_checkpoint(kept, changes, world, gpu, plan, repeated, allowed, first, report), gpu)
-    source = checkpoint.resolve(weights) if weights is not None else None
+        request = from_checkpoint(kept, changes, world, gpu, plan, repeated, allowed, first, report)
+    else:
+        request = _new_run(file, model, changes, world or 1, gpu, checkpoint.resolve(weights) if weights is not None else None)
+    if gpu or request.job.precision != "fp8":
+        return request
+    return replace(request, notes=(*request.notes, "no GPU here: fp8 is emulated, with its rounding and without its speed"))
+
+
+def _new_run(
+    file: str | None, model: str | None, changes: Overrides, world: int, gpu: bool, source: Checkpoint | None
+) -> Request:
     sources = sum((file is not None, model is not None))
     if sources > 1 or (sources == 0 and source is None):
         raise SpecError("train takes a plan or --model, one of them: try `ultrascale train --model tiny`, or `train plan.yaml`")
     if file is not None:
-        request = from_plan(Plan.load(file), changes, world or 1, gpu=gpu)
+        request = from_plan(Plan.load(file), changes, world, gpu=gpu)
     else:
         shape = source.job.model if model is None and source is not None else Model.load(str(model))
-        request = from_model(shape, changes, world or 1, precision="bf16" if gpu else "fp32")
+        request = from_model(shape, changes, world, precision="bf16" if gpu else "fp32")
     if source is not None:
         _same_model(request.job.model, source.job.model, source.folder)
         request = replace(request, weights=source.folder)
-    return _emulated(request, gpu)
-
-
-def _emulated(request: Request, gpu: bool) -> Request:
-    if gpu or request.job.precision != "fp8":
-        return request
-    return replace(request, notes=(*request.notes, "no GPU here: fp8 is emulated, with its rounding and without its speed"))
+    return request
 
 
 def from_checkpoint(
@@ -170,7 +172,7 @@ def from_checkpoint(
     `first`, `report`: as in `from_words`.
     """
     job, layout = (plan.job, plan.layout) if plan is not None else (source.job, source.layout)
-    training, settings = source.training, source.state.checkpointing
+    training, settings = source.training, source.checkpointing
     _same_model(job.model, source.job.model, source.folder)
     notes: list[str] = []
     if plan is not None:
@@ -186,7 +188,7 @@ def from_checkpoint(
 
 def _inherited(source: Checkpoint, last: LastLaunch) -> Iterator[str]:
     """A note about the settings in which the last launch differs from the checkpoint."""
-    before = {"train": source.training.model_dump(), "checkpoint": source.state.checkpointing.model_dump()}
+    before = {"train": source.training.model_dump(), "checkpoint": source.checkpointing.model_dump()}
     before["job"] = {name: getattr(source.job, name) for name in last.job}
     after = {"train": last.training.model_dump(), "checkpoint": last.checkpoint.model_dump(), "job": last.job}
     changed = [
@@ -215,9 +217,7 @@ def _computable(job: Job, overrides: Overrides, gpu: bool, notes: list[str]) -> 
     return job.changed(precision="fp32")
 
 
-def from_model(
-    model: Model, overrides: Overrides, world: int, training: Training | None = None, precision: str = "fp32"
-) -> Request:
+def from_model(model: Model, overrides: Overrides, world: int, precision: str = "fp32") -> Request:
     """A request without a plan: a short sequence and a small batch, the same for every layout."""
     seq = overrides.job.get("seq", TRY_SEQ)
     job = build(
@@ -238,13 +238,13 @@ def from_model(
         mbs = asked.get("mbs", 1)
         if "mbs" in asked or TRY_SEQUENCES % (dp * asked["gas"]):
             job = job.changed(batch_tokens=dp * mbs * asked["gas"] * seq)
-    return _request(job, Layout(), overrides, world, training or Training(), [])
+    return _request(job, Layout(), overrides, world, Training(), [])
 
 
 def _request(job: Job, base: Layout, overrides: Overrides, world: int, training: Training, notes: list[str]) -> Request:
     training = training.changed(**overrides.train)
     places = {"train.data": training.data, "train.eval_data": training.eval_data}
-    whole = {name.removeprefix("train."): mixture.absolute(name, text) for name, text in places.items() if text is not None}
+    whole = {name.removeprefix("train."): corpora.absolute(name, text) for name, text in places.items() if text is not None}
     training = training.changed(**whole)
     job = job.changed(**overrides.job)
     if job.cluster.gpus != world:
@@ -253,7 +253,7 @@ def _request(job: Job, base: Layout, overrides: Overrides, world: int, training:
     layout = base.changed(**asked)
     follows: dict[str, Any] = {"dp": _data_parallel(layout, asked, world)}
     if layout.pp == 1 and "schedule" not in asked:
-        follows |= {"schedule": "1f1b", "virtual_stages": 1}
+        follows |= {"schedule": DEFAULT_SCHEDULE, "virtual_stages": 1}
     elif "virtual_stages" not in asked and "schedule" in asked:
         follows["virtual_stages"] = REGISTRY[layout.schedule].least_stages
     layout = layout.changed(**follows)
@@ -266,7 +266,7 @@ def _request(job: Job, base: Layout, overrides: Overrides, world: int, training:
     supported.check(job, layout, training)
     if (plain := left_in_bf16(job, layout, training)) is not None:
         notes.append(plain)
-    mixture.check(training, job.model.vocab, job.seq)
+    corpora.check(training, job.model.vocab, job.seq)
     return Request(job, layout, training, Checkpointing().changed(**overrides.checkpoint), notes=tuple(notes))
 
 
@@ -324,12 +324,12 @@ def _changed(given: Request, source: Checkpoint, allowed: Set[str], first: bool,
 
 
 def _same_data(given: Request, source: Checkpoint, report: Report | None) -> bool:
-    vocab, kept = given.job.model.vocab, source.state.data
+    vocab, kept = given.job.model.vocab, source.data
     # The seed is compared separately, and the mask is a setting: with those of the run, only the data can differ.
     same = given.training.changed(seed=source.training.seed, document_mask=source.training.document_mask)
     if isinstance(kept, str):
         return kept == data_digest(same, vocab, checkpoint.run_of(source.folder), HASH_THREADS, report)
-    return kept is None or kept == mixture.sampled_fingerprint(same, vocab)
+    return kept is None or kept == corpora.sampled_fingerprint(same, vocab)
 
 
 def _continues(given: Request, source: Checkpoint) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice, product
 
 from ultrascale.cost import legality
 from ultrascale.cost.legality import divisors, near
 from ultrascale.model import limits
-from ultrascale.schedules import REGISTRY
+from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import OPTIMIZERS, Job
 from ultrascale.specs.layout import Layout
@@ -44,132 +44,86 @@ def job_problem(job: Job) -> str | None:
 
 
 def layout_problem(job: Job, layout: Layout, training: Training) -> str | None:
-    return legality.problem(job, layout) or next(
-        (sentence for rule in _RULES if (sentence := rule(job, layout, training)) is not None), None
-    )
+    """The first reason why the layout cannot run, with what to try; None if it can."""
+    return legality.problem(job, layout) or next(_problems(job, layout, training), None)
 
 
-def _vocabulary(job: Job, layout: Layout, _: Training) -> str | None:
+def _problems(job: Job, layout: Layout, training: Training) -> Iterator[str]:
     vocab = job.model.vocab
-    if vocab % layout.tp == 0:
-        return None
-    return f"layout.tp is {layout.tp} but must divide vocab = {vocab}: try {near(layout.tp, divisors(vocab))}"
+    if vocab % layout.tp:
+        yield f"layout.tp is {layout.tp} but must divide vocab = {vocab}: try {near(layout.tp, divisors(vocab))}"
+    yield from _gradient_problems(job, layout, training)
+    if layout.offload == "parameters" and layout.shards == 1:
+        yield "layout.offload = parameters keeps shards on the host, and one rank has none: try offload=optimizer"
+    if layout.cp > 1:
+        yield from _context_problems(job, layout, training)
+    yield from _expert_problems(job, layout, training)
+    if training.fp8_gather == "fp8" and (why := why_not_gathered_in_fp8(job, layout, training)) is not None:
+        yield f"train.fp8_gather is fp8 but {why}, or train.fp8_gather=auto"
 
 
-def _ddp(job: Job, layout: Layout, training: Training) -> str | None:
-    if layout.data_parallel != "ddp" or layout.data_ranks == 1:
-        return None
-    if job.precision != "fp32":
-        return f"layout.data_parallel = ddp reduces in {job.precision}, not in fp32: try data_parallel=bucketed"
-    if layout.pp > 1 and REGISTRY[layout.schedule].split_backward:
-        return f"layout.data_parallel = ddp does not see the split backward of {layout.schedule}: try data_parallel=bucketed"
-    if training.compress != "none":
-        return f"train.compress is {training.compress} but data_parallel = ddp has no such hook: try data_parallel=bucketed"
-    return None
+def _gradient_problems(job: Job, layout: Layout, training: Training) -> Iterator[str]:
+    if layout.data_ranks == 1:
+        return
+    compress = training.compress
+    if layout.data_parallel == "ddp":
+        if job.precision != "fp32":
+            yield f"layout.data_parallel = ddp reduces in {job.precision}, not in fp32: try data_parallel=bucketed"
+        if layout.pp > 1 and REGISTRY[layout.schedule].split_backward:
+            yield f"layout.data_parallel = ddp does not see the split backward of {layout.schedule}: try data_parallel=bucketed"
+        if compress != "none":
+            yield f"train.compress is {compress} but data_parallel = ddp has no such hook: try data_parallel=bucketed"
+    if compress != "none" and layout.zero:
+        yield f"train.compress is {compress} but ZeRO-{layout.zero} scatters in full: try zero=0 or train.compress=none"
 
 
-def _compress(job: Job, layout: Layout, training: Training) -> str | None:
-    if training.compress == "none" or not layout.zero or layout.data_ranks == 1:
-        return None
-    return f"train.compress is {training.compress} but ZeRO-{layout.zero} scatters in full: try zero=0 or train.compress=none"
-
-
-def _offload(job: Job, layout: Layout, _: Training) -> str | None:
-    if layout.offload != "parameters" or layout.shards > 1:
-        return None
-    return "layout.offload = parameters keeps shards on the host, and one rank has none: try offload=optimizer"
-
-
-def _window(job: Job, layout: Layout, _: Training) -> str | None:
+def _context_problems(job: Job, layout: Layout, training: Training) -> Iterator[str]:
     window = job.model.sliding_window
-    if window is None or window >= job.seq or layout.cp == 1 or layout.context_parallel == "ulysses":
-        return None
-    return (
-        f"layout.context_parallel is {layout.context_parallel} but a window of {window} tokens is only kept by ulysses: "
-        "try context_parallel=ulysses or cp=1"
-    )
+    if window is not None and window < job.seq and layout.context_parallel != "ulysses":
+        yield (
+            f"layout.context_parallel is {layout.context_parallel} but a window of {window} tokens is only kept by ulysses: "
+            "try context_parallel=ulysses or cp=1"
+        )
+    if training.document_mask:
+        yield (
+            f"layout.cp is {layout.cp} but train.document_mask keeps attention within documents only where a rank has whole "
+            "sequences: try cp=1 or train.document_mask=false"
+        )
 
 
-def _documents(job: Job, layout: Layout, training: Training) -> str | None:
-    if not training.document_mask or layout.cp == 1:
-        return None
-    return (
-        f"layout.cp is {layout.cp} but train.document_mask keeps attention within documents only where a rank has whole "
-        "sequences: try cp=1 or train.document_mask=false"
-    )
-
-
-def _balance(job: Job, _: Layout, training: Training) -> str | None:
-    if job.model.moe is not None:
-        return None
-    if training.balance_loss:
-        return f"train.balance_loss is {training.balance_loss:g} but {job.model.name} has no experts: try 0"
-    if training.capacity_factor is not None:
-        return f"train.capacity_factor is {training.capacity_factor:g} but {job.model.name} has no experts: try null"
-    return None
-
-
-def _capacity(job: Job, layout: Layout, training: Training) -> str | None:
+def _expert_problems(job: Job, layout: Layout, training: Training) -> Iterator[str]:
     moe, factor = job.model.moe, training.capacity_factor
-    if moe is None or factor is None:
-        return None
-    if moe.capacity(job.seq, factor) < 1:
-        return (
+    if moe is None:
+        if training.balance_loss:
+            yield f"train.balance_loss is {training.balance_loss:g} but {job.model.name} has no experts: try 0"
+        if factor is not None:
+            yield f"train.capacity_factor is {factor:g} but {job.model.name} has no experts: try null"
+    elif factor is not None and moe.capacity(job.seq, factor) < 1:
+        yield (
             f"train.capacity_factor is {factor:g}: an expert would take {factor * job.seq * moe.top_k / moe.experts:.2g} of a "
             f"sequence's {job.seq} tokens: try {max(1.0, moe.experts / (job.seq * moe.top_k)):g} or null"
         )
-    if layout.cp > 1:
-        return (
+    elif factor is not None and layout.cp > 1:
+        yield (
             f"layout.cp is {layout.cp} but train.capacity_factor counts the tokens of whole sequences: "
             "try cp=1 or train.capacity_factor=null"
         )
-    return None
-
-
-def _experts(job: Job, layout: Layout, _: Training) -> str | None:
-    if layout.ep == 1 or job.model.moe is None:
-        return None
-    if layout.data_ranks % layout.ep:
-        allowed = [ep for ep in divisors(layout.data_ranks) if job.model.moe.experts % ep == 0]
-        return (
+    if layout.ep == 1:
+        if training.expert_overlap not in ("auto", "none"):
+            yield f"train.expert_overlap is {training.expert_overlap} but no rows travel between ranks (ep = 1): try auto"
+    elif moe is not None and layout.data_ranks % layout.ep:
+        allowed = [ep for ep in divisors(layout.data_ranks) if moe.experts % ep == 0]
+        yield (
             f"layout.ep is {layout.ep} but the engine spreads experts over data ranks, of which there are dp·cp = "
             f"{layout.data_ranks}: try {near(layout.ep, allowed)}"
         )
-    if layout.zero and layout.shards % layout.ep:
-        return (
+    elif layout.zero and layout.shards % layout.ep:
+        yield (
             f"layout.zero_shards is {layout.zero_shards} but must be a multiple of ep = {layout.ep}: "
             f"try zero_shards={layout.ep} or null"
         )
-    if layout.data_parallel == "ddp":
-        return f"layout.data_parallel = ddp reduces experts (ep = {layout.ep}) over all data ranks: try data_parallel=bucketed"
-    return None
-
-
-def _expert_overlap(job: Job, layout: Layout, training: Training) -> str | None:
-    if training.expert_overlap in ("auto", "none") or layout.ep > 1:
-        return None
-    return f"train.expert_overlap is {training.expert_overlap} but no rows travel between ranks (ep = 1): try auto"
-
-
-def _fp8_gather(job: Job, layout: Layout, training: Training) -> str | None:
-    if training.fp8_gather != "fp8" or (why := why_not_gathered_in_fp8(job, layout, training)) is None:
-        return None
-    return f"train.fp8_gather is fp8 but {why}, or train.fp8_gather=auto"
-
-
-_RULES: tuple[Callable[[Job, Layout, Training], str | None], ...] = (
-    _vocabulary,
-    _ddp,
-    _compress,
-    _offload,
-    _window,
-    _documents,
-    _balance,
-    _capacity,
-    _experts,
-    _expert_overlap,
-    _fp8_gather,
-)
+    elif layout.data_parallel == "ddp":
+        yield f"layout.data_parallel = ddp reduces experts (ep = {layout.ep}) over all data ranks: try data_parallel=bucketed"
 
 
 def why_not_gathered_in_fp8(job: Job, layout: Layout, training: Training) -> str | None:
@@ -199,9 +153,10 @@ def alternatives(job: Job, layout: Layout, training: Training) -> Iterator[Layou
         asked = (layout.dp, layout.tp, layout.pp, layout.cp)
         return sum(abs(a.bit_length() - b.bit_length()) for a, b in zip(axes, asked, strict=True))
 
+    one_stage = [(name, 1) for name, spec in REGISTRY.items() if spec.most_stages == 1]
+    schedules = dict.fromkeys([(layout.schedule, layout.virtual_stages), (DEFAULT_SCHEDULE, 1), *one_stage])
     seen = set()
     for dp, tp, pp, cp in sorted(factors(world), key=distance):
-        schedules = dict.fromkeys([(layout.schedule, layout.virtual_stages), ("1f1b", 1), ("afab", 1)])
         for mbs, (schedule, virtual) in product((layout.mbs, 1), schedules):
             fields = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "mbs": mbs, "gas": max(1, sequences // (dp * mbs))}
             fields |= {"schedule": schedule, "virtual_stages": virtual, "zero_shards": None}

@@ -8,7 +8,8 @@ import pytest
 from ultrascale.cost import stages
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.flops import parameters_approximate
-from ultrascale.cost.memory import parameters
+from ultrascale.cost.memory import states
+from ultrascale.specs import weights
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -19,10 +20,10 @@ def job_of(model: Model) -> Job:
     return Job(model=model, cluster=Cluster.load("8xh100"), seq=1024, batch_tokens=2**20)
 
 
-def ranks_of(model: Model, layout: Layout) -> parameters.RankParameters:
+def ranks_of(model: Model, layout: Layout) -> states.RankParameters:
     """One row per pipeline rank."""
     columns = LayoutColumns.of([layout] * layout.pp)
-    return parameters.on_rank(model, columns, stages.share_of(job_of(model), columns, np.arange(layout.pp)))
+    return states.on_rank(model, columns, stages.share_of(job_of(model), columns, np.arange(layout.pp)))
 
 
 @pytest.mark.parametrize(
@@ -122,9 +123,9 @@ def test_every_tensor_is_somewhere(name: str, layout: Layout) -> None:
     model = Model.load(name)
     held = ranks_of(model, layout)
     everywhere = layout.tp * (held.trunk.sum() + layout.ep * held.experts.sum())
-    whole = sum(weight.elements for weight in parameters.attention(model) if weight.cut == "none")
-    repeated = model.layers * (whole + 2 * parameters.norm(model).elements) + model.final_norm_parameters
-    repeated += model.moe_layers * (model.router_parameters + (model.hidden if model.moe and model.moe.shared_gate else 0))
+    whole = sum(weight.elements for weight in weights.attention(model) if weight.cut == "none")
+    repeated = model.layers * (whole + 2 * weights.norm(model).elements) + weights.norm(model).elements
+    repeated += model.moe_layers * (weights.elements(weights.router(model)) + weights.router_bias(model))
     tied_copy = model.vocab * model.hidden * model.tied_embeddings
     assert everywhere == pytest.approx(model.parameters + (layout.tp - 1) * repeated + tied_copy, rel=1e-12)
 

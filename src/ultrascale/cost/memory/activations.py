@@ -14,7 +14,6 @@ import numpy as np
 from ultrascale.cost.columns import Array, LayoutColumns
 from ultrascale.cost.memory.states import FP32, compute_bytes, eager, lean, operand_bytes
 from ultrascale.specs.job import Job
-from ultrascale.specs.model import Model
 
 CHUNKS = 8  # a chunked loss computes its logits in so many
 LOSS_CHUNK = 4096  # tokens at a time of a loss that computes its gradients in forward (kernels/loss.py)
@@ -59,7 +58,7 @@ def layer(job: Job, columns: LayoutColumns, moe: bool) -> LayerActivations:
     }
     if job.dropout:
         modules["dropout masks"] = 2 * residual / b
-    width = _active_width(model, moe)
+    width = model.moe.top_k * model.moe.expert_ffn + model.moe.shared_expert_ffn if moe and model.moe else model.ffn
     # An unsplit backward frees what it has used. A split one keeps inputs and output gradients for the weight gradients, so
     # that the gradients of the activation and of both residual branches come on top.
     split = columns.split_backward
@@ -67,12 +66,6 @@ def layer(job: Job, columns: LayoutColumns, moe: bool) -> LayerActivations:
     gradients = b * tokens * wide * width / columns.tp + np.where(split, 4, 2) * residual
     kept = _apply_policy(job, columns, modules, residual)
     return LayerActivations(kept, modules, np.asarray(gradients))
-
-
-def _active_width(model: Model, moe: bool) -> float:
-    if not moe or model.moe is None:
-        return model.ffn
-    return model.moe.top_k * model.moe.expert_ffn + (model.moe.shared_expert_ffn or 0) * bool(model.moe.shared_experts)
 
 
 def _attention(job: Job, columns: LayoutColumns, tokens: Array, b: int) -> dict[str, Array]:
@@ -140,7 +133,7 @@ def _moe(job: Job, columns: LayoutColumns, tokens: Array, b: int, residual: Arra
         # What comes home is as many rows as left, however busy some experts were.
         modules["expert output"] = b * np.where(plain, travelling / busiest, travelling)
     if moe.shared_experts:
-        shared = b * tokens * (moe.shared_expert_ffn or 0) / columns.tp
+        shared = b * tokens * moe.shared_expert_ffn / columns.tp
         modules["shared expert"] = (3 if model.gated else 2) * shared
         if moe.shared_gate:  # eager, the gate's gradient asks for what it weighed
             modules["shared output"] = np.where(plain, b * tokens * model.hidden, 0.0)

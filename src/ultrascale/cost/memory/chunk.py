@@ -1,19 +1,127 @@
-"""Sizes on one chunk of a pipeline rank: activations, what FSDP2 holds of parameters and gradients, buffers of collectives."""
+"""Memory of one chunk of a pipeline rank: tensors with lifetimes and a walker over them, and the sizes that tensors have there.
+
+Sizes are those of activations, of parameters and gradients as FSDP2 holds them, and of messages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
-from ultrascale.cost.columns import Array, LayoutColumns
-from ultrascale.cost.memory import activations, parameters, states
+from ultrascale.cost.columns import Array, LayoutColumns, RankShare
+from ultrascale.cost.memory import activations, states
 from ultrascale.cost.memory.activations import LayerActivations
 from ultrascale.cost.memory.states import FP32, compute_bytes, gradient_bytes, sharded_gradient_bytes
-from ultrascale.cost.stages import RankShare
+from ultrascale.specs import weights
 from ultrascale.specs.job import Job
+
+Owner = Literal["activations", "buffers", "gradients", "parameters"]
+OWNERS: tuple[Owner, ...] = ("activations", "buffers", "gradients", "parameters")
+
+
+@dataclass(frozen=True)
+class TensorLifetime:
+    """One tensor of every row of a table of layouts, and the events between which it is live."""
+
+    name: str
+    owner: Owner
+    bytes: Array
+    """negative: part of what is counted elsewhere is not live then"""
+    allocated: int
+    """the first event at which it is live"""
+    freed: int
+    """the first event at which it no longer is"""
+    freed_if_split: int | None = None
+    """the same in rows whose backward is split, where that differs: what weight gradients need lives on"""
+
+
+def activation(name: str, bytes_: Array, allocated: int, freed: int, freed_if_split: int | None = None) -> TensorLifetime:
+    return TensorLifetime(name, "activations", bytes_, allocated, freed, freed_if_split)
+
+
+def buffer(name: str, bytes_: Array, allocated: int, freed: int) -> TensorLifetime:
+    return TensorLifetime(name, "buffers", bytes_, allocated, freed)
+
+
+@dataclass(frozen=True)
+class MemoryPoint:
+    """Live bytes of every row at one event, by owner, on top of micro-batches in flight and persistent states."""
+
+    activations: Array
+    buffers: Array
+    gradients: Array
+    """of weights, accumulated or sharded"""
+    parameters: Array
+    """negative where unsharded parameters that count as persistent have been freed"""
+
+    @classmethod
+    def nothing(cls, rows: int) -> MemoryPoint:
+        return cls(*np.zeros((len(OWNERS), rows)))
+
+    def where(self, there: Array, other: MemoryPoint) -> MemoryPoint:
+        """This one in the rows that are `there`, the other in the rest."""
+        return MemoryPoint(*(np.where(there, getattr(self, owner), getattr(other, owner)) for owner in OWNERS))
+
+    @property
+    def temporary(self) -> Array:
+        """What the allocator hands out and takes back during a step."""
+        return np.asarray(self.activations + self.buffers + self.parameters)
+
+    @property
+    def total(self) -> Array:
+        return np.asarray(self.temporary + self.gradients)
+
+
+def fullest(one: MemoryPoint, *others: MemoryPoint) -> MemoryPoint:
+    for other in others:
+        one = other.where(other.total > one.total, one)
+    return one
+
+
+@dataclass(frozen=True)
+class Live:
+    """Live bytes: owners × events × rows."""
+
+    bytes: Array
+
+    def __add__(self, other: Live) -> Live:
+        return Live(self.bytes + other.bytes)
+
+    def at(self, event: int) -> MemoryPoint:
+        return MemoryPoint(*self.bytes[:, event])
+
+    def peak(self, happens: Mapping[int, Array | bool]) -> MemoryPoint:
+        """The fullest event of every row, of those that happen in it; an event that is not named happens in all."""
+        totals = self.bytes.sum(axis=0)
+        for event, there in happens.items():
+            totals[event] = np.where(there, totals[event], -np.inf)
+        fullest_event = totals.argmax(axis=0)[None, None]
+        return MemoryPoint(*np.take_along_axis(self.bytes, fullest_event, axis=1)[:, 0])
+
+
+def walk(tensors: Iterable[TensorLifetime], events: int, rows: int, split: Array | bool = False) -> Live:
+    """`split`: rows whose backward is split."""
+    by_lifetime: dict[tuple[Owner, int, int], Array] = {}
+    for tensor in tensors:
+        lifetimes = [(tensor.owner, tensor.allocated, tensor.freed, tensor.bytes)]
+        if tensor.freed_if_split is not None:
+            first, last = sorted((tensor.freed, tensor.freed_if_split))
+            sign = 1 if tensor.freed_if_split > tensor.freed else -1
+            lifetimes.append((tensor.owner, first, last, sign * np.where(split, tensor.bytes, 0.0)))
+        for owner, allocated, freed, size in lifetimes:
+            key = owner, int(allocated), int(freed)
+            by_lifetime[key] = by_lifetime[key] + size if key in by_lifetime else size
+    live = np.zeros((len(OWNERS), events, rows))
+    for (owner, allocated, freed), size in by_lifetime.items():
+        live[OWNERS.index(owner), allocated:freed] += size
+    return Live(live)
+
+
+# ----------------------------------------------------------------------------------------------------------------- sizes
 
 
 @dataclass(frozen=True)
@@ -31,19 +139,19 @@ class ChunkMemory:
 
     @cached_property
     def shards(self) -> Array:
-        return parameters.fsdp_shards(self.job, self.columns)
+        return states.fsdp_shards(self.job, self.columns)
 
     @cached_property
-    def held(self) -> parameters.RankParameters:
+    def held(self) -> states.RankParameters:
         """Parameters of the rank."""
-        return parameters.on_rank(self.job.model, self.columns, self.rank_share, self.shards)
+        return states.on_rank(self.job.model, self.columns, self.rank_share, self.shards)
 
     @cached_property
-    def own(self) -> parameters.RankParameters:
+    def own(self) -> states.RankParameters:
         """Parameters of the chunk."""
         if self.rank_share is self.share:
             return self.held
-        return parameters.on_rank(self.job.model, self.columns, self.share, self.shards)
+        return states.on_rank(self.job.model, self.columns, self.share, self.shards)
 
     @cached_property
     def layers(self) -> list[tuple[Array, bool, LayerActivations]]:
@@ -210,7 +318,7 @@ class ChunkMemory:
         """Elements of FSDP's last parameter group: a layer, or its experts, which are their own group where ep cuts them."""
         if self.job.model.moe is None:
             return self.held.block
-        experts = parameters.per_layer(self.job.model, self.columns, self.shards).experts
+        experts = states.per_layer(self.job.model, self.columns, self.shards).experts
         return np.where((self.columns.ep > 1) & (self.rank_share.moe_layers > 0), experts, self.held.block)
 
     # FSDP2: bytes of gradients.
@@ -260,7 +368,7 @@ class ChunkMemory:
     def vocabulary_gradient(self) -> Array:
         """Fresh gradient of the embedding's or the head's matrix."""
         model = self.job.model
-        return compute_bytes(self.job) * parameters.on_tp_rank([parameters.vocabulary(model)], model, self.columns)
+        return compute_bytes(self.job) * states.on_tp_rank([weights.vocabulary(model)], model, self.columns)
 
     @cached_property
     def head_gradient(self) -> Array:
@@ -290,58 +398,3 @@ class ChunkMemory:
         sent_before = several | ~(all_in_flight | self.first_backward)
         sends = (columns.pp > 1) & ((self.share.embedding == 0) | several) & sent_before
         return np.where(sends, self.residual, 0.0)
-
-    # All buffers at once, for engines whose allocations were not traced: a planner must not promise too much.
-
-    @cached_property
-    def concurrent_buffers(self) -> Array:
-        return np.asarray(sum(size for _, size in self._concurrent_buffers()))
-
-    def _concurrent_buffers(self) -> Iterator[tuple[str, Array]]:
-        job, columns, held = self.job, self.columns, self.held
-        model, b, g, wide = job.model, compute_bytes(job), gradient_bytes(job), self.full_sequence
-        # Experts are sharded over the data ranks that ep leaves them: with ep = shards there is nothing of them to gather.
-        elsewhere = 1 - 1 / columns.shards
-        not_own = held.trunk * elsewhere + held.experts * (1 - 1 / np.maximum(1, columns.shards / columns.ep))
-        # ZeRO-3: this layer and the one prefetched, embedding and head; never more than the parameters that live elsewhere.
-        two_layers = b * (2 * held.layer + held.ends)
-        least = np.minimum(
-            self.fp8_prefetched(0 * self.share.layers), self.fp8_prefetched(np.maximum(0, self.share.layers - 2))
-        )
-        of_rank = states.fp8_on_rank(job, columns, self.rank_share).elements
-        most = np.minimum(two_layers - states.fp8_saving(job, least), b * not_own - states.fp8_saving(job, of_rank * elsewhere))
-        gathered = np.where((columns.zero == 3) & (columns.keep_gathered == 0), most, 0.0)
-        yield "unsharded parameters", np.where(columns.is_("offload", "parameters"), two_layers, gathered)
-        if g != b:
-            yield "fresh weight gradients", b * (held.total if job.framework.accumulation == "after-backward" else held.layer)
-        reduced = held.layer
-        if job.framework.states == "fp32":
-            # FSDP reduce-scatters a chunk's gradients together where backward is split: its hooks do not see deferred ones.
-            reduced = np.where(columns.split_backward, held.total / columns.virtual_stages, reduced)
-        yield "reduce-scatter input", np.where(columns.zero >= 2, g * np.minimum(reduced, not_own), 0.0)
-        yield "gathered sequence", np.where((columns.tp > 1) & (columns.sequence_parallel == 1), wide, 0.0)
-        yield "received activations and gradients", np.where(columns.pp > 1, 2 * wide / columns.sequence_cut, 0.0)
-        yield "keys and values of other ranks", self._context_buffers()
-        if model.moe is not None:
-            routed = job.cluster.efficiency.expert_imbalance * model.moe.top_k * wide
-            sent = routed / columns.routed_cut(job.framework.transformer_engine)
-            yield "dispatched tokens", np.where(columns.ep > 1, sent, 0.0)
-        if job.framework.expert_overlap == "microbatches":
-            for count, moe, layer in self.layers:
-                if moe:
-                    yield "a layer of the micro-batch that hides the all-to-all", np.where(count > 0, layer.whole, 0.0)
-
-    def _context_buffers(self) -> Array:
-        """Ring: the block at work and the next, of values and in backward of gradients. All-gather: keys and values of the
-        whole sequence. Ulysses: q, k and v a second time, cut by heads.
-        """
-        job, columns, model, b = self.job, self.columns, self.job.model, compute_bytes(self.job)
-        tokens = columns.tokens(job.seq)
-        kv_width = 2 * model.kv_dim if model.mla is None else model.heads * (model.qk_head_dim + model.v_head_dim)
-        kv_cut = np.minimum(columns.tp, model.kv_heads if model.mla is None else model.heads)
-        keys_and_values = b * tokens * kv_width / kv_cut
-        queries = b * tokens * model.heads * model.qk_head_dim / columns.tp
-        ring = columns.is_("context_parallel", "ring") | columns.is_("context_parallel", "zigzag")
-        gather = columns.is_("context_parallel", "allgather")
-        each = np.where(ring, 2 * keys_and_values, np.where(gather, columns.cp * keys_and_values, queries + keys_and_values))
-        return np.where(columns.cp > 1, each, 0.0)

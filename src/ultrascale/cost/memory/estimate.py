@@ -13,27 +13,26 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ultrascale.cost.columns import Array, LayoutColumns
+from ultrascale.cost.columns import Array, LayoutColumns, RankShare
 from ultrascale.cost.memory import tensors
-from ultrascale.cost.memory.chunk import ChunkMemory
+from ultrascale.cost.memory.chunk import ChunkMemory, MemoryPoint
 from ultrascale.cost.memory.states import (
     StateBytes,
     accumulates_nothing,
     compute_bytes,
     fp8_on_rank,
+    fp8_saving,
     gradient_bytes,
     states,
 )
 from ultrascale.cost.memory.tensors import ChunkEvent
-from ultrascale.cost.memory.walker import MemoryPoint
-from ultrascale.cost.stages import RankShare
 from ultrascale.schedules import KINDS, REGISTRY, ActionKind, InFlightCounts, counts
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.units import GIB
 
 if TYPE_CHECKING:
-    from ultrascale.cost.layout_rows import LayoutRows
+    from ultrascale.cost.stages import LayoutRows
 
 
 @dataclass(frozen=True)
@@ -50,9 +49,6 @@ class InFlightMicrobatches:
     """most are in flight while most are deferred; a V defers only while it drains"""
     one: float = 1.0
     """one chunk, as a share of the rank's: what a split backward brings back at a time"""
-
-    def take(self, rows: Array) -> InFlightMicrobatches:
-        return replace(self, in_flight=self.in_flight[rows], deferred=self.deferred[rows], losses=self.losses[rows])
 
 
 @dataclass(frozen=True)
@@ -140,7 +136,7 @@ def chunk_parts(job: Job, columns: LayoutColumns, share: RankShare, rank_share: 
         forward_end, weight_grads = live.at(ChunkEvent.FORWARD_END), live.at(ChunkEvent.WEIGHT_GRADS)
         backward_start, backward_end = live.at(ChunkEvent.BACKWARD_START), tensors.backward_end(chunk, live)
     else:
-        forward_end = weight_grads = MemoryPoint(nothing, chunk.concurrent_buffers, gradients, nothing)
+        forward_end = weight_grads = MemoryPoint(nothing, parts.layer.buffers, gradients, nothing)
         backward_start = backward_end = MemoryPoint(nothing, nothing, gradients, nothing)
     return ChunkParts(
         **vars(parts),
@@ -161,7 +157,12 @@ def _peak_parts(chunk: ChunkMemory) -> PeakParts:
     state = states(job, columns, chunk.held, fp8_on_rank(job, columns, chunk.rank_share).elements)
     if chunk.first_backward:
         state = replace(state, gradients=0.0 * state.gradients)
-    layer, loss = tensors.layer_backward(chunk, state.gradients, split=False), tensors.loss_peak(chunk, state.gradients)
+    traced = job.framework.exact_memory_trace
+    if traced:
+        layer = split_layer = tensors.layer_backward(chunk, state.gradients, split=False)
+        loss = tensors.loss_peak(chunk, state.gradients)
+    else:
+        layer, split_layer, loss = _untraced_points(chunk, state.gradients)
     if job.framework.fused_blocks:
         single, b = accumulates_nothing(job, columns), compute_bytes(job)
         # No gradients at the loss, the head's at the first layer; then each layer's take the place of activations that it
@@ -170,12 +171,13 @@ def _peak_parts(chunk: ChunkMemory) -> PeakParts:
         at_last = np.maximum(0.0, b * chunk.held.total - of_head - chunk.saved)
         state = replace(state, gradients=np.where(single, at_last, state.gradients))
         loss = replace(loss, gradients=np.where(single, 0.0, loss.gradients))
-        uncounted = of_head - np.where(single & job.framework.exact_memory_trace, chunk.head_gradient, 0.0)
+        uncounted = of_head - np.where(single & traced, chunk.head_gradient, 0.0)
         made = np.where(single, at_last, layer.gradients)
         layer = replace(layer, activations=layer.activations + uncounted, gradients=made)
-    # A search gives the schedule apart from the rows: none of them is split in itself.
-    reuse = job.framework.exact_memory_trace and not columns.split_backward.any()
-    split_layer = layer if reuse else tensors.layer_backward(chunk, state.gradients, split=True)
+    if traced:
+        # A search gives the schedule apart from the rows: none of them is split in itself.
+        split = columns.split_backward.any()
+        split_layer = tensors.layer_backward(chunk, state.gradients, split=True) if split else layer
     return PeakParts(
         state,
         chunk.saved,
@@ -186,6 +188,69 @@ def _peak_parts(chunk: ChunkMemory) -> PeakParts:
         np.asarray(chunk.share.head * chunk.head.saved),
         job.cluster.efficiency.allocator_slack,
     )
+
+
+def _untraced_points(chunk: ChunkMemory, gradients: Array) -> Iterator[MemoryPoint]:
+    """Backward of a layer, of its input gradients alone, and the loss, each with all buffers live at once."""
+    buffers, nothing = np.asarray(sum(size for _, size in _concurrent_buffers(chunk))), np.zeros(len(chunk.columns))
+    whole = split = nothing
+    for count, _, layer in chunk.layers:
+        whole = np.maximum(whole, np.where(count > 0, layer.recomputed + layer.gradients, 0.0))
+        split = np.maximum(split, np.where(count > 0, layer.gradients, 0.0))
+    for most in (whole, split, np.asarray(chunk.share.head * chunk.head.peak)):
+        yield MemoryPoint(most, buffers, gradients, nothing)
+
+
+def _concurrent_buffers(chunk: ChunkMemory) -> Iterator[tuple[str, Array]]:
+    """Live at once in engines whose allocations were not traced: a planner must not promise too much."""
+    job, columns, held = chunk.job, chunk.columns, chunk.held
+    model, b, g, wide = job.model, compute_bytes(job), gradient_bytes(job), chunk.full_sequence
+    # Experts are sharded over the data ranks that ep leaves them: with ep = shards there is nothing of them to gather.
+    elsewhere = 1 - 1 / columns.shards
+    not_own = held.trunk * elsewhere + held.experts * (1 - 1 / np.maximum(1, columns.shards / columns.ep))
+    # ZeRO-3: this layer and the one prefetched, embedding and head; never more than the parameters that live elsewhere.
+    two_layers = b * (2 * held.layer + held.ends)
+    least = np.minimum(
+        chunk.fp8_prefetched(0 * chunk.share.layers), chunk.fp8_prefetched(np.maximum(0, chunk.share.layers - 2))
+    )
+    of_rank = fp8_on_rank(job, columns, chunk.rank_share).elements
+    most = np.minimum(two_layers - fp8_saving(job, least), b * not_own - fp8_saving(job, of_rank * elsewhere))
+    gathered = np.where((columns.zero == 3) & (columns.keep_gathered == 0), most, 0.0)
+    yield "unsharded parameters", np.where(columns.is_("offload", "parameters"), two_layers, gathered)
+    if g != b:
+        yield "fresh weight gradients", b * (held.total if job.framework.accumulation == "after-backward" else held.layer)
+    reduced = held.layer
+    if job.framework.states == "fp32":
+        # FSDP reduce-scatters a chunk's gradients together where backward is split: its hooks do not see deferred ones.
+        reduced = np.where(columns.split_backward, held.total / columns.virtual_stages, reduced)
+    yield "reduce-scatter input", np.where(columns.zero >= 2, g * np.minimum(reduced, not_own), 0.0)
+    yield "gathered sequence", np.where((columns.tp > 1) & (columns.sequence_parallel == 1), wide, 0.0)
+    yield "received activations and gradients", np.where(columns.pp > 1, 2 * wide / columns.sequence_cut, 0.0)
+    yield "keys and values of other ranks", _context_buffers(chunk)
+    if model.moe is not None:
+        routed = job.cluster.efficiency.expert_imbalance * model.moe.top_k * wide
+        sent = routed / columns.routed_cut(job.framework.transformer_engine)
+        yield "dispatched tokens", np.where(columns.ep > 1, sent, 0.0)
+    if job.framework.expert_overlap == "microbatches":
+        for count, moe, layer in chunk.layers:
+            if moe:
+                yield "a layer of the micro-batch that hides the all-to-all", np.where(count > 0, layer.whole, 0.0)
+
+
+def _context_buffers(chunk: ChunkMemory) -> Array:
+    """Ring: the block at work and the next, of values and in backward of gradients. All-gather: keys and values of the
+    whole sequence. Ulysses: q, k and v a second time, cut by heads.
+    """
+    job, columns, model, b = chunk.job, chunk.columns, chunk.job.model, compute_bytes(chunk.job)
+    tokens = columns.tokens(job.seq)
+    kv_width = 2 * model.kv_dim if model.mla is None else model.heads * (model.qk_head_dim + model.v_head_dim)
+    kv_cut = np.minimum(columns.tp, model.kv_heads if model.mla is None else model.heads)
+    keys_and_values = b * tokens * kv_width / kv_cut
+    queries = b * tokens * model.heads * model.qk_head_dim / columns.tp
+    ring = columns.is_("context_parallel", "ring") | columns.is_("context_parallel", "zigzag")
+    gather = columns.is_("context_parallel", "allgather")
+    each = np.where(ring, 2 * keys_and_values, np.where(gather, columns.cp * keys_and_values, queries + keys_and_values))
+    return np.where(columns.cp > 1, each, 0.0)
 
 
 @dataclass(frozen=True)

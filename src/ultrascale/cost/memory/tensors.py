@@ -1,8 +1,7 @@
 """What one chunk allocates and frees, as tables of tensors with lifetimes: backward of a layer, loss, ends of a pass.
 
-There are two ways to count. The allocations of our own engine were traced operator by operator (`exact_memory_trace`,
-docs/rehearse.md), so that every tensor has the events between which it is live. For other engines a planner must not promise
-too much: all buffers are taken to be live at once (`ChunkMemory.concurrent_buffers`).
+Every tensor of our own engine has the events between which it is live: its allocations were traced operator by operator
+(`exact_memory_trace`, docs/rehearse.md). estimate.py counts other engines, with all buffers live at once.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ import numpy as np
 
 from ultrascale.cost.columns import Array
 from ultrascale.cost.memory.activations import LayerActivations
-from ultrascale.cost.memory.chunk import ChunkMemory
+from ultrascale.cost.memory.chunk import ChunkMemory, Live, MemoryPoint, TensorLifetime, activation, buffer, fullest, walk
 from ultrascale.cost.memory.states import FP32, compute_bytes, gradient_bytes, lean, uncut
-from ultrascale.cost.memory.walker import Live, MemoryPoint, TensorLifetime, activation, buffer, fullest, walk
 
 
 class LayerEvent(IntEnum):
@@ -79,12 +77,6 @@ _FREED: dict[str, tuple[LayerEvent, LayerEvent]] = {
 def layer_backward(chunk: ChunkMemory, gradients: Array, split: bool) -> MemoryPoint:
     """The peak of the chunk's layers in backward, on top of what is in flight; `split`: of the input gradients alone."""
     rows = len(chunk.columns)
-    if not chunk.job.framework.exact_memory_trace:
-        most = np.zeros(rows)
-        for count, _, layer in chunk.layers:
-            own = layer.gradients if split else layer.recomputed + layer.gradients
-            most = np.maximum(most, np.where(count > 0, own, 0.0))
-        return MemoryPoint(most, chunk.concurrent_buffers, gradients, np.zeros(rows))
     deferring = chunk.columns.split_backward & split
     found = nothing = MemoryPoint.nothing(rows)
     for count, moe, layer in chunk.layers:
@@ -333,9 +325,6 @@ def chunk_events(chunk: ChunkMemory, gradients: Array) -> Live:
 
 def loss_peak(chunk: ChunkMemory, gradients: Array) -> MemoryPoint:
     """The peak of head and loss; the final norm in fp32 outweighs few logits."""
-    if not chunk.job.framework.exact_memory_trace:
-        loss = np.asarray(chunk.share.head * chunk.head.peak)
-        return MemoryPoint(loss, chunk.concurrent_buffers, gradients, 0.0 * loss)
     live = chunk_events(chunk, gradients)
     found = fullest(live.at(ChunkEvent.LOSS), live.at(ChunkEvent.LOSS_FORWARD))
     return fullest(found, live.at(ChunkEvent.FINAL_NORM)) if chunk.job.model.norm == "rmsnorm" else found

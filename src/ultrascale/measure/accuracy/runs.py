@@ -11,9 +11,17 @@ from typing import Any
 
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.legality import problem
-from ultrascale.measure.accuracy import shapes
-from ultrascale.measure.accuracy.cells import UnmodelledRowError, flag, number, whole
-from ultrascale.measure.accuracy.engines import framework_of, gpu_kind, precision_of, prints_gigabytes
+from ultrascale.measure.accuracy.fields import (
+    UnmodelledRowError,
+    flag,
+    framework_of,
+    gpu_kind,
+    model_of,
+    number,
+    precision_of,
+    prints_gigabytes,
+    whole,
+)
 from ultrascale.schedules import unnamed_schedule
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.efficiency import Efficiency
@@ -28,58 +36,14 @@ from ultrascale.specs.validate import build
 GIGABYTE = 10**9
 LARGEST = 16 * 2**20  # bytes of a CSV: some ten thousand runs
 COLUMNS = (
-    "id",
-    "source",
-    "system",
-    "model",
-    "params_b",
-    "layers",
-    "hidden",
-    "heads",
-    "kv_heads",
-    "ffn",
-    "vocab",
-    "seq_len",
-    "gpu",
-    "gpus",
-    "gpus_per_node",
-    "tp",
-    "pp",
-    "vpp",
-    "dp",
-    "cp",
-    "ep",
-    "zero_stage",
-    "micro_batch",
-    "grad_accum",
-    "global_batch_seqs",
-    "recompute",
-    "precision",
-    "attention_impl",
-    "compile",
-    "tokens_per_s_per_gpu",
-    "tflops_per_gpu",
-    "mfu",
-    "hfu",
-    "iter_time_s",
-    "peak_mem_gib",
-    "notes",
-    "status",
-    "mem_kind",
-    "flops_def",
-    "trust",
-    "sequence_parallel",
-    "zero_shards",
-    "node_network_gbps",
-    "dispatch",
-    "expert_overlap",
-    "balanced_routing",
-    "cuda_graphs",
-    "loss",
-    "stage_split",
-    "grad_accum_fusion",
-    "unmodelled",
-)
+    "id", "source", "system", "model", "params_b", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len",
+    "gpu", "gpus", "gpus_per_node", "tp", "pp", "vpp", "dp", "cp", "ep", "zero_stage", "micro_batch", "grad_accum",
+    "global_batch_seqs", "recompute", "precision", "attention_impl", "compile", "tokens_per_s_per_gpu", "tflops_per_gpu",
+    "mfu", "hfu", "iter_time_s", "peak_mem_gib", "notes", "status", "mem_kind", "flops_def", "trust", "sequence_parallel",
+    "zero_shards", "node_network_gbps", "dispatch", "expert_overlap", "balanced_routing", "cuda_graphs", "loss",
+    "stage_split", "grad_accum_fusion", "unmodelled",
+)  # fmt: skip
+TEXTS = {"source": "", "system": "", "gpu": "", "trust": "A", "status": "ok", "mem_kind": ""}  # taken as they stand
 REQUIRED = ("id", "model", "seq_len", "gpu", "gpus")
 
 
@@ -141,7 +105,8 @@ def read(path: Path) -> tuple[list[MeasuredRun], list[str]]:
 def read_row(values: Mapping[str, str], line: int) -> MeasuredRun:
     assumptions: list[str] = []
     job, layout, half, reason = None, None, False, None
-    measured: dict[str, float | None] = dict.fromkeys(("tokens_per_s_per_gpu", "iter_time_s", "peak_mem_gib"))
+    measured: dict[str, Any] = dict.fromkeys(("tokens_per_s_per_gpu", "iter_time_s", "peak_mem_gib"))
+    texts: dict[str, Any] = {name: values.get(name) or usual for name, usual in TEXTS.items()}
     try:
         for name in measured:
             measured[name] = number(values, name)
@@ -154,12 +119,6 @@ def read_row(values: Mapping[str, str], line: int) -> MeasuredRun:
         assumptions.append("its memory is in 10^9 bytes, whatever it says: Megatron-Bridge divides by 1e9 (report_memory)")
     return MeasuredRun(
         id=values.get("id") or f"line-{line}",
-        source=values.get("source", ""),
-        system=values.get("system", ""),
-        gpu=values.get("gpu", ""),
-        trust=values.get("trust", "") or "A",
-        status=values.get("status", "") or "ok",
-        mem_kind=values.get("mem_kind", ""),
         mem_unit=unit,
         job=job,
         layout=layout,
@@ -168,6 +127,7 @@ def read_row(values: Mapping[str, str], line: int) -> MeasuredRun:
         reason=reason,
         values=values,
         **measured,
+        **texts,
     )
 
 
@@ -185,7 +145,7 @@ def _model(values: Mapping[str, str], assumptions: list[str]) -> tuple[Job, Layo
     if gpus % per_node:
         raise UnmodelledRowError(f"gpus = {gpus} do not fill nodes of {per_node}")
     framework = framework_of(values, assumptions)
-    model = shapes.model_of(values, assumptions)
+    model = model_of(values, assumptions)
     precision = precision_of(values, kind, assumptions)
     degrees = _degrees(values, gpus)
     batch = _batch(values, degrees["dp"], assumptions)

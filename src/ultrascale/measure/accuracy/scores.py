@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 from itertools import combinations
+from statistics import fmean, median
 from typing import Any
 
 from ultrascale.cost.estimate import estimate
+from ultrascale.cost.hardware import sustained
+from ultrascale.cost.kernels import attention_line, attention_rate
 from ultrascale.cost.legality import problem
-from ultrascale.measure.accuracy import left_out
 from ultrascale.measure.accuracy.runs import MeasuredRun
 from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.framework import Framework
@@ -20,6 +25,13 @@ from ultrascale.specs.units import GIB
 
 # What a memory figure must say of itself to be compared with the bytes that tensors hold.
 ALLOCATED = ("allocated", "active")
+# Frameworks whose elementwise kernels have the constant of another.
+FAMILY = {
+    "torchtitan-eager": "eager",
+    "deepspeed": "eager",
+    "megatron-no-overlap": "megatron-core",
+    "flash-training": "megatron-core",
+}
 
 
 @dataclass(frozen=True)
@@ -27,12 +39,12 @@ class ScoredRun:
     """One run with its prediction; `ratio` is predicted over measured speed, above 1 is too fast."""
 
     run: MeasuredRun
-    estimate: Estimate | None
-    tokens_per_s_per_gpu: float | None
-    iter_time_s: float | None
-    peak_mem_gib: float | None
-    fits: bool | None
-    reason: str | None
+    estimate: Estimate | None = None
+    tokens_per_s_per_gpu: float | None = None
+    iter_time_s: float | None = None
+    peak_mem_gib: float | None = None
+    fits: bool | None = None
+    reason: str | None = None
 
     @property
     def measured(self) -> float | None:
@@ -87,22 +99,58 @@ def score(
 
 def score_left_out(runs: Sequence[MeasuredRun]) -> list[ScoredRun]:
     """Every run under the constants that were fitted without its source; a source the fit never saw needs no leaving out."""
-    multipliers = left_out.table()["multipliers"]
 
     def without_its_source(run: MeasuredRun) -> Job:
         assert run.job is not None
-        return left_out.adjusted(run.job, multipliers.get(source_group(run), {}))
+        return adjusted(run.job, left_out_multipliers().get(source_group(run), {}))
 
     return score(runs, without_its_source)
 
 
+def adjusted(job: Job, multipliers: Mapping[str, float]) -> Job:
+    """The job with its cluster's and framework's constants multiplied; a constant that it does not use changes nothing."""
+
+    def times(name: str) -> float:
+        return multipliers.get(name, 1.0)
+
+    cluster, framework, gpu = job.cluster, job.framework, job.cluster.gpu
+    constants, shares = cluster.efficiency, sustained(gpu)
+    changed = {
+        "matmul": (constants.matmul or shares["bf16"]) * times(f"sustained.{gpu.architecture}.bf16"),
+        "matmul_fp8": (constants.matmul_fp8 or shares["fp8"]) * times(f"sustained.{gpu.architecture}.fp8"),
+    }
+    for name in ("memory_bandwidth", "network_bandwidth", "overlap_slowdown"):
+        changed[name] = min(1.0, getattr(constants, name) * times(name))
+    if (rate := attention_rate(framework.attention, gpu.architecture)) is not None:
+        attention = times(f"attention.{attention_line(framework.attention, gpu.architecture)}.{gpu.architecture}")
+        changed["attention_forward"] = min(1.0, rate.forward * attention)
+        changed["attention_backward"] = min(1.0, rate.backward * attention)
+    efficiency = constants.model_copy(update=changed)
+    link = cluster.link_bandwidth_gb_s * times("link_bandwidth")
+    elementwise = framework.elementwise * times(f"elementwise.{FAMILY.get(framework.name, framework.name)}")
+    return job.model_copy(
+        update={
+            "cluster": cluster.model_copy(update={"efficiency": efficiency, "link_bandwidth_gb_s": link}),
+            "framework": framework.model_copy(update={"elementwise": elementwise}),
+        }
+    )
+
+
+@cache
+def left_out_multipliers() -> dict[str, dict[str, float]]:
+    """What tools/fit_constants.py wrote: for each source, multipliers of constants that were fitted without it."""
+    text = resources.files("ultrascale.measure.accuracy").joinpath("left_out.json").read_text(encoding="utf-8")
+    multipliers: dict[str, dict[str, float]] = json.loads(text)["multipliers"]
+    return multipliers
+
+
 def _score_one(run: MeasuredRun, adjust: Callable[[MeasuredRun], Job] | None) -> ScoredRun:
     if run.job is None or run.layout is None:
-        return ScoredRun(run, None, None, None, None, None, run.reason)
+        return ScoredRun(run, reason=run.reason)
     job, layout = (adjust(run) if adjust else run.job), run.layout
     sentence = problem(job, layout)
     if sentence is not None:
-        return ScoredRun(run, None, None, None, None, None, sentence)
+        return ScoredRun(run, reason=sentence)
     predicted, workspace_gib = estimate(job, layout), job.cluster.efficiency.workspace_gib
     step_s, peak = predicted.step_time_s, comparable_peak_gib(predicted, run, workspace_gib)
     if run.half_recompute:
@@ -111,7 +159,7 @@ def _score_one(run: MeasuredRun, adjust: Callable[[MeasuredRun], Job] | None) ->
         step_s = (step_s + without.step_time_s) / 2
         peak = (peak + comparable_peak_gib(without, run, workspace_gib)) / 2
     rate = layout.batch_tokens(job.seq) / step_s / layout.gpus
-    return ScoredRun(run, predicted, rate, step_s, peak, predicted.fits, None)
+    return ScoredRun(run, predicted, rate, step_s, peak, predicted.fits)
 
 
 def comparable_peak_gib(predicted: Estimate, run: MeasuredRun, workspace_gib: float) -> float:
@@ -153,26 +201,15 @@ def errors(scored: Iterable[ScoredRun]) -> ErrorSummary | None:
     if not samples:
         return None
     # Releases of one configuration are one sample: their geometric mean is compared.
-    ratios = sorted(math.exp(sum(logs) / len(logs)) for logs in samples.values())
-    absolute = sorted(abs(ratio - 1) for ratio in ratios)
-    return ErrorSummary(
-        rows,
-        len(ratios),
-        sum(absolute) / len(absolute),
-        _middle(absolute),
-        sum(ratio - 1 for ratio in ratios) / len(ratios),
-    )
+    biases = [math.exp(fmean(logs)) - 1 for logs in samples.values()]
+    absolute = [abs(bias) for bias in biases]
+    return ErrorSummary(rows, len(biases), fmean(absolute), median(absolute), fmean(biases))
 
 
 def _configuration(run: MeasuredRun) -> tuple[Any, ...]:
     assert run.job is not None
     job = run.job
     return (source_group(run), job.model.name, run.layout, job.cluster.label, job.precision, job.seq, job.framework)
-
-
-def _middle(ordered: Sequence[float]) -> float:
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 @dataclass(frozen=True)
@@ -199,16 +236,14 @@ def rankings(scored: Iterable[ScoredRun]) -> list[Ranking]:
     for key, by_layout in groups.items():
         if len(by_layout) < 2:
             continue
-        pairs = [(_mean(x.tokens_per_s_per_gpu for x in ones), _mean(x.measured for x in ones)) for ones in by_layout.values()]
+        pairs = [
+            (fmean(one.tokens_per_s_per_gpu or 0 for one in ones), fmean(one.measured or 0 for one in ones))
+            for ones in by_layout.values()
+        ]
         best = max(measured for _, measured in pairs)
         first = max(pairs)[1]
         found.append(Ranking(f"{key[0]} on {key[1]}, {key[5]}", len(pairs), kendall_tau(pairs), best / first - 1))
     return found
-
-
-def _mean(values: Iterable[float | None]) -> float:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known)
 
 
 def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -9,26 +10,29 @@ import subprocess
 import sys
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 from torch.nn.attention import flex_attention
 
-from ultrascale.measure import bench_kernel_cases as cases
-from ultrascale.measure import bench_kernels as kernels
-from ultrascale.measure.bench_kernels import KernelCandidate, KernelComparison, KernelResult, KernelShape, KernelsReport
-from ultrascale.show import bench as show
+from ultrascale.cli.bench import kernel_contest
+from ultrascale.cli.common import plain
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.model import Model
 
-SMALL = KernelShape(
+kernels = kernel_contest()  # which adds its folder to sys.path
+cases = importlib.import_module("kernel_contest.cases")
+KernelCandidate, KernelComparison, KernelResult = kernels.KernelCandidate, kernels.KernelComparison, kernels.KernelResult
+
+SMALL = kernels.KernelShape(
     Model(name="small", layers=1, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=16, vocab=96, rope_theta=1e4), mbs=2, seq=24
 )
 CPU = torch.device("cpu")
 
 
-def worst(asked: KernelComparison, ways: tuple[str, ...]) -> dict[str, float]:
+def worst(asked: Any, ways: tuple[str, ...]) -> dict[str, float]:
     """The difference of each from the plain operators."""
     wanted, found = None, {}
     for way in ways:
@@ -46,7 +50,7 @@ def test_ours_computes_what_plain_operators_do(kernel: str, monkeypatch: pytest.
     """On a CPU ours are the plain twins, and FlexAttention runs uncompiled."""
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    monkeypatch.setattr("ultrascale.measure.bench_kernel_cases.DOCUMENT", 6)
+    monkeypatch.setattr("kernel_contest.cases.DOCUMENT", 6)
     asked = cases.CASES[kernel](SMALL, CPU, torch.float32)
     assert worst(asked, ("eager", "ours"))["ours"] < 1e-5
     assert asked.moved > 0 or asked.flops > 0
@@ -81,14 +85,14 @@ def test_the_formula_of_adamw_is_torchs() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
 def test_the_kernels_under_tritons_interpreter() -> None:
     """In a process of its own: whether Triton interprets is decided when it is first imported."""
-    file = Path(__file__).with_name("test_kernels_interpreted.py")
+    file = Path(__file__).with_name("test_contest_interpreted.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("....")  # ours; Liger's come last, and may not be there
 
 
-def row(ours: float = 0.5, **others: float) -> KernelResult:
+def row(ours: float = 0.5, **others: float) -> Any:
     times = {**(others or {"eager": 2.0, "compile": 0.8}), "ours": ours}
     differences = {"eager": 0.0, "ours": 3e-3}
     return KernelResult(
@@ -107,14 +111,16 @@ def test_ours_is_kept_where_it_beats_the_best_other() -> None:
 
 
 def test_the_table_says_times_shares_rates_and_verdicts() -> None:
-    report = KernelsReport("NVIDIA X, torch 9", (row(), row(ours=0.9)), ("1b: attention: cuDNN 4.90 ms, flash 7.50 ms",))
+    report = kernels.KernelsReport(
+        "NVIDIA X, torch 9", (row(), row(ours=0.9)), ("1b: attention: cuDNN 4.90 ms, flash 7.50 ms",)
+    )
     text = StringIO()
-    show.show_kernels(Console(file=text, width=220), report)
+    kernels.show_kernels(Console(file=text, width=220), report)
     for word in ("0.500", "0.800", "not installed", "0.62", "3,600 GB/s (75 % of the GPU's)", "ours 3.0e-03", "keep", "slower"):
         assert word in text.getvalue(), word
     assert "cuDNN 4.90 ms" in text.getvalue()
     assert "slower: norm (1b)" in text.getvalue()
-    data = json.loads(json.dumps(show.kernels_json(report), allow_nan=False))
+    data = json.loads(json.dumps(kernels.kernels_json(report), allow_nan=False, default=plain))
     assert [one["verdict"] for one in data["kernels"]] == ["keep", "slower"]
     assert data["kernels"][0]["times_ms"]["compile"] == 0.8
     assert data["kernels"][0]["missing"] == {"liger": "not installed"}
@@ -124,7 +130,7 @@ def test_one_that_runs_out_of_memory_or_fails_is_said(monkeypatch: pytest.Monkey
     def full() -> tuple[torch.Tensor, ...]:
         raise torch.OutOfMemoryError
 
-    def broken() -> KernelCandidate:
+    def broken() -> object:
         raise TypeError("another version")
 
     fine = KernelCandidate(lambda: (torch.ones(2),))
@@ -144,7 +150,7 @@ def test_one_that_runs_out_of_memory_or_fails_is_said(monkeypatch: pytest.Monkey
 
 
 def test_ours_may_not_fail_silently(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> KernelCandidate:
+    def broken() -> object:
         raise TypeError("ours")
 
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)

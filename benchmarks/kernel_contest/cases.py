@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernel_contest.contest import KernelCandidate, KernelComparison, KernelShape
 from ultrascale.kernels import fused, split_master
 from ultrascale.kernels.loss import linear_cross_entropy
-from ultrascale.measure.bench_kernels import KernelCandidate, KernelComparison, KernelShape
 from ultrascale.model import flex
 from ultrascale.model.rotary import rotate, tables
 from ultrascale.model.transformer import IGNORED, CausalAttention, CrossEntropy, within

@@ -1,21 +1,22 @@
-"""The contests with their Triton kernels, ours and Liger's, by Triton's interpreter: test_kernels.py starts this file so."""
+"""The contests with their Triton kernels, ours and Liger's, by Triton's interpreter: test_contest.py starts this file so."""
 
 from __future__ import annotations
 
 import os
+from importlib import import_module
 
 import pytest
 import torch
 
+from ultrascale.cli.bench import kernel_contest
 from ultrascale.kernels import fused
-from ultrascale.measure import bench_kernel_cases as cases
-from ultrascale.measure import bench_kernels as kernels
-from ultrascale.measure.bench_kernels import KernelShape
 from ultrascale.specs.model import Model
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton does not interpret")
 
-SMALL = KernelShape(
+kernels = kernel_contest()  # which adds its folder to sys.path
+cases = import_module("kernel_contest.cases")
+SMALL = kernels.KernelShape(
     Model(name="small", layers=1, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=16, vocab=96, rope_theta=1e4), mbs=1, seq=6
 )
 

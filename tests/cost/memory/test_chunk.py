@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ultrascale.cost.memory.walker import MemoryPoint, activation, buffer, fullest, walk
+from ultrascale.cost.memory.chunk import MemoryPoint, activation, buffer, fullest, walk
 
 FORWARD, LOSS, BACKWARD, END = range(4)
 TWO = np.asarray([10.0, 20.0])

@@ -1,4 +1,7 @@
-"""The GPU, the engine and the precision that a row names."""
+"""What the cells of a row name: numbers and flags, the model, the GPU, the engine and the precision.
+
+A blank cell means unknown; one that cannot be read raises with its name.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ultrascale.measure.accuracy.cells import UnmodelledRowError, flag
 from ultrascale.specs.errors import nearest
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.gpu import GPU
+from ultrascale.specs.model import Model
 from ultrascale.specs.validate import build
 
 # Engines that no run here names, by the preset that works as they do.
@@ -19,6 +22,109 @@ ALIKE = {
     r"fsdp2|simplefsdp|olmo-core": "torchtitan-eager",
     r"fsdp": "fsdp1-eager",
 }
+PRECISIONS = {"fp8": "fp8|float8", "bf16": "bf16|bfloat16", "fp16": "fp16|float16|half", "fp32": "fp32|float32|tf32"}
+HYBRID = ("mamba", "nemotron_3", "nemotron-3-super", "nemotron-3-nano", "jamba", "zamba")
+GATED_FAMILIES = ("llama", "qwen", "mistral", "mixtral", "deepseek", "smollm", "gemma", "moonlight", "olmo", "phi-3", "yi-")
+
+
+class UnmodelledRowError(Exception):
+    """Why a row cannot be modelled."""
+
+
+def number(values: Mapping[str, str], name: str) -> float | None:
+    text = values.get(name, "")
+    if not text or text.lower() in ("nan", "none", "null", "-"):
+        return None
+    try:
+        value = float(text.replace(",", ""))
+    except ValueError:
+        raise UnmodelledRowError(f"{name} is '{text}', not a number") from None
+    if not 0 <= value < 1e18:
+        raise UnmodelledRowError(f"{name} is {text}: it must be a number that is not negative")
+    return value
+
+
+def whole(values: Mapping[str, str], name: str) -> int | None:
+    value = number(values, name)
+    if value is None:
+        return None
+    if value != int(value) or value < 1:
+        raise UnmodelledRowError(f"{name} is {values[name]}: it must be a whole number of at least 1")
+    return int(value)
+
+
+def flag(values: Mapping[str, str], name: str) -> bool | None:
+    """yes, true or 1; no, false or 0; anything else says nothing."""
+    text = values.get(name, "").lower()
+    return True if text in ("yes", "true", "1") else False if text in ("no", "false", "0") else None
+
+
+def preset_of(name: str) -> Model | None:
+    """`Qwen3_30B_a3B [tokendrop]` → qwen3-30b-a3b, `LLAMA3.1_405B` → llama-3.1-405b, `LLAMA2-7B SFT` → llama-2-7b."""
+    base = re.sub(r"\[.*?\]|\(.*?\)", "", name.lower()).strip()
+    base = re.sub(r"\b(sft|lora|finetune|pretrain|base|instruct)\b", "", base).strip()
+    base = re.sub(r"[_\s]+", "-", base).strip("-")
+    base = re.sub(r"^(meta-)?llama-?(\d)", r"llama-\2", base)
+    base = re.sub(r"^deepseek-?v(\d)", r"deepseek-v\1", base)
+    base = re.sub(r"^gpt-?3-", "gpt3-", base)
+    for candidate in (base, base.replace(".0", ""), re.sub(r"-v\d+(\.\d+)?$", "", base)):
+        if candidate in Model.preset_names():
+            return Model.load(candidate)
+    return None
+
+
+def model_of(values: Mapping[str, str], assumptions: list[str]) -> Model:
+    name = values.get("model", "")
+    if "lora" in name.lower():
+        raise UnmodelledRowError("LoRA: frozen weights have no gradients or states, which is not modelled")
+    if any(word in name.lower() for word in HYBRID):
+        raise UnmodelledRowError(f"model '{name}' is a hybrid with state-space layers, which are not modelled")
+    if "single layer" in name.lower():
+        raise UnmodelledRowError("one layer, not a training step")
+    preset = preset_of(name)
+    layers, hidden, heads = (whole(values, field) for field in ("layers", "hidden", "heads"))
+    if preset is not None and (preset.moe is not None or layers is None or hidden is None):
+        if layers is not None and layers != preset.layers:
+            preset = build(Model, {**dict(preset), "layers": layers}, "model")
+        return preset
+    if layers is None or hidden is None:
+        raise UnmodelledRowError(f"model '{name}' has no printed shape and is no preset")
+    if whole(values, "ep") not in (None, 1):
+        raise UnmodelledRowError(f"model '{name}' has experts whose shape is not printed and is no preset")
+
+    def assumed(column: str, usual: int, words: str) -> int:
+        found = whole(values, column)
+        if found is None:
+            assumptions.append(words.format(usual))
+        return found or usual
+
+    heads = assumed("heads", max(1, hidden // 128), "{} heads of 128")
+    gated = any(family in name.lower() for family in GATED_FAMILIES)
+    fields: dict[str, object] = {
+        "name": name,
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": assumed("kv_heads", heads, "{} kv heads, as many as heads"),
+        "vocab": assumed("vocab", preset.vocab if preset is not None else 51200, "vocabulary of {}"),
+        "ffn": assumed("ffn", 4 * hidden, "ffn of {}"),
+    }
+    if hidden % heads:
+        fields["head_dim"] = 128
+    variants = [_variant(fields, gated=gated, tied=tied) for tied in (False, True)]
+    printed = number(values, "params_b")
+    if printed:
+        variants += [_variant(fields, gated=not gated, tied=tied) for tied in (False, True)]
+        best = min(variants, key=lambda model: abs(model.parameters / 1e9 - printed))
+        if abs(best.parameters / 1e9 / printed - 1) < 0.1:
+            return best
+    # GPT-era models tie the head; the Llama family does not, below 4B parameters excepted.
+    return variants[0] if gated else variants[1]
+
+
+def _variant(fields: dict[str, object], *, gated: bool, tied: bool) -> Model:
+    style = {"activation": "swiglu", "norm": "rmsnorm"} if gated else {"activation": "gelu", "norm": "layernorm"}
+    return build(Model, {**fields, **style, "tied_embeddings": tied}, "model")
 
 
 def gpu_kind(text: str, assumptions: list[str]) -> GPU:
@@ -131,15 +237,8 @@ def precision_of(values: Mapping[str, str], kind: GPU, assumptions: list[str]) -
     text = values.get("precision", "").lower()
     if "fp4" in text:
         raise UnmodelledRowError(f"precision is {values['precision']}: 4-bit training is not modelled")
-    if "fp8" in text or "float8" in text:
-        name = "fp8"
-    elif "bf16" in text or "bfloat16" in text or not text:
-        name = "bf16"
-    elif "fp16" in text or "float16" in text or "half" in text:
-        name = "fp16"
-    elif "fp32" in text or "float32" in text or "tf32" in text:
-        name = "fp32"
-    else:
+    name = next((name for name, words in PRECISIONS.items() if re.search(words, text)), None if text else "bf16")
+    if name is None:
         raise UnmodelledRowError(f"precision is '{values['precision']}', which is not known: such as bf16, fp16, fp8 or fp32")
     if name == "bf16" and "bf16" not in kind.peak_tflops:
         name = "fp16"

@@ -1,6 +1,6 @@
 """`bench kernels`: our GPU kernels against plain torch, torch.compile and Liger-Kernel, with the same inputs in one run.
 
-bench_kernel_cases.py has the kernels; here each one runs once for its outputs, then all take turns for their times.
+cases.py has the kernels; here each one runs once for its outputs, then all take turns for their times.
 Torch is imported where it is used: the command checks its options first.
 """
 
@@ -10,12 +10,21 @@ import gc
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+from rich.text import Text
+
+from ultrascale.cli.common import progress, terminal, write_json
+from ultrascale.launch import launcher
+from ultrascale.show.lines import labelled, table
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.gpu import GPU
 from ultrascale.specs.model import Model
 from ultrascale.specs.units import GIB
+from ultrascale.specs.units import tokens as count
+from ultrascale.train import import_torch
 
 if TYPE_CHECKING:
     import torch
@@ -101,6 +110,21 @@ class KernelsReport:
     """which kernels of others the engine would select, by shape: causal attention, and gates inside GEMMs"""
 
 
+def run(only: str | None, tokens: str | None, hidden: int | None, json_file: Path | None) -> None:
+    """The command."""
+    names, asked = chosen(only), shapes(None if tokens is None else count(tokens, "--tokens", "16k"), hidden)
+    if not launcher.has_gpu():
+        raise SpecError(
+            "bench kernels needs a GPU but nvidia-smi shows none here: run it on a machine that has one; "
+            "docs/kernels/README.md holds the table of an H200"
+        )
+    import_torch()
+    with progress() as say:
+        for report in measure(names, asked, say):
+            write_json(json_file, kernels_json(report))  # after each, so an interrupted bench keeps its results
+    show_kernels(terminal(), report)
+
+
 def shapes(tokens: int | None, hidden: int | None) -> list[KernelShape]:
     """Those of benchmarks/gpu, or one of the given width."""
     if hidden is None:
@@ -143,7 +167,7 @@ def measure(
     """Every kernel at every shape: the report after each. `say` gets what runs now."""
     import torch
 
-    from ultrascale.measure.bench_kernel_cases import CASES
+    from kernel_contest.cases import CASES
 
     if not torch.cuda.is_available():
         raise SpecError(
@@ -262,13 +286,14 @@ def _choices(shape: KernelShape, device: torch.device) -> Iterator[str]:
     """Which kernels of others a run of this shape would select."""
     import torch
 
-    from ultrascale.kernels import autotune, gated_gemm
+    from ultrascale.kernels import autotune
+    from ultrascale.kernels.optional_kernels import QUACK
 
     model = shape.model
     heads = autotune.AttentionShape(shape.mbs, shape.seq, model.heads, model.kv_heads, model.head_dim, torch.bfloat16)
     if (found := autotune.time_attention(heads, device)) is not None:
         yield str(found)
-    if gated_gemm.why_not(torch.bfloat16) is None:
+    if QUACK.why_not(torch.bfloat16) is None:
         products = autotune.time_gates(shape.tokens, model.hidden, model.ffn, torch.bfloat16, device)
         if products is not None:
             yield str(products)
@@ -288,3 +313,44 @@ def _free() -> None:
 
     gc.collect()
     torch.cuda.empty_cache()
+
+
+STYLES = {"keep": "green", "slower": "bold red", "–": ""}
+
+
+def show_kernels(console: Console, report: KernelsReport) -> None:
+    columns = (*(f"{way} ms" for way in WAYS), "ours / best other", "ours moves or computes", "largest difference", "")
+    title = f"forward and backward, medians in ms with a cold L2 cache: {report.machine}"
+    made = table(title, "kernel", "shape", *columns, left=("kernel", "shape"))
+    for row in report.rows:
+        made.add_row(
+            row.kernel,
+            f"{row.model}: {row.size}",
+            *(_kernel_time(row, way) for way in WAYS),
+            "–" if row.share is None else f"{row.share:.2f}",
+            _rate(row),
+            ", ".join(f"{way} {value:.1e}" for way, value in list(row.differences.items())[1:]) or "–",
+            Text(row.verdict, style=STYLES[row.verdict]),
+        )
+    console.print(made)
+    for line in report.choices:
+        console.print(f"{line}; a run takes the first")
+    slower = [f"{row.kernel} ({row.model})" for row in report.rows if row.verdict == "slower"]
+    if slower:
+        labelled(console, "slower:", "bold red", f"{', '.join(slower)}: another implementation is faster here than ours")
+
+
+def kernels_json(report: KernelsReport) -> dict[str, Any]:
+    rows = [{**vars(row), "ours_of_best_other": row.share, "verdict": row.verdict} for row in report.rows]
+    return {"machine": report.machine, "kernels": rows, "choices": report.choices}
+
+
+def _kernel_time(row: KernelResult, way: str) -> str:
+    return f"{row.times_ms[way]:,.3f}" if way in row.times_ms else row.missing.get(way, "–")
+
+
+def _rate(row: KernelResult) -> str:
+    share = "" if row.of_peak is None else f" ({100 * row.of_peak:.0f} % of the GPU's)"
+    if row.gb_s is not None:
+        return f"{row.gb_s:,.0f} GB/s{share}"
+    return "–" if row.tflops is None else f"{row.tflops:,.0f} TFLOP/s{share}"

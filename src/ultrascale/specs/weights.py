@@ -1,0 +1,124 @@
+"""Weights: every tensor of a model as data. Parameters, memory, FLOPs and communication are counted from these tables.
+
+Counts follow the module trees of `transformers`, so that a total equals the elements of the published checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ultrascale.specs.model import Model
+
+
+@dataclass(frozen=True)
+class WeightShape:
+    """One tensor: its rows, among which FSDP shards it, and the elements of a row."""
+
+    rows: int
+    width: int = 1
+    cut: str = "none"
+    """what tp cuts: "rows"; "kv rows", never below one kv head, which is repeated tp / kv_heads times; "width"; or "none" """
+    matmul: bool = True
+    """multiplied by activations, so that a schedule with a split backward defers its gradient"""
+    partial: bool = False
+    """every tp rank has all of it but sees only its own heads or experts: its gradient is summed over tp"""
+
+    @property
+    def elements(self) -> int:
+        return self.rows * self.width
+
+
+def elements(weights: Iterable[WeightShape]) -> int:
+    return sum(weight.elements for weight in weights)
+
+
+def norm(model: Model) -> WeightShape:
+    return WeightShape(model.hidden, 2 if model.norm == "layernorm" else 1, matmul=False)
+
+
+def attention(model: Model) -> list[WeightShape]:
+    h, bias = model.hidden, [WeightShape(model.hidden, matmul=False)] * model.attention_output_bias
+    if model.mla is not None:
+        return _latent_attention(model) + bias
+    q, kv = (model.q_dim, "rows"), (model.kv_dim, "kv rows")
+    weights = [WeightShape(rows, h, cut) for rows, cut in (q, kv, kv)] + [WeightShape(h, model.q_dim, "width")]
+    if model.qkv_bias:
+        weights += [WeightShape(rows, 1, cut, matmul=False) for rows, cut in (q, kv, kv)]
+    return weights + [WeightShape(model.head_dim, matmul=False, partial=True)] * (2 * model.qk_norm) + bias
+
+
+def _latent_attention(model: Model) -> list[WeightShape]:
+    """DeepSeek's: down-projections to latents on every tp rank, up-projections cut by heads, biases on the former."""
+    mla, h, query = model.mla, model.hidden, model.heads * model.qk_head_dim
+    assert mla is not None
+    down = mla.kv_lora_rank + mla.qk_rope_head_dim
+    weights = [
+        WeightShape(down, h),
+        WeightShape(mla.kv_lora_rank, matmul=False),
+        WeightShape(model.heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank, "rows"),
+        WeightShape(h, model.heads * mla.v_head_dim, "width"),
+    ]
+    biased = [down]
+    if mla.q_lora_rank is None:
+        weights.append(WeightShape(query, h, "rows"))
+    else:
+        weights += [WeightShape(mla.q_lora_rank, h), WeightShape(mla.q_lora_rank, matmul=False)]
+        weights.append(WeightShape(query, mla.q_lora_rank, "rows"))
+        biased.append(mla.q_lora_rank)
+    return weights + [WeightShape(rows, matmul=False) for rows in biased if model.qkv_bias]
+
+
+def mlp(model: Model, width: int) -> list[WeightShape]:
+    if not width:
+        return []
+    inner = [WeightShape(width, model.hidden, "rows")] * (1 + model.gated)
+    biases = [WeightShape(width, 1, "rows", matmul=False)] * (1 + model.gated) + [WeightShape(model.hidden, matmul=False)]
+    return [*inner, WeightShape(model.hidden, width, "width"), *(biases if model.mlp_bias else [])]
+
+
+def router(model: Model) -> list[WeightShape]:
+    """What chooses experts in one layer, with the gate of a shared one. Its balancing bias is a buffer that no rank shards."""
+    moe = model.moe
+    if moe is None:
+        return []
+    weights = [WeightShape(moe.experts, model.hidden, matmul=False, partial=True)]
+    return weights + [WeightShape(1, model.hidden, matmul=False, partial=True)] * moe.shared_gate
+
+
+def router_bias(model: Model) -> int:
+    return model.moe.experts * model.moe.router_bias if model.moe is not None else 0
+
+
+def shared_expert(model: Model) -> list[WeightShape]:
+    return mlp(model, model.moe.shared_expert_ffn if model.moe is not None else 0)
+
+
+def layer_weights(model: Model, moe: bool) -> list[WeightShape]:
+    """Of one layer, routed experts left out."""
+    trunk = [*attention(model), norm(model), norm(model)]
+    return [*trunk, *(router(model) + shared_expert(model) if moe else mlp(model, model.ffn))]
+
+
+def positions(model: Model) -> list[WeightShape]:
+    return [WeightShape(model.max_positions or 0, model.hidden, matmul=False)] if model.positions == "learned" else []
+
+
+def vocabulary(model: Model) -> WeightShape:
+    """The matrix of the embedding, and of the head."""
+    return WeightShape(model.vocab, model.hidden, "rows")
+
+
+def embedding(model: Model) -> list[WeightShape]:
+    return [vocabulary(model), *positions(model)]
+
+
+def multiplied_elements(model: Model, moe: bool) -> int:
+    """Elements of one layer's matrices that a token is multiplied by: of routed experts, those that it is sent to."""
+    found = elements(weight for weight in layer_weights(model, moe) if weight.matmul)
+    if moe and model.moe is not None:
+        expert = elements(weight for weight in mlp(model, model.moe.expert_ffn) if weight.matmul)
+        found += model.hidden * model.moe.experts + model.moe.top_k * expert
+    return found
