@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # processes that warm caches side by side are enough of them
 
 from ultrascale.cost.estimate import estimate
-from ultrascale.cost.legality import fused_blocks_problem
+from ultrascale.cost.memory.states import fused_blocks_problem
 from ultrascale.launch import launcher, local
 from ultrascale.launch.machine import detect
 from ultrascale.measure import bench_hardware as hardware

@@ -8,8 +8,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from builders import make_job
-from ultrascale.cost.legality import divisors, problem
+from ultrascale.cost.legality import problem
 from ultrascale.schedules import REGISTRY
+from ultrascale.specs.errors import divisors
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 

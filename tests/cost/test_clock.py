@@ -9,7 +9,7 @@ from builders import make_job
 from ultrascale import Cluster, Job, Layout, estimate
 from ultrascale.cost import operators
 from ultrascale.cost.columns import LayoutColumns
-from ultrascale.cost.hardware import FULL_WORK, ClusterRates
+from ultrascale.cost.hardware import FULL_WORK, ClusterRates, Workload
 from ultrascale.cost.step import component_times as pieces_of
 from ultrascale.cost.table import evaluate
 from ultrascale.specs.efficiency import Efficiency
@@ -55,7 +55,9 @@ def test_one_clock_for_the_whole_step() -> None:
     assert often > seldom >= 1
     (slow,) = operators.clock(job.changed(cluster=Cluster.load("1xh200")), rows.take(np.asarray([0])), machine_of(job))
     assert slow == 1
-    pieces, slower = (pieces_of(one, rows, ClusterRates(one)) for one in (job, job_of("llama-3.2-1b", 1024, 4, boost=1.0)))
+    pieces, slower = (
+        pieces_of(Workload(one, rows, ClusterRates(one))) for one in (job, job_of("llama-3.2-1b", 1024, 4, boost=1.0))
+    )
     for name in ("dense", "head"):
         found, base = (getattr(one, name).matmul.total for one in (pieces, slower))
         assert found == pytest.approx(base / [often, seldom])

@@ -12,8 +12,7 @@ from ultrascale.cost import communication
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.communication import ExpertTraffic
 from ultrascale.cost.estimate import estimate
-from ultrascale.cost.hardware import ClusterRates
-from ultrascale.cost.network import mesh
+from ultrascale.cost.hardware import ClusterRates, Workload
 from ultrascale.cost.operators import layer_matmuls, matmul_passes
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
@@ -26,11 +25,9 @@ def job_of(name: str, seq: int, behind: bool = True, gpus: int = 8) -> Job:
 
 
 def of(job: Job, **fields: Any) -> tuple[ExpertTraffic, bool]:
-    row, machine = LayoutColumns.of([Layout(**{"dp": job.cluster.gpus, **fields})]), ClusterRates(job)
-    places = mesh(row, machine.cluster)
-    return communication.expert_traffic(job, row, places, machine), bool(
-        communication.local_tokens_first(job, row, places, machine)[0]
-    )
+    row = LayoutColumns.of([Layout(**{"dp": job.cluster.gpus, **fields})])
+    work = Workload(job, row, ClusterRates(job))
+    return communication.expert_traffic(work), bool(communication.local_tokens_first(work)[0])
 
 
 def one(value: Any) -> float:

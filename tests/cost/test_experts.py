@@ -8,7 +8,7 @@ import pytest
 from builders import make_job
 from ultrascale.cost import operators, stages
 from ultrascale.cost.columns import LayoutColumns
-from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.hardware import ClusterRates, Workload
 from ultrascale.cost.memory import activations
 from ultrascale.cost.memory.estimate import peak_parts
 from ultrascale.cost.step import component_times
@@ -73,7 +73,7 @@ def test_selective_recomputation_moves_no_token_again() -> None:
     of, layout = megatron_job(), Layout(dp=16, ep=16, recompute="selective")
     machine = ClusterRates(of)
     row = LayoutColumns.of([layout])
-    moe = component_times(of, row, machine).moe
+    moe = component_times(Workload(of, row, machine)).moe
     assert moe is not None
     again = machine.stream_s(operators.memory_bound_bytes(of, row, moe=True)) * of.framework.elementwise
     assert moe.recompute.input_grad == pytest.approx(again)
@@ -88,7 +88,7 @@ def test_latents_alone_give_back_queries_keys_and_values_and_repeat_two_products
     assert gone == {"qkv input", "mlp input", "expert activation"}
     assert other.kept["q, k, v"][0] == 0
     machine = ClusterRates(latents)
-    piece = component_times(latents, row, machine).moe
+    piece = component_times(Workload(latents, row, machine)).moe
     assert piece is not None
     up = [one for one in operators.layer(latents, row, machine, moe=True).matmuls if one.name in ("q up", "kv up")]
     assert len(up) == 2

@@ -9,8 +9,8 @@ import pytest
 
 from builders import make_job
 from ultrascale.cost.columns import LayoutColumns
-from ultrascale.cost.legality import RULES, check, divisors, legal_rows, near, problem
-from ultrascale.specs.errors import SpecError
+from ultrascale.cost.legality import RULES, check, legal_rows, problem
+from ultrascale.specs.errors import SpecError, divisors, near
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 

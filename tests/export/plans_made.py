@@ -8,10 +8,11 @@ from typing import Any
 
 from builders import make_job
 from ultrascale.cost.estimate import estimate
-from ultrascale.cost.legality import check, divisors, problem
+from ultrascale.cost.legality import check, problem
 from ultrascale.export import targets, write
 from ultrascale.schedules import REGISTRY
 from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.errors import divisors
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model

@@ -9,11 +9,11 @@ import pytest
 
 from builders import make_job
 from ultrascale.cost.estimate import estimate
-from ultrascale.cost.legality import divisors, problem
+from ultrascale.cost.legality import problem
 from ultrascale.plan.candidates import LayoutConstraints, cores, why_empty
 from ultrascale.plan.search import plan
 from ultrascale.schedules import REGISTRY
-from ultrascale.specs.errors import SpecError
+from ultrascale.specs.errors import SpecError, divisors
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 

@@ -11,12 +11,12 @@ from builders import make_job
 from ultrascale.cost import table
 from ultrascale.cost.estimate import DraftEstimate, drafts, estimate
 from ultrascale.cost.hardware import ClusterRates
-from ultrascale.cost.legality import divisors, problem
+from ultrascale.cost.legality import problem
 from ultrascale.plan.candidates import LayoutConstraints, cores, rank
 from ultrascale.plan.search import LayoutPreview, plan
 from ultrascale.schedules import REGISTRY
 from ultrascale.specs.cluster import Cluster
-from ultrascale.specs.errors import SpecError
+from ultrascale.specs.errors import SpecError, divisors
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model

@@ -67,21 +67,38 @@ def strategies(plan: Plan) -> list[Strategy]:
     # Of a MoE layer only the parameters that a token meets compute, while gradients of all that a rank holds travel.
     layer = flops.layer_matmul_flops(model, moe=model.moe_layers > 0) / 2
     tokens_met = tokens * model.active_parameters / _held_once(model, x)
-    traffic: dict[str, tuple[float, float, float]] = {}
-    for one in plan.estimate.traffic:
-        moved, took, seen = traffic.get(one.technique, (0.0, 0.0, 0.0))
-        traffic[one.technique] = (moved + one.bytes, took + one.time_s, seen + one.exposed_s)
 
     def talk(technique: str, pattern: str) -> str:
-        moved, took, seen = traffic.get(technique, (0.0, 0.0, 0.0))
+        calls = [one for one in plan.estimate.traffic if one.technique == technique]
+        moved, took, seen = (sum(getattr(one, name) for one in calls) for name in ("bytes", "time_s", "exposed_s"))
         return f"{pattern}: {gib(moved)} in {took:.3g} s, {seen:.3g} s exposed" if moved else f"{pattern}: none here"
 
     b, g = compute_bytes(job), gradient_bytes(job)
     data_bw, shard_bw = bandwidth(machine, places.data), bandwidth(machine, places.shard)
-    state = (b, 4 if job.precision != "fp32" else 0, g)
-    full = f"{gib(rank_parameters * state[0])} bf16 + {gib(rank_parameters * state[1])} fp32 parameters"
+    master = 4 if job.precision != "fp32" else 0
+    full = f"{gib(rank_parameters * b)} bf16 + {gib(rank_parameters * master)} fp32 parameters"
     gbs = f"gbs = {x.mbs}·{x.dp}·{x.gas}·{job.seq} = {count(x.batch_tokens(job.seq))} tokens"
     split_batch = f"1/dp of the batch: {x.mbs * x.gas} sequences a rank"
+    zero = (
+        (
+            "DP + ZeRO-1",
+            f"fp32 parameters and optimizer states / {x.shards} (of {full})",
+            "step end: all-gather of parameters",
+            data_ratio(x.shards, rank_parameters, tokens_met, peak, shard_bw),
+        ),
+        (
+            "DP + ZeRO-2",
+            f"those and gradients ({gib(rank_parameters * g)}) / {x.shards}",
+            "backward: reduce-scatter of gradients",
+            zero_2_ratio(x.shards, rank_parameters, tokens_met, peak, shard_bw),
+        ),
+        (
+            "DP + ZeRO-3",
+            f"those and bf16 parameters ({gib(rank_parameters * b)}) / {x.shards}",
+            "per layer: all-gather forward and backward, reduce-scatter backward",
+            zero_3_ratio(x.shards, tokens_met, peak, shard_bw),
+        ),
+    )
     rows = [
         (
             "Data parallelism",
@@ -92,32 +109,9 @@ def strategies(plan: Plan) -> list[Strategy]:
             talk("data", "backward: all-reduce of gradients"),
             data_ratio(x.data_ranks, rank_parameters, tokens_met, peak, data_bw),
         ),
-        (
-            "DP + ZeRO-1",
-            f"zero={x.zero}",
-            gbs,
-            f"fp32 parameters and optimizer states / {x.shards} (of {full})",
-            split_batch,
-            talk("zero", "step end: all-gather of parameters"),
-            data_ratio(x.shards, rank_parameters, tokens_met, peak, shard_bw),
-        ),
-        (
-            "DP + ZeRO-2",
-            f"zero={x.zero}",
-            gbs,
-            f"those and gradients ({gib(rank_parameters * g)}) / {x.shards}",
-            split_batch,
-            talk("zero", "backward: reduce-scatter of gradients"),
-            zero_2_ratio(x.shards, rank_parameters, tokens_met, peak, shard_bw),
-        ),
-        (
-            "DP + ZeRO-3",
-            f"zero={x.zero}",
-            gbs,
-            f"those and bf16 parameters ({gib(rank_parameters * b)}) / {x.shards}",
-            split_batch,
-            talk("zero", "per layer: all-gather forward and backward, reduce-scatter backward"),
-            zero_3_ratio(x.shards, tokens_met, peak, shard_bw),
+        *(
+            (name, f"zero={x.zero}", gbs, memory, split_batch, talk("zero", pattern), ratio)
+            for name, memory, pattern, ratio in zero
         ),
         (
             "Tensor parallelism",
@@ -144,15 +138,7 @@ def strategies(plan: Plan) -> list[Strategy]:
             f"activations / {x.cp}",
             f"sequence / {x.cp} = {job.seq // x.cp:,} tokens",
             talk("context", "per layer, cp−1 times: keys and values forward, and their gradients backward"),
-            context_ratio(
-                x.cp,
-                job.seq,
-                x.mbs,
-                model.kv_heads * model.qk_head_dim,
-                model.heads * model.qk_head_dim,
-                peak,
-                bandwidth(machine, places.context),
-            ),
+            context_ratio(x.cp, job.seq, x.mbs, model.kv_dim, model.q_dim, peak, bandwidth(machine, places.context)),
         ),
     ]
     if model.moe is not None:
@@ -163,7 +149,7 @@ def strategies(plan: Plan) -> list[Strategy]:
              expert_ratio(x.ep, model.moe.experts, model.hidden, model.expert_parameters, peak,
                           bandwidth(machine, places.expert)))
         )  # fmt: skip
-    return [Strategy(*entries, _verdict(entries[-1], x)) for entries in rows]
+    return [Strategy(*entries, _verdict(entries[-1])) for entries in rows]
 
 
 def _held_once(model: Model, layout: Layout) -> float:
@@ -173,7 +159,7 @@ def _held_once(model: Model, layout: Layout) -> float:
     return model.parameters - elsewhere * model.moe_layers * experts * model.expert_parameters
 
 
-def _verdict(ratio: OverlapRatio, layout: Layout) -> str:
+def _verdict(ratio: OverlapRatio) -> str:
     if not ratio.corrected:
         return "not used"
     words = "could hide" if ratio.corrected <= 1 else "cannot hide whole"
@@ -290,16 +276,11 @@ def context_ratio(cp: int, seq: int, mbs: int, kv_dim: int, q_dim: int, peak_flo
     return OverlapRatio(
         "context",
         "(CP−1)·B·L/CP·H_kv·(num_k + num_v)  [elements, not a ratio]",
-        printed_volume(cp, mbs, seq, kv_dim),
+        (cp - 1) * mbs * seq / cp * kv_dim * 2,
         "2·CP·kv_dim·peak_flops / (seq·q_dim·peak_bw)",
         2 * cp * kv_dim * peak_flops / (seq * q_dim * bandwidth) if cp > 1 else 0.0,
         "the printed entry is the volume of a layer's exchange; the ratio is that of one ring step, causal mask counted",
     )
-
-
-def printed_volume(cp: int, mbs: int, seq: int, kv_dim: int) -> float:
-    """The cheat-sheet's entry: (CP−1)·B·L/CP·H_kv·(num_k + num_v) elements that a rank sends per layer. A volume."""
-    return (cp - 1) * mbs * seq / cp * kv_dim * 2
 
 
 def expert_ratio(

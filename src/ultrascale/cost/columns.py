@@ -14,6 +14,7 @@ from ultrascale.specs.layout import ContextParallel, DataParallel, Layout, Offlo
 
 Array = npt.NDArray[Any]
 AnyTable = TypeVar("AnyTable")
+NOTHING: Any = np.float64(0.0)  # in every row of a table
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "schedule": SCHEDULES,
@@ -192,9 +193,9 @@ def rows_of(table: AnyTable, rows: Array | slice) -> AnyTable:
 class Passes:
     """Seconds of one operator group per micro-batch: forward, gradient of the input, gradient of the weights."""
 
-    forward: Array
-    input_grad: Array
-    weight_grad: Array
+    forward: Array = NOTHING
+    input_grad: Array = NOTHING
+    weight_grad: Array = NOTHING
 
     def __add__(self, other: Passes) -> Passes:
         return Passes(self.forward + other.forward, self.input_grad + other.input_grad, self.weight_grad + other.weight_grad)

@@ -8,9 +8,9 @@ import numpy as np
 
 from ultrascale.cost import host
 from ultrascale.cost.columns import Array, LayoutColumns, Passes
-from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.hardware import Workload
 from ultrascale.cost.memory.states import RankParameters, compute_bytes, fp8_saving, gradient_bytes
-from ultrascale.cost.network import CollectiveTransfer, GroupPlacement, exposed, group, transfer
+from ultrascale.cost.network import CollectiveTransfer, exposed, group, transfer
 from ultrascale.cost.operators import layer_matmuls, matmul_passes, mlp_matmuls
 from ultrascale.specs.job import Job
 
@@ -24,20 +24,19 @@ from ultrascale.specs.job import Job
 TENSORS_PER_LAYER = 9
 
 
-def data_traffic(
-    job: Job, places: GroupPlacement, machine: ClusterRates, held: RankParameters
-) -> tuple[CollectiveTransfer, ...]:
+def data_traffic(work: Workload, held: RankParameters) -> tuple[CollectiveTransfer, ...]:
     """The reduction of the trunk's gradients, and of the experts'."""
-    groups = ((held.trunk, places.data), (held.experts, places.expert_data))
-    return tuple(transfer(machine, "data", "all_reduce", gradient_bytes(job) * each, group) for each, group in groups)
+    groups = ((held.trunk, work.places.data), (held.experts, work.places.expert_data))
+    return tuple(transfer(work.machine, "data", "all_reduce", gradient_bytes(work.job) * each, group) for each, group in groups)
 
 
-def data_exposed_s(columns: LayoutColumns, machine: ClusterRates, reduction: Array, backward: Array, layers: Array) -> Array:
+def data_exposed_s(work: Workload, reduction: Array, backward: Array, layers: Array) -> Array:
     """Seconds that the step waits for the reduction, by variant.
 
     Naive hides nothing. Hooks start each tensor as it is ready but pay a collective's latency per tensor; buckets pay it per
     layer. Whatever the window, the last piece (the first layer's gradients) has nothing left to hide behind.
     """
+    columns, machine = work.columns, work.machine
     pieces = np.maximum(layers, 1)
     latency = machine.intra("all_reduce").base_s + machine.inter.latency_s
     per_tensor = reduction + np.where(reduction > 0, latency * TENSORS_PER_LAYER * pieces, 0.0)
@@ -74,16 +73,9 @@ class ZeroTraffic:
         return np.asarray(self.scatter.time_s + self.expert_scatter.time_s)
 
 
-def zero_traffic(
-    job: Job,
-    columns: LayoutColumns,
-    places: GroupPlacement,
-    machine: ClusterRates,
-    elements: Array,
-    expert_elements: Array,
-    narrow: Array | float = 0.0,
-) -> ZeroTraffic:
+def zero_traffic(work: Workload, elements: Array, expert_elements: Array, narrow: Array | float = 0.0) -> ZeroTraffic:
     """`narrow` of the elements are gathered in fp8."""
+    job, columns, machine, places = work.job, work.columns, work.machine, work.places
     b, g = compute_bytes(job), gradient_bytes(job)
     whole_experts = columns.tp // columns.expert_cut
     expert_shards = np.maximum(1, columns.shards * whole_experts // columns.ep)
@@ -126,7 +118,8 @@ class TensorTraffic:
         return np.where(self.with_sequence, REGIONS * self.gather.time_s, 0.0)
 
 
-def tensor_traffic(job: Job, columns: LayoutColumns, places: GroupPlacement, machine: ClusterRates) -> TensorTraffic:
+def tensor_traffic(work: Workload) -> TensorTraffic:
+    job, columns, machine, places = work.job, work.columns, work.machine, work.places
     wide = compute_bytes(job) * columns.tokens(job.seq) * job.model.hidden
     return TensorTraffic(
         transfer(machine, "tensor", "all_gather", wide, places.tensor),
@@ -136,14 +129,14 @@ def tensor_traffic(job: Job, columns: LayoutColumns, places: GroupPlacement, mac
     )
 
 
-def tensor_pieced_s(job: Job, columns: LayoutColumns, inside: TensorTraffic, moe: bool) -> Array:
+def tensor_pieced_s(work: Workload, inside: TensorTraffic, moe: bool) -> Array:
     """Of one direction of one layer, what may hide behind products that are cut along with the exchange.
 
     Transformer Engine's user buffers pass one rank's piece on while the product of the piece already there runs, so all but one
     of tp pieces may hide. They need sequence parallelism, and experts' products are not cut.
     """
-    share = 0.0 if moe else job.framework.tensor_overlap
-    return np.where(inside.with_sequence, share * (1 - 1 / columns.tp) * inside.layer_s, 0.0)
+    share = 0.0 if moe else work.job.framework.tensor_overlap
+    return np.where(inside.with_sequence, share * (1 - 1 / work.columns.tp) * inside.layer_s, 0.0)
 
 
 # -------------------------------------------------------------------------------------------------------------------- context
@@ -176,10 +169,9 @@ def kv_width(job: Job, columns: LayoutColumns) -> Array:
     return np.asarray(model.heads * (model.qk_head_dim + model.v_head_dim) / columns.tp)
 
 
-def context_traffic(
-    job: Job, columns: LayoutColumns, places: GroupPlacement, machine: ClusterRates, attention: Passes
-) -> ContextTraffic:
-    model, cp, group = job.model, columns.cp, places.context
+def context_traffic(work: Workload, attention: Passes) -> ContextTraffic:
+    job, columns, machine = work.job, work.columns, work.machine
+    model, cp, group = job.model, columns.cp, work.places.context
     b, tokens = compute_bytes(job), columns.tokens(job.seq)
     keys = b * tokens * kv_width(job, columns)
     query = b * tokens * model.heads * (model.qk_head_dim + model.v_head_dim) / columns.tp
@@ -236,22 +228,23 @@ class ExpertTraffic:
     behind_backward_s: Array | float = 0.0
 
 
-def expert_traffic(job: Job, columns: LayoutColumns, places: GroupPlacement, machine: ClusterRates) -> ExpertTraffic:
+def expert_traffic(work: Workload) -> ExpertTraffic:
+    job, columns, machine = work.job, work.columns, work.machine
     model, moe = job.model, job.model.moe
     assert moe is not None
     routed = columns.tokens(job.seq) * moe.top_k * job.cluster.efficiency.expert_imbalance
     rows = compute_bytes(job) * routed * model.hidden / columns.routed_cut(job.framework.transformer_engine)
-    exchange = transfer(machine, "expert", "all_to_all", rows, places.expert)
+    exchange = transfer(machine, "expert", "all_to_all", rows, work.places.expert)
     both = EXCHANGES * exchange.time_s
     if job.framework.dispatch == "node-wise":
-        both = EXCHANGES * np.minimum(exchange.time_s, _node_wise_s(job, columns, places, machine))
+        both = EXCHANGES * np.minimum(exchange.time_s, _node_wise_s(work))
     window_forward = window_backward = np.zeros(len(columns))
     if moe.shared_experts:
         width = moe.shared_expert_ffn / columns.tp
         shared = matmul_passes(machine, mlp_matmuls(model, "shared expert", columns.tokens(job.seq), width))
         window_forward, window_backward = shared.forward, shared.input_grad + shared.weight_grad
     if job.framework.expert_overlap == "weight-gradients":
-        return _behind(job, columns, machine, exchange, both, (window_forward, window_backward))
+        return _behind(work, exchange, both, (window_forward, window_backward))
     seen = 1 - (MICROBATCH_OVERLAP if job.framework.expert_overlap == "microbatches" else 0.0)
     return ExpertTraffic(
         exchange,
@@ -260,22 +253,16 @@ def expert_traffic(job: Job, columns: LayoutColumns, places: GroupPlacement, mac
     )
 
 
-def local_tokens_first(job: Job, columns: LayoutColumns, places: GroupPlacement, machine: ClusterRates) -> Array:
+def local_tokens_first(work: Workload) -> Array:
     """Where `expert_overlap: weight-gradients` multiplies rows that stay on their rank first."""
-    return np.asarray(expert_traffic(job, columns, places, machine).behind_forward_s > np.zeros(len(columns)))
+    return np.asarray(expert_traffic(work).behind_forward_s > np.zeros(len(work.columns)))
 
 
-def _behind(
-    job: Job,
-    columns: LayoutColumns,
-    machine: ClusterRates,
-    exchange: CollectiveTransfer,
-    both: Array,
-    windows: tuple[Array, Array],
-) -> ExpertTraffic:
+def _behind(work: Workload, exchange: CollectiveTransfer, both: Array, windows: tuple[Array, Array]) -> ExpertTraffic:
     """With gradients of the experts' matrices behind one of backward's exchanges, and rows that stay behind one of each pass
     where that is faster, its price included.
     """
+    job, columns, machine = work.job, work.columns, work.machine
     products = [product for product in layer_matmuls(job, columns, moe=True) if product.name.startswith("expert ")]
     staying = 1 / columns.ep
     whole, own, others = (
@@ -309,14 +296,15 @@ def _behind(
     return ExpertTraffic(exchange, *(np.where(pays, *pair) for pair in pairs))
 
 
-def _node_wise_s(job: Job, columns: LayoutColumns, places: GroupPlacement, machine: ClusterRates) -> Array:
+def _node_wise_s(work: Workload) -> Array:
     """One exchange in which a token crosses to each other domain at most once and is handed on there over the fast link.
 
     Of D domains a token with k choices meets D·(1 − (1 − 1/D)^k) in the mean; all but its own lie across the network.
     """
+    job, columns, machine = work.job, work.columns, work.machine
     moe = job.model.moe
     assert moe is not None
-    group = places.expert
+    group = work.places.expert
     domains = group.size / group.per_domain
     met = domains * (1 - (1 - 1 / domains) ** moe.top_k)
     token = (
@@ -331,7 +319,7 @@ def _node_wise_s(job: Job, columns: LayoutColumns, places: GroupPlacement, machi
 # Pipeline parallelism: the hop between stages, and the textbook's bubble beside the simulated one.
 
 
-def pipeline_hop(job: Job, columns: LayoutColumns, places: GroupPlacement, machine: ClusterRates) -> CollectiveTransfer:
+def pipeline_hop(work: Workload) -> CollectiveTransfer:
     """Activations of one micro-batch to the next stage, or their gradients back; cut along the sequence when tp is."""
-    wide = compute_bytes(job) * columns.tokens(job.seq) * job.model.hidden / columns.sequence_cut
-    return transfer(machine, "pipeline", "send_recv", wide, places.pipeline)
+    wide = compute_bytes(work.job) * work.columns.tokens(work.job.seq) * work.job.model.hidden / work.columns.sequence_cut
+    return transfer(work.machine, "pipeline", "send_recv", wide, work.places.pipeline)

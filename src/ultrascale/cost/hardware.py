@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from ultrascale.cost import kernels, network
-from ultrascale.cost.columns import Array
+from ultrascale.cost.columns import Array, LayoutColumns
 from ultrascale.cost.kernels import AttentionRate, attention_rate, attention_rates
-from ultrascale.cost.network import CommGroup, Link, Op
+from ultrascale.cost.network import CommGroup, GroupPlacement, Link, Op, mesh
 from ultrascale.specs.gpu import GPU
 from ultrascale.specs.job import Job
 
@@ -138,16 +139,9 @@ class ClusterRates:
             latency = UNMEASURED_LATENCY_S if fixed.link_latency_s is None else fixed.link_latency_s
             return Link(rate * (fixed.link_bandwidth or UNMEASURED_LINK), latency)
         link = self.fabric.link(op, rate)
-        if fixed.link_bandwidth is None and fixed.link_latency_s is None:
-            return link
-        return Link(
-            rate * fixed.link_bandwidth if fixed.link_bandwidth is not None else link.bandwidth_gb_s,
-            fixed.link_latency_s if fixed.link_latency_s is not None else link.latency_s,
-            link.base_s,
-            link.fill_s,
-            link.copy,
-            link.switch_gain,
-        )
+        bandwidth_gb_s = link.bandwidth_gb_s if fixed.link_bandwidth is None else rate * fixed.link_bandwidth
+        latency_s = link.latency_s if fixed.link_latency_s is None else fixed.link_latency_s
+        return replace(link, bandwidth_gb_s=bandwidth_gb_s, latency_s=latency_s)
 
     def collective_s(self, op: Op, bytes_: Array, group: CommGroup) -> Array:
         if self.efficiency.synchronous and op == "reduce_scatter":
@@ -197,3 +191,16 @@ class ClusterRates:
         else:
             notes.append(f"attention rate: {self.attention.source}")
         return notes
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Layouts of one job, a row each, on its cluster: what communication and a step's time depend on."""
+
+    job: Job
+    columns: LayoutColumns
+    machine: ClusterRates
+
+    @cached_property
+    def places(self) -> GroupPlacement:
+        return mesh(self.columns, self.machine.cluster)

@@ -135,11 +135,8 @@ def layer_launch_s(job: Job, columns: LayoutColumns, machine: ClusterRates, moe:
 
 def exposed_launches(busy: Passes, launch_s: Array) -> Passes:
     """The GPU idles where the host needs longer to launch a layer's kernels than the GPU to run them."""
-    return Passes(
-        np.maximum(0.0, launch_s - busy.forward),
-        np.maximum(0.0, 2 * launch_s - busy.input_grad - busy.weight_grad),
-        np.zeros_like(busy.weight_grad),
-    )
+    backward = np.maximum(0.0, 2 * launch_s - busy.input_grad - busy.weight_grad)
+    return Passes(np.maximum(0.0, launch_s - busy.forward), backward)
 
 
 def one_queue(job: Job, columns: LayoutColumns, machine: ClusterRates) -> bool:
@@ -235,13 +232,13 @@ def cpu_layer(columns: LayoutColumns, machine: ClusterRates, moe: bool) -> Passe
         + np.where(full, counts.full_recompute[way], np.where(selective, counts.selective_recompute[way], 0))
         for way in (0, 1)
     )
-    return Passes(machine.launch_s * forward, machine.launch_s * backward, np.zeros(len(columns)))
+    return Passes(machine.launch_s * forward, machine.launch_s * backward)
 
 
 def cpu_end(columns: LayoutColumns, machine: ClusterRates, counts: PassCounts) -> Passes:
     """Host time of the embedding's or the head's operators; none where launches are asynchronous."""
     each = machine.launch_s * machine.efficiency.synchronous * np.ones(len(columns))
-    return Passes(each * counts.forward, each * counts.backward, 0 * each)
+    return Passes(each * counts.forward, each * counts.backward)
 
 
 def cpu_optimizer_s(model: Model, machine: ClusterRates, layers: Array) -> Array:
@@ -267,7 +264,7 @@ def cpu_elementwise(job: Job, columns: LayoutColumns, machine: ClusterRates, moe
         for way in (0, 1)
     )
     bytes_ = compute_bytes(job) * tokens
-    return Passes(machine.stream_s(bytes_ * forward), machine.stream_s(bytes_ * backward), np.zeros(len(columns)))
+    return Passes(machine.stream_s(bytes_ * forward), machine.stream_s(bytes_ * backward))
 
 
 def mlp_width(job: Job, columns: LayoutColumns, moe: bool) -> Array:
@@ -285,4 +282,4 @@ def cpu_loss(job: Job, columns: LayoutColumns, machine: ClusterRates) -> Passes:
     residual: Array = job.model.hidden / columns.sequence_cut
     b = compute_bytes(job) * columns.tokens(job.seq)
     forward, backward = (machine.stream_s(b * (counts.loss[way] * logits + counts.rmsnorm[way] * residual)) for way in (0, 1))
-    return Passes(forward, backward, np.zeros(len(columns)))
+    return Passes(forward, backward)

@@ -226,11 +226,10 @@ def attention_passes(job: Job, columns: LayoutColumns, machine: ClusterRates) ->
     """Seconds of one layer's attention on one rank; there are no weights, so no weight gradient."""
     tokens = columns.tokens(job.seq)
     work = flops.score_flops(job.model, job.seq, causal=True) * tokens / columns.tp * attention_imbalance(columns)
-    zero = np.zeros_like(work)
     if job.attention == "plain":
-        return _plain_attention(job, columns, machine, work, zero)
+        return _plain_attention(job, columns, machine, work)
     if machine.efficiency.synchronous:
-        return _cpu_attention(job, machine, work, zero)
+        return _cpu_attention(job, machine, work)
     # Ring steps see a block of the sequence at a time; the others see whole rows.
     ring = columns.is_("context_parallel", "ring") | columns.is_("context_parallel", "zigzag")
     row = np.where(ring, job.seq / columns.cp, job.seq)
@@ -242,7 +241,7 @@ def attention_passes(job: Job, columns: LayoutColumns, machine: ClusterRates) ->
         row / (row + rate.half_row) * head_size_factor(job.model.qk_head_dim, rate.small_heads) * blocks_filled(machine, blocks)
     )
     peak = machine.attention_peak_flops
-    return Passes(work / (peak * rate.forward * reach), BACKWARD_FLOPS * work / (peak * rate.backward * reach), zero)
+    return Passes(work / (peak * rate.forward * reach), BACKWARD_FLOPS * work / (peak * rate.backward * reach))
 
 
 def attention_flops(job: Job, columns: LayoutColumns) -> Array:
@@ -251,7 +250,7 @@ def attention_flops(job: Job, columns: LayoutColumns) -> Array:
     return np.asarray((1 + BACKWARD_FLOPS) * work)
 
 
-def _cpu_attention(job: Job, machine: ClusterRates, work: Array, zero: Array) -> Passes:
+def _cpu_attention(job: Job, machine: ClusterRates, work: Array) -> Passes:
     """On a CPU: the products, and what a score costs however narrow a head is, its exponential and passes through a cache."""
     each = 2.0 * (job.model.qk_head_dim + job.model.v_head_dim)
     seen = flops.score_flops(job.model, job.seq, causal=True) / (each * job.model.heads)
@@ -261,10 +260,10 @@ def _cpu_attention(job: Job, machine: ClusterRates, work: Array, zero: Array) ->
     peak, rate = machine.attention_peak_flops, machine.attention
     forward = slower * computed / (peak * rate.forward) + softmax
     backward = slower * BACKWARD_FLOPS * computed / (peak * rate.backward) + SCORES_BACKWARD * softmax
-    return Passes(forward, backward, zero)
+    return Passes(forward, backward)
 
 
-def _plain_attention(job: Job, columns: LayoutColumns, machine: ClusterRates, work: Array, zero: Array) -> Passes:
+def _plain_attention(job: Job, columns: LayoutColumns, machine: ClusterRates, work: Array) -> Passes:
     """Whole score matrices: batched products at half the peak, and passes of scale, mask, softmax (and dropout) over them."""
     scores = columns.tokens(job.seq) * job.seq * job.model.heads / columns.tp
     full_work = 2 * work  # without a kernel that skips it, the masked half is computed too
@@ -272,4 +271,4 @@ def _plain_attention(job: Job, columns: LayoutColumns, machine: ClusterRates, wo
     # Written by the first product and read by the second: one pass. Softmax: one more, or scale, mask and softmax apart.
     softmax = ((2 if job.framework.attention == "plain-fused" else 4) + job.dropout) * each_pass
     products = full_work / (0.5 * machine.attention_peak_flops)
-    return Passes(products + softmax, 2 * products + 1.5 * softmax, zero)
+    return Passes(products + softmax, 2 * products + 1.5 * softmax)

@@ -9,7 +9,7 @@ import numpy as np
 
 from ultrascale.cost.columns import CHOICES, Array, LayoutColumns
 from ultrascale.schedules import DEFAULT_SCHEDULE, legal, legal_mask
-from ultrascale.specs.errors import SpecError
+from ultrascale.specs.errors import SpecError, divisors, near
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 
@@ -20,19 +20,6 @@ class Rule:
     """what the rule looks at; the enumeration applies it as soon as those are chosen"""
     holds: Callable[[Job, LayoutColumns], Array]
     sentence: Callable[[Job, Layout], str]
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors, ascending; found by trial up to the root, since batches and worlds stay small."""
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return small + [number // d for d in reversed(small) if d * d != number]
-
-
-def near(value: int, allowed: list[int]) -> str:
-    """The allowed values on either side of a wrong one."""
-    below = [a for a in allowed if a < value][-1:]
-    above = [a for a in allowed if a > value][:1]
-    return " or ".join(map(str, below + above)) or "1"
 
 
 def _gpus(job: Job, layout: Layout) -> str:

@@ -119,8 +119,7 @@ def as_run(job: Job, columns: LayoutColumns, products: list[Matmul]) -> list[Mat
 
 def matmul_passes(machine: ClusterRates, products: list[Matmul]) -> Passes:
     """Forward m×n×k; the input's gradient swaps n and k; the weight's reduces over the tokens."""
-    zero = np.asarray(0.0)
-    total = Passes(zero, zero, zero)
+    total = Passes()
     for p in products:
         times = (machine.matmul_s(*shape, p.in_fp8) for shape in ((p.m, p.n, p.k), (p.m, p.k, p.n), (p.n, p.k, p.m)))
         total = total + Passes(*times).scaled(p.count)
@@ -157,12 +156,11 @@ def permuted_bytes(job: Job, columns: LayoutColumns, moe: bool) -> Array:
 
 def biases_apart(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool) -> Passes:
     """Biases of experts' outputs, in engines that add them outside the products."""
-    zero = np.zeros(len(columns))
     if not (moe and job.model.moe is not None and job.model.mlp_bias and job.framework.transformer_engine):
-        return Passes(zero, zero, zero)
+        return Passes()
     rows = job.model.moe.top_k * columns.busiest(job.cluster.efficiency.expert_imbalance)
     elements = columns.tokens(job.seq) * rows * job.model.hidden / columns.routed_cut(job.framework.transformer_engine)
-    return Passes(machine.stream_s(BIAS_APART_FORWARD * elements), machine.stream_s(BIAS_APART_BACKWARD * elements), zero)
+    return Passes(machine.stream_s(BIAS_APART_FORWARD * elements), machine.stream_s(BIAS_APART_BACKWARD * elements))
 
 
 def accumulate_s(job: Job, columns: LayoutColumns, machine: ClusterRates, elements: Array) -> Array:
@@ -178,13 +176,12 @@ def accumulate_s(job: Job, columns: LayoutColumns, machine: ClusterRates, elemen
 
 def fp8_casts(job: Job, machine: ClusterRates, products: list[Matmul]) -> Passes:
     """Operands of fp8 products are read in bf16 and written in fp8 twice, as they are and transposed for weight gradients."""
-    zero = np.asarray(0.0)
     if job.precision != "fp8":
-        return Passes(zero, zero, zero)
+        return Passes()
     cast = [p for p in products if p.in_fp8]
     inputs = machine.stream_s(np.asarray(sum(4.0 * p.count * p.m * p.k for p in cast)))
     gradients = machine.stream_s(np.asarray(sum(4.0 * p.count * p.m * p.n for p in cast)))
-    return Passes(inputs, gradients, zero)
+    return Passes(inputs, gradients)
 
 
 def stepped_gradient_bytes(job: Job, columns: LayoutColumns) -> Array:
@@ -240,13 +237,12 @@ def _busy(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool) ->
     scores = kernels.attention_passes(job, columns, machine)
     moved = machine.stream_s(permuted_bytes(job, columns, moe)) * job.framework.elementwise
     forward = machine.stream_s(memory_bound_bytes(job, columns, moe)) * job.framework.elementwise + moved
-    zero = np.zeros_like(forward)
     biases = biases_apart(job, columns, machine, moe)
     # Backward reads the gradient and the saved tensor and writes the gradient: twice the forward's bytes.
-    memory_bound = Passes(forward, 2 * forward, zero) + fp8_casts(job, machine, products) + biases
+    memory_bound = Passes(forward, 2 * forward) + fp8_casts(job, machine, products) + biases
     if machine.efficiency.synchronous:
-        memory_bound = host.cpu_elementwise(job, columns, machine, moe) + Passes(moved, 2 * moved, zero) + biases
-    return LayerTime(matmul, scores, memory_bound, Passes(zero, zero, zero), products, moved + biases.forward)
+        memory_bound = host.cpu_elementwise(job, columns, machine, moe) + Passes(moved, 2 * moved) + biases
+    return LayerTime(matmul, scores, memory_bound, Passes(), products, moved + biases.forward)
 
 
 def head(job: Job, columns: LayoutColumns, machine: ClusterRates, at: Array | float = 1.0) -> LayerTime:
@@ -267,17 +263,13 @@ def _head(job: Job, columns: LayoutColumns, machine: ClusterRates) -> LayerTime:
     # Written out in fp32: cast, softmax and its logarithm forward; the gradient and its cast backward.
     forward = machine.stream_s((b + 5 * 4 if fp32 else 2 * b) * logits)
     backward = machine.stream_s((b + 4 * 4 if fp32 else 2 * b) * logits)
-    zero = np.zeros_like(forward)
-    none = Passes(zero, zero, zero)
-    passes = host.cpu_loss(job, columns, machine) if machine.efficiency.synchronous else Passes(forward, backward, zero)
-    return LayerTime(matmul_passes(machine, products), none, passes, none, products)
+    passes = host.cpu_loss(job, columns, machine) if machine.efficiency.synchronous else Passes(forward, backward)
+    return LayerTime(matmul_passes(machine, products), Passes(), passes, Passes(), products)
 
 
 def embedding(job: Job, columns: LayoutColumns, machine: ClusterRates) -> LayerTime:
     """A look-up forward, a scatter-add of fp32-accumulated rows backward: bandwidth, no FLOPs."""
     bytes_ = compute_bytes(job) * columns.tokens(job.seq) * job.model.hidden
     forward, backward = machine.stream_s(2 * bytes_), machine.stream_s(3 * bytes_)
-    zero = np.zeros_like(forward)
-    none = Passes(zero, zero, zero)
     launch = host.cpu_end(columns, machine, host.constants().cpu_operators.embedding)
-    return LayerTime(none, none, Passes(forward, zero, backward), launch)
+    return LayerTime(Passes(), Passes(), Passes(forward, weight_grad=backward), launch)

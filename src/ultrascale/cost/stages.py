@@ -14,10 +14,9 @@ import numpy as np
 
 from ultrascale.cost.columns import CHOICES, Array, LayoutColumns, Passes, RankShare, rows_of
 from ultrascale.cost.communication import pipeline_hop
-from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.hardware import ClusterRates, Workload
 from ultrascale.cost.memory.estimate import ChunkParts, chunk_parts, peak_parts
 from ultrascale.cost.memory.states import StateBytes, fsdp_shards, on_rank, states
-from ultrascale.cost.network import GroupPlacement, mesh
 from ultrascale.cost.step import ComponentTime, ComponentTimes, EndOfStep, component_times, end_of_step
 from ultrascale.schedules import REGISTRY, StageTimes, TimedSchedule, simulate_makespans, stages_of
 from ultrascale.specs.job import Job
@@ -269,8 +268,12 @@ class _Together:
         return LayoutColumns.of(self.layouts)
 
     @cached_property
+    def work(self) -> Workload:
+        return Workload(self.job, self.rows, self.machine)
+
+    @cached_property
     def components(self) -> ComponentTimes[ComponentTime]:
-        return component_times(self.job, self.rows, self.machine)
+        return component_times(self.work)
 
     @cached_property
     def on_ranks(self) -> ComponentTime:
@@ -282,17 +285,13 @@ class _Together:
         return rows_of(self.components.totals(), self._row_of_chunk).on(self.chunk_share)
 
     @cached_property
-    def places(self) -> GroupPlacement:
-        return mesh(self.rows, self.machine.cluster)
-
-    @cached_property
     def hop_s(self) -> Array:
-        return pipeline_hop(self.job, self.rows, self.places, self.machine).time_s
+        return pipeline_hop(self.work).time_s
 
     @cached_property
     def after(self) -> EndOfStep:
         share = share_of(self.job, self.rows, np.zeros(len(self.rows), dtype=np.int64))
-        return end_of_step(self.job, self.rows, self.machine, self.places, share, self.components.totals())
+        return end_of_step(self.work, share, self.components.totals())
 
     @cached_property
     def ranks(self) -> LayoutColumns:

@@ -13,12 +13,12 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from ultrascale.cost import communication, host, operators
-from ultrascale.cost.columns import Array, LayoutColumns, Passes, RankShare
+from ultrascale.cost.columns import NOTHING, Array, Passes, RankShare
 from ultrascale.cost.communication import TensorTraffic
-from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.hardware import Workload
 from ultrascale.cost.memory import states
 from ultrascale.cost.memory.states import compute_bytes, fp8_layer_mean, gradient_bytes, lean
-from ultrascale.cost.network import GroupPlacement, exposed, mesh, transfer
+from ultrascale.cost.network import exposed, transfer
 from ultrascale.cost.operators import LayerTime, optimizer_bytes, stepped_gradient_bytes
 from ultrascale.specs import weights
 from ultrascale.specs.job import Job
@@ -48,19 +48,22 @@ def depends_on(job: Job) -> tuple[str, ...]:
     return (*DEPENDS_ON, "gas") if of_gas else DEPENDS_ON
 
 
+NO_TIME = Passes()
+
+
 @dataclass(frozen=True)
 class ComponentTime:
     """Seconds by cause; communication only as far as it is exposed."""
 
-    matmul: Passes
-    attention: Passes
-    memory_bound: Passes
-    recompute: Passes
-    launch: Passes
-    tensor: Passes
-    context: Passes
-    expert: Passes
-    zero: Passes
+    matmul: Passes = NO_TIME
+    attention: Passes = NO_TIME
+    memory_bound: Passes = NO_TIME
+    recompute: Passes = NO_TIME
+    launch: Passes = NO_TIME
+    tensor: Passes = NO_TIME
+    context: Passes = NO_TIME
+    expert: Passes = NO_TIME
+    zero: Passes = NO_TIME
 
     @property
     def total(self) -> Passes:
@@ -100,127 +103,98 @@ class ComponentTimes(Generic[AnyTime]):
         return ComponentTimes(self.dense.total, moe, self.embedding.total, self.head.total)
 
 
-def component_times(job: Job, columns: LayoutColumns, machine: ClusterRates) -> ComponentTimes[ComponentTime]:
-    places = mesh(columns, machine.cluster)
-    inside = communication.tensor_traffic(job, columns, places, machine)
+def component_times(work: Workload) -> ComponentTimes[ComponentTime]:
+    job, columns, machine = work.job, work.columns, work.machine
+    inside = communication.tensor_traffic(work)
     clock = operators.clock(job, columns, machine)
     experts = operators.layer(job, columns, machine, True, clock) if job.model.moe_layers else None
     return ComponentTimes(
-        _layer(job, columns, machine, places, inside, operators.layer(job, columns, machine, False, clock), moe=False),
-        None if experts is None else _layer(job, columns, machine, places, inside, experts, moe=True),
-        _end(job, columns, machine, places, inside, operators.embedding(job, columns, machine), is_head=False),
-        _end(job, columns, machine, places, inside, operators.head(job, columns, machine, clock), is_head=True),
+        _layer(work, inside, operators.layer(job, columns, machine, False, clock), moe=False),
+        None if experts is None else _layer(work, inside, experts, moe=True),
+        _end(work, inside, operators.embedding(job, columns, machine), is_head=False),
+        _end(work, inside, operators.head(job, columns, machine, clock), is_head=True),
     )
 
 
-def _layer(
-    job: Job,
-    columns: LayoutColumns,
-    machine: ClusterRates,
-    places: GroupPlacement,
-    inside: TensorTraffic,
-    compute: LayerTime,
-    moe: bool,
-) -> ComponentTime:
-    nothing = np.zeros(len(columns))
-    none = Passes(nothing, nothing, nothing)
-    around = communication.context_traffic(job, columns, places, machine, compute.attention)
+def _layer(work: Workload, inside: TensorTraffic, compute: LayerTime, moe: bool) -> ComponentTime:
+    job, columns, machine = work.job, work.columns, work.machine
+    around = communication.context_traffic(work, compute.attention)
     again = exposed(inside.gather_again_s, compute.matmul.input_grad, machine.efficiency)
     # Cut into tp pieces, an exchange hides behind products; backward's share the window with the second gather.
-    pieced = communication.tensor_pieced_s(job, columns, inside, moe)
+    pieced = communication.tensor_pieced_s(work, inside, moe)
     behind_again = np.minimum(inside.gather_again_s, compute.matmul.input_grad)
     rest = compute.matmul.input_grad + compute.matmul.weight_grad - behind_again
     tensor_passes = Passes(
         inside.layer_s - pieced + exposed(pieced, compute.matmul.forward, machine.efficiency),
         inside.layer_s - pieced + exposed(pieced, rest, machine.efficiency) + again,
-        nothing,
     )
-    context_passes = Passes(around.forward_s, around.backward_s, nothing)
-    expert_passes = behind_rows = none
+    context_passes = Passes(around.forward_s, around.backward_s)
+    behind_forward = around.behind_forward_s + np.minimum(pieced, compute.matmul.forward)
+    behind_backward = around.behind_backward_s + behind_again + np.minimum(pieced, rest)
+    expert_passes = Passes()
     if moe:
-        exchange = communication.expert_traffic(job, columns, places, machine)
-        behind_rows = Passes(nothing + exchange.behind_forward_s, nothing + exchange.behind_backward_s, nothing)
-        expert_passes = Passes(exchange.forward_s, exchange.backward_s, nothing)
+        exchange = communication.expert_traffic(work)
+        expert_passes = Passes(exchange.forward_s, exchange.backward_s)
+        behind_forward = behind_forward + exchange.behind_forward_s
+        behind_backward = behind_backward + exchange.behind_backward_s
     forward = compute.total.forward + tensor_passes.forward + context_passes.forward + expert_passes.forward
-    last = nothing
+    last = NOTHING
     if job.framework.exact_memory_trace and not moe:
         # torch.utils.checkpoint stops at the last tensor that backward asks for; a layer's output is not among them.
         down = [product for product in compute.matmuls if product.name == "mlp down"]
         last = operators.matmul_passes(machine, down).forward
-    repeated = np.where(columns.is_("recompute", "full"), forward - last, nothing)
+    repeated = np.where(columns.is_("recompute", "full"), forward - last, 0.0)
     cheap = compute.memory_bound.forward - compute.never_repeated if job.attention == "flash" else compute.attention.forward
     if job.framework.selective == "half":
         cheap = cheap + 0.5 * compute.matmul.forward
     elif job.model.mla is not None and job.attention == "flash":
         up = [product for product in compute.matmuls if product.name in ("q up", "kv up")]
-        cheap = (nothing if job.framework.selective == "latents" else cheap) + operators.matmul_passes(machine, up).forward
+        cheap = (NOTHING if job.framework.selective == "latents" else cheap) + operators.matmul_passes(machine, up).forward
     repeated = np.where(columns.is_("recompute", "selective") & ~lean(job, columns), cheap, repeated)
     layer = states.per_layer(job.model, columns)
-    elements, experts = (layer.moe, layer.experts) if moe else (layer.dense, nothing)
-    behind_forward = around.behind_forward_s + np.minimum(pieced, compute.matmul.forward) + behind_rows.forward
-    behind_backward = around.behind_backward_s + behind_again + np.minimum(pieced, rest) + behind_rows.input_grad
-    free = compute.total + Passes(-behind_forward, repeated - behind_backward, nothing)
-    sharded = _zero(job, columns, machine, places, elements, experts, free, fp8_layer_mean(job, columns, moe))
-    accumulated = Passes(nothing, nothing, operators.accumulate_s(job, columns, machine, elements + experts))
+    elements, experts = (layer.moe, layer.experts) if moe else (layer.dense, NOTHING)
+    free = compute.total + Passes(-behind_forward, repeated - behind_backward)
+    sharded = _zero(work, elements, experts, free, fp8_layer_mean(job, columns, moe))
+    accumulated = Passes(weight_grad=operators.accumulate_s(job, columns, machine, elements + experts))
     return ComponentTime(
-        compute.matmul + none,
-        compute.attention + none,
-        compute.memory_bound + accumulated,
-        Passes(nothing, repeated, nothing),
-        compute.launch + none,
-        tensor_passes,
-        context_passes,
-        expert_passes,
-        sharded,
+        matmul=compute.matmul,
+        attention=compute.attention,
+        memory_bound=compute.memory_bound + accumulated,
+        recompute=Passes(input_grad=repeated),
+        launch=compute.launch,
+        tensor=tensor_passes,
+        context=context_passes,
+        expert=expert_passes,
+        zero=sharded,
     )
 
 
-def _end(
-    job: Job,
-    columns: LayoutColumns,
-    machine: ClusterRates,
-    places: GroupPlacement,
-    inside: TensorTraffic,
-    compute: LayerTime,
-    is_head: bool,
-) -> ComponentTime:
+def _end(work: Workload, inside: TensorTraffic, compute: LayerTime, is_head: bool) -> ComponentTime:
     """Embedding or head: one exchange of the residual stream each way when tp cuts the vocabulary."""
-    nothing = np.zeros(len(columns))
+    job, columns, machine = work.job, work.columns, work.machine
     one = np.where(inside.with_sequence, inside.gather.time_s, 0.5 * inside.reduce.time_s)
     held = [weights.vocabulary(job.model)] if is_head else weights.embedding(job.model)
     elements = states.on_tp_rank(held, job.model, columns)
     if is_head and job.model.tied_embeddings:
-        elements = nothing  # gathered with the embedding, which on the last stage of a pipeline is its copy
-    none = Passes(nothing, nothing, nothing)
+        elements = NOTHING  # gathered with the embedding, which on the last stage of a pipeline is its copy
+    accumulated = Passes(weight_grad=operators.accumulate_s(job, columns, machine, elements))
     return ComponentTime(
-        compute.matmul + none,
-        none,
-        compute.memory_bound + Passes(nothing, nothing, operators.accumulate_s(job, columns, machine, elements)),
-        none,
-        compute.launch + none,
-        Passes(one, one, nothing),
-        none,
-        none,
-        _zero(job, columns, machine, places, elements, nothing, compute.total, nothing),
+        matmul=compute.matmul,
+        memory_bound=compute.memory_bound + accumulated,
+        launch=compute.launch,
+        tensor=Passes(one, one),
+        zero=_zero(work, elements, NOTHING, compute.total, NOTHING),
     )
 
 
-def _zero(
-    job: Job,
-    columns: LayoutColumns,
-    machine: ClusterRates,
-    places: GroupPlacement,
-    elements: Array,
-    experts: Array,
-    free: Passes,
-    narrow: Array,
-) -> Passes:
+def _zero(work: Workload, elements: Array, experts: Array, free: Passes, narrow: Array) -> Passes:
     """Exposed gathers and scatters of one piece in one micro-batch.
 
     They hide behind the piece's own work (standing for its neighbour's), as far as no other transfer already hides there:
     counted twice, slower attention would make a faster step.
     """
-    moved = communication.zero_traffic(job, columns, places, machine, elements, experts, narrow)
+    job, columns, machine = work.job, work.columns, work.machine
+    moved = communication.zero_traffic(work, elements, experts, narrow)
     gathers = columns.zero == 3
     again = gathers & (columns.keep_gathered == 0)
     gathered = np.where(gathers, moved.gather_s, 0.0)
@@ -228,7 +202,7 @@ def _zero(
     transfers = np.where(again, moved.gather_s, 0.0) + np.where(columns.zero >= 2, moved.scatter_s, 0.0)
     window = job.framework.overlap * (free.input_grad + free.weight_grad)
     backward = exposed(transfers, window, machine.efficiency)
-    return Passes(forward, backward, np.zeros(len(columns)))
+    return Passes(forward, backward)
 
 
 # ------------------------------------------------------------------------------------------------------------ end of the step
@@ -250,20 +224,14 @@ class EndOfStep:
         return np.asarray(self.data_s + self.optimizer_s + self.offload_s + self.launch_s + self.overhead_s)
 
 
-def end_of_step(
-    job: Job,
-    columns: LayoutColumns,
-    machine: ClusterRates,
-    places: GroupPlacement,
-    share: RankShare,
-    totals: ComponentTimes[Passes],
-) -> EndOfStep:
+def end_of_step(work: Workload, share: RankShare, totals: ComponentTimes[Passes]) -> EndOfStep:
+    job, columns, machine = work.job, work.columns, work.machine
     one_microbatch = totals.on(share)
     held = states.on_rank(job.model, columns, share)
     backward, forward = one_microbatch.input_grad + one_microbatch.weight_grad, one_microbatch.forward
-    reduce, expert_reduce = communication.data_traffic(job, places, machine, held)
-    sharded = communication.zero_traffic(job, columns, places, machine, held.trunk, held.experts)
-    replicas = transfer(machine, "data", "all_reduce", gradient_bytes(job) * held.total / columns.shards, places.replica)
+    reduce, expert_reduce = communication.data_traffic(work, held)
+    sharded = communication.zero_traffic(work, held.trunk, held.experts)
+    replicas = transfer(machine, "data", "all_reduce", gradient_bytes(job) * held.total / columns.shards, work.places.replica)
     level = columns.zero
     # ZeRO-2 and 3 scattered their gradients with each micro-batch; HSDP's replicas still have to meet once a step.
     after_backward = (level == 1) & (job.framework.accumulation == "after-backward")
@@ -271,17 +239,17 @@ def end_of_step(
     reduction = np.where(whole, reduce.time_s + expert_reduce.time_s, np.where(level == 1, sharded.scatter_s, 0.0))
     reduction = reduction + np.where(level >= 1, replicas.time_s, 0.0)
     hidden = np.where(after_backward, 0.0, job.framework.overlap)
-    wait = communication.data_exposed_s(columns, machine, hidden * reduction, backward, share.layers) + (1 - hidden) * reduction
+    wait = communication.data_exposed_s(work, hidden * reduction, backward, share.layers) + (1 - hidden) * reduction
     # The stepped parameters are gathered layer by layer, just ahead of the next step's first forward.
     gathered = np.where((level == 1) | (level == 2), sharded.gather_s, 0.0)
     wait = wait + exposed(gathered, job.framework.overlap * forward, machine.efficiency)
-    optimizer, offload = _optimizer(job, columns, machine, held, forward, backward)
+    optimizer, offload = _optimizer(work, held, forward, backward)
     if host.one_queue(job, columns, machine):
         head = totals.head.scaled(share.head)
         late = wait * (1 - 1 / np.maximum(share.layers, 1))  # of all layers but the last
         starts = host.kernel_starts_s(job, columns, share)
         optimizer = optimizer + starts[2]
-        layers = one_microbatch - head + Passes(starts[0], starts[1], np.zeros(len(columns)))
+        layers = one_microbatch - head + Passes(starts[0], starts[1])
         idle = host.idle_s(job, columns, machine, share, layers, head, optimizer, late)
         return EndOfStep(np.asarray(wait), optimizer, offload, idle + columns.gas * (starts[0] + starts[1]), 0.0)
     if machine.efficiency.synchronous:
@@ -291,10 +259,9 @@ def end_of_step(
     return EndOfStep(np.asarray(wait), optimizer, offload, np.zeros(len(columns)), machine.efficiency.step_overhead_s)
 
 
-def _optimizer(
-    job: Job, columns: LayoutColumns, machine: ClusterRates, held: states.RankParameters, forward: Array, backward: Array
-) -> tuple[Array, Array]:
+def _optimizer(work: Workload, held: states.RankParameters, forward: Array, backward: Array) -> tuple[Array, Array]:
     """Reading and writing every state once, and the gradient once more for its norm; or doing so on the host."""
+    job, columns, machine = work.job, work.columns, work.machine
     expert_shards = np.maximum(1, columns.shards * columns.tp / columns.expert_cut / columns.ep)
     own = np.where(columns.zero >= 1, held.trunk / columns.shards + held.experts / expert_shards, held.total)
     b, g = compute_bytes(job), stepped_gradient_bytes(job, columns)

@@ -15,9 +15,8 @@ import numpy as np
 
 from ultrascale.cost import communication, stages
 from ultrascale.cost.columns import Array, LayoutColumns, Passes, RankShare, encode, rows_of
-from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.hardware import ClusterRates, Workload
 from ultrascale.cost.memory.estimate import InFlightMicrobatches, peak_parts
-from ultrascale.cost.network import mesh
 from ultrascale.cost.step import component_times, depends_on, end_of_step
 from ultrascale.schedules import REGISTRY, held_microbatches, legal_mask, makespan, stages_of
 from ultrascale.specs.job import Job
@@ -173,7 +172,7 @@ def _steps(
     """Which cores might take no longer, and their times: variants × those."""
     pp = int(cores.pp[0])
     distinct, inverse = cores.distinct(depends_on(job))
-    totals = rows_of(component_times(job, distinct, machine).totals(), inverse)
+    totals = rows_of(component_times(Workload(job, distinct, machine)).totals(), inverse)
     model = job.model
     whole = totals.on(RankShare.constant((model.dense_layers, model.moe_layers, 1, 1), len(cores)))
     # No step is shorter than the slowest rank's work, which is no less than the mean rank's; the rest is for rounding.
@@ -183,8 +182,8 @@ def _steps(
     rows = len(cores)
     if not rows:
         return chosen, np.zeros((len(variants), 0))
-    places = mesh(cores, machine.cluster)
-    send = communication.pipeline_hop(job, cores, places, machine).time_s
+    work = Workload(job, cores, machine)
+    send = communication.pipeline_hop(work).time_s
     by_share: dict[tuple[int, ...], Passes] = {}
     after: dict[tuple[int, ...], Array] = {}
     times = np.empty((len(variants), rows))
@@ -196,7 +195,7 @@ def _steps(
         first = shares[0]
         if first not in after:
             share_of_first = RankShare.constant(first, rows)
-            after[first] = end_of_step(job, cores, machine, places, share_of_first, totals).total
+            after[first] = end_of_step(work, share_of_first, totals).total
         slowest = _slowest([by_share[share] for share in shares])
         overhead_s = machine.efficiency.action_overhead_s
         times[number] = _makespan(variant, pp, cores, whole, slowest, send, overhead_s) + after[first]

@@ -7,7 +7,7 @@ rank repeats, counts of tokens by expert. They take no time worth a law, but a r
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -16,10 +16,10 @@ import numpy as np
 
 from ultrascale.cost import communication, operators, stages
 from ultrascale.cost.columns import Array, LayoutColumns, RankShare
-from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.hardware import ClusterRates, Workload
 from ultrascale.cost.memory import states
 from ultrascale.cost.memory.states import FP32, fp8_on_rank, gradient_bytes, sharded_gradient_bytes
-from ultrascale.cost.network import CollectiveTransfer, GroupPlacement, group, mesh, transfer
+from ultrascale.cost.network import CollectiveTransfer, group, transfer
 from ultrascale.schedules import REGISTRY, ActionKind, build, stages_of
 from ultrascale.specs import weights
 from ultrascale.specs.estimate import Time, Traffic
@@ -43,7 +43,7 @@ def by_technique(job: Job, layout: Layout, machine: ClusterRates, time: Time) ->
         "pipeline": time.send_s,
     }
     rows = list(of_stage(job, layout, machine, busiest))
-    spent: Counter[str] = Counter()
+    spent: dict[str, float] = defaultdict(float)
     for one in rows:
         spent[one.technique] += one.time_s
     shares = {technique: exposed[technique] / time_s if time_s else 0.0 for technique, time_s in spent.items()}
@@ -92,8 +92,8 @@ class Stage:
         return LayoutColumns.of([self.layout])
 
     @cached_property
-    def places(self) -> GroupPlacement:
-        return mesh(self.row, self.machine.cluster)
+    def work(self) -> Workload:
+        return Workload(self.job, self.row, self.machine)
 
     @cached_property
     def share(self) -> RankShare:
@@ -150,7 +150,7 @@ def _repeats(stage: Stage) -> bool:
 
 def _tensor(stage: Stage) -> Calls:
     job, layout, gas = stage.job, stage.layout, stage.layout.gas
-    inside = communication.tensor_traffic(job, stage.row, stage.places, stage.machine)
+    inside = communication.tensor_traffic(stage.work)
     entered, left = _anew(stage)
     regions = communication.REGIONS * stage.layers
     dense = stage.layers - stage.moe_layers
@@ -166,8 +166,8 @@ def _tensor(stage: Stage) -> Calls:
     if stage.head:
         # The maximum over the vocabulary; then the sum of exponentials and the target's logit.
         one = FP32 * stage.row.tokens(job.seq)
-        yield transfer(stage.machine, "tensor", "all_reduce", one, stage.places.tensor), gas
-        yield transfer(stage.machine, "tensor", "all_reduce", 2 * one, stage.places.tensor), gas
+        yield transfer(stage.machine, "tensor", "all_reduce", one, stage.work.places.tensor), gas
+        yield transfer(stage.machine, "tensor", "all_reduce", 2 * one, stage.work.places.tensor), gas
 
 
 def _repeated_weights(stage: Stage) -> Calls:
@@ -175,7 +175,7 @@ def _repeated_weights(stage: Stage) -> Calls:
     layout, model, g = stage.layout, stage.job.model, stage.last_gradient
     partial = states.partial_on_tp(model, stage.row, stage.share, layout.sequence_parallel, stage.shards)
     if float(partial[0]):
-        yield transfer(stage.machine, "tensor", "all_reduce", g * partial, stage.places.tensor), 1
+        yield transfer(stage.machine, "tensor", "all_reduce", g * partial, stage.work.places.tensor), 1
     copies = layout.tp // min(layout.tp, model.kv_heads)
     if copies > 1 and model.mla is None:
         repeated = [weight for weight in weights.attention(model) if weight.cut == "kv rows"]
@@ -193,7 +193,7 @@ def _context(stage: Stage) -> Calls:
     job, layout, row = stage.job, stage.layout, stage.row
     clock = operators.clock(job, row, stage.machine)
     attention = operators.layer(job, row, stage.machine, moe=False, at=clock).attention
-    around = communication.context_traffic(job, row, stage.places, stage.machine, attention)
+    around = communication.context_traffic(stage.work, attention)
     forwards, passes = _forwards(stage), stage.layers * layout.gas
     if layout.context_parallel == "allgather":
         yield around.gather, passes * (forwards + 1)
@@ -206,18 +206,18 @@ def _context(stage: Stage) -> Calls:
     if stage.moe_layers and job.model.moe is not None:
         # How often each expert was chosen in a sequence, all of its parts together: what a balance loss pulls at.
         counts = np.asarray([FP32 * layout.mbs * job.model.moe.experts])
-        yield transfer(stage.machine, "context", "all_reduce", counts, stage.places.context), stage.moe_layers * layout.gas
+        yield transfer(stage.machine, "context", "all_reduce", counts, stage.work.places.context), stage.moe_layers * layout.gas
 
 
 def _expert(stage: Stage) -> Calls:
     moe = stage.job.model.moe
     assert moe is not None
-    exchange = communication.expert_traffic(stage.job, stage.row, stage.places, stage.machine).exchange
+    exchange = communication.expert_traffic(stage.work).exchange
     forwards, passes = _forwards(stage), stage.moe_layers * stage.layout.gas
     yield exchange, communication.EXCHANGES * passes * (forwards + 1)
     # Each rank tells the others how many rows come.
     counts = np.asarray([COUNT * moe.experts])
-    yield transfer(stage.machine, "expert", "all_to_all", counts, stage.places.expert), passes * forwards
+    yield transfer(stage.machine, "expert", "all_to_all", counts, stage.work.places.expert), passes * forwards
 
 
 def hops(layout: Layout, stage: int) -> int:
@@ -236,8 +236,8 @@ def _hops(pp: int, virtual_stages: int, v_shaped: bool) -> tuple[int, ...]:
 
 
 def _pipeline(stage: Stage) -> Calls:
-    job, row, model = stage.job, stage.row, stage.job.model
-    hop = communication.pipeline_hop(job, row, stage.places, stage.machine)
+    row, model = stage.row, stage.job.model
+    hop = communication.pipeline_hop(stage.work)
     both = group(np.asarray([2]), row.tp * row.data_ranks, stage.machine.cluster)
     yield replace(hop, group=both), float(hops(stage.layout, stage.index) * stage.layout.gas)
     if model.tied_embeddings and stage.embedding != stage.head:
@@ -248,7 +248,7 @@ def _pipeline(stage: Stage) -> Calls:
 
 
 def _data(stage: Stage) -> Calls:
-    reduce, expert_reduce = communication.data_traffic(stage.job, stage.places, stage.machine, stage.held)
+    reduce, expert_reduce = communication.data_traffic(stage.work, stage.held)
     yield reduce, 1
     if stage.moe_layers and int(expert_reduce.group.size[0]) > 1:
         yield expert_reduce, 1
@@ -257,14 +257,14 @@ def _data(stage: Stage) -> Calls:
 def _zero(stage: Stage) -> Calls:
     job, layout, held = stage.job, stage.layout, stage.held
     narrow = fp8_on_rank(job, stage.row, stage.share)
-    moved = communication.zero_traffic(job, stage.row, stage.places, stage.machine, held.trunk, held.experts, narrow.elements)
+    moved = communication.zero_traffic(stage.work, held.trunk, held.experts, narrow.elements)
     gathers = {1: 1, 2: 1, 3: layout.gas * (1 if layout.keep_gathered else 2)}[layout.zero]
     scatters = 1 if layout.zero == 1 else layout.gas
     if layout.shards > 1:
         if job.framework.states == "fp32" and layout.zero == 3:
             # FSDP keeps the root of its modules, here embedding, head and final norm, gathered from forward to backward.
             layers, ends = (
-                communication.zero_traffic(job, stage.row, stage.places, stage.machine, elements, held.experts, in_fp8).gather
+                communication.zero_traffic(stage.work, elements, held.experts, in_fp8).gather
                 for elements, in_fp8 in ((held.trunk - held.ends, narrow.elements), (held.ends, 0.0))
             )
             yield layers, gathers
@@ -273,9 +273,9 @@ def _zero(stage: Stage) -> Calls:
         else:
             yield moved.gather, gathers
         if narrow.scales[0]:
-            yield transfer(stage.machine, "zero", "all_reduce", FP32 * narrow.scales, stage.places.shard), 1
+            yield transfer(stage.machine, "zero", "all_reduce", FP32 * narrow.scales, stage.work.places.shard), 1
         for elements, times in _scattered(stage, scatters):
-            yield communication.zero_traffic(job, stage.row, stage.places, stage.machine, elements, held.experts).scatter, times
+            yield communication.zero_traffic(stage.work, elements, held.experts).scatter, times
         if stage.moe_layers and int(moved.expert_gather.group.size[0]) > 1:
             yield moved.expert_gather, gathers
             yield moved.expert_scatter, scatters
@@ -287,7 +287,7 @@ def _zero(stage: Stage) -> Calls:
         met = [*_scattered(stage, scatters), (experts, scatters)] if split else [(held.trunk + experts, 1)]
         for elements, times in met:
             own = gradient_bytes(job) * elements / layout.shards
-            yield transfer(stage.machine, "zero", "all_reduce", own, stage.places.replica), times
+            yield transfer(stage.machine, "zero", "all_reduce", own, stage.work.places.replica), times
 
 
 def _scattered(stage: Stage, scatters: int) -> Iterator[tuple[Array, int]]:

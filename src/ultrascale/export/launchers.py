@@ -6,12 +6,12 @@ travels as a ConfigMap in the same file. Runs are kept on a volume claim that ev
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ultrascale.export.common import File, name_of, quoted
-from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
-from ultrascale.specs.files import to_yaml
+from ultrascale.specs.files import package_data, to_yaml
 from ultrascale.specs.plan import HEADER, Plan
 
 CLAIM = "runs"
@@ -76,7 +76,7 @@ def kubernetes_files(plan: Plan, run: str, image: str) -> tuple[tuple[File, ...]
     plan_map = _config_map(f"{name}-plan", text)
     head = f"# {plan.layout}: {plan.job.cluster.nodes} pod(s) of {plan.job.cluster.gpus_per_node}.\n"
     head += f"# {image} must hold ultrascale; the volume claim '{CLAIM}' must exist and be writable by every pod.\n"
-    made = {"trainjob.yaml": _train_job(plan, name, image, run), "jobset.yaml": _job_set(plan, name, image, run)}
+    made = _manifests(plan, name, image, run)
     return (
         tuple(File(file, f"{head}{plan_map}---\n{to_yaml(data)}") for file, data in made.items()),
         "kubectl apply -f {folder}/trainjob.yaml   # or jobset.yaml, where there is no Kubeflow Trainer",
@@ -89,93 +89,38 @@ def _config_map(name: str, plan: str) -> str:
     return f"apiVersion: v1\nkind: ConfigMap\nmetadata:\n  name: {name}\ndata:\n  plan.yaml: |\n{lines}"
 
 
-def _train(run: str) -> list[str]:
-    return ["-m", "ultrascale", "train", "/plan/plan.yaml", "--out", f"/runs/{run}"]
-
-
-def _train_job(plan: Plan, name: str, image: str, run: str) -> dict[str, Any]:
+def _manifests(plan: Plan, name: str, image: str, run: str) -> dict[str, Any]:
+    """kubernetes.yaml with the words of this plan."""
     cluster = plan.job.cluster
-    trainer: dict[str, Any] = {
-        "image": image,
-        "numNodes": cluster.nodes,
-        "numProcPerNode": cluster.gpus_per_node,
-        "command": ["torchrun"],  # nodes, ranks and addresses come from the runtime's PET_ variables
-        "args": _train(run),
-    }
-    if resources := _resources(cluster):
-        trainer["resourcesPerNode"] = resources
-    pod = {"volumes": _volumes(name), "containers": [{"name": _POD, "volumeMounts": _mounts()}]}
-    patched = {"replicatedJobs": [{"name": _POD, "template": {"spec": {"template": {"spec": pod}}}}]}
-    return {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": {"name": name},
-        "spec": {
-            "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": "torch-distributed"},
-            "trainer": trainer,
-            "runtimePatches": [{"manager": "ultrascale.dev/export", "trainingRuntimeSpec": {"template": {"spec": patched}}}],
-        },
-    }
-
-
-def _job_set(plan: Plan, name: str, image: str, run: str) -> dict[str, Any]:
-    cluster = plan.job.cluster
-    meeting = ["--nnodes", str(cluster.nodes), "--nproc-per-node", str(cluster.gpus_per_node)]
-    if cluster.nodes > 1:
+    nodes, each, kind = cluster.nodes, cluster.gpus_per_node, cluster.gpu.name
+    rendezvous = ["--nnodes", str(nodes), "--nproc-per-node", str(each)]
+    if nodes > 1:
         # Pods of a JobSet are called <set>-<job>-<number of the job>-<number of the pod>.<set>.
         first = f"{name}-{_POD}-0-0.{name}"
-        meeting += ["--node-rank", "$(NODE_RANK)", "--master-addr", first, "--master-port", str(PORT)]
-    index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
-    container: dict[str, Any] = {
-        "name": _POD,
-        "image": image,
-        "command": ["torchrun"],
-        "args": [*meeting, *_train(run)],
-        "env": [{"name": "NODE_RANK", "valueFrom": index}],
-        "ports": [{"containerPort": PORT, "protocol": "TCP"}],
-        "volumeMounts": _mounts(),
-    }
-    if resources := _resources(cluster):
-        container["resources"] = resources
-    pod = {"restartPolicy": "Never", "containers": [container], "volumes": _volumes(name)}
-    job = {
-        "parallelism": cluster.nodes,
-        "completions": cluster.nodes,
-        "completionMode": "Indexed",
-        "backoffLimit": 0,
-        "template": {"spec": pod},
-    }
-    return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": {"name": name},
-        "spec": {
-            "network": {"enableDNSHostnames": True},
-            "replicatedJobs": [{"name": _POD, "replicas": 1, "template": {"spec": job}}],
-        },
-    }
-
-
-def _resources(cluster: Cluster) -> dict[str, Any]:
-    kind = cluster.gpu.name
-    if kind == "cpu":
-        return {}
+        rendezvous += ["--node-rank", "$(NODE_RANK)", "--master-addr", first, "--master-port", str(PORT)]
     resource = "amd.com/gpu" if kind.startswith("mi") else "nvidia.com/gpu"
-    return {"limits": {resource: str(cluster.gpus_per_node)}}
+    words = {
+        "<name>": name,
+        "<name>-plan": f"{name}-plan",
+        "<claim>": CLAIM,
+        "<pod>": _POD,
+        "<image>": image,
+        "<nodes>": nodes,
+        "<each>": each,
+        "<port>": PORT,
+        "<train>": ["-m", "ultrascale", "train", "/plan/plan.yaml", "--out", f"/runs/{run}"],
+        "<rendezvous>": rendezvous,
+        "<resources>": None if kind == "cpu" else {"limits": {resource: str(each)}},
+    }
+    data = package_data("ultrascale.export", "kubernetes.yaml")
+    return {file: _filled(data[file], words) for file in ("trainjob.yaml", "jobset.yaml")}
 
 
-def _volumes(name: str) -> list[dict[str, Any]]:
-    return [
-        {"name": "plan", "configMap": {"name": f"{name}-plan"}},
-        {"name": "runs", "persistentVolumeClaim": {"claimName": CLAIM}},
-        # NCCL and the data loader share memory beyond the 64 MiB that a pod has.
-        {"name": "shm", "emptyDir": {"medium": "Memory"}},
-    ]
-
-
-def _mounts() -> list[dict[str, Any]]:
-    return [
-        {"name": "plan", "mountPath": "/plan", "readOnly": True},
-        {"name": "runs", "mountPath": "/runs"},
-        {"name": "shm", "mountPath": "/dev/shm"},
-    ]
+def _filled(node: Any, words: Mapping[str, Any]) -> Any:
+    if isinstance(node, dict):
+        filled = {key: _filled(value, words) for key, value in node.items()}
+        return {key: value for key, value in filled.items() if value is not None}
+    if isinstance(node, list):
+        parts = [_filled(one, words) for one in node]
+        return [one for part in parts for one in (part if isinstance(part, list) else [part])]
+    return words.get(node, node)

@@ -11,10 +11,9 @@ from collections.abc import Iterable, Sequence
 from itertools import combinations, product
 from typing import Any
 
-from ultrascale.cost.legality import divisors
 from ultrascale.schedules import REGISTRY
 from ultrascale.specs.cluster import Cluster
-from ultrascale.specs.errors import SpecError, nearest
+from ultrascale.specs.errors import SpecError, divisors, nearest
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model, MoE

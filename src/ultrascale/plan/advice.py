@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ultrascale.cost.estimate import estimate
-from ultrascale.cost.legality import divisors
 from ultrascale.plan.candidates import LayoutConstraints, rank
-from ultrascale.specs.errors import SpecError
+from ultrascale.specs.errors import SpecError, divisors
 from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.gpu import GPU

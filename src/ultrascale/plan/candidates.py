@@ -18,9 +18,9 @@ import numpy as np
 from ultrascale.cost import table
 from ultrascale.cost.columns import CHOICES, NAMES, Array, LayoutColumns, encode
 from ultrascale.cost.hardware import ClusterRates
-from ultrascale.cost.legality import RULES, divisors, legal_rows, near
+from ultrascale.cost.legality import RULES, legal_rows
 from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY
-from ultrascale.specs.errors import SpecError
+from ultrascale.specs.errors import SpecError, divisors, near
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout, field_value
 from ultrascale.specs.units import GIB

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from ultrascale.cost.estimate import DraftEstimate, drafts
-from ultrascale.cost.legality import divisors, problem
+from ultrascale.cost.legality import problem
 from ultrascale.cost.memory.states import compute_bytes, gradient_bytes
 from ultrascale.plan.candidates import LayoutConstraints, Objective
 from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY, legal
-from ultrascale.specs.errors import SpecError
+from ultrascale.specs.errors import SpecError, divisors
 from ultrascale.specs.estimate import CAUSES, Estimate
 from ultrascale.specs.job import OPTIMIZERS, Job
 from ultrascale.specs.layout import Layout
@@ -260,20 +260,14 @@ def _speed(
     # A CPU's rate was measured, its peak is not known: utilisation would be of a guess.
     used = "" if job.cluster.efficiency.synchronous else f" (MFU {chosen.mfu:.1%})"
     yield f"a step takes {seconds(chosen.step_time_s)}{used}: {top}"
-    domain = job.cluster.fast_domain
-    doubled, halved = by_change.get(f"tp={layout.tp * 2}"), by_change.get(f"tp={layout.tp // 2}")
-    if doubled is not None:
-        leaves = "leaves the NVLink domain and " if layout.tp * 2 > domain >= layout.tp else ""
-        yield f"TP stays at {layout.tp}: at {layout.tp * 2} it {leaves}{_costs(doubled)}"
-    elif layout.tp * 2 <= job.cluster.gpus:
-        limit = max(d for d in divisors(job.model.heads) if d <= layout.tp)
-        yield f"TP stays at {layout.tp}: {layout.tp * 2} does not divide the model or the batch (nearest legal {limit})"
-    if halved is not None:
-        yield f"TP is not less: at {layout.tp // 2} it {_costs(halved)}"
-    for axis, label in (("pp", "PP"), ("cp", "CP"), ("ep", "EP"), ("mbs", "micro-batch")):
-        value = getattr(layout, axis)
-        if (up := by_change.get(f"{axis}={value * 2}")) is not None:
-            yield f"{label} stays at {value}: at {value * 2} it {_costs(up)}"
+    for axis, label in (("tp", "TP"), ("pp", "PP"), ("cp", "CP"), ("ep", "EP"), ("mbs", "micro-batch")):
+        value, twice = getattr(layout, axis), 2 * getattr(layout, axis)
+        leaves = "leaves the NVLink domain and " if axis == "tp" and twice > job.cluster.fast_domain >= value else ""
+        if (up := by_change.get(f"{axis}={twice}")) is not None:
+            yield f"{label} stays at {value}: at {twice} it {leaves}{_costs(up)}"
+        elif axis == "tp" and twice <= job.cluster.gpus:
+            limit = max(d for d in divisors(job.model.heads) if d <= value)
+            yield f"TP stays at {value}: {twice} does not divide the model or the batch (nearest legal {limit})"
         if value > 1 and (down := by_change.get(f"{axis}={value // 2}")) is not None:
             yield f"{label} is not less: at {value // 2} it {_costs(down)}"
     for level in range(4):
@@ -297,8 +291,6 @@ def _speed(
 def _costs(other: Neighbour) -> str:
     if not other.fits:
         return f"does not fit ({other.peak_gib:,.1f} GiB)"
-    return (
-        "changes nothing in time, " + other.verdict.split(", ")[-1]
-        if other.verdict.startswith("same")
-        else ("costs " + other.verdict if other.verdict.startswith("+") else "gives " + other.verdict)
-    )
+    if other.verdict.startswith("same"):
+        return "changes nothing in time, " + other.verdict.split(", ")[-1]
+    return ("costs " if other.verdict.startswith("+") else "gives ") + other.verdict

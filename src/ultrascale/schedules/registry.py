@@ -310,10 +310,10 @@ def makespan(
     """
     p, m, v, *total_s, send = (np.asarray(x, dtype=np.float64) for x in (ranks, microbatches, virtual_stages, *total, send_s))
     slowest_s = [np.asarray(x, dtype=np.float64) for x in slowest]
-    others = [
+    f, i, w = (
         np.where(p > 1, all_s - slow_s, slow_s) / (v * np.maximum(p - 1, 1))
         for all_s, slow_s in zip(total_s, slowest_s, strict=True)
-    ]
+    )
     send = np.where(p > 1, send, 0.0)  # one rank sends to nobody
-    slow, whole = (np.asarray(f + i + w) for f, i, w in (slowest_s, total_s))
-    return spec_of(name).makespan(Shape(p, m, v, *others, slow, slowest_s[2] / v, whole, send))
+    slow, whole = (np.asarray(parts[0] + parts[1] + parts[2]) for parts in (slowest_s, total_s))
+    return spec_of(name).makespan(Shape(p, m, v, f, i, w, slow, slowest_s[2] / v, whole, send))

@@ -54,15 +54,9 @@ class StageTimes:
 
     def of(self, kind: ActionKind) -> tuple[float, ...]:
         """How long an action of this kind computes, per global stage."""
-        match kind:
-            case ActionKind.F:
-                return self.forward_s
-            case ActionKind.I:
-                return self.input_grad_s
-            case ActionKind.W:
-                return self.weight_grad_s
-            case ActionKind.B:
-                return tuple(i + w for i, w in zip(self.input_grad_s, self.weight_grad_s, strict=True))
+        if kind is ActionKind.B:
+            return tuple(i + w for i, w in zip(self.input_grad_s, self.weight_grad_s, strict=True))
+        return {ActionKind.F: self.forward_s, ActionKind.I: self.input_grad_s, ActionKind.W: self.weight_grad_s}[kind]
 
     @property
     def by_kind(self) -> Floats:

@@ -24,3 +24,16 @@ def nearest(given: str, known: Iterable[str]) -> str:
     if close:
         return "did you mean " + " or ".join(f"'{word}'" for word in close) + "?"
     return "known: " + ", ".join(known)
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending; found by trial up to the root, since batches and worlds stay small."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
+
+
+def near(value: int, allowed: list[int]) -> str:
+    """The allowed values on either side of a wrong one."""
+    below = [a for a in allowed if a < value][-1:]
+    above = [a for a in allowed if a > value][:1]
+    return " or ".join(map(str, below + above)) or "1"

@@ -6,14 +6,13 @@ left it out would load, and compute something else.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.hf import WRITTEN
 from ultrascale.specs.model import ROPE_FIELDS, Model, MoE
 from ultrascale.specs.validate import shown
 
-Dtype = Literal["bf16", "fp32"]
 Config = dict[str, Any]
 
 DTYPES: dict[str, str] = {"bf16": "bfloat16", "fp32": "float32"}

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from ultrascale.specs import weights
-from ultrascale.specs.errors import SpecError, nearest
+from ultrascale.specs.errors import SpecError, divisors, near, nearest
 from ultrascale.specs.files import package_data, read_mapping
 from ultrascale.specs.hf import fields_from_hf
 from ultrascale.specs.validate import FrozenSpec, build, shown
@@ -131,7 +131,7 @@ class MoE(FrozenSpec):
         if self.experts % self.groups:
             raise ValueError(
                 f"model.moe.groups is {self.groups} but must divide experts = {self.experts}: "
-                f"try {_near_divisors(self.experts, self.groups)}"
+                f"try {near(self.groups, divisors(self.experts))}"
             )
         if self.top_groups > self.groups:
             raise ValueError(
@@ -308,7 +308,7 @@ def _problems(model: Model) -> Iterator[str]:
     if model.heads % model.kv_heads:
         yield (
             f"model.kv_heads is {model.kv_heads} but must divide heads = {model.heads}: "
-            f"try {_near_divisors(model.heads, model.kv_heads)}"
+            f"try {near(model.kv_heads, divisors(model.heads))}"
         )
     if model.mla:
         if model.kv_heads != model.heads:
@@ -351,14 +351,6 @@ def _rope_problems(model: Model, rope_type: RopeType) -> Iterator[str]:
         yield (
             f"model.rope_theta is {model.rope_theta:g} but rope_scaling.rope_type: yarn needs a base greater than 1: try 10000"
         )
-
-
-def _near_divisors(whole: int, given: int) -> str:
-    """The divisors next below and next above, found without walking up to an absurd `given`."""
-    divisors = [d for d in range(1, min(whole, 65_536) + 1) if whole % d == 0]
-    below = [d for d in divisors if d < given][-1:]
-    above = [d for d in divisors if d > given][:1]
-    return " or ".join(str(d) for d in below + above)
 
 
 @cache

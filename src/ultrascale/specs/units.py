@@ -57,6 +57,14 @@ def gib(number_of_bytes: float) -> str:
     return f"{number_of_bytes / GIB:,.2f} GiB"
 
 
+def byte_size(value: float) -> str:
+    """`1.50 GiB`, `20.00 MiB`: with the largest unit of which there is a tenth."""
+    for size, unit in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if value >= size / 10:
+            return f"{value / size:,.2f} {unit}"
+    return f"{value:,.0f} B"
+
+
 def seconds(value: float) -> str:
     """A duration with the unit that keeps three digits before the point."""
     if value >= 1 or value == 0:

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ultrascale.cost import communication, network
+from ultrascale.cost import communication
 from ultrascale.cost.columns import LayoutColumns
-from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.hardware import ClusterRates, Workload
 from ultrascale.cost.stages import chunk_layers
 from ultrascale.kernels import autotune, compile, float8, fused, loss, selection, split_master
 from ultrascale.kernels.selection import Kernels
@@ -203,6 +203,5 @@ def expert_overlap(job: Job, layout: Layout, training: Training, device: str) ->
     if device != "cuda" or layout.ep == 1 or job.model.moe is None:
         return "none"
     engine = job.changed(framework=Framework.load("ultrascale-gpu"))
-    row, machine = LayoutColumns.of([layout]), ClusterRates(engine)
-    first = communication.local_tokens_first(engine, row, network.mesh(row, machine.cluster), machine)[0]
+    first = communication.local_tokens_first(Workload(engine, LayoutColumns.of([layout]), ClusterRates(engine)))[0]
     return "rows" if first else "gradients"

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from itertools import islice, product
 
 from ultrascale.cost import legality
-from ultrascale.cost.legality import divisors, near
 from ultrascale.model import limits
 from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY
-from ultrascale.specs.errors import SpecError
+from ultrascale.specs.errors import SpecError, divisors, near
 from ultrascale.specs.job import OPTIMIZERS, Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import Training

@@ -186,25 +186,16 @@ def test_llama_405b_as_meta_trained_it() -> None:
     assert [stage.in_flight for stage in predicted.memory] == list(range(16, 0, -1))
     assert predicted.peak_stage == 1
     buffers = 268.4e6 + 67.1e6 + 797.0e6
-    stage_0, stage_1 = 3_052_109_824, 3_187_933_184
-    same(
-        predicted.memory[0],
-        parameters=2 * stage_0,
-        master=4 * stage_0 / 128,
-        gradients=4 * stage_0,
-        optimizer=8 * stage_0 / 128,
-        activations=16 * 7 * 533.2e6 + 285.2e6,
-        buffers=buffers,
-    )
-    same(
-        predicted.memory[1],
-        parameters=2 * stage_1,
-        master=4 * stage_1 / 128,
-        gradients=4 * stage_1,
-        optimizer=8 * stage_1 / 128,
-        activations=15 * 8 * 533.2e6 + 285.2e6,
-        buffers=buffers,
-    )
+    for stage, (elements, kept_layers) in enumerate(((3_052_109_824, 16 * 7), (3_187_933_184, 15 * 8))):
+        same(
+            predicted.memory[stage],
+            parameters=2 * elements,
+            master=4 * elements / 128,
+            gradients=4 * elements,
+            optimizer=8 * elements / 128,
+            activations=kept_layers * 533.2e6 + 285.2e6,
+            buffers=buffers,
+        )
 
 
 def test_gpt3_as_korthikanti_trained_it() -> None:
