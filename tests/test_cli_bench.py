@@ -10,9 +10,12 @@ import pytest
 
 from conftest import Run
 from ultrascale.cli.bench import kernel_contest
+from ultrascale.cli.common import chosen
 from ultrascale.launch import machine
+from ultrascale.measure import bench_collectives as collectives
 from ultrascale.measure import bench_ladders as ladders
 from ultrascale.measure.bench_ladders import Figures, Ladder, LadderMachine, Rung
+from ultrascale.specs.errors import SpecError
 
 
 @pytest.fixture
@@ -40,6 +43,7 @@ def test_without_a_gpu_it_says_what_to_do(run: Run) -> None:
         (("kernels", "--hidden", "1000"), "multiple of 128"),
         (("kernels", "--tokens", "many"), "--tokens"),
         (("ladders", "--only", "dato"), "did you mean 'data'"),
+        (("collectives", "--only", "allreduce"), "did you mean 'all_reduce'"),
         (("ladders", "--model", "tinny"), "tiny"),
         (("ladders", "--seq", "long"), "--seq"),
     ],
@@ -48,6 +52,18 @@ def test_bad_words_are_refused_before_anything_is_measured(run: Run, words: tupl
     code, _, error = run("bench", *words)
     assert code == 2
     assert said in error
+
+
+def test_a_selection_keeps_the_order_of_what_is_known() -> None:
+    assert chosen(None, ladders.LADDERS, "ladder") == list(ladders.LADDERS)
+    assert chosen("pipeline, data", ladders.LADDERS, "ladder") == ["data", "pipeline"]
+    assert chosen(" gate, NORM ", kernel_contest().KERNELS, "kernel") == ["norm", "gate"]
+    assert chosen("all-reduce,Broadcast", collectives.OPS, "collective") == ["broadcast", "all_reduce"]
+    with pytest.raises(SpecError, match="did you mean 'all_reduce'"):
+        chosen("allreduce", collectives.OPS, "collective")
+    for only in ("", ","):
+        with pytest.raises(SpecError, match="names no ladder: try data"):
+            chosen(only, ladders.LADDERS, "ladder")
 
 
 @pytest.mark.usefixtures("gpu")

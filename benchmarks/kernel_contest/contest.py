@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from ultrascale.cli.common import progress, terminal, write_json
+from ultrascale.cli.common import chosen, progress, terminal, write_json
 from ultrascale.launch import launcher
 from ultrascale.show.lines import labelled, table
-from ultrascale.specs.errors import SpecError, nearest
+from ultrascale.specs.errors import SpecError
 from ultrascale.specs.gpu import GPU
 from ultrascale.specs.model import Model
 from ultrascale.specs.units import GIB
@@ -112,7 +112,7 @@ class KernelsReport:
 
 def run(only: str | None, tokens: str | None, hidden: int | None, json_file: Path | None) -> None:
     """The command."""
-    names, asked = chosen(only), shapes(None if tokens is None else count(tokens, "--tokens", "16k"), hidden)
+    names, asked = chosen(only, KERNELS, "kernel"), shapes(None if tokens is None else count(tokens, "--tokens", "16k"), hidden)
     if not launcher.has_gpu():
         raise SpecError(
             "bench kernels needs a GPU but nvidia-smi shows none here: run it on a machine that has one; "
@@ -146,19 +146,6 @@ def shapes(tokens: int | None, hidden: int | None) -> list[KernelShape]:
         seq = SEQ if asked % SEQ == 0 else asked
         found.append(KernelShape(model, asked // seq, seq))
     return found
-
-
-def chosen(only: str | None) -> list[str]:
-    """The kernels of `--only norm,gate`; all of them without it."""
-    if only is None:
-        return list(KERNELS)
-    words = [word.strip().lower() for word in only.split(",") if word.strip()]
-    for word in words:
-        if word not in KERNELS:
-            raise SpecError(f"--only is '{only:.60}': {nearest(word, KERNELS)}")
-    if not words:
-        raise SpecError(f"--only names no kernel: try {KERNELS[0]}, or several of {','.join(KERNELS)}")
-    return [kernel for kernel in KERNELS if kernel in words]
 
 
 def measure(

@@ -250,9 +250,9 @@ def test_verdicts_against_what_happened() -> None:
         scored(id="died too", fits=True, peak=70, status="oom"),
         scored(id="unknown", fits=None),
     ]
-    found = accuracy.verdicts(rows)
-    assert found.right == 2
-    assert found.wrong == ("ran too: ran, predicted 90.0 GiB", "died too: out of memory, predicted 70.0 GiB")
+    right, wrong = accuracy.verdicts(rows)
+    assert right == 2
+    assert wrong == ["ran too: ran, predicted 90.0 GiB", "died too: out of memory, predicted 70.0 GiB"]
 
 
 # ------------------------------------------------------------------------------------------------------------ the report

@@ -17,7 +17,6 @@ from ultrascale.measure.bench_ladders import LADDERS, Figures, Ladder, LadderMac
 from ultrascale.measure.bench_trial import TrialFailure
 from ultrascale.show import bench as show
 from ultrascale.specs.cluster import Cluster
-from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
@@ -126,12 +125,3 @@ def test_gains_are_over_the_last_rung_that_ran() -> None:
     told = json.loads(json.dumps({"ladders": [ladder]}, default=plain))["ladders"][0]["rungs"]
     assert told[1]["problem"] == "out of memory"
     assert told[2]["measured"]["bubble_s"] == 0.25
-
-
-def test_ladders_are_named() -> None:
-    assert ladders.chosen(None) == list(LADDERS)
-    assert ladders.chosen("pipeline, data") == ["data", "pipeline"]
-    with pytest.raises(SpecError, match="did you mean 'kernels'"):
-        ladders.chosen("kernel")
-    with pytest.raises(SpecError, match="names no ladder"):
-        ladders.chosen("")

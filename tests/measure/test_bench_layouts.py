@@ -384,7 +384,7 @@ def test_regret_of_a_first_choice_that_failed_is_not_known(asked: CandidateSet) 
     found = verdict(rows)
     assert found is not None
     assert found.regret is None
-    assert verdict((TrialRow(first, None),)) is None
+    assert verdict((TrialRow(first),)) is None
 
 
 def test_studies_are_of_one_job(plan: Plan) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from ultrascale.measure import bench_hardware as hardware
 from ultrascale.measure import bench_layouts as layouts
 from ultrascale.measure import bench_trial as trial
 from ultrascale.measure.bench_collectives import CollectivesReport, CollectiveTiming
-from ultrascale.measure.bench_layouts import CandidateSet, SweepProgress, TrialRecord, TrialRow, verdict
+from ultrascale.measure.bench_layouts import CandidateSet, TrialRecord, TrialRow, verdict
 from ultrascale.show import bench as show
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job
@@ -40,7 +41,7 @@ def asked(plan: Plan) -> CandidateSet:
 
 
 def rows(asked: CandidateSet, *records: TrialRecord | None) -> tuple[TrialRow, ...]:
-    return tuple(TrialRow(one, record) for one, record in zip(asked.candidates, records, strict=True))
+    return tuple(TrialRow(one, record or layouts.NOT_OFFERED) for one, record in zip(asked.candidates, records, strict=True))
 
 
 RECORDS = (
@@ -89,15 +90,18 @@ def watched(asked: CandidateSet, monkeypatch: pytest.MonkeyPatch, **console: Any
     text = StringIO()
     monkeypatch.setattr(show, "terminal", lambda to_errors: Console(file=text, width=200, **console))
     with show.watching(asked) as changed:
-        changed(SweepProgress(rows(asked, RECORDS[0], None, None), "mbs=1", 3, 10, None))
-        changed(SweepProgress(rows(asked, *RECORDS), "", 0, 10, 150.0))
-        changed(SweepProgress(rows(asked, *RECORDS), "", 0, 10, 150.0))
+        for records, doing, step, eta_s in (
+            ((RECORDS[0], None, None), "mbs=1", 3, None),
+            (RECORDS, "", 0, 150.0),
+            (RECORDS, "", 0, 150.0),
+        ):
+            changed(SimpleNamespace(rows=rows(asked, *records), doing=doing, step=step, asked=asked, eta_s=eta_s))
     return text.getvalue()
 
 
 def test_on_a_terminal_the_table_is_redrawn(asked: CandidateSet, monkeypatch: pytest.MonkeyPatch) -> None:
     said = watched(asked, monkeypatch, force_terminal=True)
-    assert "mbs=1: step 3 of 10; 1 of 3" in said
+    assert "mbs=1: step 3 of 4; 1 of 3" in said
     assert "3 of 3, about 2 min left" in said
     assert said.count("tokens/s predicted") >= 3
 

@@ -107,7 +107,7 @@ HEADER = ",".join(FULL)
         (lambda path: path.write_text("\n\n\n"), "lacks the columns"),
         (lambda path: path.write_text(HEADER + "\n"), "no rows"),
         (lambda path: path.write_text(HEADER + "\n\n\n"), "no rows"),
-        (lambda path: path.write_bytes(bytes(range(256)) * 40), "cannot be read as text"),
+        (lambda path: path.write_bytes(bytes(range(256)) * 40), "is not text"),
         (lambda path: path.write_bytes(b"\x00\x01\x02\x03" * 100), "lacks the columns"),
         (lambda path: path.write_text(HEADER + "\n" + "x" * 200_000 + "\n"), "runs file"),
     ],

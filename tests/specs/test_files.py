@@ -45,7 +45,7 @@ MERGE_BOMB = "a0: &a0 {x: 1, y: 2}\n" + "".join(
         ("a.yaml", "a: !!bool x", "is not YAML: a tagged value that is not of its type"),
         ("a.yaml", "1: 2", "has the key 1 but fields are named by text"),
         ("a.yaml", "null: 2", "has the key null but fields are named by text"),
-        ("a.yaml", bytes(range(256)), "is not text: expected YAML or JSON"),
+        ("a.yaml", bytes(range(256)), "is not text: expected a YAML or JSON"),
         ("a.json", "", "is not JSON: Expecting value at line 1"),
         ("a.json", '{"a": 1,\n}', "is not JSON:"),
         ("a.json", '{"a": 1, "a": 2}', "is not JSON: the field 'a' is given twice"),
@@ -70,7 +70,7 @@ def test_missing_folders_and_large_files_are_told_apart(tmp_path: Path) -> None:
     large = tmp_path / "large.yaml"
     with large.open("wb") as file:
         file.truncate(MAX_BYTES + 1)
-    with pytest.raises(SpecError, match=r"has 2,097,153 bytes, too many for a plan"):
+    with pytest.raises(SpecError, match=r"has 2,097,153 bytes, too many: expected at most 2,097,152"):
         read_mapping(large, "plan")
 
 

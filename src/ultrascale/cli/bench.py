@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ultrascale.cli.common import NO, JsonFileOption, PlanArgument, progress, terminal, write_json
+from ultrascale.cli.common import NO, JsonFileOption, PlanArgument, chosen, progress, terminal, write_json
 
 app = typer.Typer(
     name="bench",
@@ -207,7 +207,7 @@ def ladders(
     from ultrascale.specs.units import tokens as count
     from ultrascale.train import import_torch
 
-    names, gpus = measure.chosen(only), len(machine.gpu_names())
+    names, gpus = chosen(only, measure.LADDERS, "ladder"), len(machine.gpu_names())
     usual = ("llama-3.2-1b", "4096", 8, gpus) if gpus else ("tiny", "128", 2, 2)
     world = nproc or usual[3]
     if gpus and world > gpus:
@@ -266,7 +266,7 @@ def collectives(
         raise SpecError(f"{alone}, so there is nothing to measure: on CPUs try CUDA_VISIBLE_DEVICES= with --nproc 2")
     if mine is None and gpus and world > gpus:
         raise SpecError(f"--nproc is {world} but this machine shows {gpus} GPUs: try {gpus}")
-    asked = measure.chosen(only), measure.sizes(sizes), measure.groups(groups, world)
+    asked = chosen(only, measure.OPS, "collective"), measure.sizes(sizes), measure.groups(groups, world)
     with progress() as say:
         report = measure.measure_as(mine, *asked, bool(gpus)) if mine else measure.measure(*asked, world, bool(gpus), say)
     if report is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from ultrascale.specs.cluster import Cluster
     from ultrascale.specs.job import Job
+    from ultrascale.train.request import Request
 
 app = typer.Typer(
     name="ultrascale",
@@ -76,6 +77,45 @@ def write_json(file: Path | None, data: Any) -> None:
 
     if file is not None:
         write_text(file, json.dumps(data, indent=1, allow_nan=False, default=plain) + "\n")
+
+
+def announce(request: Request) -> None:
+    """What is about to run, on the error stream."""
+    from ultrascale.train.log import batch_line
+
+    console = terminal(to_errors=True)
+    console.print(f"{request.job.model.name}: {request.layout}; {batch_line(request.layout, request.job.seq)}")
+    if request.resume is not None:
+        console.print(f"resuming from {request.resume}, to step {request.training.steps}")
+    for note in request.notes:
+        console.print(f"note: {note}")
+
+
+def detect_machine(request: Request, first: bool) -> Cluster | None:
+    """This machine, for a prediction to compare with; on a CPU only its first process measures it."""
+    from ultrascale.launch import launcher
+
+    if not first and not launcher.has_gpu():
+        return None
+    with progress() as say:
+        say("measuring this machine, for a prediction to compare with")
+        return launcher.detect_cluster(request.layout.gpus, request.job.precision, request.training.timeout_s)
+
+
+def chosen(only: str | None, known: Sequence[str], noun: str) -> list[str]:
+    """Which of the known words `--only` names, in their order; all of them without it."""
+    from ultrascale.specs.errors import SpecError, nearest
+    from ultrascale.specs.validate import shown
+
+    if only is None:
+        return list(known)
+    words = [word.strip().lower().replace("-", "_") for word in only.split(",") if word.strip()]
+    for word in words:
+        if word not in known:
+            raise SpecError(f"--only is {shown(only)}: {nearest(word, known)}")
+    if not words:
+        raise SpecError(f"--only names no {noun}: try {known[0]}, or several of {','.join(known)}")
+    return [word for word in known if word in words]
 
 
 def job_from_options(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ultrascale.cli.common import echo, print_json
+from ultrascale.cli.common import JsonOption, echo, print_json
 
 if TYPE_CHECKING:
     from ultrascale.data.sets import TokenSetSummary
@@ -22,7 +22,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")]
 _EVERY_S = (0.2, 10.0)  # between two lines of progress: on a terminal, elsewhere
 
 
@@ -87,13 +86,11 @@ def info(
 
     [dim]ultrascale data info data/web[/]
     """
-    from dataclasses import asdict
-
     from ultrascale.data.sets import info as look
 
     found = look(path)
     if as_json:
-        print_json({**asdict(found), "facts": found.facts.model_dump() if found.facts is not None else None})
+        print_json(found)
         return
     for name, value in _rows(found):
         echo(f"{name:<18}{value}")

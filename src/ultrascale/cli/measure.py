@@ -17,7 +17,9 @@ from ultrascale.cli.common import (
     JsonFileOption,
     JsonOption,
     PlanArgument,
+    announce,
     app,
+    detect_machine,
     print_json,
     progress,
     terminal,
@@ -190,7 +192,6 @@ def _profiled(words: list[str], steps: int, nproc: int | None, out: Path | None)
     from ultrascale.specs.errors import SpecError
     from ultrascale.specs.folders import folder_name
     from ultrascale.train import import_torch
-    from ultrascale.train.log import batch_line
     from ultrascale.train.request import from_words
 
     if "=" in words[0]:
@@ -207,13 +208,8 @@ def _profiled(words: list[str], steps: int, nproc: int | None, out: Path | None)
 
     first = mine is None or mine.rank == 0
     if first:
-        console = terminal(to_errors=True)
-        console.print(f"{request.job.model.name}: {request.layout}; {batch_line(request.layout, request.job.seq)}")
-        for note in request.notes:
-            console.print(f"note: {note}")
-    with progress() as say:
-        say("measuring this machine, for a prediction to compare with")
-        machine = launcher.detect_cluster(request.layout.gpus, request.job.precision) if first or launcher.has_gpu() else None
+        announce(request)
+    machine = detect_machine(request, first)
     run = launcher.train(request, folder, nproc, machine, observe=partial(measure.Profiler, out=folder, steps=steps))
     return None if run is None else measure.together(run)
 

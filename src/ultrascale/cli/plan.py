@@ -7,7 +7,19 @@ from typing import Annotated
 
 import typer
 
-from ultrascale.cli.common import NO, PLAN, JsonOption, app, echo, job_from_options, print_json, progress, terminal, write_json
+from ultrascale.cli.common import (
+    NO,
+    PLAN,
+    JsonFileOption,
+    JsonOption,
+    app,
+    echo,
+    job_from_options,
+    print_json,
+    progress,
+    terminal,
+    write_json,
+)
 
 ModelArgument = Annotated[
     str, typer.Argument(help="A preset ([cyan]llama-3-70b[/]), a model file, or a Hugging Face [cyan]config.json[/].")
@@ -184,10 +196,7 @@ def _explain_row(file: Path, row: str, as_json: bool) -> None:
 @app.command(rich_help_panel=PLAN)
 def accuracy(
     file: Annotated[Path, typer.Argument(help="A CSV of measured runs, published ones or your own.", metavar="RUNS.CSV")],
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", help="Write all predictions and the summary as JSON.", metavar="OUT.JSON"),
-    ] = None,
+    json_file: JsonFileOption = None,
     group: Annotated[str, typer.Option("--by", help="Group errors by source, gpu or system.")] = "source",
     worst: Annotated[int, typer.Option("--worst", help="How many of the worst rows to show.")] = 10,
     report: Annotated[

@@ -9,7 +9,21 @@ from typing import Annotated
 
 import typer
 
-from ultrascale.cli.common import NO, RUN, JsonOption, app, echo, job_from_options, print_json, progress, terminal, write_json
+from ultrascale.cli.common import (
+    NO,
+    RUN,
+    JsonFileOption,
+    JsonOption,
+    announce,
+    app,
+    detect_machine,
+    echo,
+    job_from_options,
+    print_json,
+    progress,
+    terminal,
+    write_json,
+)
 from ultrascale.cli.data import app as data_verbs
 
 
@@ -112,7 +126,6 @@ def train(
     from ultrascale.show.lines import periodic_progress
     from ultrascale.specs.folders import folder_name
     from ultrascale.train.checkpoint import run_named, run_of
-    from ultrascale.train.log import batch_line
     from ultrascale.train.request import from_words
 
     mine = rank_info_from_env() if nproc is None else None
@@ -136,18 +149,9 @@ def train(
     if out is None:
         new = Path("runs") / f"{folder_name(request.job.model.name)}-{datetime.now():%Y%m%d-%H%M%S}"
         out = run_of(request.resume) if request.resume is not None else new
-    console = terminal(to_errors=True)
     if first:
-        console.print(f"{request.job.model.name}: {request.layout}; {batch_line(request.layout, request.job.seq)}")
-        if request.resume is not None:
-            console.print(f"resuming from {request.resume}, to step {request.training.steps}")
-        for note in request.notes:
-            console.print(f"note: {note}")
-    with progress() as say:
-        say("measuring this machine, for a prediction to compare with")
-        needed, limit_s = first or launcher.has_gpu(), request.training.timeout_s
-        machine = launcher.detect_cluster(request.layout.gpus, request.job.precision, limit_s) if needed else None
-    run = launcher.train(request, out, nproc, machine)
+        announce(request)
+    run = launcher.train(request, out, nproc, detect_machine(request, first))
     if run is None:
         return
     if as_json:
@@ -180,7 +184,7 @@ def verify(
     program: Annotated[
         Path | None, typer.Option("--program", help="One run from a file, such as --runs writes when one fails.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all differences as JSON.", metavar="OUT.JSON")] = None,
+    json_file: JsonFileOption = None,
 ) -> None:
     """Verify that a layout, or a whole run, computes the same as one process, within rounding.
 

@@ -18,7 +18,7 @@ from ultrascale.cost import network as law
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.launch.rank_info import RankInfo
 from ultrascale.specs.cluster import Cluster
-from ultrascale.specs.errors import RunError, SpecError, nearest
+from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.job import Job
 from ultrascale.specs.model import Model
 from ultrascale.specs.units import tokens
@@ -148,16 +148,6 @@ def groups(text: str | None, world: int) -> list[int]:
     if any(not 2 <= size <= world for size in found):
         raise SpecError(f"--groups is {shown(text)} but groups have from 2 to {world} ranks here: try 2, or a larger --nproc")
     return sorted(set(found))
-
-
-def chosen(only: str | None) -> list[str]:
-    words = OPS if only is None else [word.strip().lower().replace("-", "_") for word in only.split(",") if word.strip()]
-    for word in words:
-        if word not in OPS:
-            raise SpecError(f"--only is {shown(only)}: {nearest(word, OPS)}")
-    if not words:
-        raise SpecError(f"--only names no collective: try {OPS[2]}")
-    return [op for op in OPS if op in words]
 
 
 def linked(cluster: Cluster, points: Iterable[CollectiveTiming]) -> Cluster:

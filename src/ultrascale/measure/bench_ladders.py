@@ -15,7 +15,7 @@ from ultrascale.measure import bench_trial
 from ultrascale.measure.bench_trial import TrialFailure, tensors_gib
 from ultrascale.schedules import REGISTRY
 from ultrascale.specs.cluster import Cluster
-from ultrascale.specs.errors import SpecError, nearest
+from ultrascale.specs.errors import SpecError
 from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.measurement import Measurement
@@ -158,16 +158,6 @@ def planned(ladder: str, world: int) -> list[PlannedRung]:
     if ladder == "precision":
         return [PlannedRung(precision, what, precision=precision) for precision, what in _PRECISION.items()]
     return [PlannedRung(way, what, train={"kernels": way}, needs_gpu=way != "eager") for way, what in _KERNELS.items()]
-
-
-def chosen(only: str | None) -> list[str]:
-    words = LADDERS if only is None else tuple(word.strip().lower() for word in only.split(",") if word.strip())
-    for word in words:
-        if word not in LADDERS:
-            raise SpecError(f"--only is '{only!s:.60}': {nearest(word, LADDERS)}")
-    if not words:
-        raise SpecError(f"--only names no ladder: try {LADDERS[0]}")
-    return [name for name in LADDERS if name in words]
 
 
 def climb(name: str, here: LadderMachine, say: Callable[[str], None] = lambda text: None) -> Ladder:

@@ -94,25 +94,13 @@ class TrialRecord:
         return self.ended and self.kind != "interrupted"
 
 
+NOT_OFFERED = TrialRecord(-1, "waiting")
+
+
 @dataclass(frozen=True)
 class TrialRow:
     candidate: LayoutCandidate
-    record: TrialRecord | None
-    """None: not offered yet"""
-
-
-@dataclass(frozen=True)
-class SweepProgress:
-    rows: tuple[TrialRow, ...]
-    doing: str
-    step: int
-    of_steps: int
-    eta_s: float | None
-    """None: nothing has been timed yet"""
-
-    @property
-    def finished(self) -> int:
-        return sum(row.record is not None and row.record.finished for row in self.rows)
+    record: TrialRecord = NOT_OFFERED
 
 
 @dataclass(frozen=True)
@@ -219,14 +207,16 @@ class Sweep:
         cluster: Cluster | None,
         limit_s: float,
         budget_s: float | None = None,
-        changed: Callable[[SweepProgress], None] = lambda progress: None,
+        changed: Callable[[Sweep], None] = lambda sweep: None,
     ) -> None:
+        """`changed` is called with the sweep after every look at its trials."""
         self.asked, self.study, self.out, self.cluster, self.changed = asked, study, out, cluster, changed
         self.limit_s, self.budget_s = limit_s, budget_s
         self.by_layout = {one.layout: one for one in asked.candidates}
         self.started = time.monotonic()
         self.spent: list[float] = []
         self.records: dict[Layout, TrialRecord] = {}
+        self.doing, self.step = "", 0  # the trial that runs, and its last step
 
     def run(self) -> tuple[TrialRow, ...]:
         """Measure what waits. Trials of other processes, and those without budget, stay in the rows as they are."""
@@ -243,23 +233,33 @@ class Sweep:
 
     @property
     def rows(self) -> tuple[TrialRow, ...]:
-        return tuple(TrialRow(one, self.records.get(one.layout)) for one in self.asked.candidates)
+        return tuple(TrialRow(one, self.records.get(one.layout, NOT_OFFERED)) for one in self.asked.candidates)
+
+    @property
+    def eta_s(self) -> float | None:
+        """None: nothing has been timed yet."""
+        if not self.spent:
+            return None
+        eta_s, left = statistics.mean(self.spent) * sum(not row.record.finished for row in self.rows), self._left()
+        return eta_s if left is None else max(0.0, min(eta_s, left))
 
     def _read_records(self) -> None:
         self.records = self.study.records()
-        self.changed(self._progress("", 0))
+        self.doing, self.step = "", 0
+        self.changed(self)
 
     def _run_trial(self, candidate: LayoutCandidate, number: int) -> None:
         folder = self._folder(number)
-        began, last_beat, done = time.monotonic(), time.monotonic(), 0
+        began = last_beat = time.monotonic()
+        self.doing = candidate.name
 
         def look(steps: list[TrialStep]) -> bool:
-            nonlocal last_beat, done
+            nonlocal last_beat
             if time.monotonic() - last_beat > self.study.beat_s:
                 last_beat = time.monotonic()
                 self.study.beat(number)
-            done = steps[-1].number if steps else done
-            self.changed(self._progress(candidate.name, done))
+            self.step = steps[-1].number if steps else self.step
+            self.changed(self)
             return self.study.report(number, steps) and self.asked.ranked
 
         left = self._left()
@@ -294,27 +294,15 @@ class Sweep:
         left = self._left()
         return left is None or left > (statistics.mean(self.spent) if self.spent else 0.0)
 
-    def _progress(self, doing: str, step: int) -> SweepProgress:
-        rows = self.rows
-        waiting = sum(row.record is None or not row.record.finished for row in rows)
-        eta = statistics.mean(self.spent) * waiting if self.spent else None
-        left = self._left()
-        if eta is not None and left is not None:
-            eta = max(0.0, min(eta, left))
-        return SweepProgress(rows, doing, step, self.asked.base.training.steps, eta)
-
 
 def verdict(rows: tuple[TrialRow, ...]) -> SweepVerdict | None:
     """None: nothing was measured to its end."""
-    done = [row for row in rows if row.record is not None and row.record.state == "measured"]
+    done = [row for row in rows if row.record.state == "measured"]
     if not done:
         return None
-    best, first = max(done, key=_speed), rows[0]
-    return SweepVerdict(best, first, _speed(best) / _speed(first) - 1 if _speed(first) else None)
-
-
-def _speed(row: TrialRow) -> float:
-    return (row.record.tokens_per_s if row.record is not None else None) or 0.0
+    best, first = max(done, key=lambda row: row.record.tokens_per_s or 0.0), rows[0]
+    rates = best.record.tokens_per_s or 0.0, first.record.tokens_per_s
+    return SweepVerdict(best, first, rates[0] / rates[1] - 1 if rates[1] else None)
 
 
 def winning_plan(asked: CandidateSet, winner: LayoutCandidate, cluster: Cluster | None) -> Plan:

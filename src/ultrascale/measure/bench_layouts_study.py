@@ -77,7 +77,8 @@ class Study:
             records = self.records()
             for one in candidates:
                 record = records.get(one.layout)
-                if record is None or (record.ended and not _is_result(record, pruned_is_done)):
+                early = record is not None and record.state == "stopped early" and not pruned_is_done
+                if record is None or record.kind == "interrupted" or early:
                     self.study.add_trial(_waiting(one.layout))
 
     def fail_orphans(self) -> None:
@@ -226,10 +227,6 @@ def _record(trial: FrozenTrial) -> TrialRecord:
         noted.get("seconds"),
         noted.get("folder", ""),
     )
-
-
-def _is_result(record: TrialRecord, pruned_is_done: bool) -> bool:
-    return record.finished and (pruned_is_done or record.state != "stopped early")
 
 
 def _is_orphan(trial: FrozenTrial) -> bool:

@@ -37,6 +37,11 @@ Kind = Literal["out of memory", "timed out", "killed", "crashed", "refused", "st
 LOG = "log.txt"
 LOOK_S = 0.2  # between looks at a trial's metrics
 SETTLED = 2  # steps that say nothing of speed: the first warms up, in the second memory is measured
+_KINDS: dict[str, Kind] = {
+    "ran out of memory|out-of-memory killer": "out of memory",
+    "has not moved for": "timed out",  # the run's own watchdog
+    "SIGKILL|SIGTERM": "killed",
+}
 _ERROR = re.compile(r"[\w.]*(?:Error|Exception)\b")
 
 
@@ -206,10 +211,4 @@ def failure(error: BaseException) -> TrialFailure:
 
 
 def _kind(text: str) -> Kind:
-    if "ran out of memory" in text or "out-of-memory killer" in text:
-        return "out of memory"
-    if "has not moved for" in text:  # the run's own watchdog
-        return "timed out"
-    if "SIGKILL" in text or "SIGTERM" in text:
-        return "killed"
-    return "crashed"
+    return next((kind for words, kind in _KINDS.items() if re.search(words, text)), "crashed")

@@ -23,6 +23,8 @@ from ultrascale.specs.units import GIB
 FEWEST = 3  # runs: with two, each would be judged by one other
 FOLDS = 8  # of cross-validation
 STEP, HELD = "step_s", "held_gib"  # what a run measures: step time, memory
+FIELDS = ("workspace_gib", "allocator_slack")
+CONTEXT = "a run sees what its allocator holds, not what CUDA holds beside it; what would: nvidia-smi, less that"
 NO_BETTER = "on runs left out what was fitted is no better"
 NO_JUDGE = "no run is left to judge what was fitted: without any one of them some constant is not told; what would: more runs"
 
@@ -110,8 +112,10 @@ def calibrate(runs: Sequence[CalibrationRun], say: Callable[[str], None] = lambd
     held = [measured_peak(base, run) for run in runs]
     efficiency = _with_memory(base, found.moves, [one for one in held if one is not None])
     without: dict[int, tuple[Efficiency, list[Constant]]] = {}
-    for fold in _folds(len(runs)):
+    folds = min(len(runs), FOLDS)
+    for first in range(folds):
         say(f"judging on runs left out: {len(without)} of {len(runs)}")
+        fold = everyone[first::folds]  # left out together
         kept = [index for index in everyone if index not in fold]
         moves, lost = refit(model, kept, found)
         changed = _with_memory(base, moves, [one for index in kept if (one := held[index]) is not None])
@@ -140,12 +144,6 @@ def calibrate(runs: Sequence[CalibrationRun], say: Callable[[str], None] = lambd
     return replace(result, cluster=_signed(result, as_taken(efficiency)))
 
 
-def _folds(runs: int) -> list[list[int]]:
-    """Indices of runs to leave out together."""
-    folds = min(runs, FOLDS)
-    return [list(range(first, runs, folds)) for first in range(folds)]
-
-
 def _with_memory(base: Base, moves: Moves, held: Sequence[MeasuredPeak]) -> Efficiency:
     return base.changed(moves).model_copy(update=fit_memory(held))
 
@@ -158,19 +156,19 @@ def _judged(
     without: Efficiency,
     lost: Sequence[Constant],
 ) -> CalibratedRun:
-    before_s, after_s, without_s = (
-        estimate(base.job(run.job, each), run.layout).step_time_s for each in (base.cluster.efficiency, after, without)
-    )
-    alone_tells = tuple(constant.name for constant in lost)
-    judged = CalibratedRun(run.name, run.step_s, before_s, after_s, without_s, run.spread, alone_tells)
+    constants = base.cluster.efficiency, after, without
+    before_s, after_s, without_s = (estimate(base.job(run.job, each), run.layout).step_time_s for each in constants)
+    alone = tuple(constant.name for constant in lost)
+    judged = CalibratedRun(run.name, run.step_s, before_s, after_s, without_s, run.spread, alone)
     if held is None:
         return judged
+    before, after_fit, without_it = (peak_bytes(held, each) / GIB for each in constants)
     return replace(
         judged,
         held_gib=held.measured / GIB,
-        held_before_gib=peak_bytes(held, base.cluster.efficiency) / GIB,
-        held_after_gib=peak_bytes(held, after) / GIB,
-        held_left_out_gib=peak_bytes(held, without) / GIB,
+        held_before_gib=before,
+        held_after_gib=after_fit,
+        held_left_out_gib=without_it,
     )
 
 
@@ -206,28 +204,17 @@ def _signed(found: Calibration, efficiency: Efficiency) -> Cluster:
 def _verdicts(base: Base, found: FitResult, efficiency: Efficiency, on_gpu: bool) -> list[ConstantVerdict]:
     verdicts = []
     for constant in CONSTANTS:
-        before = base.values[constant.fields[0]]
+        before = after = base.values[constant.fields[0]]
         if constant in found.moves:
             after = base.moved(constant, found.moves[constant])[constant.fields[0]]
-            verdicts.append(ConstantVerdict(constant.name, before, after, found.known[constant]))
-        else:
-            verdicts.append(
-                ConstantVerdict(constant.name, before, before, None, f"{found.why[constant]}; what would: {constant.run}")
-            )
+        why = "" if constant in found.moves else f"{found.why[constant]}; what would: {constant.run}"
+        verdicts.append(ConstantVerdict(constant.name, before, after, found.known.get(constant), why))
     for name in FIELDS:
         before, after = getattr(base.cluster.efficiency, name), getattr(efficiency, name)
         why = "" if on_gpu else "no allocator spoke in these runs; what would: a run on a GPU"
         verdicts.append(ConstantVerdict(name, before, after, 0.0 if on_gpu else None, why))
-    verdicts.append(
-        ConstantVerdict("context_gib", base.cluster.efficiency.context_gib, base.cluster.efficiency.context_gib, None, CONTEXT)
-    )
-    return verdicts
-
-
-CONTEXT = "a run sees what its allocator holds, not what CUDA holds beside it; what would: nvidia-smi, less that"
-
-
-FIELDS = ("workspace_gib", "allocator_slack")
+    context_gib = base.cluster.efficiency.context_gib
+    return [*verdicts, ConstantVerdict("context_gib", context_gib, context_gib, None, CONTEXT)]
 
 
 @dataclass(frozen=True)
@@ -267,13 +254,7 @@ def fit_memory(runs: Sequence[MeasuredPeak]) -> dict[str, float]:
     missing = (size - [one.predicted for one in on_gpu]) / GIB
     moving, holes = (np.asarray([getattr(one, name) for one in on_gpu], dtype=float) for name in ("moving", "holes"))
     # A median, since a law that is off by whole tensors says nothing of workspaces; each run weighs by its relative error.
-    middle = _weighted_median(missing, 1 / size)
+    middle = float(np.quantile(missing, 0.5, weights=1 / size, method="inverted_cdf"))
     found = {"workspace_gib": middle, "allocator_slack": float((holes * moving / size**2).sum() / (moving**2 / size**2).sum())}
     limits = {name: bounds(name) for name in FIELDS}
     return {name: float(f"{min(max(one, 0.0), limits[name][1]):.3g}") for name, one in found.items()}
-
-
-def _weighted_median(values: np.ndarray, weights: np.ndarray) -> float:
-    order = np.argsort(values)
-    reached = np.cumsum(weights[order]) / weights.sum()
-    return float(values[order][int(np.searchsorted(reached, 0.5))])

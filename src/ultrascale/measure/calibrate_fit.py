@@ -159,14 +159,12 @@ class StepTimeModel:
 
     def logs(self, moves: Mapping[Constant, float], of: Sequence[int]) -> Floats:
         efficiency = self.base.changed(moves)
-        return np.asarray([self.log_of(index, efficiency) for index in of])
-
-    def log_of(self, index: int, efficiency: Efficiency) -> float:
-        key = index, efficiency
-        if key not in self._known:
-            run = self.runs[index]
-            self._known[key] = math.log(estimate(self.base.job(run.job, efficiency), run.layout).step_time_s)
-        return self._known[key]
+        for index in of:
+            if (index, efficiency) not in self._known:
+                run = self.runs[index]
+                step_s = estimate(self.base.job(run.job, efficiency), run.layout).step_time_s
+                self._known[index, efficiency] = math.log(step_s)
+        return np.asarray([self._known[index, efficiency] for index in of])
 
 
 @dataclass(frozen=True)

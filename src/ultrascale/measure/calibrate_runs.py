@@ -13,13 +13,14 @@ from typing import Any
 from ultrascale.cost.legality import problem
 from ultrascale.measure.accuracy.runs import read as read_table
 from ultrascale.measure.accuracy.scores import measured_rate
+from ultrascale.measure.compare import load_run
 from ultrascale.specs.errors import SpecError
-from ultrascale.specs.files import read_text, reason_of
+from ultrascale.specs.files import read_named
 from ultrascale.specs.folders import MEASUREMENT, METRICS, PLAN
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.measurement import MeasuredMemory, Measurement
-from ultrascale.specs.plan import Plan, job_from_mapping
+from ultrascale.specs.plan import job_from_mapping
 from ultrascale.specs.validate import build, shown
 
 LARGEST = 256 * 2**20  # bytes of a .jsonl file: a million steps
@@ -75,10 +76,7 @@ def _under(path: Path) -> Iterator[CalibrationRun]:
 
 
 def _folder(path: Path) -> CalibrationRun:
-    for name, made in ((PLAN, "`ultrascale train --out` writes it"), (MEASUREMENT, "a run has it once all its steps are done")):
-        if not (path / name).is_file():
-            raise SpecError(f"{path} has no {name}, so it cannot be calibrated with ({made}): leave it out")
-    plan, measured = Plan.load(path / PLAN), Measurement.load(path / MEASUREMENT)
+    plan, measured = load_run(path, "it cannot be calibrated with", "leave it out")
     return _measured(str(path), plan.job, plan.layout, measured, _steps(path / METRICS))
 
 
@@ -113,20 +111,19 @@ def _measured(name: str, job: Job, layout: Layout, measured: Measurement, steps:
 
 
 def _steps(metrics: Path) -> list[float]:
-    if not metrics.is_file():
-        return []
-    return [step for number, line in enumerate(_lines(metrics), 1) for step in _step_time(metrics, number, line)]
-
-
-def _step_time(metrics: Path, number: int, line: str) -> Iterator[float]:
-    try:
-        step = json.loads(line) if line.strip() else {}
-    except (ValueError, RecursionError):
-        step = None
-    if not isinstance(step, dict):
-        raise SpecError(f"{metrics}, line {number}, is not JSON: expected the metrics of one step, such as " + '{"step": 1}')
-    if "step_time_s" in step:
-        yield _positive(step["step_time_s"], f"{metrics}, line {number}, step_time_s")
+    times = []
+    for number, line in enumerate(_lines(metrics) if metrics.is_file() else (), 1):
+        try:
+            step = json.loads(line) if line.strip() else {}
+        except (ValueError, RecursionError):
+            step = None
+        if not isinstance(step, dict):
+            raise SpecError(
+                f"{metrics}, line {number}, is not JSON: expected the metrics of one step, such as " + '{"step": 1}'
+            )
+        if "step_time_s" in step:
+            times.append(_positive(step["step_time_s"], f"{metrics}, line {number}, step_time_s"))
+    return times
 
 
 def _positive(value: Any, what: str) -> float:
@@ -136,12 +133,7 @@ def _positive(value: Any, what: str) -> float:
 
 
 def _lines(path: Path) -> list[str]:
-    try:
-        return read_text(path, LARGEST).splitlines()
-    except UnicodeDecodeError:
-        raise SpecError(f"{path} is not text: name measured runs, {EXAMPLE}") from None
-    except OSError as error:
-        raise SpecError(f"{path} {reason_of(error)}: name measured runs, {EXAMPLE}") from None
+    return read_named(path, str(path), f"name measured runs, {EXAMPLE}", LARGEST).splitlines()
 
 
 def _spread(steps: Sequence[float]) -> float:
@@ -154,17 +146,9 @@ def _spread(steps: Sequence[float]) -> float:
 def _rows(path: Path) -> Iterator[CalibrationRun]:
     runs, _ = read_table(path)
     for run in runs:
-        rate = measured_rate(run)
-        if (
-            run.job is None
-            or run.layout is None
-            or rate is None
-            or run.half_recompute
-            or problem(run.job, run.layout) is not None
-        ):
-            continue
-        tokens = run.layout.batch_tokens(run.job.seq)
-        yield CalibrationRun(run.id, run.job, run.layout, tokens / (rate * run.layout.gpus))
+        job, layout, rate = run.job, run.layout, measured_rate(run)
+        if job and layout and rate and not run.half_recompute and problem(job, layout) is None:
+            yield CalibrationRun(run.id, job, layout, layout.batch_tokens(job.seq) / (rate * layout.gpus))
 
 
 def _one_machine(runs: Sequence[CalibrationRun]) -> None:

@@ -15,7 +15,7 @@ from ultrascale.specs.estimate import MEASURED_OWNERS, Estimate
 from ultrascale.specs.folders import MEASUREMENT, PLAN
 from ultrascale.specs.measurement import Measurement
 from ultrascale.specs.plan import Plan
-from ultrascale.specs.units import GIB, seconds
+from ultrascale.specs.units import byte_size, seconds
 
 # What a Measurement distinguishes, and the causes of an Estimate that it measures as one.
 TIMES = {
@@ -118,10 +118,15 @@ def load(path: Path) -> ComparisonSide:
     if not path.is_dir():
         plan = Plan.load(path)
         return ComparisonSide(str(path), plan, plan.estimate)
+    return ComparisonSide(str(path), *load_run(path, "there is nothing to compare", "try another run, or a plan file"))
+
+
+def load_run(path: Path, consequence: str, advice: str) -> tuple[Plan, Measurement]:
+    """The plan and the measurement of a run's folder; SpecError with the consequence and the advice if one is missing."""
     for name, made in ((PLAN, "`ultrascale train --out` writes it"), (MEASUREMENT, "a run has it once all its steps are done")):
         if not (path / name).is_file():
-            raise SpecError(f"{path} has no {name}, so there is nothing to compare ({made}): try another run, or a plan file")
-    return ComparisonSide(str(path), Plan.load(path / PLAN), Measurement.load(path / MEASUREMENT))
+            raise SpecError(f"{path} has no {name}, so {consequence} ({made}): {advice}")
+    return Plan.load(path / PLAN), Measurement.load(path / MEASUREMENT)
 
 
 def compare(first: ComparisonSide, second: ComparisonSide) -> Comparison:
@@ -205,7 +210,7 @@ def _largest(compared: Comparison, whole: str, unit: str) -> str:
     total = next((term for term in found if term.name.startswith(whole)), None)
     if total is None or total.first is None or total.second is None:
         return f"{whole}: only one side knows it"
-    amount = seconds if unit == "s" else _bytes
+    amount = seconds if unit == "s" else byte_size
     first, second = total.first, total.second
     sentence = f"{whole}: {amount(first)} against {amount(second)} ({first / second - 1:+.1%})"
     known = [
@@ -230,10 +235,6 @@ def _largest(compared: Comparison, whole: str, unit: str) -> str:
 def _because(compared: Comparison, term: str, gap: float) -> str:
     cause = compared.cause(term, gap)
     return f": {cause}" if cause else ""
-
-
-def _bytes(value: float) -> str:
-    return f"{value / GIB:,.2f} GiB" if value >= GIB / 10 else f"{value / 2**20:,.2f} MiB"
 
 
 def likely(term: str, plan: Plan, planned: Estimate, measured: Measurement, slower: bool) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from ultrascale.report.page import Section, bullets, chart, details, page, table
 from ultrascale.show.compare import rows as compared
 from ultrascale.show.plan import job_line
 from ultrascale.specs.errors import SpecError
-from ultrascale.specs.files import FileTooLargeError, open_regular, read_text, reason_of
+from ultrascale.specs.files import open_regular, read_named, reason_of
 from ultrascale.specs.folders import ENVIRONMENT, MEASUREMENT, METRICS, PLAN, TRACES
 from ultrascale.specs.measurement import Measurement
 from ultrascale.specs.plan import Plan
@@ -47,16 +48,9 @@ def _plan(folder: Path) -> Plan:
 
 def metrics(file: Path) -> list[dict[str, Any]]:
     """The metrics of a run by step; an unfinished last line of a live run is left out."""
-    try:
-        lines = read_text(file, LARGEST).splitlines()
-    except FileNotFoundError:
+    if not os.path.lexists(file):
         return []
-    except UnicodeDecodeError:
-        raise SpecError(f"{file} is not text: expected the metrics of a run, a JSON object a line") from None
-    except FileTooLargeError as error:
-        raise SpecError(f"{file} has {error.size:,} bytes, too many to draw: expected at most {LARGEST:,}") from None
-    except OSError as error:
-        raise SpecError(f"{file} {reason_of(error)}: expected the metrics of a run, a JSON object a line") from None
+    lines = read_named(file, str(file), "expected the metrics of a run, a JSON object a line", LARGEST).splitlines()
     rows = []
     for number, line in enumerate(lines, 1):
         try:

@@ -33,7 +33,7 @@ def summary(scored: Sequence[ScoredRun], left_out: Sequence[ScoredRun]) -> dict[
     trusted_left_out = [one for one in left_out if one.run.trust == "A"]
     memory = [error for _, error in accuracy.memory_errors(scored)]
     ranks = accuracy.rankings(scored)
-    verdicts = accuracy.verdicts(scored)
+    right, wrong = accuracy.verdicts(scored)
     inside = [_inside(one) for one in left_out if one.ratio is not None]
 
     def pair(belongs: Any) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def summary(scored: Sequence[ScoredRun], left_out: Sequence[ScoredRun]) -> dict[
             "mape": sum(map(abs, memory)) / len(memory) if memory else None,
             "most_under": min(memory, default=None),
         },
-        "verdicts": {"right": verdicts.right, "wrong": list(verdicts.wrong)},
+        "verdicts": {"right": right, "wrong": wrong},
         "ranking": {
             "groups": len(ranks),
             "mean_tau": sum(one.tau for one in ranks) / len(ranks) if ranks else None,

@@ -20,7 +20,7 @@ from ultrascale.specs.units import seconds
 if TYPE_CHECKING:
     from ultrascale.measure.bench_collectives import AlphaBetaFit, CollectivesReport, CollectiveTiming
     from ultrascale.measure.bench_ladders import Figures, Ladder, Rung
-    from ultrascale.measure.bench_layouts import CandidateSet, SweepProgress, SweepVerdict, TrialRow
+    from ultrascale.measure.bench_layouts import CandidateSet, Sweep, SweepVerdict, TrialRecord, TrialRow
 
 # Hardware
 
@@ -140,7 +140,7 @@ TRIAL_STYLES = {"measured": "green", "running": "yellow", "stopped early": "cyan
 
 
 @contextmanager
-def watching(asked: CandidateSet) -> Iterator[Callable[[SweepProgress], None]]:
+def watching(asked: CandidateSet) -> Iterator[Callable[[Sweep], None]]:
     """On a terminal a table that is redrawn; elsewhere a line for each trial that ends. Both on the error stream."""
     console = terminal(to_errors=True)
     if not console.is_terminal:
@@ -148,7 +148,7 @@ def watching(asked: CandidateSet) -> Iterator[Callable[[SweepProgress], None]]:
         return
     # Drawn by us alone: a thread that draws would be forked with the trials.
     with Live(console=console, auto_refresh=False, transient=True) as live:
-        yield lambda progress: live.update(Group(_trial_table(asked, progress.rows), _status(progress)), refresh=True)
+        yield lambda sweep: live.update(Group(_trial_table(asked, sweep.rows), _status(sweep)), refresh=True)
 
 
 class _TrialLines:
@@ -158,33 +158,32 @@ class _TrialLines:
         self.console, self.printed = console, dict[str, int]()
         self.first = True
 
-    def __call__(self, progress: SweepProgress) -> None:
-        for row in progress.rows:
+    def __call__(self, sweep: Sweep) -> None:
+        for row in sweep.rows:
             record = row.record
-            if record is None or not record.ended or self.printed.get(row.candidate.name) == record.number:
+            if not record.ended or self.printed.get(row.candidate.name) == record.number:
                 continue
             self.printed[row.candidate.name] = record.number
             known = "known: " if self.first else ""
-            self.console.print(f"{known}{row.candidate.name}: {_outcome(row)}{_remaining(progress)}", soft_wrap=True)
+            self.console.print(f"{known}{row.candidate.name}: {_outcome(record)}{_remaining(sweep)}", soft_wrap=True)
         self.first = False
 
 
-def _remaining(progress: SweepProgress) -> str:
-    done, left_s = f"; {progress.finished} of {len(progress.rows)}", progress.eta_s
+def _remaining(sweep: Sweep) -> str:
+    rows, left_s = sweep.rows, sweep.eta_s
+    done = f"; {sum(row.record.finished for row in rows)} of {len(rows)}"
     if left_s is None:
         return done
     left = f"{left_s:.0f} s" if left_s < 90 else f"{left_s / 60:.0f} min" if left_s < 5400 else f"{left_s / 3600:.1f} h"
     return f"{done}, about {left} left"
 
 
-def _status(progress: SweepProgress) -> Text:
-    doing = f"{progress.doing}: step {progress.step} of {progress.of_steps}" if progress.doing else "looking"
-    return Text(f"{doing}{_remaining(progress)}")
+def _status(sweep: Sweep) -> Text:
+    doing = f"{sweep.doing}: step {sweep.step} of {sweep.asked.base.training.steps}" if sweep.doing else "looking"
+    return Text(f"{doing}{_remaining(sweep)}")
 
 
-def _outcome(row: TrialRow) -> str:
-    record = row.record
-    assert record is not None
+def _outcome(record: TrialRecord) -> str:
     if record.state == "failed":
         return f"failed, {record.kind}: {record.reason}"
     speed = "–" if record.tokens_per_s is None else f"{record.tokens_per_s:,.0f} tokens/s"
@@ -196,9 +195,8 @@ def show_layouts(
 ) -> None:
     console.print(_trial_table(asked, rows))
     for row in rows:
-        record = row.record
-        if record is not None and record.state == "failed":
-            labelled(console, f"{row.candidate.name}:", "bold red", f"{record.kind}: {record.reason}")
+        if row.record.state == "failed":
+            labelled(console, f"{row.candidate.name}:", "bold red", f"{row.record.kind}: {row.record.reason}")
     if asked.left_out:
         labelled(console, "left out", "yellow", "since the engine does not run them here:")
         bullets(console, asked.left_out)
@@ -206,7 +204,7 @@ def show_layouts(
         labelled(console, "nothing", "bold red", "was measured to its end")
         return
     console.print(_verdict(asked, found))
-    waiting = sum(row.record is None or not row.record.finished for row in rows)
+    waiting = sum(not row.record.finished for row in rows)
     if waiting:
         console.print(f"{waiting} of {len(rows)} are still to measure: the same command continues with them")
     if winner is not None:
@@ -220,7 +218,7 @@ def _verdict(asked: CandidateSet, found: SweepVerdict) -> str:
         return f"Fastest: {best.layout}. It is {which}: no regret."
     if found.regret is None:
         record = found.first.record
-        why = "was not measured" if record is None or not record.reason else f"failed ({record.kind})"
+        why = f"failed ({record.kind})" if record.reason else "was not measured"
         return f"Fastest: {best.name}, {best.layout}; {which} {why}."
     slower = f"{1 - 1 / (1 + found.regret):.1%}"
     return f"Fastest: {best.name}, {best.layout}. {which.capitalize()} is {slower} slower: its regret."
@@ -231,19 +229,18 @@ def _trial_table(asked: CandidateSet, rows: Sequence[TrialRow]) -> Table:
     title = f"{job.model.name}, {job.sequences} × {job.seq:,} tokens per step, {asked.base.layout.gpus} processes, "
     figures = ("tokens/s predicted", "measured", "error", f"over {rows[0].candidate.name}", "GiB predicted", "measured")
     made = table(f"{title}{training.steps} steps", "", "layout", *figures, "state", left=("", "layout", "state"))
-    base = rows[0].record.tokens_per_s if rows[0].record is not None else None
     for row in rows:
-        made.add_row(row.candidate.name, str(row.candidate.layout), *_trial_cells(row, base), _state(row))
+        made.add_row(
+            row.candidate.name, str(row.candidate.layout), *_trial_cells(row, rows[0].record.tokens_per_s), _state(row.record)
+        )
     return made
 
 
 def _trial_cells(row: TrialRow, base: float | None) -> tuple[str, ...]:
     from ultrascale.measure.bench_trial import tensors_gib
 
-    predicted, record = row.candidate.predicted, row.record
+    predicted, measured, memory = row.candidate.predicted, row.record.tokens_per_s, row.record.tensors_gib
     rate = None if predicted is None else predicted.tokens_per_s
-    measured = record.tokens_per_s if record is not None else None
-    memory = record.tensors_gib if record is not None else None
     return (
         "–" if rate is None else f"{rate:,.0f}",
         "–" if measured is None else f"{measured:,.0f}",
@@ -258,11 +255,9 @@ def _gib(value: float) -> str:
     return f"{value:,.2f}" if value >= 1 else f"{value:.4f}"
 
 
-def _state(row: TrialRow) -> Text:
-    record = row.record
-    state = "waiting" if record is None else record.state
-    detail = f": {record.kind}" if record is not None and record.state == "failed" else ""
-    return Text(f"{state}{detail}", style=TRIAL_STYLES[state])
+def _state(record: TrialRecord) -> Text:
+    detail = f": {record.kind}" if record.state == "failed" else ""
+    return Text(f"{record.state}{detail}", style=TRIAL_STYLES[record.state])
 
 
 def layouts_json(
@@ -284,4 +279,8 @@ def _trial_json(row: TrialRow) -> dict[str, Any]:
 
     e = row.candidate.predicted
     figures = e and {**picked(e, "tokens_per_s", "step_time_s"), "tensors_gib": tensors_gib(e)}
-    return {**picked(row.candidate, "name", "layout"), "predicted": figures, "trial": row.record}
+    return {
+        **picked(row.candidate, "name", "layout"),
+        "predicted": figures,
+        "trial": None if row.record.number < 0 else row.record,
+    }

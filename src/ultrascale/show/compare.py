@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from ultrascale.measure.compare import ComparedTerm, Comparison, terms
 from ultrascale.show.lines import bullets, labelled, notes, picked, table
-from ultrascale.specs.units import GIB, seconds
+from ultrascale.specs.units import byte_size, seconds
 
 if TYPE_CHECKING:
     from ultrascale.launch.launcher import Run
+
+UNITS: dict[str, Callable[[float], str]] = {"s": seconds, "B": byte_size, "%": "{:.1%}".format, "": "{:,.0f}".format}
 
 
 def show_compare(console: Console, found: Comparison) -> None:
@@ -57,13 +59,7 @@ def compare_json(found: Comparison) -> dict[str, Any]:
 def _shown(value: float | None, unit: str, side: str) -> str:
     if value is None:
         return "not measured" if side == "measured" else "–"
-    if unit == "s":
-        return seconds(value)
-    if unit == "%":
-        return f"{value:.1%}"
-    if unit == "B":
-        return f"{value / GIB:,.2f} GiB" if value >= GIB / 10 else f"{value / 2**20:,.2f} MiB"
-    return f"{value:,.0f}"
+    return UNITS[unit](value)
 
 
 def show_end(console: Console, run: Run) -> None:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ultrascale.show.lines import count_of, heading, labelled, notes, picked, table
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.units import GIB, seconds
+from ultrascale.specs.units import byte_size, seconds
 
 if TYPE_CHECKING:
     from ultrascale.measure.rehearse import Rehearsal, RehearsalReport, RehearsedTerm
@@ -75,7 +75,7 @@ def _collectives(one: Rehearsal) -> Table:
     columns = ("technique", "collective", "where", "ranks", "calls", "sent")
     made = table("collectives of one step", *columns, left=columns[:3])
     for each in one.collectives:
-        made.add_row(each.technique, each.kind, each.where, f"{each.group:,}", f"{each.calls:,}", _bytes(each.bytes))
+        made.add_row(each.technique, each.kind, each.where, f"{each.group:,}", f"{each.calls:,}", byte_size(each.bytes))
     return made
 
 
@@ -92,19 +92,12 @@ def shorten(name: str, most: int = 60) -> str:
 
 
 def _cells(term: RehearsedTerm) -> tuple[str, str, str]:
-    shown = (lambda value: f"{value / 1e12:,.4g} TFLOP") if term.unit == "FLOP" else _bytes
+    shown = (lambda value: f"{value / 1e12:,.4g} TFLOP") if term.unit == "FLOP" else byte_size
     if not isfinite(term.difference):
         return shown(term.predicted), shown(term.rehearsed), "not seen"
     exact = round(term.predicted) == round(term.rehearsed)
     difference = "exact" if exact else "not predicted" if not term.predicted else f"{term.difference:+.2%}"
     return shown(term.predicted), shown(term.rehearsed), difference
-
-
-def _bytes(value: float) -> str:
-    for size, unit in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if value >= size / 10:
-            return f"{value / size:,.2f} {unit}"
-    return f"{value:,.0f} B"
 
 
 def as_json(report: RehearsalReport) -> dict[str, Any]:

@@ -70,18 +70,21 @@ def read_text(path: str | os.PathLike[str], most: int = MAX_BYTES) -> str:
     return read_bytes(path, most).decode("utf-8-sig")
 
 
+def read_named(path: Path, what: str, advice: str, most: int = MAX_BYTES) -> str:
+    """The text of a file that a user named. SpecError if there is none: `what`, the reason, what is wanted instead."""
+    try:
+        return read_text(path, most)
+    except UnicodeDecodeError:
+        raise SpecError(f"{what} is not text: {advice}") from None
+    except FileTooLargeError as error:
+        raise SpecError(f"{what} has {error.size:,} bytes, too many: expected at most {most:,}") from None
+    except OSError as error:
+        raise SpecError(f"{what} {reason_of(error)}: {advice}") from None
+
+
 def read_mapping(path: Path, what: str, most: int = MAX_BYTES) -> dict[str, Any]:
     """The mapping in a YAML or JSON file; SpecError, with the line, when it is not one."""
-    try:
-        text = read_text(path, most)
-    except UnicodeDecodeError:
-        raise SpecError(f"{what} file {path} is not text: expected YAML or JSON") from None
-    except FileTooLargeError as error:
-        raise SpecError(
-            f"{what} file {path} has {error.size:,} bytes, too many for a {what}: expected at most {most:,}"
-        ) from None
-    except OSError as error:
-        raise SpecError(f"{what} file {path} {reason_of(error)}: expected a YAML or JSON file") from None
+    text = read_named(path, f"{what} file {path}", "expected a YAML or JSON file", most)
     form: Form = "JSON" if path.suffix.lower() == ".json" else "YAML"
     return mapping_of(text, f"{what} file {path}", form)
 

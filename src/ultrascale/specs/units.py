@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 from fractions import Fraction
+from typing import TypeVar
 
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.validate import shown
 
+T = TypeVar("T")
 GIB = 2**30
 _LONGEST = 64  # characters; 2^63 has 19 digits
 
@@ -57,6 +60,14 @@ def gib(number_of_bytes: float) -> str:
     return f"{number_of_bytes / GIB:,.2f} GiB"
 
 
+def byte_size(value: float) -> str:
+    """`1.50 GiB`, `20.00 MiB`: with the largest unit of which there is a tenth."""
+    for size, unit in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if value >= size / 10:
+            return f"{value / size:,.2f} {unit}"
+    return f"{value:,.0f} B"
+
+
 def seconds(value: float) -> str:
     """A duration with the unit that keeps three digits before the point."""
     if value >= 1 or value == 0:
@@ -70,3 +81,16 @@ def count(value: float) -> str:
         if abs(value) >= limit:
             return f"{value / limit:.3g} {unit}" if value / limit < 1000 else f"{value / limit:,.0f} {unit}"
     return f"{value:g}"
+
+
+def groups_up_to(limit: float, items: Iterable[T], size: Callable[[T], float]) -> list[list[T]]:
+    """Consecutive items in groups of at most `limit` in total; a larger item is a group of its own."""
+    groups: list[list[T]] = []
+    total = 0.0
+    for item in items:
+        if not groups or total + size(item) > limit:
+            groups.append([])
+            total = 0.0
+        groups[-1].append(item)
+        total += size(item)
+    return groups

@@ -103,6 +103,11 @@ class Ask:
         return with_batch(job, best, **changes)
 
 
+def changes_text(changes: Mapping[str, Any]) -> str:
+    """`tp=2,pp=4`: what `own_layout` reads."""
+    return ",".join(f"{name}={str(value).lower()}" for name, value in changes.items())
+
+
 def pasted(text: str) -> Model:
     """A model file or a Hugging Face config.json, told apart by its fields."""
     data = mapping_of(text, "the pasted model", "JSON" if text.lstrip().startswith("{") else "YAML")

@@ -11,6 +11,7 @@ from ultrascale.plan.reasons import with_batch
 from ultrascale.specs.errors import divisors
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.plan import Plan
+from ultrascale.studio.address import changes_text
 from ultrascale.studio.frame import Frame
 
 DEGREES = ("tp", "pp", "cp", "ep", "mbs")
@@ -87,8 +88,7 @@ class LayoutEditor:
                 gpus, sequences = self.plan.job.cluster.gpus, self.plan.job.sequences
                 self.problem.text = f"{gpus} GPUs and {sequences} sequences cannot be cut so"
                 return
-            words = ",".join(f"{key}={str(kept).lower()}" for key, kept in self.changes.items())
-            self.problem.text = self.cut(layout, words) or ""
+            self.problem.text = self.cut(layout, changes_text(self.changes)) or ""
 
 
 def _options(name: str) -> list[Any]:

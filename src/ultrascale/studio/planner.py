@@ -32,7 +32,7 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 from ultrascale.specs.plan import HEADER, Plan
 from ultrascale.specs.units import seconds
-from ultrascale.studio.address import LONGEST, Ask, pasted
+from ultrascale.studio.address import LONGEST, Ask, changes_text, pasted
 from ultrascale.studio.frame import Chart, Frame, table
 from ultrascale.studio.layout_editor import LayoutEditor
 
@@ -261,12 +261,8 @@ class Planner:
     def picked(self, event: events.TableSelectionEventArguments) -> None:
         if self.result is not None and event.selection and event.selection[0]["number"] >= 0:
             chosen = self.result.plans[event.selection[0]["number"]]
-            first = self.result.plans[0].layout
-            changes = {
-                n: getattr(chosen.layout, n) for n in Layout.model_fields if getattr(chosen.layout, n) != getattr(first, n)
-            }
-            text = ",".join(f"{name}={str(value).lower()}" for name, value in changes.items())
-            self.frame.changed(layout=text)
+            best = dict(self.result.plans[0].layout)
+            self.frame.changed(layout=changes_text({n: value for n, value in chosen.layout if value != best[n]}))
             self.by_hand.begin(chosen)
             self.show_plan(chosen)
 

@@ -26,7 +26,7 @@ from ultrascale.schedules import unnamed_schedule
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.errors import SpecError, nearest
-from ultrascale.specs.files import read_text, reason_of
+from ultrascale.specs.files import read_named
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -73,12 +73,7 @@ class MeasuredRun:
 
 def read(path: Path) -> tuple[list[MeasuredRun], list[str]]:
     """Every row as a Run, and a line per problem that the file itself has."""
-    try:
-        text = read_text(path, LARGEST)
-    except UnicodeDecodeError:
-        raise SpecError(f"runs file {path} cannot be read as text: name a CSV of measured runs") from None
-    except OSError as error:
-        raise SpecError(f"runs file {path} {reason_of(error)}: name a CSV of measured runs") from None
+    text = read_named(path, f"runs file {path}", "name a CSV of measured runs", LARGEST)
     rows = csv.DictReader(text.splitlines())
     try:
         lines = list(rows)

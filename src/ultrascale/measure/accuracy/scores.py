@@ -257,14 +257,8 @@ def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
     return agree / count if count else 1.0
 
 
-@dataclass(frozen=True)
-class FitVerdicts:
-    right: int
-    wrong: tuple[str, ...]
-
-
-def verdicts(scored: Iterable[ScoredRun]) -> FitVerdicts:
-    """Fit or out of memory, against what happened."""
+def verdicts(scored: Iterable[ScoredRun]) -> tuple[int, list[str]]:
+    """Fit or out of memory, against what happened: how many are right, and those that are wrong."""
     right, wrong = 0, []
     for one in scored:
         if one.fits is None:
@@ -274,7 +268,7 @@ def verdicts(scored: Iterable[ScoredRun]) -> FitVerdicts:
             right += 1
         else:
             wrong.append(f"{one.run.id}: {'ran' if happened else 'out of memory'}, predicted {one.peak_mem_gib:,.1f} GiB")
-    return FitVerdicts(right, tuple(wrong))
+    return right, wrong
 
 
 def memory_errors(scored: Iterable[ScoredRun]) -> list[tuple[str, float]]:
