@@ -189,6 +189,12 @@ def rows_of(table: AnyTable, rows: Array | slice) -> AnyTable:
     return made
 
 
+def where(there: Array, one: AnyTable, other: AnyTable) -> AnyTable:
+    """Rows of one dataclass of arrays where they are `there`, of the other in the rest."""
+    names = one.__dataclass_fields__  # type: ignore[attr-defined]
+    return type(one)(*(np.where(there, getattr(one, name), getattr(other, name)) for name in names))
+
+
 @dataclass(frozen=True)
 class Passes:
     """Seconds of one operator group per micro-batch: forward, gradient of the input, gradient of the weights."""

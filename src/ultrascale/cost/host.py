@@ -146,8 +146,12 @@ def one_queue(job: Job, columns: LayoutColumns, machine: ClusterRates) -> bool:
 
 
 def weights_launch_s(model: Model, machine: ClusterRates, layers: Array) -> Array:
-    """Host time of one launch for every weight of so many layers: matrices, norms, biases; experts of a layer are stacked."""
-    return np.asarray(constants().launch_queue.weight * machine.launch_s * weights_of(model) * layers)
+    """Host time of one launch for every weight of so many layers: matrices, norms, biases; experts of a layer are stacked.
+
+    On a CPU, of the optimizer's operators.
+    """
+    operators = constants().cpu_operators if machine.efficiency.synchronous else constants().launch_queue
+    return np.asarray(operators.weight * machine.launch_s * weights_of(model) * layers)
 
 
 def weights_of(model: Model) -> int:
@@ -239,11 +243,6 @@ def cpu_end(columns: LayoutColumns, machine: ClusterRates, counts: PassCounts) -
     """Host time of the embedding's or the head's operators; none where launches are asynchronous."""
     each = machine.launch_s * machine.efficiency.synchronous * np.ones(len(columns))
     return Passes(each * counts.forward, each * counts.backward)
-
-
-def cpu_optimizer_s(model: Model, machine: ClusterRates, layers: Array) -> Array:
-    """Host time of the optimizer's operators for the weights of so many layers."""
-    return np.asarray(constants().cpu_operators.weight * machine.launch_s * weights_of(model) * layers)
 
 
 def cpu_elementwise(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool) -> Passes:

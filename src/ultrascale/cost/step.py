@@ -253,7 +253,7 @@ def end_of_step(work: Workload, share: RankShare, totals: ComponentTimes[Passes]
         idle = host.idle_s(job, columns, machine, share, layers, head, optimizer, late)
         return EndOfStep(np.asarray(wait), optimizer, offload, idle + columns.gas * (starts[0] + starts[1]), 0.0)
     if machine.efficiency.synchronous:
-        optimizer = optimizer + host.cpu_optimizer_s(job.model, machine, share.layers)
+        optimizer = optimizer + host.weights_launch_s(job.model, machine, share.layers)
     elif job.framework.fused_blocks:
         optimizer = np.maximum(optimizer, host.weights_launch_s(job.model, machine, share.layers))
     return EndOfStep(np.asarray(wait), optimizer, offload, np.zeros(len(columns)), machine.efficiency.step_overhead_s)

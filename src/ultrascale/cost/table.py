@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from ultrascale.cost import communication, stages
-from ultrascale.cost.columns import Array, LayoutColumns, Passes, RankShare, encode, rows_of
+from ultrascale.cost.columns import Array, LayoutColumns, Passes, RankShare, encode, rows_of, where
 from ultrascale.cost.hardware import ClusterRates, Workload
 from ultrascale.cost.memory.estimate import InFlightMicrobatches, peak_parts
 from ultrascale.cost.step import component_times, depends_on, end_of_step
@@ -205,8 +205,7 @@ def _steps(
 def _slowest(ranks: list[Passes]) -> Passes:
     best = ranks[0]
     for other in ranks[1:]:
-        slower = other.total > best.total
-        best = Passes(*(np.where(slower, *pair) for pair in zip(other.parts, best.parts, strict=True)))
+        best = where(other.total > best.total, other, best)
     return best
 
 

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ultrascale.cost.columns import Array, LayoutColumns
+from ultrascale.cost.columns import Array, LayoutColumns, where
 from ultrascale.cost.memory.states import FP32, compute_bytes, eager, lean, operand_bytes
 from ultrascale.specs.job import Job
 
@@ -188,11 +188,6 @@ class HeadActivations:
     forward: Array
     """the fullest of forward, where that was followed"""
 
-    def where(self, there: Array, other: HeadActivations) -> HeadActivations:
-        """This one in the rows that are `there`, the other in the rest."""
-        pairs = ((getattr(self, name), getattr(other, name)) for name in ("saved", "peak", "forward"))
-        return HeadActivations(*(np.where(there, *pair) for pair in pairs))
-
 
 def head(job: Job, columns: LayoutColumns) -> HeadActivations:
     tokens, b = columns.tokens(job.seq), compute_bytes(job)
@@ -215,7 +210,8 @@ def head(job: Job, columns: LayoutColumns) -> HeadActivations:
     plain = HeadActivations(*(np.asarray(norm + statistics + each * logits) for each in (saved, peak, cast)))
     if job.framework.loss != "at-once":
         return plain
-    return _head_at_once(job, columns, norm + statistics).where((columns.tp == 1) & ~columns.split_backward, plain)
+    at_once = (columns.tp == 1) & ~columns.split_backward
+    return where(at_once, _head_at_once(job, columns, norm + statistics), plain)
 
 
 def _head_at_once(job: Job, columns: LayoutColumns, norm: Array) -> HeadActivations:

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from ultrascale.cost.columns import Array, LayoutColumns, RankShare
+from ultrascale.cost.columns import Array, LayoutColumns, RankShare, where
 from ultrascale.cost.memory import activations, states
 from ultrascale.cost.memory.activations import LayerActivations
 from ultrascale.cost.memory.states import FP32, compute_bytes, gradient_bytes, sharded_gradient_bytes
@@ -62,10 +62,6 @@ class MemoryPoint:
     def nothing(cls, rows: int) -> MemoryPoint:
         return cls(*np.zeros((len(OWNERS), rows)))
 
-    def where(self, there: Array, other: MemoryPoint) -> MemoryPoint:
-        """This one in the rows that are `there`, the other in the rest."""
-        return MemoryPoint(*(np.where(there, getattr(self, owner), getattr(other, owner)) for owner in OWNERS))
-
     @property
     def temporary(self) -> Array:
         """What the allocator hands out and takes back during a step."""
@@ -78,7 +74,7 @@ class MemoryPoint:
 
 def fullest(one: MemoryPoint, *others: MemoryPoint) -> MemoryPoint:
     for other in others:
-        one = other.where(other.total > one.total, one)
+        one = where(other.total > one.total, other, one)
     return one
 
 

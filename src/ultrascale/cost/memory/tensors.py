@@ -11,7 +11,7 @@ from enum import IntEnum, auto
 
 import numpy as np
 
-from ultrascale.cost.columns import Array
+from ultrascale.cost.columns import Array, where
 from ultrascale.cost.memory.activations import LayerActivations
 from ultrascale.cost.memory.chunk import ChunkMemory, Live, MemoryPoint, TensorLifetime, activation, buffer, fullest, walk
 from ultrascale.cost.memory.states import FP32, compute_bytes, gradient_bytes, lean, uncut
@@ -84,7 +84,7 @@ def layer_backward(chunk: ChunkMemory, gradients: Array, split: bool) -> MemoryP
         live = walk(_layer_tensors(chunk, layer, moe, deferring), LayerEvent.END, rows, deferring)
         for done in _layers_done(chunk, moe):
             beside = walk(_beside_layer(chunk, layer, moe, gradients, done, deferring), LayerEvent.END, rows)
-            found = fullest(found, (live + beside).peak(happens).where(count > 0, nothing))
+            found = fullest(found, where(count > 0, (live + beside).peak(happens), nothing))
     return found
 
 
@@ -430,9 +430,8 @@ def backward_end(chunk: ChunkMemory, live: Live) -> MemoryPoint:
     late = chunk.columns.split_backward
     point = live.at(ChunkEvent.ROOT_REDUCE_SCATTER)
     after = live.at(ChunkEvent.LAYER_REDUCE_SCATTER)
-    found = after.where(late & ((chunk.own.ends == 0) | (after.total > point.total)), point)
-    nothing = MemoryPoint.nothing(len(chunk.columns))
-    return found.where(chunk.reduce_scatters, nothing)
+    found = where(late & ((chunk.own.ends == 0) | (after.total > point.total)), after, point)
+    return where(chunk.reduce_scatters, found, MemoryPoint.nothing(len(chunk.columns)))
 
 
 def fresh_gradient(chunk: ChunkMemory, there: Array) -> Array:
