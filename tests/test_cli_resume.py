@@ -11,7 +11,7 @@ import pytest
 
 from builders import write_tokens
 from conftest import Run
-from ultrascale.launch.trainer import Trainer
+from ultrascale.launch.launcher import Trainer
 from ultrascale.specs.errors import SpecError
 from ultrascale.train import checkpoint
 

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ultrascale.cost.estimate import estimate
-    from ultrascale.launch.launcher import Run
-    from ultrascale.launch.trainer import Trainer
+    from ultrascale.launch.launcher import Run, Trainer
     from ultrascale.plan import Result, plan
     from ultrascale.specs.cluster import Cluster
     from ultrascale.specs.errors import RunError, SpecError
@@ -46,7 +45,7 @@ _HOME = {
     "RunError": "ultrascale.specs.errors",
     "Measurement": "ultrascale.specs.measurement",
     "Training": "ultrascale.specs.training",
-    "Trainer": "ultrascale.launch.trainer",
+    "Trainer": "ultrascale.launch.launcher",
     "Run": "ultrascale.launch.launcher",
     "estimate": "ultrascale.cost.estimate",
     "Result": "ultrascale.plan",

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from builders import exit_in_call
 from parallel.harness import family
 from ultrascale.launch import launcher
 from ultrascale.train import checkpoint
@@ -138,28 +139,7 @@ def write(run: Path, value: float) -> None:
 
 def write_until(run: Path, calls: int) -> None:
     """Writes step 2, and dies in the given one of the calls that touch the disk."""
-    left = calls
-
-    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*arguments: Any, **options: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                os._exit(9)
-            return call(*arguments, **options)
-
-        return wrapped
-
-    for holder, name in (
-        (os, "fsync"),
-        (os, "replace"),
-        (os, "open"),
-        (os, "unlink"),
-        (os, "rmdir"),
-        (os, "rename"),
-        (os, "mkdir"),
-    ):
-        setattr(holder, name, counted(getattr(holder, name)))
+    exit_in_call(calls, "fsync", "replace", "open", "unlink", "rmdir", "rename", "mkdir")
     write(run, 2.0)
     os._exit(0)
 

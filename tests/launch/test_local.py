@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -136,7 +137,7 @@ def leaving(rank: int, nproc: int, store: str, way: str) -> None:
 def test_of_failures_that_come_together_the_cause_is_told() -> None:
     pairs = [multiprocessing.Pipe(duplex=False) for _ in range(3)]
     for rank, text in enumerate(("[1.2.3.4]:5: Connection closed by peer", "the cause", "rank 2 lost a peer")):
-        local._ResultPipe(rank, pairs[rank][1]).send(False, local._Failure(rank, text))
+        pairs[rank][1].send_bytes(pickle.dumps((False, local._Failure(rank, text))))
     ranks = local._Ranks([pair[0] for pair in pairs], [], None, None, lambda rank: "")
     with pytest.raises(RankError, match="rank 1 failed:\nthe cause"):
         local._collect(ranks, timeout_s=10, last_s=None)

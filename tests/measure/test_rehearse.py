@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 
 from ultrascale.cost.estimate import estimate
-from ultrascale.measure import rehearse_fake as fake_tensors
 from ultrascale.measure import rehearse_tracker as operator_tracker
+from ultrascale.measure import rehearse_world
 from ultrascale.measure.rehearse import Rehearsal, check, compared, engine_of, prediction, ranks_of, rehearse, whole_gradients
-from ultrascale.measure.rehearse_fake import QuickFakeTensorMode
 from ultrascale.measure.rehearse_rank import ShortSchedule, cut, rehearse_rank, shorten
-from ultrascale.measure.rehearse_world import even
+from ultrascale.measure.rehearse_world import QuickFakeTensorMode, even
 from ultrascale.schedules import ActionKind, lint
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
@@ -208,7 +207,7 @@ def test_remembered_operators_share_storages_as_the_first_did() -> None:
 
 
 def test_who_watches_is_told_of_new_memory_and_of_whole_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fake_tensors, "_KNOWN", {})  # of other rehearsals in this process
+    monkeypatch.setattr(rehearse_world, "_KNOWN", {})  # of other rehearsals in this process
 
     class Told:
         def __init__(self) -> None:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ultrascale.measure.trace_steps import Intervals, both, length, merged, within, without
+from ultrascale.measure.trace_steps import Intervals, both, length, lengths, merged, without
 
 stretches = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=12)
 
@@ -33,11 +33,12 @@ def test_sets_of_time_are_sets(first: list[tuple[int, int]], second: list[tuple[
 def test_parts_add_up_to_the_window(first: list[tuple[int, int]], second: list[tuple[int, int]], start: int, end: int) -> None:
     """What a step is taken apart into: computing alone, exchanging alone, both, neither."""
     window = (min(start, end), max(start, end))
-    computing, exchanging = (within(merged(one), window) for one in (first, second))
+    computing, exchanging = (both(merged(one), [window]) for one in (first, second))
     overlapped = both(computing, exchanging)
     idle = without(merged([window]), merged([*computing, *exchanging]))
     alone = without(computing, exchanging), without(exchanging, computing)
     assert sum(map(length, (*alone, overlapped, idle))) == window[1] - window[0]
+    assert lengths(merged(first), [window, (0, 40)]) == [length(computing), length(merged(first))]
 
 
 def test_a_worked_example() -> None:

@@ -115,12 +115,12 @@ def large(layout: Layout) -> Job:
 def test_a_large_plan_is_made_small_but_keeps_its_layout():
     layout = Layout(dp=8, tp=4, pp=2, schedule="interleaved", virtual_stages=2, zero=1, gas=64)
     estimate(large(layout), layout)  # legal as planned
-    small = reduced(large(layout), layout)
-    assert small.layout.gpus <= MOST_PROCESSES
-    assert (small.layout.tp, small.layout.pp, small.layout.schedule, small.layout.zero) == (4, 2, "interleaved", 1)
-    assert (small.job.model.layers, small.job.model.heads, small.job.model.kv_heads) == (80, 64, 8)
-    assert small.job.precision == "fp32"
-    assert len(small.notes) == 5
+    job, small, notes = reduced(large(layout), layout)
+    assert small.gpus <= MOST_PROCESSES
+    assert (small.tp, small.pp, small.schedule, small.zero) == (4, 2, "interleaved", 1)
+    assert (job.model.layers, job.model.heads, job.model.kv_heads) == (80, 64, 8)
+    assert job.precision == "fp32"
+    assert len(notes) == 5
 
 
 def test_a_plan_with_too_many_ranks_per_replica_is_refused():

@@ -86,8 +86,8 @@ def test_a_plan_with_experts_is_made_small(name, layout):
     plan = Job(
         model=Model.load(name), cluster=Cluster.load(f"{layout.gpus}xh100"), seq=4096, batch_tokens=layout.batch_tokens(4096)
     )
-    small = reduced(plan, layout)
-    assert small.job.model.moe.top_k == Model.load(name).moe.top_k
-    assert small.layout.ep == 8
-    assert layout_problem(small.job, small.layout, Training()) is None
-    assert any("experts of" in note for note in small.notes)
+    job, small, notes = reduced(plan, layout)
+    assert job.model.moe.top_k == Model.load(name).moe.top_k
+    assert small.ep == 8
+    assert layout_problem(job, small, Training()) is None
+    assert any("experts of" in note for note in notes)

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint  # once here, and not once in every fork
 
 from ultrascale.measure.verify_programs import Launch, Program, ProgramGenerator, simpler
 from ultrascale.measure.verify_runs import check_program, shortened
+from ultrascale.parallel import torch_private
 from ultrascale.parallel.zero import FSDPGrads
 from ultrascale.show.verify import coverage, failure, program_row
 from ultrascale.specs.errors import SpecError
@@ -140,9 +141,7 @@ def test_gradients_left_by_an_evaluation_are_found_shortened_and_located(
     def begin(self: FSDPGrads) -> None:
         for parameter in self.module.parameters():
             parameter.grad = None
-        self._forwards.clear()
-        for group in self._groups():
-            group._post_forward_indices.clear()
+        torch_private.fsdp_begin_step(self.module)
 
     monkeypatch.setattr(FSDPGrads, "begin", begin)
     failed = check_program(

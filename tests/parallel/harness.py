@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ultrascale.data.corpora import corpus
 from ultrascale.launch import local
+from ultrascale.measure import verify_programs
 from ultrascale.parallel.mesh import Mesh, Shard
 from ultrascale.schedules import Action
 from ultrascale.specs.cluster import Cluster
@@ -33,21 +34,10 @@ CLOSE = 1e-5
 NOISE = 1e-4  # of the largest gradient: below it (a key's bias, which softmax ignores) only rounding is left to compare
 
 _SMALL: dict[str, Any] = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 64}
-_GPT2 = {
-    "norm": "layernorm",
-    "positions": "learned",
-    "activation": "gelu",
-    "max_positions": 64,
-    "kv_heads": 4,
-    "qkv_bias": True,
-    "attention_output_bias": True,
-    "mlp_bias": True,
-    "tied_embeddings": True,
-}
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "tied": {"tied_embeddings": True},
-    "gpt2": _GPT2,
+    "gpt2": verify_programs.FAMILIES["gpt2"],
     "qwen2": {"qkv_bias": True, "tied_embeddings": True},
     "qwen3": {"qk_norm": True, "head_dim": 16},
     "window": {"sliding_window": 8},

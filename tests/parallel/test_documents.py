@@ -55,9 +55,8 @@ def test_the_mask_changes_what_is_learned_and_micro_batches_have_their_own(train
 def test_evaluation_has_its_documents_too(training: Training) -> None:
     engine = engine_of(job_of("llama"), Layout(mbs=4), training)
     batch = engine.read(0, held_out=True)
-    assert batch.documents is not None
     text = Batches(corpus(training, 64), SEQ, 4, training.seed)
-    assert batch.documents(0).tolist() == text.documents(0, slice(None), held_out=True).tolist()
+    assert batch.microbatches[0][2].tolist() == text.documents(0, slice(None), held_out=True).tolist()
     other = engine_of(job_of("llama"), Layout(mbs=4), training.changed(document_mask=False))
     assert engine.evaluate(1) != other.evaluate(1)
 

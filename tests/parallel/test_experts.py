@@ -175,7 +175,7 @@ def exchanged(engine: Engine) -> dict[Any, Any]:
     watch = OperatorTracker(engine, {str(group.group_name): name for name, group in axes.items()})
     with watch:
         engine.step(1)
-    return dict(watch.counts.calls)
+    return dict(watch.calls)
 
 
 @pytest.mark.slow

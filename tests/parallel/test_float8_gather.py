@@ -129,9 +129,8 @@ def exchanged(engine: Engine) -> Counter[tuple[str, int]]:
     with watch:
         engine.step(1)
     found: Counter[tuple[str, int]] = Counter()
-    for calls in watch.counts.calls.values():
-        for call, count in calls.items():
-            found[call.kind, call.sent] += count
+    for (_, _, call), count in watch.calls.items():
+        found[call.kind, call.sent] += count
     return found
 
 

@@ -6,12 +6,12 @@ import json
 import multiprocessing
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from builders import exit_in_call
 from conftest import Run
 from parallel.harness import family
 from ultrascale.specs.errors import SpecError
@@ -150,20 +150,7 @@ def test_a_damaged_record_is_refused(three: Path) -> None:
 
 def interrupted(run: Path, name: str, calls: int) -> None:
     """Rolls back, and dies before the given one of the calls that change the disk."""
-    left = calls
-
-    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*arguments: Any, **options: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                os._exit(9)
-            return call(*arguments, **options)
-
-        return wrapped
-
-    for function in ("fsync", "replace", "unlink", "rmdir", "rename", "mkdir", "chmod"):
-        setattr(os, function, counted(getattr(os, function)))
+    exit_in_call(calls, "fsync", "replace", "unlink", "rmdir", "rename", "mkdir", "chmod")
     roll_back(run, name)
     os._exit(0)
 

@@ -172,12 +172,11 @@ class LayoutRows:
     @cached_property
     def rank_passes(self) -> Passes:
         """Of one micro-batch, on every rank."""
-        return rows_of(self.together.on_ranks.total, self._ranks)
+        return rows_of(self.together.rank_passes, self._ranks)
 
     def causes(self, rank: int) -> dict[str, float]:
         """Seconds of one micro-batch on a rank, by cause."""
-        on_ranks = rows_of(self.together.on_ranks, self._ranks)
-        return {field.name: float(getattr(on_ranks, field.name).total[rank]) for field in fields(ComponentTime)}
+        return {name: float(seconds[self._ranks][rank]) for name, seconds in self.together.rank_causes.items()}
 
     @property
     def chunks(self) -> Array:
@@ -279,6 +278,14 @@ class _Together:
     def on_ranks(self) -> ComponentTime:
         """Of one micro-batch, on every rank of every layout."""
         return rows_of(self.components, self._row_of_rank).on(self.share)
+
+    @cached_property
+    def rank_passes(self) -> Passes:
+        return self.on_ranks.total
+
+    @cached_property
+    def rank_causes(self) -> dict[str, Array]:
+        return {field.name: getattr(self.on_ranks, field.name).total for field in fields(ComponentTime)}
 
     @cached_property
     def chunk_passes(self) -> Passes:

@@ -23,6 +23,7 @@ from ultrascale.data.corpora import STDLIB, library_sources
 from ultrascale.data.token_files import cannot_read, size_of
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import open_regular
+from ultrascale.specs.units import groups_up_to
 from ultrascale.specs.validate import kind_of, shown
 
 PIECE = 2**20  # maximum bytes (or characters) of one text given to the tokenizer
@@ -137,17 +138,8 @@ def _digest(path: Path) -> str:
 
 def cut(files: list[Path], contents: list[str], field: str, length: int = PART) -> list[InputPart]:
     """Splits all files into parts, in order: long files into many, several short ones in one. `contents`: file digests."""
-    found: list[InputPart] = []
-    part_spans: list[InputSpan] = []
-    part_bytes = 0
     spans = (span for file, digest in zip(files, contents, strict=True) for span in _spans(file, digest, field, length))
-    for span in spans:
-        if part_spans and part_bytes + span.cost > length:
-            found.append(InputPart(tuple(part_spans)))
-            part_spans, part_bytes = [], 0
-        part_spans.append(span)
-        part_bytes += span.cost
-    return [*found, InputPart(tuple(part_spans))] if part_spans else found
+    return [InputPart(tuple(part)) for part in groups_up_to(length, spans, lambda span: span.cost)]
 
 
 def _spans(path: Path, digest: str, field: str, length: int) -> Iterator[InputSpan]:

@@ -37,6 +37,7 @@ _PRECISIONS: row.Cases = {
     "fp8": {"--bf16": True, "--fp8-format": "hybrid", "--fp8-recipe": "tensorwise"},
     "fp16": {"--fp16": True},
 }
+_NODES, _GPUS = "nodes", "gpus_per_node"  # of the launcher
 _INTERPOLATION = "--rotary-seq-len-interpolation-factor"
 _DENSE_FIRST = re.compile(r"\(?\[0\]\*(\d{1,5})\+\[1\]\*(\d{1,5})\)?")
 _SBATCH = re.compile(r"^#SBATCH\s+--?([\w-]+)[= ]\s*(\S+)", re.MULTILINE)
@@ -463,14 +464,8 @@ def files(job: Job, layout: Layout, settings: dict[str, Any], said: list[str]) -
     return (File("run.sh", text + " \\\n  ".join(words) + "\n"),)
 
 
-class Script(dict[str, Any]):
-    """The arguments after pretrain_gpt.py, and what the launcher says before it."""
-
-    nodes: int | None
-    gpus_per_node: int | None
-
-
-def parse(text: str, where: str) -> Script:
+def parse(text: str, where: str) -> dict[str, Any]:
+    """The arguments after pretrain_gpt.py, and under names of their own what the launcher says before it."""
     commands = shell.commands(text, where)
     scripts = ((words, [at for at, word in enumerate(words) if word.endswith(".py")]) for words in commands)
     starts = [(words, places[0]) for words, places in scripts if places]
@@ -483,9 +478,7 @@ def parse(text: str, where: str) -> Script:
     before, batch = shell.options(words[:at]), dict(_SBATCH.findall(text))
     nodes = before.get("--nnodes") or batch.get("nodes") or batch.get("N")
     each = before.get("--nproc-per-node") or batch.get("gpus-per-node") or batch.get("ntasks-per-node") or batch.get("gres")
-    script = Script(shell.options(words[at:]))
-    script.nodes, script.gpus_per_node = _count(nodes), _count(each)
-    return script
+    return {**shell.options(words[at:]), _NODES: _count(nodes), _GPUS: _count(each)}
 
 
 def _count(value: Any) -> int | None:
@@ -521,6 +514,7 @@ ENGINE = EngineFormat(
     parse=parse,
     next_command=lambda folder, job: f"MEGATRON_LM=/path/to/Megatron-LM bash {folder}/run.sh",
     passed=(
+        *(_NODES, _GPUS),
         *("--expert-tensor-parallel-size", "--recompute-method", "--recompute-num-layers", "--ckpt-format", "--eval-iters"),
         *("--overlap-param-gather", "--no-gradient-accumulation-fusion", "--fp8-recipe", "--exp-avg-sq-dtype"),
         *("--accumulate-allreduce-grads-in-fp32", "--use-precision-aware-optimizer"),
@@ -529,5 +523,5 @@ ENGINE = EngineFormat(
         *("--lr", "--min-lr", "--lr-decay-style", "--lr-warmup-iters", "--weight-decay", "--clip-grad", "--data-path"),
         *("--tokenizer-model", "--save", "--load", "--save-interval", "--log-interval", "--eval-interval", "--split"),
     ),
-    world=lambda script, where: (script.nodes or 1, script.gpus_per_node) if script.gpus_per_node else None,
+    world=lambda script, where: (script[_NODES] or 1, script[_GPUS]) if script[_GPUS] else None,
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ultrascale.figures import style
 from ultrascale.measure.accuracy.scores import ScoredRun
-from ultrascale.measure.trace_steps import Intervals, StepIntervals, merged, within
+from ultrascale.measure.trace_steps import Intervals, StepIntervals, both
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -94,10 +94,10 @@ def lanes(seen: StepIntervals, step: int = 0) -> go.Figure:
     name, (start, end) = seen.steps[step]
     found: dict[str, Intervals] = {"computing": seen.computing, "of it the optimizer": seen.optimizer}
     for technique in dict.fromkeys(one.technique for one in seen.communication):
-        found[technique] = merged((one.start, one.end) for one in seen.communication if one.technique == technique)
+        found[technique] = [(one.start, one.end) for one in seen.communication if one.technique == technique]
     figure = style.new_figure(f"{name}: computation and communication", "time in the step (ms)", height=180 + 44 * len(found))
     for (lane, times), colour in zip(found.items(), cycle(style.SERIES), strict=False):
-        drawn = _joined(within(times, (start, end)), FINEST * (end - start))
+        drawn = _joined(both(times, [(start, end)]), FINEST * (end - start))
         figure.add_bar(
             name=lane,
             orientation="h",

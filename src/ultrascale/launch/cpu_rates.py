@@ -18,7 +18,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ultrascale.cost import host
 from ultrascale.cost.kernels import BACKWARD_FLOPS, SCORES_BACKWARD
-from ultrascale.launch import machine
 from ultrascale.model.operators import RMSNorm, swiglu
 from ultrascale.model.rotary import rotate, tables
 from ultrascale.model.transformer import Block
@@ -59,23 +58,29 @@ class LinkRate:
     latency_s: float
 
 
-def in_new_thread(rank: int, nproc: int, store: str, measure: Callable[[int, int, str], object]) -> object:
-    """Runs `measure` in a new thread of a forked process whose parent may have computed with several threads.
+def in_new_thread(rank: int, nproc: int, store: str, measure: Callable[[], object], threads: int) -> object:
+    """Runs `measure` in a process group, in a new thread of a forked process whose parent may have computed with several.
 
     libgomp has a worker pool per thread. The thread that forked still has the parent's pool in the child, where its workers do
     not run: its next multi-threaded operator would wait for them for ever. A new thread starts its own pool.
     """
+
+    def joined() -> object:
+        torch.set_num_threads(threads)
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
+        found = measure()
+        dist.barrier()
+        dist.destroy_process_group()
+        return found
+
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(measure, rank, nproc, store).result()
+        return pool.submit(joined).result()
 
 
-def rates_of(rank: int, nproc: int, store: str) -> CPURates:
-    torch.set_num_threads(max(1, machine.cores() // nproc))
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
+def rates_now() -> CPURates:
+    """Measures the rates of the processes of the current process group."""
     timed = actions()
     turns = [one_turn(timed) for _ in range(_TURNS + 1)][1:]  # the first warms up
-    dist.barrier()
-    dist.destroy_process_group()
     return from_times({name: median(turn[name] for turn in turns) for name in timed})
 
 
@@ -158,15 +163,6 @@ def _attention(width: int) -> dict[str, Callable[[], object]]:
         return scaled_dot_product_attention(query, query, query, is_causal=True)
 
     return {"forward": attend, "both": lambda: attend().backward(query.detach())}  # type: ignore[no-untyped-call]
-
-
-def link_rate(rank: int, nproc: int, store: str) -> LinkRate:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
-    found = link_now()
-    dist.barrier()
-    dist.destroy_process_group()
-    return found
 
 
 def link_now() -> LinkRate:

@@ -60,7 +60,7 @@ def memory_left() -> float | None:
     """Share of the memory of this machine, or of its control group, that is available; None if it is not reported."""
     machine = Path("/proc/meminfo")
     total, left = _number(machine, "MemTotal:"), _number(machine, "MemAvailable:")
-    limit, used = _single_number(CGROUP / "memory.max"), _single_number(CGROUP / "memory.current")
+    limit, used = _number(CGROUP / "memory.max"), _number(CGROUP / "memory.current")
     shares = [left / total] if total and left is not None else []
     shares += [1 - used / limit] if limit and used is not None else []
     return min(shares, default=None)
@@ -74,18 +74,11 @@ def state(pid: int) -> str:
         return ""
 
 
-def _number(file: Path, name: str) -> int | None:
+def _number(file: Path, name: str | None = None) -> int | None:
+    """The number after `name` in a file of such lines, or the only word of a file; None if there is none, such as `max`."""
     try:
-        lines = file.read_text().splitlines()
+        lines = [line.split() for line in file.read_text().splitlines() if line.strip()]
     except OSError:
         return None
-    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), None)
-
-
-def _single_number(file: Path) -> int | None:
-    """The number in a file that contains only that number; None if it contains `max`."""
-    try:
-        text = file.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
+    words = [line[0] if name is None else line[1] for line in lines if name is None or line[:1] == [name]]
+    return int(words[0]) if words and words[0].isdigit() else None

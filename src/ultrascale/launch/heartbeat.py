@@ -10,7 +10,7 @@ import json
 import mmap
 import struct
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
@@ -106,23 +106,19 @@ class StoreHeartbeat:
         if self._ticket(step) > READERS:
             return {}
         found: dict[int, RankStatus] = {}
-        for ranks in _chunks(range(self._world), KEYS_AT_ONCE):
-            keys = {rank: str(rank) for rank in ranks}
-            if not self._store.check(list(keys.values())):
-                keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
+        for start in range(0, self._world, KEYS_AT_ONCE):
+            keys = [str(rank) for rank in range(start, min(start + KEYS_AT_ONCE, self._world))]
+            if not self._store.check(keys):
+                keys = [key for key in keys if self._store.check([key])]
             if keys:
-                values = self._store.multi_get(list(keys.values()))
-                found |= {rank: RankStatus(*json.loads(value)) for rank, value in zip(keys, values, strict=True)}
+                statuses = (RankStatus(*json.loads(value)) for value in self._store.multi_get(keys))
+                found |= dict(zip(map(int, keys), statuses, strict=True))
         return found
 
     def _ticket(self, step: int) -> int:
         if step not in self._tickets:
             self._tickets = {step: self._store.add(f"readers/{step}", 1)}
         return self._tickets[step]
-
-
-def _chunks(ranks: range, size: int) -> Iterable[range]:
-    return (ranks[start : start + size] for start in range(0, len(ranks), size))
 
 
 def silent(before: Mapping[int, RankStatus], now: Mapping[int, RankStatus]) -> list[int]:

@@ -1,4 +1,4 @@
-"""`train`: runs a request in this process, in local processes, or as one rank of torchrun or Slurm."""
+"""`train`: runs a request in this process, in local processes, or as one rank of torchrun or Slurm; and its Python API."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ultrascale.cost.estimate import estimate
 from ultrascale.launch.rank_info import RankInfo, rank_info_from_env
+from ultrascale.specs.checkpointing import Checkpointing
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.estimate import Estimate
@@ -20,9 +21,10 @@ from ultrascale.specs.folders import CHECKPOINTS, LOCK, MEASUREMENT, METRICS, PL
 from ultrascale.specs.job import OPTIMIZERS
 from ultrascale.specs.measurement import Measurement
 from ultrascale.specs.plan import Plan
+from ultrascale.specs.training import Training
 from ultrascale.specs.units import GIB
 from ultrascale.train import checkpoint, history, import_torch
-from ultrascale.train.request import Request
+from ultrascale.train.request import Overrides, Request, allowed_changes, from_checkpoint, from_plan
 
 if TYPE_CHECKING:
     from ultrascale.launch.rank import RunOutcome
@@ -64,29 +66,30 @@ def train(
     """
     env_rank = rank_info_from_env() if nproc is None else None
     rank_info = env_rank or RankInfo()
+    folder = out if rank_info.rank == 0 else None  # the other ranks get what they need of it after the rendezvous
     goes_on = False
-    if rank_info.rank == 0 and out is not None:  # the others get it in a broadcast after the rendezvous
-        restart = is_restart(out, rank_info)
-        if restart and (found := checkpoint.newest(out)) is not None:
+    if folder is not None:
+        restart = is_restart(folder, rank_info)
+        if restart and (found := checkpoint.newest(folder)) is not None:
             request = replace(request, resume=found, weights=None)
             sys.stderr.write(f"restarted: resuming from {found}\n")
-        goes_on = restart or request.goes_on_in(out)
+        goes_on = restart or request.goes_on_in(folder)
         if not goes_on:
-            _refuse_used(out)
+            _refuse_used(folder)
     peak = predicted = None
     if predict is not None:
         request = request.on(predict)
         # A CPU's rate was measured, but its peak is unknown, and so is the utilisation.
         peak = request.job.peak_flops if predict.gpu.name != "cpu" else None
         predicted = estimate(request.job, request.layout) if rank_info.rank == 0 else None
-    if rank_info.rank == 0 and out is not None:
-        _check_disk_space(request, out)
-    with _folder(out) if rank_info.rank == 0 and out is not None else nullcontext():
-        if rank_info.rank == 0 and out is not None:
+    if folder is not None:
+        _check_disk_space(request, folder)
+    with _folder(folder) if folder is not None else nullcontext():
+        if folder is not None:
             # The settings first: a relaunch inherits them only if it resumes from the same checkpoint.
-            _write_folder(request, predicted, out, goes_on, rank_info.launch)
-            if request.goes_on_in(out):
-                request = _record_rollback(request, out)
+            _write_folder(request, predicted, folder, goes_on, rank_info.launch)
+            if request.goes_on_in(folder):
+                request = _record_rollback(request, folder)
         outcome = _start(request, out, nproc, env_rank, peak, quiet, observe)
     if outcome is None:
         return None
@@ -144,9 +147,7 @@ def _record_rollback(request: Request, out: Path) -> Request:
 
 def is_restart(out: Path, rank_info: RankInfo) -> bool:
     """Whether a launcher repeats the command that started the run in this folder: then it resumes from the last checkpoint."""
-    if rank_info.restarted:
-        return True
-    return bool(rank_info.launch) and history.launch_of(out) == rank_info.launch
+    return rank_info.restarted or bool(rank_info.launch and history.launch_of(out) == rank_info.launch)
 
 
 def _start(
@@ -163,15 +164,19 @@ def _start(
     from ultrascale.launch.heartbeat import SharedMemoryHeartbeat
     from ultrascale.train.loop import Observer
 
+    observe = observe or Observer
     if env_rank is not None or request.layout.gpus == 1:
-        return rank.run_rank(request, env_rank or RankInfo(), out, peak, quiet, observe=observe or Observer)
-    world = request.layout.gpus
-    heartbeat = SharedMemoryHeartbeat(world)
-    arguments = (request, out, peak, quiet, heartbeat, observe or Observer)
+        return rank.run_rank(request, env_rank or RankInfo(), out, peak, quiet, observe=observe)
+    heartbeat = SharedMemoryHeartbeat(request.layout.gpus)
+
+    def run_local_rank(number: int, world: int, store: str) -> RunOutcome | None:
+        rank_info = RankInfo(number, world, number, world, store)
+        return rank.run_rank(request, rank_info, out, peak, quiet, heartbeat, local.report, observe)
+
     describe = partial(rank.described, request.layout)
     last_s = 2 * request.training.timeout_s  # a rank stopped after its last collective blocks no other, so no watchdog fires
     results: list[RunOutcome | None] = local.run(
-        rank.run_local_rank, world, *arguments, heartbeat=heartbeat, describe=describe, stoppable=True, last_s=last_s
+        run_local_rank, request.layout.gpus, heartbeat=heartbeat, describe=describe, stoppable=True, last_s=last_s
     )
     return results[0]
 
@@ -219,3 +224,51 @@ def detect_cluster(world: int, precision: str, timeout_s: float = 600.0) -> Clus
         sys.stderr.write(f"note: no prediction to compare with, since this machine could not be measured: {reason:.300}\n")
         return None
     return cluster if precision in cluster.gpu.peak_tflops else None
+
+
+class Trainer:
+    """`Trainer(plan).run()` runs a plan, as the command line does.
+
+    `processes` are started here; under torchrun or srun they already exist.
+    They are forked: create them before this process has computed with torch or used a GPU, as a notebook may have. The children
+    do not inherit torch's threads, and may wait for them for ever on a machine with several cores per process.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        training: Training | None = None,
+        processes: int | None = None,
+        checkpoint: Checkpointing | None = None,
+    ) -> None:
+        env_rank = rank_info_from_env()
+        if env_rank is not None and processes not in (None, env_rank.world):
+            raise SpecError(f"processes is {processes} but torchrun or srun started {env_rank.world}: leave it out")
+        self.world = env_rank.world if env_rank is not None else processes or plan.layout.gpus
+        self.nproc = None if env_rank is not None else self.world
+        request = from_plan(plan, Overrides(), self.world, training, gpu=has_gpu())
+        self.request = replace(request, checkpoint=checkpoint or Checkpointing())
+
+    @classmethod
+    def resume(cls, run: str | Path, processes: int | None = None, allow_changed: str | None = None, **layout: Any) -> Trainer:
+        """Resumes a run from its newest checkpoint (or from the checkpoint given), in the same or another layout.
+
+        `allow_changed`: "data" if the data may differ from that of the run so far, like `train --allow-changed data`.
+        """
+        trainer, env_rank = cls.__new__(cls), rank_info_from_env()
+        world = env_rank.world if env_rank is not None else processes
+        first = env_rank is None or env_rank.rank == 0
+        allowed = allowed_changes(allow_changed, Path(run))
+        trainer.request = from_checkpoint(
+            checkpoint.resolve(Path(run)), Overrides(layout=layout), world, gpu=has_gpu(), allowed=allowed, first=first
+        )
+        trainer.world = trainer.request.layout.gpus
+        trainer.nproc = None if env_rank is not None else trainer.world
+        return trainer
+
+    def run(self, out: str | Path | None = None, quiet: bool = False) -> Run | None:
+        """Trains, measures and compares; None on every rank of torchrun but the first. A resumed run stays in its folder."""
+        if out is None and self.request.resume is not None:
+            out = checkpoint.run_of(self.request.resume)
+        machine = detect_cluster(self.request.layout.gpus, self.request.job.precision, self.request.training.timeout_s)
+        return train(self.request, None if out is None else Path(out), self.nproc, machine, quiet)

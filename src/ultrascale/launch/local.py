@@ -21,9 +21,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ultrascale.launch.exit_reason import LOST, ending, oom_kills, state
+from ultrascale.launch.heartbeat import SharedMemoryHeartbeat
 from ultrascale.launch.signals import forward_signals
 from ultrascale.specs.errors import RunError, SpecError
 
@@ -40,12 +41,6 @@ class RankError(RunError):
         self.text = text
 
 
-class HeartbeatReader(Protocol):
-    """Returns the last status of each rank; launch/heartbeat.py implements it."""
-
-    def last(self, rank: int) -> str: ...
-
-
 @dataclass(frozen=True)
 class _Failure:
     rank: int
@@ -59,7 +54,7 @@ def run(
     nproc: int,
     *arguments: Any,
     timeout_s: float | None = None,
-    heartbeat: HeartbeatReader | None = None,
+    heartbeat: SharedMemoryHeartbeat | None = None,
     describe: Callable[[int], str] | None = None,
     stoppable: bool = False,
     last_s: float | None = None,
@@ -108,7 +103,7 @@ class _Ranks:
     pipes: list[Connection]
     processes: list[Any]
     kills_before: int | None
-    heartbeat: HeartbeatReader | None
+    heartbeat: SharedMemoryHeartbeat | None
     describe: Callable[[int], str]
 
     def died(self, rank: int) -> _Failure:
@@ -140,37 +135,31 @@ def _rank(
     parent: int,
 ) -> None:
     end_with(parent)
-    _result_pipes.append(_ResultPipe(rank, pipe))
+    _result_pipes.append((rank, pipe))
     try:
-        _result_pipes[-1].send(True, function(rank, nproc, store, *arguments))
+        _send(True, function(rank, nproc, store, *arguments))
     except BaseException as error:
         kind = next((known for known in (SpecError, RunError) if isinstance(error, known)), None)
-        _result_pipes[-1].send(False, _Failure(rank, str(error) if kind else traceback.format_exc(), kind))
+        _send(False, _Failure(rank, str(error) if kind else traceback.format_exc(), kind))
         pipe.close()
         os._exit(1)  # peers may hang in a collective with this rank: no clean-up that waits for them
 
 
-class _ResultPipe:
-    """A rank's pipe to its parent; only the first message counts, whichever thread sends it."""
-
-    def __init__(self, rank: int, pipe: Connection) -> None:
-        self.rank = rank
-        self._pipe = pipe
-        self._lock = threading.Lock()
-
-    def send(self, ok: bool, value: Any) -> None:
-        # Not pipe.send: with it torch shares tensors as files of the sender, which has exited when the parent opens them.
-        message = pickle.dumps((ok, value))
-        with self._lock:
-            self._pipe.send_bytes(message)
+_result_pipes: list[tuple[int, Connection]] = []  # last: the rank that runs in this process; empty in the first parent
+_sending = threading.Lock()
 
 
-_result_pipes: list[_ResultPipe] = []  # the pipe of the rank that runs in this process; empty in the parent
+def _send(ok: bool, value: Any) -> None:
+    """Sends a rank's result to its parent; only the first message counts, whichever thread sends it."""
+    # Not pipe.send: with it torch shares tensors as files of the sender, which has exited when the parent opens them.
+    message = pickle.dumps((ok, value))
+    with _sending:
+        _result_pipes[-1][1].send_bytes(message)
 
 
 def report(text: str) -> None:
     """Ends the run with `text` as its error message; may be called in any thread of a rank. The caller ends the process."""
-    _result_pipes[-1].send(False, _Failure(_result_pipes[-1].rank, text, RunError))
+    _send(False, _Failure(_result_pipes[-1][0], text, RunError))
 
 
 def end_with(parent: int) -> None:

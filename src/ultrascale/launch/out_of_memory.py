@@ -80,11 +80,13 @@ def out_of_memory(request: Request, step: int, error: str, memory: MemoryAtFailu
     predicted = estimate(request.job, request.layout)
     stage = predicted.memory[place.pp]
     owners = ", ".join(f"{owner} {_size(size)}" for owner in OWNERS if (size := getattr(stage.memory, owner)))
-    requested = _requested_bytes(error)
+    requested = _REQUESTED.search(error)
     words = place.words(request.layout)
     where = f"rank {place.rank(request.layout)}" + (f" ({words})" if words else "")
-    more = f": {_size(requested)} more were asked for" if requested is not None else ""
-    limit_gib = _limit(request, predicted, memory)
+    more = f": {_size(float(requested[1]) * _UNITS[requested[2]])} more were asked for" if requested is not None else ""
+    sharing = request.layout.gpus if request.job.cluster.gpu.name == "cpu" else 1  # processes share the host
+    # What a suggested layout may need: at most what there is, and clearly less than the layout that ran out.
+    limit_gib = min(request.job.cluster.gpu.memory_gib, memory.total / sharing / GIB, SURE * predicted.peak_gib)
     lines = [
         f"{where} ran out of memory at step {step}{more}.",
         f"Held: {memory}.",
@@ -94,12 +96,6 @@ def out_of_memory(request: Request, step: int, error: str, memory: MemoryAtFailu
     if predicted.peak_gib <= request.job.cluster.gpu.memory_gib:
         lines.append("That should have fitted: something else holds memory here, or the estimate is too low for this run.")
     return "\n".join([*lines, *_advice(request, predicted, limit_gib)])
-
-
-def _limit(request: Request, predicted: Estimate, memory: MemoryAtFailure) -> float:
-    """GiB that a suggested layout may need: at most what there is, and clearly less than the layout that ran out."""
-    sharing = request.layout.gpus if request.job.cluster.gpu.name == "cpu" else 1  # processes share the host
-    return min(request.job.cluster.gpu.memory_gib, memory.total / sharing / GIB, SURE * predicted.peak_gib)
 
 
 def _advice(request: Request, predicted: Estimate, limit_gib: float) -> Iterator[str]:
@@ -127,8 +123,14 @@ def _rounds(request: Request) -> Iterator[list[Layout]]:
     """Layouts one change away, then two, then three; then all other layouts, with everything that saves memory."""
     changes = list(_changes(request))
     for together in (1, 2, 3):
-        named = [fields for fields in combinations(changes, together) if _disjoint(fields)]
-        yield _legal(request, [dict(pair for change in fields for pair in change.items()) for fields in named])
+        merged = [dict(pair for change in several for pair in change.items()) for several in combinations(changes, together)]
+        # Two changes of one field would leave fewer fields than changes.
+        layouts = [_adjusted(request, fields) for fields in merged if len(fields) == together]
+        yield [
+            layout
+            for layout in dict.fromkeys(layouts)
+            if layout is not None and supported.layout_problem(request.job, layout, request.training) is None
+        ]
     saving = request.layout.model_copy(
         update={"recompute": "full", "zero": 3 if request.layout.data_ranks > 1 else 0, "mbs": 1}
     )
@@ -157,16 +159,6 @@ def _changes(request: Request) -> Iterator[dict[str, Any]]:
         yield {"offload": "optimizer"}
 
 
-def _disjoint(changes: tuple[dict[str, Any], ...]) -> bool:
-    names = [name for change in changes for name in change]
-    return len(names) == len(set(names))
-
-
-def _legal(request: Request, changes: list[dict[str, Any]]) -> list[Layout]:
-    found = dict.fromkeys(layout for fields in changes if (layout := _adjusted(request, fields)) is not None)
-    return [layout for layout in found if supported.layout_problem(request.job, layout, request.training) is None]
-
-
 def _adjusted(request: Request, fields: dict[str, Any]) -> Layout | None:
     """The layout with these fields, the same number of processes and the same batch; None if that does not divide."""
     layout = request.layout.model_copy(update=fields)
@@ -188,11 +180,6 @@ def _changed(before: Layout, after: Layout) -> dict[str, Any]:
 def _words(before: Layout, after: Layout) -> str:
     """Overrides for every field that differs: later words on a command line take precedence."""
     return " ".join(f"layout.{name}={str(value).lower()}" for name, value in _changed(before, after).items())
-
-
-def _requested_bytes(error: str) -> float | None:
-    found = _REQUESTED.search(error)
-    return None if found is None else float(found[1]) * _UNITS[found[2]]
 
 
 def _size(value: float) -> str:

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from ultrascale.data.corpora import corpus
 from ultrascale.kernels import selection
-from ultrascale.launch import local
 from ultrascale.launch.heartbeat import Heartbeat, SharedMemoryHeartbeat, StoreHeartbeat
 from ultrascale.launch.out_of_memory import current_memory, is_out_of_memory, out_of_memory
 from ultrascale.launch.rank_info import RankInfo
@@ -53,22 +52,6 @@ class RunOutcome:
     """the result of `Observer.report`"""
 
 
-def run_local_rank(
-    rank: int,
-    nproc: int,
-    store: str,
-    request: Request,
-    out: Path | None,
-    peak_flops: float | None,
-    quiet: bool,
-    heartbeat: Heartbeat,
-    observe: Callable[[Engine], Observer],
-) -> RunOutcome | None:
-    """A rank that `local.run` has forked."""
-    rank_info = RankInfo(rank, nproc, rank, nproc, store)
-    return run_rank(request, rank_info, out, peak_flops, quiet, heartbeat, local.report, observe)
-
-
 def run_rank(
     request: Request,
     rank_info: RankInfo,
@@ -94,22 +77,11 @@ def run_rank(
     try:
         with watchdog:
             watchdog.at(0, "joining")
-            join(
-                rank_info,
-                limit_s,
-                None if heartbeat is not None else lambda store: watchdog.use(StoreHeartbeat(store, rank_info.world)),
-            )
+            use_store = None if heartbeat is not None else lambda store: watchdog.use(StoreHeartbeat(store, rank_info.world))
+            join(rank_info, limit_s, use_store)
             watchdog.at(0, "agreeing on the checkpoint to resume from")
-            outcome = _train(
-                _share_resume(request, rank_info, out),
-                rank_info,
-                out,
-                peak_flops,
-                quiet,
-                device,
-                watchdog,
-                observe,
-            )
+            request = _share_resume(request, rank_info, out)
+            outcome = _train(request, rank_info, out, peak_flops, quiet, device, watchdog, observe)
             watchdog.at(watchdog.step, "leaving")
             leave()
             return outcome

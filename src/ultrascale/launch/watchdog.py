@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from types import FrameType
 from typing import Self
@@ -280,7 +280,8 @@ def waits_in(error: BaseException | None = None) -> str | None:
 
     None if it is in no collective that is visible from Python.
     """
-    frames = list(_main_frames() if error is None else _frames_of(error))
+    walk = traceback.walk_stack(_main_frame()) if error is None else reversed(list(traceback.walk_tb(error.__traceback__)))
+    frames = [frame for frame, _ in walk]  # innermost first
     depth = next((depth for depth, frame in enumerate(frames) if _kind(frame) is not None), None)
     if depth is None:
         return None
@@ -300,32 +301,16 @@ def _main_frame() -> FrameType | None:
     return None if identity is None else sys._current_frames().get(identity)
 
 
-def _main_frames() -> Iterator[FrameType]:
-    """Innermost first."""
-    frame = _main_frame()
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _frames_of(error: BaseException) -> list[FrameType]:
-    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
-
-
 def _kind(frame: FrameType) -> str | None:
     owner = frame.f_locals.get("self")
     if isinstance(owner, AsyncCollective):
         return owner.name
     work = frame.f_locals.get("work")
     if isinstance(work, dist.Work):  # the name of the local variable in pipeline.py and in torch
-        return _op_name(work)
+        name = op_name(work)
+        return _NAMES.get(name, name.lower())
     name = frame.f_code.co_name
     return name if _DISTRIBUTED in frame.f_code.co_filename and name not in _WRAPPERS else None
-
-
-def _op_name(work: dist.Work) -> str:
-    name = op_name(work)
-    return _NAMES.get(name, name.lower())
 
 
 def _axis_suffix(frames: list[FrameType]) -> str:
@@ -335,12 +320,8 @@ def _axis_suffix(frames: list[FrameType]) -> str:
     ours = next((frame for frame in frames if _DISTRIBUTED not in frame.f_code.co_filename), None)
     if ours is None:
         return ""
-    if _in(ours, "parallel", "pipeline.py"):
+    if ours.f_code.co_filename.endswith(os.path.join("parallel", "pipeline.py")):
         return " over pp"
     owned = getattr(ours.f_locals.get("self"), "_axis", None)
     axis = owned if isinstance(owned, Axis) else ours.f_locals.get("axis")
     return f" over {axis.name}" if isinstance(axis, Axis) else ""
-
-
-def _in(frame: FrameType, folder: str, file: str) -> bool:
-    return frame.f_code.co_filename.endswith(os.path.join(folder, file))

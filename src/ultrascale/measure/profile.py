@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import gzip
 import json
+import pickle
 import shutil
 import tempfile
 import time
@@ -55,7 +56,7 @@ class Profiler(Observer):
     def __init__(self, engine: Engine, out: Path | None, steps: int) -> None:
         super().__init__(engine)
         self.out, self.first, self.done = out, engine.training.steps - steps, 0
-        self.memory: profile_memory.StepMemory | None = None
+        self.memory: profile_memory.MemoryTimeline | None = None
         self.problems: list[str] = []
         if engine.tape is not None:
             engine.tape.leave()  # a graph launches kernels outside of the ranges that name them
@@ -90,7 +91,7 @@ class Profiler(Observer):
         times = self._trace(rank) if self.done > self.first else None
         if self.memory is not None:
             self._tried(f"the memory timeline of rank {rank}", lambda: self._write_memory(rank))
-        peak = None if self.memory is None else sum(self.memory.timeline.peak[1:])
+        peak = None if self.memory is None else sum(self.memory.peak[1:])
         before_s = self._ended[self.first] - self._ended[self.first - 1] if self.done >= self.first else None
         return RankProfile(rank, times, peak, before_s, tuple(self.problems))
 
@@ -116,13 +117,13 @@ class Profiler(Observer):
             return
         folder, capacity = self.out / MEMORY, self.engine.job.cluster.gpu.memory_gib * GIB
         folder.mkdir(parents=True, exist_ok=True)
-        timeline = self.memory.timeline
-        write_text(folder / f"rank{rank}.json", json.dumps(timeline.as_json(capacity)) + "\n")
+        write_text(folder / f"rank{rank}.json", json.dumps(self.memory.as_json(capacity)) + "\n")
         where = self.engine.mesh.place.words(self.engine.mesh.layout)
         title = f"{self.engine.job.model.name}, rank {rank}{f' ({where})' if where else ''}: memory of one step by owner"
-        write_text(folder / f"rank{rank}.svg", profile_memory.draw(timeline, title, capacity))
+        write_text(folder / f"rank{rank}.svg", profile_memory.draw(self.memory, title, capacity))
         if self.memory.snapshot is not None:
-            profile_memory.write_snapshot(self.memory, folder / f"rank{rank}.pickle")
+            with (folder / f"rank{rank}.pickle").open("wb") as file:
+                pickle.dump(self.memory.snapshot, file)  # as torch's _dump_snapshot: pytorch.org/memory_viz shows it
 
     def _tried(self, what: str, write: Callable[[], None]) -> None:
         """Run something that writes; a failure is a problem to report, and loses no result."""
@@ -180,7 +181,7 @@ def together(run: Run) -> Analysis:
 def _slowed(ranks: list[RankProfile]) -> Iterator[str]:
     first = ranks[0]
     if first.before_s is not None and first.times is not None:
-        recorded_s = first.times.mean(lambda step: step.step_s)
+        recorded_s = first.times.mean("step_s")
         yield f"recording costs time too: {seconds(first.before_s)} in the step before, {seconds(recorded_s)} while recording"
 
 

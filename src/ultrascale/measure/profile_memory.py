@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from html import escape
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +33,8 @@ class MemoryTimeline:
     rows: tuple[Row, ...]
     how: str
     """how it was measured"""
+    snapshot: Any = None
+    """PyTorch's snapshot of the step, where there is one"""
 
     @property
     def peak(self) -> Row:
@@ -77,7 +79,7 @@ def draw(timeline: MemoryTimeline, title: str, capacity: float | None = None) ->
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        f'<text x="{LEFT}" y="20" font-size="15">{_plain(title)}</text>',
+        f'<text x="{LEFT}" y="20" font-size="15">{escape(title, quote=False)}</text>',
         f'<text x="{LEFT}" y="37" fill="#666">peak {_size(peak)} after {seconds(timeline.peak[0])}; {timeline.how}</text>',
     ]
     below = [0.0] * len(rows)
@@ -124,10 +126,6 @@ def _size(value: float) -> str:
     return f"{value / GIB:,.2f} GiB" if value >= GIB / 10 else f"{value / 2**20:,.2f} MiB"
 
 
-def _plain(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-
-
 RECORDED = 1_000_000  # of the allocator's events in one step, the last so many
 FOLLOWED = "while every tensor was followed, which slows a step down"
 RECORD = "from the allocator's record; what is no state counts as activations"
@@ -135,25 +133,9 @@ RECORD = "from the allocator's record; what is no state counts as activations"
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class StepMemory:
-    """Memory of a step over time, and PyTorch's snapshot of it where there is one."""
-
-    timeline: MemoryTimeline
-    snapshot: Any = None
-
-
-def followed(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T, StepMemory]:
+def followed(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T, MemoryTimeline]:
     """Run a step and record its memory."""
     return _on_cpu(engine, step) if engine.mesh.device.type == "cpu" else _on_gpu(engine, step)
-
-
-def write_snapshot(seen: StepMemory, path: Path) -> None:
-    """As torch.cuda.memory._dump_snapshot writes it: pytorch.org/memory_viz shows it."""
-    import pickle
-
-    with path.open("wb") as file:
-        pickle.dump(seen.snapshot, file)
 
 
 class _Recorder(LiveBytes):  # type: ignore[no-untyped-call]
@@ -180,7 +162,7 @@ class _Recorder(LiveBytes):  # type: ignore[no-untyped-call]
         self.rows.append((time.perf_counter() - self._began, *(held.get(owner, 0) for owner in MEASURED_OWNERS)))
 
 
-def _on_cpu(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T, StepMemory]:
+def _on_cpu(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T, MemoryTimeline]:
     live = _Recorder()
 
     def recorded() -> T:
@@ -188,10 +170,10 @@ def _on_cpu(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T, S
         return step()
 
     memory, result = account(engine, recorded, live)
-    return memory, result, StepMemory(MemoryTimeline(MEASURED_OWNERS, thinned(live.rows), FOLLOWED))
+    return memory, result, MemoryTimeline(MEASURED_OWNERS, thinned(live.rows), FOLLOWED)
 
 
-def _on_gpu(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T, StepMemory]:
+def _on_gpu(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T, MemoryTimeline]:
     device = engine.mesh.device
     before = _addresses(states(engine), device)
     base = torch.cuda.memory_allocated(device)
@@ -203,7 +185,7 @@ def _on_gpu(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T, S
     index = device.index if device.index is not None else torch.cuda.current_device()
     events = snapshot["device_traces"][index] if snapshot["device_traces"] else []
     rows = from_record(events, before, after, base)
-    return memory, result, StepMemory(MemoryTimeline(MEASURED_OWNERS, thinned(rows), RECORD), snapshot)
+    return memory, result, MemoryTimeline(MEASURED_OWNERS, thinned(rows), RECORD, snapshot)
 
 
 Held = Mapping[int, tuple[str, int]]

@@ -297,8 +297,10 @@ def compared(job: Job, layout: Layout, predicted: Estimate, rehearsed: Rehearsal
     as_made = job.framework.fused_blocks and bool(accumulates_nothing(job, LayoutColumns.of([layout]))[0])
     held = law.model_copy(update={"gradients": 0.0 if as_made else whole_gradients(job, layout, rehearsed.place.pp)})
     terms = [RehearsedTerm(owner, getattr(held, owner), getattr(rehearsed.memory, owner), "B") for owner in STATES]
-    # A rehearsal cannot tell buffers from activations: they are compared together.
-    moving = law.activations + law.buffers + gone_at_peak(job, layout, rehearsed.place.pp) + as_made * law.gradients
+    # A rehearsal cannot tell buffers from activations: they are compared together. Parameters that are freed at the peak are
+    # compared at their maximum, and the law's buffers exclude them.
+    freed = peaks(LayoutRows.of(job, layout))[rehearsed.place.pp].freed_parameters
+    moving = law.activations + law.buffers + freed + as_made * law.gradients
     terms.append(RehearsedTerm("activations, buffers", moving, rehearsed.memory.activations + rehearsed.memory.buffers, "B"))
     tensors = sum(getattr(law, owner) for owner in (*STATES, "activations", "buffers"))
     terms.append(RehearsedTerm("all tensors at the peak", tensors, rehearsed.peak, "B"))
@@ -308,11 +310,6 @@ def compared(job: Job, layout: Layout, predicted: Estimate, rehearsed: Rehearsal
         predicted_bytes = sum(one.bytes for one in sent if one.technique == technique)
         terms.append(RehearsedTerm(f"sent by {technique}", predicted_bytes, rehearsed.sent(technique), "sent"))
     return [term for term in terms if term.predicted or term.rehearsed]
-
-
-def gone_at_peak(job: Job, layout: Layout, stage: int) -> float:
-    """Parameters that are freed at the peak: they are compared at their maximum, and the law's buffers exclude them."""
-    return peaks(LayoutRows.of(job, layout))[stage].freed_parameters
 
 
 def whole_gradients(job: Job, layout: Layout, stage: int) -> float:

@@ -1,8 +1,8 @@
 """Run one rank of a plan alone: one step of the real engine, with what it holds, computes and sends.
 
-Other ranks do not exist (rehearse_world.py) and, unless on a GPU, tensors have no memory (rehearse_fake.py). Only as many
-micro-batches run as are needed: a schedule's action list is a beginning, a repeated part and an end, so that the shortest list
-with the same peak and fewer repetitions stands for the whole step.
+Other ranks do not exist and, unless on a GPU, tensors have no memory (rehearse_world.py). Only as many micro-batches run as
+are needed: a schedule's action list is a beginning, a repeated part and an end, so that the shortest list with the same peak
+and fewer repetitions stands for the whole step.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from ultrascale.measure.rehearse import Collective, Rehearsal
-from ultrascale.measure.rehearse_fake import QuickFakeTensorMode
-from ultrascale.measure.rehearse_tracker import CollectiveCall, OperatorTracker, StepPosition, watched
+from ultrascale.measure.rehearse_tracker import OperatorTracker, StepPosition, watched
 from ultrascale.measure.rehearse_world import (
     ConstantBatches,
+    QuickFakeTensorMode,
     as_on_a_gpu,
     kernel_times,
     replaced,
@@ -145,22 +145,18 @@ def _gather_once(engine: Engine) -> None:
 
 def _flops(watch: OperatorTracker, short: ShortSchedule) -> dict[str, int]:
     total: Counter[str] = Counter()
-    for (place, _), found in watch.counts.flops.items():
-        for name, count in found.items():
-            total[name] += count * short.weight(place)
+    for (place, name), count in watch.flops.items():
+        total[name] += count * short.weight(place)
     return dict(total.most_common())
 
 
 def _collectives(watch: OperatorTracker, short: ShortSchedule) -> tuple[Collective, ...]:
-    calls: Counter[tuple[CollectiveCall, str]] = Counter()
-    for (place, where), found in watch.counts.calls.items():
-        for call, count in found.items():
-            calls[call, where] += count * short.weight(place)
     together: dict[tuple[str, str, int, str], tuple[int, float]] = {}
-    for (call, where), count in calls.items():
+    for (place, where, call), count in watch.calls.items():
         key = call.technique, call.kind, call.group, where
         number, sent = together.get(key, (0, 0.0))
-        together[key] = number + count, sent + count * call.sent
+        times = count * short.weight(place)
+        together[key] = number + times, sent + times * call.sent
     return tuple(
         Collective(*key, number, round(sent))
         for key, (number, sent) in sorted(together.items(), key=lambda one: (one[0][0], -one[1][1]))

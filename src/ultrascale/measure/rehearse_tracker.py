@@ -7,9 +7,8 @@ inside a kernel of ours.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from ultrascale.cost.network import Op, wire_bytes
 from ultrascale.kernels import flash, gated_gemm
-from ultrascale.measure.rehearse_fake import QuickFakeTensorMode
+from ultrascale.measure.rehearse_world import QuickFakeTensorMode
 from ultrascale.schedules import ActionKind
 from ultrascale.train.engine import Engine
 from ultrascale.train.memory import LiveBytes
@@ -71,14 +70,6 @@ class CollectiveCall(NamedTuple):
     """bytes that this rank sends; fractional where ranks do not divide the buffer"""
 
 
-@dataclass
-class StepCounts:
-    """Collectives and FLOPs by action index and phase."""
-
-    calls: dict[tuple[int | None, str], Counter[CollectiveCall]] = field(default_factory=lambda: defaultdict(Counter))
-    flops: dict[tuple[int | None, str], Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-
-
 class OperatorTracker(LiveBytes):  # type: ignore[no-untyped-call]
     """Tracks live memory, as `LiveBytes`, and counts FLOPs and collectives by position in the step."""
 
@@ -93,7 +84,10 @@ class OperatorTracker(LiveBytes):  # type: ignore[no-untyped-call]
         self.peak_moment = StepPosition("", None, "")
         self.most: Counter[str] = Counter()
         """maximum of each owner, at the peak or not"""
-        self.counts = StepCounts()
+        self.calls: Counter[tuple[int | None, str, CollectiveCall]] = Counter()
+        """by index of the pipeline's action, and forward, backward or phase"""
+        self.flops: Counter[tuple[int | None, str]] = Counter()
+        """by index of the pipeline's action, and operator"""
 
     def track(self, tensors: Iterable[Tensor], owner: str) -> None:
         super().track(tensors, owner)
@@ -131,8 +125,8 @@ class OperatorTracker(LiveBytes):  # type: ignore[no-untyped-call]
     def ran(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         formula = _formula(func)
         if formula is not None:
-            place = self.moment.place
-            self.counts.flops[place, self._where(place)][_name(func)] += int(formula(args, kwargs, result))
+            name = "attention" if func._overloadpacket in _ATTENTION else str(func._opname)
+            self.flops[self.moment.place, name] += int(formula(args, kwargs, result))
         elif func.namespace == "c10d":
             self._exchanged(func, args)
 
@@ -143,11 +137,9 @@ class OperatorTracker(LiveBytes):  # type: ignore[no-untyped-call]
         kind, buffer = found
         group = next(group for group in map(_group, args) if group is not None)
         place = self.moment.place
-        size = sum(tensor.nbytes for tensor in _listed(args[buffer]))
-        sent = float(wire_bytes(kind, size, group.size()))
-        self.counts.calls[place, self._where(place)][
-            CollectiveCall(self.techniques[group.group_name], kind, group.size(), sent)
-        ] += 1
+        tensors = [args[buffer]] if isinstance(args[buffer], Tensor) else args[buffer]
+        sent = float(wire_bytes(kind, sum(tensor.nbytes for tensor in tensors), group.size()))
+        self.calls[place, self._where(place), CollectiveCall(self.techniques[group.group_name], kind, group.size(), sent)] += 1
 
     def _where(self, place: int | None) -> str:
         """forward, backward, or the phase outside of the pipeline."""
@@ -213,14 +205,6 @@ def _group(value: Any) -> dist.ProcessGroup | None:
         return dist.ProcessGroup.unbox(value)
     except RuntimeError:  # a ReduceOp
         return None
-
-
-def _listed(value: Any) -> list[Tensor]:
-    return [value] if isinstance(value, Tensor) else list(value)
-
-
-def _name(func: Any) -> str:
-    return "attention" if func._overloadpacket in _ATTENTION else str(func._opname)
 
 
 @cache

@@ -43,42 +43,37 @@ def findings(ranks: Sequence[RankTime], bubble: Bubble | None, predicted_bubble:
     found = [_overall(ranks), *_exposed(ranks, {technique for technique, has in known.items() if has}), *buckets]
     if bubble is not None:
         found.append(_bubble(bubble, predicted_bubble))
-    return found + [sentence for make in (_uneven, _launches, _waits, _pageable, _operators) for sentence in make(ranks)]
+    return found + [sentence for make in (_uneven, _gpu, _operators) for sentence in make(ranks)]
+
+
+def _mean(ranks: Sequence[RankTime], *fields: str) -> float:
+    return mean(one.mean(*fields) for one in ranks)
 
 
 def _overall(ranks: Sequence[RankTime]) -> str:
-    step = _step_s(ranks)
-    parts = {
-        "computing": mean(one.mean(lambda step: step.computing_s) for one in ranks),
-        "exposed communication": mean(one.mean(lambda step: step.exchanging_s) for one in ranks),
-        "overlapped": mean(one.mean(lambda step: step.both_s) for one in ranks),
-        "idle": mean(one.mean(lambda step: step.neither_s) for one in ranks),
-    }
-    shares = ", ".join(f"{part / step:.0%} {name}" for name, part in parts.items())
+    step = _mean(ranks, "step_s")
+    parts = {"computing": "computing_s", "exposed communication": "exchanging_s", "overlapped": "both_s", "idle": "neither_s"}
+    shares = ", ".join(f"{_mean(ranks, part) / step:.0%} {name}" for name, part in parts.items())
     who = "the rank" if len(ranks) == 1 else f"the mean of {len(ranks)} ranks"
     return f"A step takes {seconds(step)} ({who}): {shares}"
 
 
-def _step_s(ranks: Sequence[RankTime]) -> float:
-    return mean(one.mean(lambda step: step.step_s) for one in ranks)
-
-
 def _exposed(ranks: Sequence[RankTime], but: set[str]) -> Iterator[str]:
-    step = _step_s(ranks)
-    open_s: dict[str, float] = {}
-    hidden_s: dict[str, float] = {}
-    calls: dict[str, float] = {}
-    for one in (each for rank in ranks for each in rank.techniques if each.technique not in but):
-        open_s[one.technique] = open_s.get(one.technique, 0.0) + one.exposed_s / len(ranks)
-        hidden_s[one.technique] = hidden_s.get(one.technique, 0.0) + (one.time_s - one.exposed_s) / len(ranks)
-        calls[one.technique] = calls.get(one.technique, 0.0) + one.calls / len(ranks)
-    for technique, time_s in sorted(open_s.items(), key=lambda one: -one[1]):
-        if time_s >= WORTH * step:
-            number = round(calls[technique])
-            hidden = seconds(hidden_s[technique]) if hidden_s[technique] > 0 else "none"
+    step = _mean(ranks, "step_s")
+    found = []
+    for technique in dict.fromkeys(each.technique for rank in ranks for each in rank.techniques):
+        mine = [each for rank in ranks for each in rank.techniques if each.technique == technique]
+        sums = (
+            sum(values) / len(ranks) for values in zip(*((one.exposed_s, one.time_s, one.calls) for one in mine), strict=True)
+        )
+        found.append((technique, *sums))
+    for technique, exposed_s, time_s, calls in sorted(found, key=lambda one: -one[1]):
+        if exposed_s >= WORTH * step and technique not in but:
+            number = round(calls)
+            hidden = seconds(time_s - exposed_s) if time_s > exposed_s else "none"
             yield (
-                f"{technique}: {number:,} {'collective' if number == 1 else 'collectives'} per step, {seconds(time_s)} "
-                f"({time_s / step:.0%}) exposed and {hidden} overlapped: try {ADVICE[technique]}"
+                f"{technique}: {number:,} {'collective' if number == 1 else 'collectives'} per step, {seconds(exposed_s)} "
+                f"({exposed_s / step:.0%}) exposed and {hidden} overlapped: try {ADVICE[technique]}"
             )
 
 
@@ -87,7 +82,7 @@ def _buckets(ranks: Sequence[RankTime]) -> Iterator[str]:
     found = [(one.reductions, one.run or {}) for one in ranks if one.reductions and one.reductions.technique == "data"]
     if not found:
         return
-    step, open_s = _step_s(ranks), mean(last.exposed_s for last, _ in found)
+    step, open_s = _mean(ranks, "step_s"), mean(last.exposed_s for last, _ in found)
     # The last rank to arrive does not wait: its time is the reduction's own.
     last, run = min(found, key=lambda pair: pair[0].time_s)
     layout = run.get("layout", {})
@@ -119,8 +114,7 @@ def _buckets(ranks: Sequence[RankTime]) -> Iterator[str]:
 
 
 def _uneven(ranks: Sequence[RankTime]) -> Iterator[str]:
-    each = ((one.mean(lambda step: step.computing_s + step.both_s), one.rank) for one in ranks)
-    work = sorted(each, key=lambda pair: pair[0])
+    work = sorted(((one.mean("computing_s", "both_s"), one.rank) for one in ranks), key=lambda pair: pair[0])
     (least_s, idle), (most_s, busy) = work[0], work[-1]
     if len(ranks) > 1 and most_s - least_s > UNEVEN * most_s:
         yield (
@@ -129,12 +123,14 @@ def _uneven(ranks: Sequence[RankTime]) -> Iterator[str]:
         )
 
 
-def _launches(ranks: Sequence[RankTime]) -> Iterator[str]:
-    found = [(one.launches, one) for one in ranks if one.launches is not None]
+def _gpu(ranks: Sequence[RankTime]) -> Iterator[str]:
+    """Launch overhead, synchronizations and pageable memory, of the rank with the most of each."""
+    found = [
+        (one.launches, one.copies, one.mean("step_s")) for one in ranks if one.launches is not None and one.copies is not None
+    ]
     if not found:
         return
-    late, one = max(found, key=lambda pair: pair[0].late_s)
-    step = one.mean(lambda step: step.step_s)
+    late, _, step = max(found, key=lambda one: one[0].late_s)
     if late.late_s >= WORTH * step:
         where = ", ".join(f"{seconds(time_s)} in {name}" for name, time_s in list(late.where.items())[:2])
         pace = f" of {seconds(late.kernel_s)} on average, launched every {seconds(late.every_s)}" if late.every_s else ""
@@ -143,29 +139,17 @@ def _launches(ranks: Sequence[RankTime]) -> Iterator[str]:
             f"launches too late, {late.gaps:,.0f} kernels{pace} ({where}): try a larger layout.mbs, fused or compiled blocks, "
             "or CUDA graphs"
         )
-
-
-def _waits(ranks: Sequence[RankTime]) -> Iterator[str]:
-    found = [(one.copies, one) for one in ranks if one.copies is not None]
-    if not found:
-        return
-    copies, one = max(found, key=lambda pair: pair[0].waits)
-    idle_s = one.launches.after_waits_s if one.launches is not None else 0.0
-    step = one.mean(lambda step: step.step_s)
-    if copies.waits > MANY_WAITS or idle_s >= WORTH * step:
+    late, copies, step = max(found, key=lambda one: one[1].waits)
+    if copies.waits > MANY_WAITS or late.after_waits_s >= WORTH * step:
         yield (
             f"The host waits for the GPU {copies.waits:,.0f} times a step, {seconds(copies.wait_s)} in all, and the GPU is "
-            f"then idle for {seconds(idle_s)}: read values (.item(), .tolist(), print) once, at the step's end"
+            f"then idle for {seconds(late.after_waits_s)}: read values (.item(), .tolist(), print) once, at the step's end"
         )
-
-
-def _pageable(ranks: Sequence[RankTime]) -> Iterator[str]:
-    found = [one.copies for one in ranks if one.copies is not None and one.copies.pageable_bytes >= LARGE]
-    if found:
-        most = max(found, key=lambda one: one.pageable_bytes)
+    copies = max((copies for _, copies, _ in found), key=lambda one: one.pageable_bytes)
+    if copies.pageable_bytes >= LARGE:
         yield (
-            f"{most.pageable:,.0f} copies a step between host and GPU use pageable memory, "
-            f"{most.pageable_bytes / 2**20:,.2f} MiB: pin it (pin_memory=True) and copy with non_blocking=True"
+            f"{copies.pageable:,.0f} copies a step between host and GPU use pageable memory, "
+            f"{copies.pageable_bytes / 2**20:,.2f} MiB: pin it (pin_memory=True) and copy with non_blocking=True"
         )
 
 
@@ -174,7 +158,7 @@ def _operators(ranks: Sequence[RankTime]) -> Iterator[str]:
     found = [one for one in ranks if one.device == "cpu"]
     if not found:
         return
-    idle_s, step = mean(one.mean(lambda step: step.neither_s) for one in found), _step_s(found)
+    idle_s, step = _mean(found, "neither_s"), _mean(found, "step_s")
     if idle_s > 0.2 * step:
         yield (
             f"For {seconds(idle_s)} a step ({idle_s / step:.0%}) the host runs Python between operators, and the profiler: try "
@@ -248,8 +232,7 @@ def analyse(ranks: Sequence[RankTime], plan: Plan | None = None, problems: Seque
     """All ranks together. SpecError for a plan of another model."""
     notes = [*problems, *_notes(ranks)]
     if plan is not None:
-        _same_model(ranks, plan)
-        notes += [*_other_layout(ranks, plan), *_other_machine(ranks, plan)]
+        notes += _plan_notes(ranks, plan)
     found = bubble(ranks)
     predicted = None if plan is None or plan.layout.pp == 1 else plan.estimate.bubble_fraction
     terms = () if plan is None else tuple(_terms(ranks, plan.estimate))
@@ -265,7 +248,8 @@ def _notes(ranks: Sequence[RankTime]) -> Iterator[str]:
         yield f"{unmarked[0].file} marks no steps (ProfilerStep): the whole trace is taken for one"
 
 
-def _same_model(ranks: Sequence[RankTime], plan: Plan) -> None:
+def _plan_notes(ranks: Sequence[RankTime], plan: Plan) -> Iterator[str]:
+    """In what the plan differs from the run."""
     model = plan.job.model
     for one in ranks:
         run = one.run
@@ -274,20 +258,14 @@ def _same_model(ranks: Sequence[RankTime], plan: Plan) -> None:
                 f"the plan is of {model.name} ({model.layers} layers) but {one.file or 'the trace'} is of {run.get('model')} "
                 f"({run.get('layers')} layers): give the run's own plan, which its folder has as plan.yaml"
             )
-
-
-def _other_layout(ranks: Sequence[RankTime], plan: Plan) -> Iterator[str]:
     layout = (ranks[0].run or {}).get("layout", {})
     planned = plan.layout.model_dump(mode="json")
     apart = [f"layout.{name} {value} and {layout[name]}" for name, value in planned.items() if layout.get(name, value) != value]
     if apart:
         yield f"the plan and the run differ: {'; '.join(apart)}"
-
-
-def _other_machine(ranks: Sequence[RankTime], plan: Plan) -> Iterator[str]:
-    planned = plan.job.cluster.gpu.name
-    if (planned == "cpu") != (ranks[0].device == "cpu"):
-        yield f"the plan is for {planned}, the trace is of a {ranks[0].device.upper()}: only shares compare"
+    gpu = plan.job.cluster.gpu.name
+    if (gpu == "cpu") != (ranks[0].device == "cpu"):
+        yield f"the plan is for {gpu}, the trace is of a {ranks[0].device.upper()}: only shares compare"
 
 
 def _terms(ranks: Sequence[RankTime], planned: Estimate) -> Iterator[ComparedTerm]:
@@ -300,8 +278,9 @@ def _terms(ranks: Sequence[RankTime], planned: Estimate) -> Iterator[ComparedTer
     def exposed_s(technique: str) -> float:
         return mean(sum(each.exposed_s for each in one.techniques if each.technique == technique) for one in ranks)
 
-    yield ComparedTerm("step time", "s", planned.step_time_s, mean(one.mean(lambda step: step.step_s) for one in ranks))
-    computing = mean(one.mean(lambda step: step.computing_s + step.both_s - step.optimizer_s) for one in ranks)
+    yield ComparedTerm("step time", "s", planned.step_time_s, _mean(ranks, "step_s"))
+    optimizer = _mean(ranks, "optimizer_s")
+    computing = _mean(ranks, "computing_s", "both_s") - optimizer
     yield ComparedTerm(
         "computing", "s", causes("matmul_s", "attention_s", "memory_bound_s", "recompute_s"), computing, part=True
     )
@@ -309,8 +288,6 @@ def _terms(ranks: Sequence[RankTime], planned: Estimate) -> Iterator[ComparedTer
         predicted, measured = causes(*fields) if fields else None, exposed_s(technique)
         if predicted or measured:
             yield ComparedTerm(name, "s", predicted, measured, part=True)
-    yield ComparedTerm(
-        "optimizer", "s", time.optimizer_s, mean(one.mean(lambda step: step.optimizer_s) for one in ranks), part=True
-    )
-    idle = mean(one.mean(lambda step: step.neither_s) for one in ranks)
+    yield ComparedTerm("optimizer", "s", time.optimizer_s, optimizer, part=True)
+    idle = _mean(ranks, "neither_s")
     yield ComparedTerm("nothing runs", "s", causes("launch_s", "offload_s", "overhead_s"), idle, part=True)

@@ -9,8 +9,11 @@ import re
 from array import array
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from sys import intern
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ultrascale.measure.trace_file import TraceFile
@@ -42,7 +45,7 @@ _KINDS = (
     ("broadcast", ("broadcast",)),
     ("barrier", ("barrier",)),
 )
-_BY_KIND = {"send_recv": "pipeline", "all_to_all": "expert"}
+TECHNIQUE_OF_KIND = {"send_recv": "pipeline", "all_to_all": "expert"}
 """the most likely technique of a collective where nothing else tells"""
 _SIZES = {"double": 8, "long": 8, "float": 4, "int": 4, "bfloat16": 2, "half": 2, "short": 2}
 
@@ -74,13 +77,9 @@ def technique_of_group(*names: str) -> str | None:
     return None
 
 
-def technique_of_kind(kind: str) -> str:
-    return _BY_KIND.get(kind, "unknown")
-
-
-def kind_of(name: str) -> str:
+def kind_of(name: str, facts: Mapping[str, Any] = MappingProxyType({})) -> str:
     """`all_reduce` of `ncclDevKernel_AllReduce_Sum_bf16_RING_LL(…)`, `c10d::allreduce_` or `gloo:all_reduce`."""
-    plain = name.lower().replace("_", "").replace("-", "")
+    plain = str(facts.get("Collective name") or name).lower().replace("_", "").replace("-", "")
     return next((kind for kind, signs in _KINDS if any(sign in plain for sign in signs)), "other")
 
 
@@ -108,7 +107,7 @@ def computes(name: str) -> bool:
     )
 
 
-def message_bytes(facts: dict[str, Any]) -> int | None:
+def message_bytes(facts: Mapping[str, Any]) -> int | None:
     """Of a collective, by Kineto's metadata: the larger of input and output."""
     counts = [facts.get("In msg nelems"), facts.get("Out msg nelems")]
     numbers = [count for count in counts if isinstance(count, int)]
@@ -120,58 +119,23 @@ OURS = "ultrascale"
 """key of our engine's metadata in a trace"""
 _OLD = {"operator": "cpu_op", "runtime": "cuda_runtime", "memcpy": "gpu_memcpy", "memset": "gpu_memset"}
 """Kineto's categories before 2022"""
-_COPY = re.compile(r"Memcpy (\w+) \((\w+) -> (\w+)\)")
 MOST_US = 1e18  # 30,000 years: a clock that counts from 1970 in nanoseconds has 1.8e18, in microseconds 1.8e15
 _DEPTH = 64  # ranges that may begin inside another one before a given time
 
 Thread = tuple[Any, Any]
 
 
-class TraceRange(NamedTuple):
+class TraceEvent(NamedTuple):
+    """A kernel, a range, or a call of the host."""
+
     start: float
     end: float
     name: str
     thread: Thread
-
-
-class KernelLaunch(NamedTuple):
-    """The host's call that launched a kernel."""
-
-    start: float
-    end: float
-    thread: Thread
-
-
-class Kernel(NamedTuple):
-    start: float
-    end: float
-    stream: Any
-    correlation: int | None
-    name: str | None
-    """of collectives only"""
-    facts: dict[str, Any] | None
-    """metadata of a collective"""
-
-
-class Copy(NamedTuple):
-    """Between host and device."""
-
-    start: float
-    end: float
-    way: str
-    """HtoD or DtoH"""
-    pageable: bool
-    bytes: int
-
-
-class CollectiveLaunch(NamedTuple):
-    """The host starts a collective."""
-
-    start: float
-    end: float
-    kind: str
-    thread: Thread
-    facts: dict[str, Any]
+    facts: Mapping[str, Any] = MappingProxyType({})
+    """metadata of collectives and copies"""
+    correlation: int | None = None
+    """of a kernel: key of its launch"""
 
 
 @dataclass
@@ -181,14 +145,16 @@ class RankTrace:
     facts: dict[str, Any] = field(default_factory=dict)
     broken: str | None = None
     events: int = 0
-    kernels: list[Kernel] = field(default_factory=list)
-    launches: dict[int, KernelLaunch] = field(default_factory=dict)
-    copies: list[Copy] = field(default_factory=list)
-    syncs: list[TraceRange] = field(default_factory=list)
+    kernels: list[TraceEvent] = field(default_factory=list)
+    """copies and memsets too"""
+    launches: dict[int | None, TraceEvent] = field(default_factory=dict)
+    """the host's calls that launched kernels, by correlation"""
+    syncs: list[TraceEvent] = field(default_factory=list)
     """the host waits for the device"""
-    ranges: list[TraceRange] = field(default_factory=list)
-    calls: list[CollectiveLaunch] = field(default_factory=list)
-    background: list[TraceRange] = field(default_factory=list)
+    ranges: list[TraceEvent] = field(default_factory=list)
+    calls: list[TraceEvent] = field(default_factory=list)
+    """operators with which the host starts collectives"""
+    background: list[TraceEvent] = field(default_factory=list)
     """collectives of gloo, on its own threads"""
     ops: dict[Thread, array[float]] = field(default_factory=lambda: defaultdict(lambda: array("d")))
     """starts and ends of operators that compute on the host, by thread"""
@@ -196,6 +162,10 @@ class RankTrace:
     @property
     def on_gpu(self) -> bool:
         return bool(self.kernels)
+
+    def launched_at(self, kernel: TraceEvent) -> float:
+        """When the host launched a kernel; its own start where that is unknown."""
+        return self.launches.get(kernel.correlation, kernel).start
 
     @property
     def ours(self) -> dict[str, Any] | None:
@@ -239,46 +209,37 @@ def _add(trace: RankTrace, event: dict[str, Any]) -> None:
     trace.events += 1
     kind = str(event.get("cat", "")).lower()
     kind = _OLD.get(kind, kind)
-    name, thread = event["name"], (_identifier(event.get("pid")), _identifier(event.get("tid")))
+    name, thread = intern(event["name"]), (_identifier(event.get("pid")), _identifier(event.get("tid")))
     facts = event.get("args") if isinstance(event.get("args"), dict) else {}
     assert isinstance(facts, dict)
-    stream, correlation = _identifier(facts.get("stream", event.get("tid"))), facts.get("correlation")
-    correlation = correlation if isinstance(correlation, int) else None
-    if kind == "kernel":
-        collective = is_collective_kernel(name)
-        metadata = {key: facts[key] for key in _COLLECTIVE_KEYS if key in facts} if collective else None
-        trace.kernels.append(Kernel(start, end, stream, correlation, name if collective else None, metadata))
-    elif kind in ("gpu_memcpy", "gpu_memset"):
-        trace.kernels.append(Kernel(start, end, stream, correlation, None, None))
-        way = _COPY.match(name)
-        if way is not None and way[1] in ("HtoD", "DtoH"):
-            trace.copies.append(Copy(start, end, way[1], "Pageable" in name, _bytes(facts.get("bytes"))))
+    if kind in ("kernel", "gpu_memcpy", "gpu_memset"):
+        correlation = facts.get("correlation")
+        correlation = correlation if isinstance(correlation, int) else None
+        trace.kernels.append(TraceEvent(start, end, name, thread, _kept(facts), correlation))
     elif kind.endswith(("_runtime", "_driver")):
-        if correlation is not None:
-            trace.launches.setdefault(correlation, KernelLaunch(start, end, thread))
+        call = TraceEvent(start, end, name, thread)
+        if isinstance(facts.get("correlation"), int):
+            trace.launches.setdefault(facts["correlation"], call)
         if "Synchronize" in name or name in ("cudaMemcpy", "hipMemcpy"):
-            trace.syncs.append(TraceRange(start, end, name, thread))
+            trace.syncs.append(call)
     elif kind == "user_annotation" or (not kind and STEP.match(name)):
-        (trace.background if name.startswith("gloo:") else trace.ranges).append(TraceRange(start, end, name, thread))
+        (trace.background if name.startswith("gloo:") else trace.ranges).append(TraceEvent(start, end, name, thread))
     elif kind == "cpu_op":
         if is_collective_op(name):
-            metadata = {key: facts[key] for key in _COLLECTIVE_KEYS if key in facts}
-            trace.calls.append(
-                CollectiveLaunch(start, end, kind_of(str(metadata.get("Collective name") or name)), thread, metadata)
-            )
+            trace.calls.append(TraceEvent(start, end, name, thread, _kept(facts)))
         elif is_optimizer(name):
-            trace.ranges.append(TraceRange(start, end, name, thread))
+            trace.ranges.append(TraceEvent(start, end, name, thread))
         elif computes(name):
             trace.ops[thread].extend((start, end))
+
+
+def _kept(facts: dict[str, Any]) -> dict[str, Any]:
+    return {key: facts[key] for key in _KEPT if key in facts}
 
 
 def _identifier(value: Any) -> Any:
     """Of a process, thread or stream, as a dictionary key: a file may have lists there."""
     return value if value is None or isinstance(value, int | str) else str(value)
-
-
-def _bytes(size: Any) -> int:
-    return int(size) if isinstance(size, int | float) and 0 <= size <= 2**63 else 0
 
 
 def _microseconds(trace: RankTrace, event: dict[str, Any], name: str, least: float) -> float:
@@ -292,33 +253,27 @@ def _microseconds(trace: RankTrace, event: dict[str, Any], name: str, least: flo
     return float(value)
 
 
-_COLLECTIVE_KEYS = (
+_KEPT = (
+    "bytes",
     "Collective name",
     "Process Group Name",
     "Process Group Description",
     "In msg nelems",
     "Out msg nelems",
     "dtype",
-    "Group size",
 )
 
 
 class EnclosingRanges:
     """Finds the range of a thread that contains a given time."""
 
-    def __init__(self, ranges: list[TraceRange] | list[CollectiveLaunch]) -> None:
-        self._by_thread: dict[Thread, list[Any]] = defaultdict(list)
-        for one in ranges:
+    def __init__(self, ranges: Iterable[TraceEvent]) -> None:
+        self._by_thread: dict[Thread, list[TraceEvent]] = defaultdict(list)
+        for one in sorted(ranges, key=lambda one: one.start):
             self._by_thread[one.thread].append(one)
-        for found in self._by_thread.values():
-            found.sort(key=lambda one: one.start)
-        self._starts = {thread: [one.start for one in found] for thread, found in self._by_thread.items()}
 
-    def innermost(self, thread: Thread, moment: float) -> Any:
+    def innermost(self, thread: Thread, moment: float) -> TraceEvent | None:
         """The range that began last and has not ended."""
-        found = self._by_thread.get(thread, ())
-        place = bisect_right(self._starts.get(thread, []), moment)
-        for one in reversed(found[max(0, place - _DEPTH) : place]):
-            if one.end > moment:
-                return one
-        return None
+        found = self._by_thread.get(thread, [])
+        place = bisect_right(found, moment, key=lambda one: one.start)
+        return next((one for one in reversed(found[max(0, place - _DEPTH) : place]) if one.end > moment), None)

@@ -7,28 +7,30 @@ of the main thread are computing; communication is the host waiting in a range o
 
 from __future__ import annotations
 
+import math
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ultrascale.measure.trace_rank import (
     ACTION,
     STEP,
-    CollectiveLaunch,
+    TECHNIQUE_OF_KIND,
     EnclosingRanges,
-    Kernel,
     RankTrace,
     Thread,
-    TraceRange,
+    TraceEvent,
+    is_collective_kernel,
     is_optimizer,
     kind_of,
     message_bytes,
     our_comm_range,
     technique_of_group,
-    technique_of_kind,
     technique_of_range,
 )
 
@@ -38,65 +40,48 @@ Intervals = list[Interval]
 
 def merged(intervals: Iterable[Interval]) -> Intervals:
     """The union of intervals; empty ones are dropped."""
-    found: Intervals = []
-    for start, end in sorted(intervals):
-        if end <= start:
-            continue
-        if found and start <= found[-1][1]:
-            if end > found[-1][1]:
-                found[-1] = (found[-1][0], end)
-        else:
-            found.append((start, end))
-    return found
+    return _where(lambda inside: inside, intervals)
 
 
-def covered(events: Iterable[Kernel | TraceRange | CommInterval]) -> Intervals:
+def covered(events: Iterable[TraceEvent | CommInterval]) -> Intervals:
     """The union of the times of events."""
     return merged((one.start, one.end) for one in events)
+
+
+def both(first: Iterable[Interval], second: Iterable[Interval]) -> Intervals:
+    """The intersection of two sets."""
+    return _where(lambda in_first, in_second: in_first & in_second, first, second)
+
+
+def without(first: Iterable[Interval], second: Iterable[Interval]) -> Intervals:
+    """The first set without the second."""
+    return _where(lambda in_first, in_second: in_first & ~in_second, first, second)
+
+
+def _where(keep: Callable[..., Any], *sets: Iterable[Interval]) -> Intervals:
+    """The times for which `keep` is true, given which times are inside each set."""
+    arrays = [np.array(list(one), float).reshape(-1, 2) for one in sets]
+    times = np.unique(np.concatenate(arrays))
+    inside = []
+    for array_ in arrays:
+        began, ended = np.searchsorted(times, array_[array_[:, 0] < array_[:, 1]]).T
+        inside.append(np.cumsum(np.bincount(began, minlength=len(times)) - np.bincount(ended, minlength=len(times))) > 0)
+    edges = times[np.flatnonzero(np.diff(keep(*inside), prepend=False))].tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def length(of: Intervals) -> float:
     return sum(end - start for start, end in of)
 
 
-def both(first: Intervals, second: Intervals) -> Intervals:
-    """The intersection of two sets."""
-    found: Intervals = []
-    i = j = 0
-    while i < len(first) and j < len(second):
-        start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
-        if start < end:
-            found.append((start, end))
-        if first[i][1] < second[j][1]:
-            i += 1
-        else:
-            j += 1
+def lengths(of: Intervals, windows: Sequence[Interval]) -> list[float]:
+    """The length of a set inside each window."""
+    if not of or not windows:
+        return [0.0] * len(windows)
+    edges = np.ravel(of)
+    before = np.cumsum(np.diff(edges, prepend=edges[0]) * (np.arange(len(edges)) % 2))  # the set's length before each edge
+    found: list[float] = np.diff(np.interp(windows, edges, before))[:, 0].tolist()
     return found
-
-
-def without(first: Intervals, second: Intervals) -> Intervals:
-    """The first set without the second."""
-    found: Intervals = []
-    j = 0
-    for start, end in first:
-        while j < len(second) and second[j][1] <= start:
-            j += 1
-        k = j
-        while k < len(second) and second[k][0] < end:
-            if second[k][0] > start:
-                found.append((start, second[k][0]))
-            start = second[k][1]
-            k += 1
-        if start < end:
-            found.append((start, end))
-    return found
-
-
-def within(of: Intervals, window: Interval) -> Intervals:
-    """The part of a set inside one window."""
-    first = bisect_right(of, window[0], key=lambda one: one[1])
-    last = bisect_left(of, window[1], key=lambda one: one[0])
-    return both(of[first:last], [window])
 
 
 UNMARKED = "the whole trace"
@@ -145,18 +130,29 @@ def step_intervals(trace: RankTrace) -> StepIntervals:
 
 def _of_gpu(trace: RankTrace) -> StepIntervals:
     technique_of = _TechniqueOf(trace)
-    launched = sorted(((_launched(trace, kernel), kernel) for kernel in trace.kernels), key=lambda pair: pair[0])
-    communication = [technique_of.kernel(kernel) for kernel in trace.kernels if kernel.name is not None]
-    beside = {(one.start, one.end) for one in communication if one.technique in OUTSIDE_PASS}
-    own = [(at, kernel) for at, kernel in launched if kernel.name is None or (kernel.start, kernel.end) not in beside]
-    updates = [kernel for one in trace.ranges if is_optimizer(one.name) for kernel in _between(own, one)]
+    launched = sorted(trace.kernels, key=trace.launched_at)
+    communication, computing, own = [], [], []
+    for kernel in launched:
+        if is_collective_kernel(kernel.name):
+            communication.append(technique_of.kernel(kernel))
+            if communication[-1].technique in OUTSIDE_PASS:
+                continue
+        else:
+            computing.append(kernel)
+        own.append(kernel)
+
+    def busy(one: TraceEvent) -> tuple[float, float, float] | None:
+        kernels = covered(_between(trace, own, one.start, one.end))
+        return (kernels[0][0], kernels[-1][1], length(kernels)) if kernels else None
+
+    updates = [kernel for one in trace.ranges if is_optimizer(one.name) for kernel in _between(trace, own, one.start, one.end)]
     return StepIntervals(
-        steps=_device_steps(windows(trace), launched),
-        computing=covered(kernel for kernel in trace.kernels if kernel.name is None),
-        optimizer=covered(kernel for kernel in updates if kernel.name is None),
+        steps=_device_steps(trace, launched),
+        computing=covered(computing),
+        optimizer=covered(kernel for kernel in updates if not is_collective_kernel(kernel.name)),
         communication=communication,
         collectives=communication,
-        actions=[action for one in trace.ranges if (action := _device_action(one, own)) is not None],
+        actions=list(_passes(trace, busy)),
     )
 
 
@@ -166,24 +162,26 @@ def _of_cpu(trace: RankTrace) -> StepIntervals:
     operators = merged(zip(pairs[::2], pairs[1::2], strict=True))
     held = [(one, our_comm_range(one.name)) for one in trace.ranges if one.thread == main]
     waits = [CommInterval(one.start, one.end, *comm) for one, comm in held if comm is not None]
-    calls = [CommInterval(one.start, one.end, *technique_of.call(one)) for one in trace.calls if one.thread == main]
-    running = sorted(one for one in trace.background if not waits or _collective(one))
-    background = [CommInterval(one.start, one.end, *technique_of.background(one)) for one in running]
+    calls = [technique_of.call(one) for one in trace.calls if one.thread == main]
+    # A message of gloo lasts until it is asked for, so that the host's waits say more, where they are known.
+    running = [one for one in trace.background if not waits or kind_of(one.name) != "send_recv"]
+    background = [technique_of.background(one) for one in sorted(running, key=lambda one: one[:3])]
     waited_for = {one.technique for one in waits}
     # Where the ranges tell when the host waits, communication outside of them is overlapped.
-    hidden = without(
-        covered(one for one in background if one.technique in waited_for),
-        covered(waits),
-    )
+    hidden = without(covered(one for one in background if one.technique in waited_for), covered(waits))
     pipeline = covered(one for one in waits if one.technique == "pipeline")
-    updates = covered(one for one in trace.ranges if is_optimizer(one.name))
+
+    def busy(one: TraceEvent) -> tuple[float, float, float]:
+        (waited,) = lengths(pipeline, [(one.start, one.end)])
+        return one.start, one.end, one.end - one.start - waited
+
     return StepIntervals(
         steps=windows(trace),
         computing=merged([*operators, *hidden]),
-        optimizer=both(operators, updates),
+        optimizer=both(operators, covered(one for one in trace.ranges if is_optimizer(one.name))),
         communication=[*waits, *calls, *background],
         collectives=calls,
-        actions=[action for one in trace.ranges if (action := _host_action(one, pipeline)) is not None],
+        actions=list(_passes(trace, busy)),
     )
 
 
@@ -192,13 +190,11 @@ def windows(trace: RankTrace) -> list[tuple[str, Interval]]:
     steps = sorted((one.start, one.end, one.name) for one in trace.ranges if STEP.match(one.name))
     if steps:
         return [(name, (start, end)) for start, end, name in steps]
-    spans = [(kernel.start, kernel.end) for kernel in trace.kernels]
-    if not spans:
-        spans += [(one.start, one.end) for one in (*trace.ranges, *trace.background)]
-        spans += [(min(pairs[::2]), max(pairs[1::2])) for pairs in trace.ops.values()]
-    if not spans:
-        return []
-    return [(UNMARKED, (min(start for start, _ in spans), max(end for _, end in spans)))]
+    if trace.on_gpu:
+        return [(UNMARKED, (-math.inf, math.inf))]
+    spans = [(one.start, one.end) for one in (*trace.ranges, *trace.background)]
+    spans += [(min(pairs[::2]), max(pairs[1::2])) for pairs in trace.ops.values()]
+    return [(UNMARKED, (min(start for start, _ in spans), max(end for _, end in spans)))] if spans else []
 
 
 class _TechniqueOf:
@@ -215,46 +211,43 @@ class _TechniqueOf:
         self._groups = {str(one.get("pg_name")): str(one.get("pg_desc", "")) for one in groups if isinstance(one, dict)}
         self._queues = _queues(trace.calls)
 
-    def kernel(self, kernel: Kernel) -> CommInterval:
-        launch = self._trace.launches.get(kernel.correlation) if kernel.correlation is not None else None
-        holder = self._ranges.innermost(launch.thread, launch.start) if launch is not None else None
+    def kernel(self, kernel: TraceEvent) -> CommInterval:
+        launch = self._trace.launches.get(kernel.correlation)
         call = self._calls.innermost(launch.thread, launch.start) if launch is not None else None
-        facts = {**(call.facts if call is not None else {}), **(kernel.facts or {})}
-        kind = kind_of(str(facts.get("Collective name") or kernel.name))
-        return CommInterval(kernel.start, kernel.end, self._technique(holder, facts, kind), kind, message_bytes(facts))
+        facts = {**(call.facts if call is not None else {}), **kernel.facts}
+        return self._interval(kernel, launch, facts)
 
-    def call(self, call: CollectiveLaunch) -> tuple[str, str, int | None]:
-        holder = self._ranges.innermost(call.thread, call.start)
-        return self._technique(holder, call.facts, call.kind), call.kind, message_bytes(call.facts)
+    def call(self, call: TraceEvent) -> CommInterval:
+        return self._interval(call, call, call.facts)
 
-    def background(self, one: TraceRange) -> tuple[str, str, int | None]:
+    def background(self, one: TraceEvent) -> CommInterval:
         """gloo runs collectives in the order of their calls, without their process group."""
         kind = kind_of(one.name)
         queue = self._queues.get(kind)
         if queue and queue[0].start <= one.start:
-            return self.call(queue.popleft())
-        return technique_of_kind(kind), kind, None
+            return self.call(queue.popleft())._replace(start=one.start, end=one.end)
+        return CommInterval(one.start, one.end, TECHNIQUE_OF_KIND.get(kind, "unknown"), kind)
 
-    def _technique(self, holder: TraceRange | None, facts: dict[str, object], kind: str) -> str:
+    def _interval(self, one: TraceEvent, started: TraceEvent | None, facts: Mapping[str, Any]) -> CommInterval:
+        """`started`: the host's call, whose place tells the technique; without it, the process group or the kind does."""
+        kind = kind_of(one.name, facts)
+        holder = self._ranges.innermost(started.thread, started.start) if started is not None else None
         if holder is not None:
-            return technique_of_range(holder.name) or "unknown"
-        group = str(facts.get("Process Group Name", ""))
-        found = technique_of_group(str(facts.get("Process Group Description", "")), self._groups.get(group, ""), group)
-        if found is None and kind == "all_reduce" and self._ddp:
-            return "data"
-        return found or technique_of_kind(kind)
+            technique = technique_of_range(holder.name)
+        else:
+            group = str(facts.get("Process Group Name", ""))
+            technique = technique_of_group(str(facts.get("Process Group Description", "")), self._groups.get(group, ""), group)
+            if technique is None and kind == "all_reduce" and self._ddp:
+                technique = "data"
+        return CommInterval(one.start, one.end, technique or TECHNIQUE_OF_KIND.get(kind, "unknown"), kind, message_bytes(facts))
 
 
-def _queues(calls: Iterable[CollectiveLaunch]) -> dict[str, deque[CollectiveLaunch]]:
-    queues: dict[str, deque[CollectiveLaunch]] = defaultdict(deque)
+def _queues(calls: Iterable[TraceEvent]) -> dict[str, deque[TraceEvent]]:
+    queues: dict[str, deque[TraceEvent]] = defaultdict(deque)
     for call in sorted(calls, key=lambda call: call.start):
-        queues["all_reduce" if call.kind == "reduce_scatter" else call.kind].append(call)  # which gloo runs for it
+        kind = kind_of(call.name, call.facts)
+        queues["all_reduce" if kind == "reduce_scatter" else kind].append(call)  # which gloo runs for it
     return queues
-
-
-def _collective(one: TraceRange) -> bool:
-    """A message of gloo lasts until it is asked for, so that the host's waits say more, where they are known."""
-    return kind_of(one.name) != "send_recv"
 
 
 def _main_thread(trace: RankTrace) -> Thread:
@@ -262,41 +255,25 @@ def _main_thread(trace: RankTrace) -> Thread:
     return steps[0] if steps else max(trace.ops, key=lambda thread: len(trace.ops[thread]), default=(None, None))
 
 
-def _launched(trace: RankTrace, kernel: Kernel) -> float:
-    launch = trace.launches.get(kernel.correlation) if kernel.correlation is not None else None
-    return launch.start if launch is not None else kernel.start
+def _between(trace: RankTrace, launched: list[TraceEvent], start: float, end: float) -> list[TraceEvent]:
+    first, last = (bisect_left(launched, time, key=trace.launched_at) for time in (start, end))
+    return launched[first:last]
 
 
-def _between(launched: list[tuple[float, Kernel]], one: TraceRange) -> list[Kernel]:
-    first, last = (bisect_left(launched, time, key=lambda pair: pair[0]) for time in (one.start, one.end))
-    return [kernel for _, kernel in launched[first:last]]
-
-
-def _device_steps(steps: list[tuple[str, Interval]], launched: list[tuple[float, Kernel]]) -> list[tuple[str, Interval]]:
+def _device_steps(trace: RankTrace, launched: list[TraceEvent]) -> list[tuple[str, Interval]]:
     """A step of the device lasts from the first kernel that the host launches in it to the first of the next step."""
     begun = []
-    for name, (start, end) in steps:
-        kernels = (
-            [one for _, one in launched] if name == UNMARKED else _between(launched, TraceRange(start, end, name, (None, None)))
-        )
-        if kernels:
+    for name, window in windows(trace):
+        if kernels := _between(trace, launched, *window):
             begun.append((name, min(kernel.start for kernel in kernels), max(kernel.end for kernel in kernels)))
     starts = [start for _, start, _ in begun]
     ends = [*starts[1:], *(end for _, _, end in begun[-1:])]
     return [(name, (start, end)) for (name, start, _), end in zip(begun, ends, strict=True)]
 
 
-def _host_action(one: TraceRange, pipeline: Intervals) -> TracedPass | None:
-    found = ACTION.match(one.name)
-    if found is None:
-        return None
-    waited = length(both([(one.start, one.end)], pipeline))
-    return TracedPass(one.start, one.end, found[1], int(found[2]), int(found[3]), one.end - one.start - waited)
-
-
-def _device_action(one: TraceRange, own: list[tuple[float, Kernel]]) -> TracedPass | None:
-    found = ACTION.match(one.name)
-    kernels = covered(_between(own, one)) if found is not None else []
-    if found is None or not kernels:
-        return None
-    return TracedPass(kernels[0][0], kernels[-1][1], found[1], int(found[2]), int(found[3]), length(kernels))
+def _passes(trace: RankTrace, times: Callable[[TraceEvent], tuple[float, float, float] | None]) -> Iterator[TracedPass]:
+    """`times`: start, end and busy time of a range; None where nothing ran."""
+    for one in trace.ranges:
+        if (found := ACTION.match(one.name)) is not None and (span := times(one)) is not None:
+            start, end, busy = span
+            yield TracedPass(start, end, found[1], int(found[2]), int(found[3]), busy)

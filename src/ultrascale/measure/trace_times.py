@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
-from ultrascale.measure.trace_rank import ACTION, STEP, TECHNIQUES, EnclosingRanges, RankTrace, Thread
+from ultrascale.measure.trace_rank import ACTION, STEP, TECHNIQUES, EnclosingRanges, RankTrace, Thread, TraceEvent
 from ultrascale.measure.trace_steps import (
     CommInterval,
     Interval,
-    Intervals,
     StepIntervals,
     TracedPass,
     both,
     covered,
     length,
+    lengths,
     merged,
     step_intervals,
-    within,
     without,
 )
 from ultrascale.schedules import build
@@ -29,10 +29,7 @@ from ultrascale.schedules.simulate import StageTimes, simulate
 from ultrascale.specs.errors import SpecError
 
 US = 1e-6
-
-
-Late = tuple[int, float, float, float, float]
-"""a kernel's index, the beginning and end of the gap before it, its launch, its duration"""
+_COPY = re.compile(r"Memcpy (HtoD|DtoH) \(\w+ -> \w+\)")
 
 
 @dataclass(frozen=True)
@@ -71,50 +68,50 @@ class Copies:
     wait_s: float
 
 
+class _LateKernel(NamedTuple):
+    """A kernel that the host launched when the device was idle already."""
+
+    place: int
+    idle_from: float
+    start: float
+    end: float
+    launched: float
+
+
 def launches(trace: RankTrace, steps: list[Interval]) -> Launches:
-    busy = covered(trace.kernels)
     kernels = sorted(trace.kernels, key=lambda kernel: kernel.start)
     starts = [kernel.start for kernel in kernels]
-    phases = EnclosingRanges([one for one in trace.ranges if not STEP.match(one.name)])
+    phases = EnclosingRanges(one for one in trace.ranges if not STEP.match(one.name))
     hosts = dict.fromkeys(one.thread for one in trace.ranges if STEP.match(one.name))
     waits = sorted((one.start, one.end) for one in trace.syncs)
-    late: list[Late] = []
-    after_waits_s = 0.0
+    runs: list[list[_LateKernel]] = []  # of consecutive kernels
+    after_waits_s, count = 0.0, len(steps)
     where: dict[str, float] = defaultdict(float)
-    for begin, end in without(merged(steps), busy):
+    for begin, end in without(steps, covered(kernels)):
         place = bisect_left(starts, end)
         kernel = kernels[place] if place < len(kernels) and starts[place] == end else None
-        launch = trace.launches.get(kernel.correlation) if kernel is not None and kernel.correlation is not None else None
+        launch = trace.launches.get(kernel.correlation) if kernel is not None else None
         if kernel is None or launch is None or launch.start <= begin:
             continue  # the device waited for another stream or rank
         if _ended_in(waits, begin, launch.start):
             after_waits_s += (end - begin) * US
             continue
-        late.append((place, begin, end, launch.start, kernel.end - kernel.start))
+        if not runs or runs[-1][-1].place != place - 1:
+            runs.append([])
+        runs[-1].append(_LateKernel(place, begin, kernel.start, kernel.end, launch.start))
         where[_phase(phases, (launch.thread, *hosts), launch.start)] += (end - begin) * US
-    count, runs = len(steps), _runs(late)
-    intervals = [(run[-1][3] - run[0][3]) / (len(run) - 1) for run in runs if len(run) > 1]
+    late = [one for run in runs for one in run]
+    intervals = [(run[-1].launched - run[0].launched) / (len(run) - 1) for run in runs if len(run) > 1]
     return Launches(
-        late_s=sum(end - begin for _, begin, end, *_ in late) * US / count,
+        late_s=sum(one.start - one.idle_from for one in late) * US / count,
         gaps=len(late) / count,
         stretches=len(runs) / count,
-        longest_s=max((run[-1][2] - run[0][1] for run in runs), default=0.0) * US,
-        kernel_s=sum(one[4] for one in late) * US / len(late) if late else 0.0,
-        every_s=sum(intervals) / len(intervals) * US if intervals else 0.0,
+        longest_s=max((run[-1].start - run[0].idle_from for run in runs), default=0.0) * US,
+        kernel_s=mean(one.end - one.start for one in late) * US if late else 0.0,
+        every_s=mean(intervals) * US if intervals else 0.0,
         after_waits_s=after_waits_s / count,
         where={name: time_s / count for name, time_s in sorted(where.items(), key=lambda one: -one[1])},
     )
-
-
-def _runs(late: list[Late]) -> list[list[Late]]:
-    """Consecutive late kernels."""
-    runs: list[list[Late]] = []
-    for one in late:
-        if runs and one[0] == runs[-1][-1][0] + 1:
-            runs[-1].append(one)
-        else:
-            runs.append([one])
-    return runs
 
 
 def _ended_in(waits: list[Interval], begin: float, end: float) -> bool:
@@ -132,18 +129,20 @@ def _phase(phases: EnclosingRanges, threads: Iterable[Thread], moment: float) ->
     return "no range"
 
 
-def copies(trace: RankTrace, steps: list[Interval], count: int) -> Copies:
-    inside = [one for one in trace.copies if any(start <= one.start < end for start, end in steps)]
-    ways = {way: [one for one in inside if one.way == way] for way in ("HtoD", "DtoH")}
-    pageable = [one for one in inside if one.pageable]
-    waits = [one for one in trace.syncs if any(start <= one.start < end for start, end in steps)]
+def copies(trace: RankTrace, steps: list[Interval]) -> Copies:
+    inside = [one for one in trace.kernels if _COPY.match(one.name) and _in(one, steps)]
+    waits = [one for one in trace.syncs if _in(one, steps)]
+    count = len(steps)
+
+    def number_and_bytes(word: str) -> tuple[float, float]:
+        sizes = [one.facts.get("bytes") for one in inside if word in one.name]
+        known = [int(size) for size in sizes if isinstance(size, int | float) and 0 <= size <= 2**63]
+        return len(sizes) / count, sum(known) / count
+
     return Copies(
-        to_device=len(ways["HtoD"]) / count,
-        to_device_bytes=sum(one.bytes for one in ways["HtoD"]) / count,
-        to_host=len(ways["DtoH"]) / count,
-        to_host_bytes=sum(one.bytes for one in ways["DtoH"]) / count,
-        pageable=len(pageable) / count,
-        pageable_bytes=sum(one.bytes for one in pageable) / count,
+        *number_and_bytes("HtoD"),
+        *number_and_bytes("DtoH"),
+        *number_and_bytes("Pageable"),
         copy_s=sum(one.end - one.start for one in inside) * US / count,
         waits=len(waits) / count,
         wait_s=sum(one.end - one.start for one in waits) * US / count,
@@ -206,11 +205,12 @@ class RankTime:
     reductions: Reductions | None
     launches: Launches | None
     copies: Copies | None
-    run: dict[str, Any] | None = field(default=None)
+    run: dict[str, Any] | None = None
     """our engine's metadata of the run"""
 
-    def mean(self, of: Callable[[StepTime], float]) -> float:
-        return sum(map(of, self.steps)) / len(self.steps)
+    def mean(self, *fields: str) -> float:
+        """Of these fields of a StepTime, added up, over the steps."""
+        return float(sum(getattr(step, name) for step in self.steps for name in fields)) / len(self.steps)
 
 
 def analyse(trace: RankTrace) -> RankTime:
@@ -218,38 +218,33 @@ def analyse(trace: RankTrace) -> RankTime:
     if not intervals.steps:
         raise SpecError(f"--trace {trace.path} marks steps in which nothing ran: profile steps that compute")
     inside = [window for _, window in intervals.steps]
-    count = len(inside)
-    exchanging = covered(intervals.communication)
     return RankTime(
         file=str(trace.path),
         rank=trace.rank,
         device="gpu" if trace.on_gpu else "cpu",
         events=trace.events,
         broken=trace.broken,
-        steps=tuple(_step(name, window, intervals, exchanging) for name, window in intervals.steps),
+        steps=_steps(intervals, inside),
         techniques=_techniques(intervals, inside),
         actions=tuple(_actions(intervals, window, trace.origin_us) for window in inside),
         reductions=_reductions(intervals, inside),
         launches=launches(trace, inside) if trace.on_gpu else None,
-        copies=copies(trace, inside, count) if trace.on_gpu else None,
+        copies=copies(trace, inside) if trace.on_gpu else None,
         run=trace.ours,
     )
 
 
-def _step(name: str, window: Interval, intervals: StepIntervals, exchanges: Intervals) -> StepTime:
-    computing, exchanging = within(intervals.computing, window), within(exchanges, window)
-    overlapped = length(both(computing, exchanging))
-    whole = window[1] - window[0]
-    alone, open_ = length(computing) - overlapped, length(exchanging) - overlapped
-    return StepTime(
-        name,
-        whole * US,
-        alone * US,
-        open_ * US,
-        overlapped * US,
-        max(0.0, whole - alone - open_ - overlapped) * US,
-        length(within(intervals.optimizer, window)) * US,
-    )
+def _steps(intervals: StepIntervals, windows: list[Interval]) -> tuple[StepTime, ...]:
+    exchanging = covered(intervals.communication)
+    sets = intervals.computing, exchanging, both(intervals.computing, exchanging), intervals.optimizer
+    parts = zip(*(lengths(one, windows) for one in sets), strict=True)
+    found = []
+    for (name, (start, end)), (computes, exchanges, overlapped, optimizer) in zip(intervals.steps, parts, strict=True):
+        whole = end - start
+        alone, exposed = computes - overlapped, exchanges - overlapped
+        idle = max(0.0, whole - alone - exposed - overlapped)
+        found.append(StepTime(name, *(time * US for time in (whole, alone, exposed, overlapped, idle, optimizer))))
+    return tuple(found)
 
 
 def _techniques(intervals: StepIntervals, steps: list[Interval]) -> tuple[TechniqueTime, ...]:
@@ -268,7 +263,7 @@ def _techniques(intervals: StepIntervals, steps: list[Interval]) -> tuple[Techni
     return tuple(found)
 
 
-def _in(one: CommInterval | TracedPass, steps: list[Interval]) -> bool:
+def _in(one: TraceEvent | CommInterval | TracedPass, steps: list[Interval]) -> bool:
     return any(start <= one.start < end for start, end in steps)
 
 

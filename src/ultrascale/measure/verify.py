@@ -64,10 +64,6 @@ class RankResult:
 
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)
     """by key: relative difference, and that over its bound"""
-    squares: dict[str, float] = field(default_factory=dict)
-    """by key: this rank's part of the squared gradient norm"""
-    parts: tuple[int, ...] = ()
-    """ranks whose squares add up to the norm"""
     rows: dict[str, set[int]] = field(default_factory=dict)
     """by key: sequences of the batch that reached a module on this rank"""
     elements: int = 0
@@ -84,7 +80,11 @@ def verify(job: Job, layouts: Iterable[Layout], training: Training | None = None
             sequences = layout.dp * layout.mbs * layout.gas
             key = (sequences, trace)
             if key not in references:
-                steps = [_plan(training, number, trace) for number in range(training.steps)]
+                last = training.steps - 1
+                steps = [
+                    StepPlan(number, training, gradients=trace or number in (0, last), trace=trace, weights=trace)
+                    for number in range(training.steps)
+                ]
                 references[key] = make_reference(job, sequences, steps, Path(folder) / f"{sequences}-{trace}.pt")
             return references[key]
 
@@ -96,10 +96,6 @@ def verify(job: Job, layouts: Iterable[Layout], training: Training | None = None
                 found = _compare(job, layout, reference(layout, True))
                 difference = replace(difference, where=found.where, problem=difference.problem or found.problem)
             yield difference
-
-
-def _plan(training: Training, number: int, trace: bool) -> StepPlan:
-    return StepPlan(number, training, gradients=trace or number in (0, training.steps - 1), trace=trace, weights=trace)
 
 
 @dataclass(frozen=True)
@@ -122,12 +118,11 @@ class Reference:
 
 def make_reference(job: Job, sequences: int, steps: Sequence[StepPlan], file: Path) -> Reference:
     alone = job.changed(cluster=Cluster.load("1xh100"), batch_tokens=sequences * job.seq)
-    arguments = (alone, Layout(mbs=sequences), list(steps), file)
-    (bounds,) = local.run(_alone, 1, *arguments, timeout_s=TIMEOUT_S)
+    (bounds,) = local.run(_alone, 1, alone, Layout(mbs=sequences), steps, file, timeout_s=TIMEOUT_S)
     return Reference(file, steps, bounds)
 
 
-def _alone(rank: int, nproc: int, store: str, job: Job, layout: Layout, steps: list[StepPlan], file: Path) -> Bounds:
+def _alone(rank: int, nproc: int, store: str, job: Job, layout: Layout, steps: Sequence[StepPlan], file: Path) -> Bounds:
     def run(seed: int | None) -> dict[str, torch.Tensor]:
         engine = make_engine(RankInfo(), job, layout, steps[0].training)
         return record(StepRunner(engine, any(step.trace for step in steps), seed), steps)
@@ -143,8 +138,7 @@ def _compare(job: Job, layout: Layout, reference: Reference) -> Difference:
         ranks: list[RankResult] = local.run(_rank, layout.gpus, cut, layout, reference, timeout_s=TIMEOUT_S)
     except (local.RankError, RunError) as failure:
         return Difference(layout, math.inf, math.inf, math.inf, "", problem=str(failure).strip().splitlines()[-1])
-    by_rank = all_errors(reference, ranks)
-    largest = {key: max(errors.get(key, (0.0, 0.0)) for errors in by_rank) for key in reference.keys}
+    largest = {key: max(result.errors.get(key, (0.0, 0.0)) for result in ranks) for key in reference.keys}
     worst = max(largest, key=lambda key: largest[key][1])
 
     def error(*sections: str) -> float:
@@ -165,7 +159,7 @@ def _rank(rank: int, nproc: int, store: str, job: Job, layout: Layout, reference
     steps = reference.steps
     engine = make_engine(RankInfo(rank, nproc, rank, nproc, store), job, layout, steps[0].training)
     whole = reference.whole()
-    runner, result = StepRunner(engine, any(step.trace for step in steps)), RankResult(parts=engine.mesh.parts.ranks)
+    runner, result = StepRunner(engine, any(step.trace for step in steps)), RankResult()
     result.elements = sum(step.gradients for step in steps) * sum(
         weight.master.numel() for weight in engine.weights if weight.shard.counted and _first_replica(weight)
     )
@@ -178,34 +172,14 @@ def _rank(rank: int, nproc: int, store: str, job: Job, layout: Layout, reference
 def compare_items(items: Iterable[Item], reference: Reference, whole: Mapping[str, torch.Tensor], result: RankResult) -> None:
     """Add to `result` how far each item of a rank is from one process."""
     for item in items:
-        section = item.key.split("/")[1]
-        if section == "norm":
-            result.squares[item.key] = float(item.value)
-            continue
-        key = item.key if item.key in whole else _tied(item.key)
+        step, section, *_ = (key := item.key).split("/")
+        if key not in whole and section == "norm":
+            continue  # of a tied head on a stage of its own, whose gradient is the embedding's
+        key = key if key in whole else f"{step}/{section}/{EMBEDDING}"
         found = reference.bounds.excess(key, item.value, item.slice(whole[key]))
         result.errors[key] = max(found, result.errors.get(key, (0.0, 0.0)))
         if item.rows:
             result.rows.setdefault(key, set()).update(item.rows)
-
-
-def _tied(key: str) -> str:
-    """A tied head on a stage of its own has the embedding's gradient."""
-    return f"{key.rpartition('/')[0]}/{EMBEDDING}"
-
-
-def all_errors(reference: Reference, ranks: Sequence[RankResult]) -> list[dict[str, tuple[float, float]]]:
-    """By rank and key; squared norms are summed over the ranks that reduce together."""
-    whole, bounds = reference.whole(), reference.bounds
-    found = []
-    for result in ranks:
-        errors = dict(result.errors)
-        for key in bounds.by_key:
-            if result.squares and key.split("/")[1] == "norm":
-                total = sum(ranks[rank].squares.get(key, 0.0) for rank in result.parts)
-                errors[key] = bounds.excess(key, torch.tensor(total, dtype=torch.float64), whole[key])
-        found.append(errors)
-    return found
 
 
 def _not_compared(reference: Reference, ranks: Sequence[RankResult]) -> str:
@@ -216,7 +190,7 @@ def _not_compared(reference: Reference, ranks: Sequence[RankResult]) -> str:
 
 def first_difference(layout: Layout, reference: Reference, ranks: Sequence[RankResult]) -> str:
     """The first key that differs, in the order of computation."""
-    batch, by_rank = layout.dp * layout.mbs * layout.gas, all_errors(reference, ranks)
+    batch = layout.dp * layout.mbs * layout.gas
     for key in reference.keys:
         at, section, *name = key.split("/")
         reached = [result.rows[key] for result in ranks if key in result.rows]
@@ -224,9 +198,9 @@ def first_difference(layout: Layout, reference: Reference, ranks: Sequence[RankR
             return (
                 f"step {at}, {_SECTIONS[section]} {name[0]}: missing for sequences {_listed(left_out)} of the batch's {batch}"
             )
-        differ = [rank for rank, errors in enumerate(by_rank) if errors.get(key, (0.0, 0.0))[1] > 1]
+        differ = [rank for rank, result in enumerate(ranks) if result.errors.get(key, (0.0, 0.0))[1] > 1]
         if differ:
-            error = max(by_rank[rank][key][0] for rank in differ)
+            error = max(ranks[rank].errors[key][0] for rank in differ)
             return (
                 f"step {at}, {_SECTIONS.get(section, section)}{f' {name[0]}' if name else ''}: off by {error:.1e} of its "
                 f"largest entry (bound {reference.bounds.by_key[key].largest:.1e}) on {_places(layout, differ)}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any
 
@@ -50,25 +49,13 @@ def _of_axes(job: Job, axes: tuple[int, int, int, int]) -> Iterable[Layout]:
         ways = _DATA if zero == 0 and dp * cp > 1 else ("bucketed",)
         rests = product(_RECOMPUTE, (True, False) if tp > 1 else (True,), ways)
         for recompute, sequence, way in (
-            rests if alone else [(_turn(_RECOMPUTE, turn), bool(turn % 2) or tp == 1, _turn(ways, turn))]
+            rests if alone else [(_RECOMPUTE[turn % 3], bool(turn % 2) or tp == 1, ways[turn % len(ways)])]
         ):
-            fields: dict[str, Any] = {
-                "dp": dp,
-                "tp": tp,
-                "pp": pp,
-                "cp": cp,
-                "ep": ep,
-                "zero": zero,
-                "schedule": schedule,
-                "virtual_stages": REGISTRY[schedule].least_stages,
-                "context_parallel": context,
-                "recompute": recompute,
-                "sequence_parallel": sequence,
-                "data_parallel": way,
-                "zero_shards": dp * cp // 2 if zero and dp * cp >= 4 and dp * cp // 2 % ep == 0 and turn % 4 == 1 else None,
-                "keep_gathered": zero == 3 and turn % 5 == 0,
-            }
-            layout = _with_batch(job, Layout(**fields))
+            hsdp = zero and dp * cp >= 4 and dp * cp // 2 % ep == 0 and turn % 4 == 1
+            fields: dict[str, Any] = {"schedule": schedule, "virtual_stages": REGISTRY[schedule].least_stages}
+            fields |= {"context_parallel": context, "sequence_parallel": sequence, "recompute": recompute, "data_parallel": way}
+            fields |= {"zero_shards": dp * cp // 2 if hsdp else None, "keep_gathered": zero == 3 and turn % 5 == 0}
+            layout = _with_batch(job, Layout(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero=zero, **fields))
             if way == "ddp" and layout_problem(job, layout, Training()) is not None:
                 layout = layout.model_copy(update={"data_parallel": "bucketed"})
             if layout_problem(job, layout, Training()) is None:
@@ -78,10 +65,6 @@ def _of_axes(job: Job, axes: tuple[int, int, int, int]) -> Iterable[Layout]:
 def _expert_ranks(job: Job, data_ranks: int) -> list[int]:
     moe = job.model.moe
     return [1] if moe is None else [ep for ep in divisors(data_ranks) if moe.experts % ep == 0]
-
-
-def _turn(values: Sequence[Any], turn: int) -> Any:
-    return values[turn % len(values)]
 
 
 def _with_batch(job: Job, layout: Layout) -> Layout:
@@ -137,8 +120,8 @@ def to_verify(
     if world is None:
         plan, changes = Plan.load(words[0]), Overrides.parse(words[1:])
         request = from_plan(plan, changes, plan.layout.changed(**changes.layout).gpus)
-        small = reduced(request.job, request.layout, _known(precision))
-        return small.job, [small.layout], small.notes
+        job, layout, notes = reduced(request.job, request.layout, _known(precision))
+        return job, [layout], notes
     if not 1 <= world <= MOST_PROCESSES:
         raise SpecError(f"--world is {world} but must be from 1 to {MOST_PROCESSES}, such as 8")
     shape = Model.load(model)
@@ -163,17 +146,11 @@ def small_job(model: Model, world: int, seq: int = 64, sequences: int = 16, prec
     return Job(model=model, cluster=Cluster.load(f"{world}xh100"), seq=seq, batch_tokens=seq * sequences, precision=precision)
 
 
-@dataclass(frozen=True)
-class ReducedPlan:
-    """A plan at sizes that this machine runs in seconds, and notes on what was reduced."""
+def reduced(job: Job, layout: Layout, precision: str = "fp32") -> tuple[Job, Layout, tuple[str, ...]]:
+    """A plan at sizes that this machine runs in seconds, and notes on what was reduced.
 
-    job: Job
-    layout: Layout
-    notes: tuple[str, ...]
-
-
-def reduced(job: Job, layout: Layout, precision: str = "fp32") -> ReducedPlan:
-    """Axes, stages, schedule and variants stay: the layout is verified, not the model's width."""
+    Axes, stages, schedule and variants stay: the layout is verified, not the model's width.
+    """
     notes = []
     model = job.model
     if model.parameters > LARGEST:
@@ -203,7 +180,7 @@ def reduced(job: Job, layout: Layout, precision: str = "fp32") -> ReducedPlan:
         notes.append(f"sequences of {seq} tokens instead of {job.seq:,}")
     if job.precision != precision:
         notes.append(f"{precision} instead of {job.precision} (--precision {job.precision} verifies that, within wider bounds)")
-    return ReducedPlan(small_job(model, cut.gpus, seq, cut.dp * cut.mbs * cut.gas, precision), cut, tuple(notes))
+    return small_job(model, cut.gpus, seq, cut.dp * cut.mbs * cut.gas, precision), cut, tuple(notes)
 
 
 def _narrow(model: Model, tp: int, ep: int) -> Model:

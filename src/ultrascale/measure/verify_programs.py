@@ -18,8 +18,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict
 
-from ultrascale.measure.verify_layouts import compositions
-from ultrascale.specs.cluster import Cluster
+from ultrascale.measure.verify_layouts import AXES, compositions, small_job
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import read_mapping, write_text
 from ultrascale.specs.job import Job
@@ -33,10 +32,11 @@ STEPS, SEQ, SEQUENCES = 6, 32, 8
 LR = 2e-3  # at 1e-2, updates are as large as weights, and one rounding grows to half a gradient norm within five steps
 TIMEOUT_S = 60.0
 POOL = 64  # programs drawn for each one that is taken
+_DONE: dict[str, Any] = {"end": "done", "at": 0, "rank": None, "phase": "update"}
 PHASES = ("reading", "forward and backward", "update", "saving", "evaluating")
 
 _DENSE: dict[str, Any] = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 256}
-_MODELS: dict[str, dict[str, Any]] = {
+FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"qk_norm": True, "head_dim": 16, "tied_embeddings": True},
     "gpt2": {
@@ -64,15 +64,15 @@ _MODELS: dict[str, dict[str, Any]] = {
         }
     },
 }
-MODELS = tuple(_MODELS)
+MODELS = tuple(FAMILIES)
 
 
 @cache
 def small_model(name: str) -> Model:
     """A model of this family that steps in milliseconds."""
-    if name not in _MODELS:
+    if name not in FAMILIES:
         raise SpecError(f"program.model is '{name:.40}' but must be one of {', '.join(MODELS)}")
-    return Model(name=name, **{**_DENSE, **_MODELS[name]})
+    return Model(name=name, **{**_DENSE, **FAMILIES[name]})
 
 
 class Launch(BaseModel):
@@ -96,7 +96,7 @@ class Launch(BaseModel):
     """the rank to kill; None: all ranks and their launcher"""
 
     def to_the_end(self) -> Launch:
-        return self.model_copy(update={"end": "done", "steps": STEPS, "at": 0, "rank": None, "phase": "update"})
+        return self.model_copy(update={**_DONE, "steps": STEPS})
 
     def words(self, fields: Sequence[str]) -> list[str]:
         """The overrides of `ultrascale train`; `fields`: of the layout."""
@@ -137,14 +137,7 @@ class Program(BaseModel):
         return Training().changed(**{"data": "synthetic", **fixed, **self.training})
 
     def job(self, world: int) -> Job:
-        return Job(
-            model=small_model(self.model),
-            cluster=Cluster.load(f"{world}xh100"),
-            seq=SEQ,
-            batch_tokens=SEQ * SEQUENCES,
-            precision=self.precision,
-            optimizer=self.optimizer,
-        )
+        return small_job(small_model(self.model), world, SEQ, SEQUENCES, self.precision).changed(optimizer=self.optimizer)
 
     def problem(self) -> str | None:
         """Why the engine does not run it."""
@@ -192,7 +185,7 @@ class Program(BaseModel):
         always -= {"llama", "fp32", "adamw", "data"}
         for number, launch in enumerate(self.launches):
             before = self.launches[number - 1] if number else None
-            yield frozenset(always | set(_layout_features(launch.layout)) | set(_launch_features(launch, before)))
+            yield frozenset(always | {name for name, used in _features(launch, before).items() if used})
 
     def pairs(self) -> set[tuple[str, str]]:
         return {pair for features in self.features() for pair in combinations(sorted(features), 2)}
@@ -221,46 +214,35 @@ def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else "none" if value is None else str(value)
 
 
-def _layout_features(layout: Layout) -> Iterator[str]:
-    yield from (axis for axis in ("dp", "tp", "pp", "cp", "ep") if getattr(layout, axis) > 1)
-    if layout.zero and layout.data_ranks > 1:
-        yield f"zero{layout.zero}"
-        if layout.shards < layout.data_ranks:
-            yield "hsdp"
-    if layout.zero == 0 and layout.data_ranks > 1 and layout.data_parallel != "bucketed":
-        yield layout.data_parallel
-    if layout.pp > 1:
-        yield layout.schedule
-    if layout.cp > 1:
-        yield layout.context_parallel
-    if layout.tp > 1 and not layout.sequence_parallel:
-        yield "no sp"
-    if layout.recompute != "none":
-        yield f"{layout.recompute} recompute"
-    if layout.offload != "none":
-        yield f"{layout.offload} offload"
-
-
-def _launch_features(launch: Launch, before: Launch | None) -> Iterator[str]:
-    if launch.eval_every:
-        yield "evaluate"
-    if launch.save_every:
-        yield "async save" if launch.background else "save"
-    if launch.end == "stop":
-        yield "stop"
-    if launch.end == "kill":
-        yield "kill all" if launch.rank is None else "kill rank"
-    if before is None:
-        return
-    yield "resume"
-    if launch.layout != before.layout:
-        yield "relayout"
-    if launch.roll_back is not None:
-        yield "roll back"
-    if launch.lr != before.lr:
-        yield "new lr"
-    if launch.steps > before.steps:
-        yield "more steps"
+def _features(launch: Launch, before: Launch | None) -> dict[str, object]:
+    """Features of a layout and of a launch, each with whether it is used. `before`: the launch that it resumes."""
+    layout = launch.layout
+    plain_data = not layout.zero and layout.data_ranks > 1
+    found: dict[str, object] = {axis: getattr(layout, axis) > 1 for axis in AXES}
+    found |= {
+        f"zero{layout.zero}": layout.zero and layout.data_ranks > 1,
+        "hsdp": layout.zero and layout.shards < layout.data_ranks,
+        layout.data_parallel: plain_data and layout.data_parallel != "bucketed",
+        layout.schedule: layout.pp > 1,
+        layout.context_parallel: layout.cp > 1,
+        "no sp": layout.tp > 1 and not layout.sequence_parallel,
+        f"{layout.recompute} recompute": layout.recompute != "none",
+        f"{layout.offload} offload": layout.offload != "none",
+        "evaluate": launch.eval_every,
+        "async save" if launch.background else "save": launch.save_every,
+        "stop": launch.end == "stop",
+        "kill all": launch.end == "kill" and launch.rank is None,
+        "kill rank": launch.end == "kill" and launch.rank is not None,
+    }
+    if before is not None:
+        found |= {
+            "resume": True,
+            "relayout": launch.layout != before.layout,
+            "roll back": launch.roll_back is not None,
+            "new lr": launch.lr != before.lr,
+            "more steps": launch.steps > before.steps,
+        }
+    return found
 
 
 class ProgramGenerator:
@@ -356,9 +338,7 @@ class ProgramGenerator:
 @cache
 def _layouts(model: str, world: int) -> list[Layout]:
     job = Program(model=model, launches=()).job(world)
-    if SEQUENCES % world:
-        return [layout for layout in compositions(job, world) if SEQUENCES % layout.dp == 0] or [Layout()]
-    return compositions(job, world)
+    return [layout for layout in compositions(job, world) if SEQUENCES % layout.dp == 0] or [Layout()]
 
 
 def simpler(program: Program) -> Iterator[Program]:
@@ -386,7 +366,7 @@ def _simpler_launch(launch: Launch) -> Iterator[dict[str, Any]]:
         if getattr(layout, axis) > 1:
             yield {"layout": _without(layout, axis), "rank": None}
     if launch.end != "done":
-        yield {"end": "done", "at": 0, "rank": None, "phase": "update"}
+        yield _DONE
     for name, value in {"roll_back": None, "eval_every": 0, "lr": LR, "steps": STEPS, "background": False}.items():
         if getattr(launch, name) != value:
             yield {name: value}

@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ultrascale.model.moe import RoutingResult
@@ -39,18 +40,15 @@ SHARED_BY_QUERIES = re.compile(r".*\.(qkv\.[12]|k_norm)")
 class ModuleShard:
     """A rank's part of one module's output [batch, sequence, features, …], or of its gradient."""
 
+    name: str
     rows: tuple[int, ...]
     """sequences of the global batch"""
     positions: Tensor
     tensor: Tensor
 
 
-@dataclass
-class ModuleTrace:
-    """Outputs and gradients of modules in one step, in the order of computation."""
-
-    forward: dict[str, list[ModuleShard]] = field(default_factory=dict)
-    backward: dict[str, list[ModuleShard]] = field(default_factory=dict)
+ModuleTrace = tuple[list[ModuleShard], list[ModuleShard]]
+"""outputs and gradients of modules in one step, each in the order of computation"""
 
 
 class Tracer:
@@ -58,43 +56,41 @@ class Tracer:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.mesh = engine, engine.mesh
-        self.trace = ModuleTrace()
+        self.trace: ModuleTrace = [], []
         for chunk in engine.pipeline.chunks.values():
             for name, module in named_modules(chunk.gradients.module):
                 module.register_forward_hook(partial(self._record, name))
 
     def take(self) -> ModuleTrace:
         """What was recorded since the last call; gradients are those of the mean loss over the whole batch."""
-        trace, self.trace = self.trace, ModuleTrace()
-        ranks = self.mesh.data.size  # gradients are averaged over them
-        trace.backward = {
-            name: [self._complete(name, ModuleShard(part.rows, part.positions, part.tensor / ranks)) for part in parts]
-            for name, parts in trace.backward.items()
-        }
-        return trace
+        (forward, backward), self.trace = self.trace, ([], [])
+        return forward, [replace(part, tensor=self._complete(part)) for part in backward]
 
     def _record(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         microbatch = self.engine.pipeline.microbatch
         if microbatch is None or not torch.is_grad_enabled():
             return  # recomputation in backward, or evaluation
         rows = tuple(rows_of(self.mesh.layout, self.mesh.place.dp, microbatch))
+        forward, backward = self.trace
         for key, tensor in tensors_of(name, output):
-            self._keep(self.trace.forward, key, rows, tensor)
+            self._keep(forward, key, rows, tensor)
             if tensor.requires_grad and not name.endswith("router"):
-                tensor.register_hook(partial(self._keep, self.trace.backward, key, rows))  # type: ignore[no-untyped-call]
+                tensor.register_hook(partial(self._keep, backward, key, rows))  # type: ignore[no-untyped-call]
 
-    def _keep(self, where: dict[str, list[ModuleShard]], key: str, rows: tuple[int, ...], tensor: Tensor) -> None:
-        where.setdefault(key, []).append(ModuleShard(rows, self._positions(tensor.shape[1]), tensor.detach().clone()))
+    def _keep(self, where: list[ModuleShard], key: str, rows: tuple[int, ...], tensor: Tensor) -> None:
+        where.append(ModuleShard(key, rows, self._positions(tensor.shape[1]), tensor.detach().clone()))
 
     def _positions(self, length: int) -> Tensor:
         """This rank's part of the sequence, or its sequence-parallel slice of that."""
         here = self.engine.here
         return here if length == len(here) else here.chunk(self.mesh.tp.size)[self.mesh.tp.rank]
 
-    def _complete(self, key: str, part: ModuleShard) -> ModuleShard:
-        if self.mesh.kv.size == 1 or not SHARED_BY_QUERIES.fullmatch(key):
-            return part
-        return ModuleShard(part.rows, part.positions, comm.all_reduce(part.tensor.contiguous(), self.mesh.kv))
+    def _complete(self, part: ModuleShard) -> Tensor:
+        """A gradient averaged over data ranks, and summed over the ranks that share its keys and values."""
+        mean = part.tensor / self.mesh.data.size
+        if self.mesh.kv.size == 1 or not SHARED_BY_QUERIES.fullmatch(part.name):
+            return mean
+        return comm.all_reduce(mean.contiguous(), self.mesh.kv)
 
 
 def named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -170,8 +166,8 @@ class StepRunner:
         loss = engine.backward(engine.read(step.number))
         if self.perturb is not None:
             self.perturb.gradients(engine)
-        trace = self.tracer.take() if self.tracer is not None else ModuleTrace()
-        yield from items_of(engine, at, trace if step.trace else ModuleTrace(), step.gradients, loss)
+        trace: ModuleTrace = self.tracer.take() if self.tracer is not None else ([], [])
+        yield from items_of(engine, at, trace if step.trace else ([], []), step.gradients, loss)
         result = engine.update(step.number, loss)
         yield Item(f"{at}/grad_norm", torch.tensor(result.grad_norm, dtype=torch.float64))
         if result.loads is not None:
@@ -192,22 +188,31 @@ class StepRunner:
 
 def items_of(engine: Engine, at: int, trace: ModuleTrace, gradients: bool, loss: Tensor | None = None) -> Iterator[Item]:
     """The items of forward and backward, before the update."""
-    yield from _parts(engine, at, "forward", trace.forward)
+    forward, backward = trace
+    yield from (_module_item(engine, f"{at}/forward", part) for part in forward)
     if loss is not None:
         yield Item(f"{at}/loss", loss.detach().double().cpu())
-    yield from _parts(engine, at, "backward", trace.backward)
+    yield from (_module_item(engine, f"{at}/backward", part) for part in backward)
     if gradients:
         for weight in reversed(engine.weights):
             yield Item(f"{at}/gradient/{weight.shard.name}", weight.gradient.clone(), weight.shard.piece)
-        for weight in reversed(engine.weights):  # this rank's part of the squared norm
-            square = weight.gradient.double().square().sum() if weight.shard.counted else torch.zeros((), dtype=torch.float64)
-            yield Item(f"{at}/norm/{weight.shard.name}", square)
+        yield from _norms(engine, at)
 
 
-def _parts(engine: Engine, at: int, section: str, parts: Mapping[str, list[ModuleShard]]) -> Iterator[Item]:
-    for name, several in parts.items():
-        for part in several:
-            yield Item(f"{at}/{section}/{name}", part.tensor, partial(expected, part, engine.mesh), part.rows)
+def _norms(engine: Engine, at: int) -> Iterator[Item]:
+    """Each weight's share in the squared gradient norm, over the ranks whose squares the norm adds up."""
+    weights, parts = reversed(engine.weights), engine.mesh.parts
+    own = {weight.shard.name: float(weight.gradient.double().square().sum()) * weight.shard.counted for weight in weights}
+    everyone = [own] * parts.size
+    if parts.group is not None:
+        dist.all_gather_object(everyone, own, parts.group)
+    for name in dict.fromkeys(name for squares in everyone for name in squares):
+        total = sum(squares.get(name, 0.0) for squares in everyone)
+        yield Item(f"{at}/norm/{name}", torch.tensor(total, dtype=torch.float64))
+
+
+def _module_item(engine: Engine, section: str, part: ModuleShard) -> Item:
+    return Item(f"{section}/{part.name}", part.tensor, partial(expected, part, engine.mesh), part.rows)
 
 
 def record(runner: StepRunner, steps: Sequence[StepPlan]) -> dict[str, Tensor]:

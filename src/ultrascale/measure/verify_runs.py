@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import pickle
 import shutil
 import signal
 import sys
@@ -31,7 +30,6 @@ from ultrascale.measure.verify_programs import SEQUENCES, STEPS, TIMEOUT_S, Laun
 from ultrascale.measure.verify_recording import StepPlan, Tracer, items_of
 from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.folders import METRICS, TRACES
-from ultrascale.specs.training import Training
 from ultrascale.train import checkpoint
 from ultrascale.train.checkpoint import Checkpoint
 from ultrascale.train.dcp_io import TensorSlice, load
@@ -103,8 +101,11 @@ def check_program(program: Program) -> ProgramResult:
     return replace(verdict, seconds=time.monotonic() - began)
 
 
-def execute(program: Program, run: Path, observe: Callable[[int, Engine], Observer] | None = None) -> list[History]:
-    """Run all launches of a program: the run's history after each. RunError where one ends in another way than planned."""
+def execute(program: Program, run: Path, traced: int | None = None, **tracing: Any) -> list[History]:
+    """Run all launches of a program: the run's history after each. RunError where one ends in another way than planned.
+
+    `traced`: the launch whose ranks compare modules, as `_Traced` with `tracing`.
+    """
     _, model = program.save(run.parent / "program")
     histories = [History()]
     for number, one in enumerate(program.launches):
@@ -115,7 +116,8 @@ def execute(program: Program, run: Path, observe: Callable[[int, Engine], Observ
         if start >= one.steps:
             continue
         before = histories[-1].starts if source is not None else ()
-        _launch(program, number, run, source, model, partial(_Events, one, observe and partial(observe, number)))
+        observe = partial(_Traced, launch=one, **tracing) if number == traced else partial(_Events, launch=one)
+        _launch(program, number, run, source, model, observe)
         histories.append(History((*before, (start, number)), _rows(run)))
     return histories[1:]
 
@@ -171,14 +173,11 @@ def _last_line(file: Path) -> str:
 class _Events(Observer):
     """Ends a launch at the planned point."""
 
-    def __init__(self, one: Launch, other: Callable[[Engine], Observer] | None, engine: Engine) -> None:
+    def __init__(self, engine: Engine, launch: Launch) -> None:
         super().__init__(engine)
-        self.launch, self.rank = one, engine.mesh.rank
-        self.other = other(engine) if other is not None else None
+        self.launch, self.rank = launch, engine.mesh.rank
 
     def phase(self, step: int, doing: str) -> None:
-        if self.other is not None:
-            self.other.phase(step, doing)
         one = self.launch
         if one.end == "done" or (step, doing) != (one.at, one.phase):
             return
@@ -239,15 +238,11 @@ def step_plans(program: Program, history: History, traced: int | None = None) ->
     plans = []
     for step in range(1, STEPS + 1):
         one = program.launches[history.launch_of(step)]
-        training = _settings(program, one)
+        training = program.base_training.changed(steps=one.steps, lr=one.lr, eval_every=one.eval_every)
         evaluate = bool(one.eval_every) and step % one.eval_every == 0
         trace = step == traced
         plans.append(StepPlan(step - 1, training, evaluate, gradients=trace, trace=trace, weights=step == STEPS))
     return plans
-
-
-def _settings(program: Program, one: Launch) -> Training:
-    return program.base_training.changed(steps=one.steps, lr=one.lr, eval_every=one.eval_every)
 
 
 def _recorded(rows: Sequence[dict[str, Any]]) -> list[tuple[str, torch.Tensor]]:
@@ -310,31 +305,25 @@ def _located(failed: ProgramResult) -> str:
             out = Path(folder) / TRACES
             out.mkdir()
             shutil.rmtree(run)
-            execute(program, run, partial(_observer, number, step, reference, out))
+            execute(program, run, traced=number, step=step, reference=reference, out=out)
         except (RunError, SpecError):
             return ""
-        ranks = [pickle.loads(file.read_bytes()) for file in sorted(out.iterdir())]
+        ranks = [RankResult(**torch.load(file, weights_only=True)) for file in sorted(out.iterdir())]
         return first_difference(program.launches[number].layout, reference, ranks) if ranks else ""
 
 
-def _observer(traced: int, step: int, reference: Reference, out: Path, number: int, engine: Engine) -> Observer:
-    return _Traced(engine, step, reference, out) if number == traced else Observer(engine)
+class _Traced(_Events):
+    """Compares every module of one step with the reference, too."""
 
-
-class _Traced(Observer):
-    """Compares every module of one step with the reference."""
-
-    def __init__(self, engine: Engine, step: int, reference: Reference, out: Path) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: Engine, launch: Launch, step: int, reference: Reference, out: Path) -> None:
+        super().__init__(engine, launch)
         self.step, self.reference, self.out = step, reference, out
         self.tracer = Tracer(engine)
 
     def phase(self, step: int, doing: str) -> None:
-        if doing != "update":
-            return
-        trace = self.tracer.take()
-        if step != self.step:
-            return
-        result = RankResult(parts=self.engine.mesh.parts.ranks)
-        compare_items(items_of(self.engine, step, trace, gradients=True), self.reference, self.reference.whole(), result)
-        (self.out / f"{self.engine.mesh.rank:04d}.pickle").write_bytes(pickle.dumps(result))
+        trace = self.tracer.take() if doing == "update" else None
+        if trace is not None and step == self.step:
+            result = RankResult()
+            compare_items(items_of(self.engine, step, trace, gradients=True), self.reference, self.reference.whole(), result)
+            torch.save(vars(result), self.out / f"{self.rank:04d}.pt")
+        super().phase(step, doing)

@@ -28,7 +28,7 @@ from ultrascale.specs.folders import free_bytes, new_folder
 from ultrascale.specs.hf import FAMILIES, WRITTEN
 from ultrascale.specs.hf_config import config_of
 from ultrascale.specs.model import Model
-from ultrascale.specs.units import GIB
+from ultrascale.specs.units import GIB, groups_up_to
 from ultrascale.specs.validate import shown
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -282,7 +282,7 @@ def write(
     with new_folder(out) as folder:
         done = 0
         tensor = _cache_last(tensor)
-        shards = _shards(sizes, shard_bytes)
+        shards = groups_up_to(shard_bytes, sizes, sizes.__getitem__)  # in the model's order
         names = _names(len(shards))
         for name, shard in zip(names, shards, strict=True):
             with open(folder / name, "wb") as file:
@@ -310,19 +310,6 @@ def _cache_last(tensor: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
         return cached[name]
 
     return last
-
-
-def _shards(sizes: Mapping[HFTensor, int], limit: int) -> list[list[HFTensor]]:
-    """Groups tensors in the model's order; a tensor larger than `limit` bytes has its own shard."""
-    shards: list[list[HFTensor]] = []
-    room = -1
-    for one, size in sizes.items():
-        if size > room:
-            shards.append([])
-            room = limit
-        shards[-1].append(one)
-        room -= size
-    return shards
 
 
 def _names(count: int) -> list[str]:

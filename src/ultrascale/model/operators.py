@@ -72,24 +72,14 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
 """by the Model's name"""
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
+class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
+        assert self.eps is not None
         return rms_norm(x, self.weight, self.eps)
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(nn.LayerNorm):
     """Torch's operator: computes in fp32 and saves its input, one mean and one scale per row."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.bias = nn.Parameter(torch.zeros(width))
-        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)

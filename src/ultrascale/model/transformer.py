@@ -183,10 +183,13 @@ class Transformer(nn.Module):
     def each_block(self) -> list[Block]:
         return cast(list[Block], list(self.blocks.values()))
 
-    def routers(self) -> dict[int, Router]:
-        """The routers by layer index in the whole model."""
+    def moe_layers(self) -> dict[int, MixtureOfExperts]:
+        """The MoE layers by layer index in the whole model."""
         mlps = {int(index): block.mlp for index, block in zip(self.blocks, self.each_block(), strict=True)}
-        return {index: mlp.router for index, mlp in mlps.items() if isinstance(mlp, MixtureOfExperts)}
+        return {index: mlp for index, mlp in mlps.items() if isinstance(mlp, MixtureOfExperts)}
+
+    def routers(self) -> dict[int, Router]:
+        return {index: mlp.router for index, mlp in self.moe_layers().items()}
 
     def tie(self) -> None:
         """Ties embedding and head to one Parameter, if the model is tied and this slice has both."""

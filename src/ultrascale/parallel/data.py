@@ -18,6 +18,7 @@ from torch import nn
 from ultrascale.parallel import comm
 from ultrascale.parallel.comm import AsyncCollective, Axis
 from ultrascale.parallel.torch_private import prepare_ddp_backward
+from ultrascale.specs.units import groups_up_to
 
 Variant = Literal["naive", "hooks", "bucketed"]
 Compress = Literal["none", "bf16", "int8"]
@@ -113,8 +114,8 @@ class BucketedGrads(GradientReducer):
         limit = bucket_mb * MEGABYTE / dtype.itemsize if variant == "bucketed" else 1
         apart = {id(parameter) for parameter in experts}
         own, rest = ([one for one in backward_order if (id(one) in apart) == is_own] for is_own in (True, False))
-        self.buckets = [_bucket(group, dtype, expert_axis or axis) for group in _groups(own, limit)]
-        self.buckets += [_bucket(group, dtype, axis) for group in _groups(rest, limit)]
+        self.buckets = [_bucket(group, dtype, expert_axis or axis) for group in groups_up_to(limit, own, nn.Parameter.numel)]
+        self.buckets += [_bucket(group, dtype, axis) for group in groups_up_to(limit, rest, nn.Parameter.numel)]
         self.bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
         self.views = {parameter: view for bucket in self.buckets for parameter, view in _views(bucket)}
         for parameter in backward_order:
@@ -182,19 +183,6 @@ class BucketedGrads(GradientReducer):
     def _start(self, bucket: Bucket) -> None:
         if bucket.axis.size > 1:
             self.pending.append(mean_start(bucket.flat, bucket.axis, self.compress))
-
-
-def _groups(parameters: Iterable[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
-    """Groups of consecutive parameters with at most `limit` elements each, or one parameter."""
-    groups: list[list[nn.Parameter]] = []
-    size = 0.0
-    for parameter in parameters:
-        if not groups or size + parameter.numel() > limit:
-            groups.append([])
-            size = 0
-        groups[-1].append(parameter)
-        size += parameter.numel()
-    return groups
 
 
 def _bucket(parameters: list[nn.Parameter], dtype: torch.dtype, axis: Axis) -> Bucket:

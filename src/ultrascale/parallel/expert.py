@@ -36,20 +36,18 @@ def apply(model: Transformer, mesh: Mesh, shards: dict[str, Shard], overlap: Exp
     axis = mesh.ep
     if axis.size == 1:
         return
-    for index, block in zip(model.blocks, model.each_block(), strict=True):
-        if not isinstance(block.mlp, MixtureOfExperts):
-            continue
-        experts = ParallelExperts.of(block.mlp)
+    for index, mlp in model.moe_layers().items():
+        experts = ParallelExperts.of(mlp)
         for leaf, parameter in list(experts.named_parameters()):
             name = f"blocks.{index}.mlp.experts.{leaf}"
             each = parameter.shape[0] // axis.size
             shards[name] = replace(shards[name], rows=(axis.rank * each, each))
             setattr(experts, leaf, nn.Parameter(parameter.data.narrow(0, axis.rank * each, each).contiguous()))
-        forward = partial(dispatched_forward, block.mlp, partial(DISPATCHERS[overlap], axis))
-        if isinstance(block.mlp, TensorParallelExperts):
-            block.mlp.local_forward = forward
+        forward = partial(dispatched_forward, mlp, partial(DISPATCHERS[overlap], axis))
+        if isinstance(mlp, TensorParallelExperts):
+            mlp.local_forward = forward
         else:
-            block.mlp.forward = forward  # type: ignore[method-assign]
+            mlp.forward = forward  # type: ignore[method-assign]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the numbers of rows are read by the host
@@ -67,11 +65,6 @@ def dispatched_forward(mlp: MixtureOfExperts, dispatch: Callable[[Tensor, Tensor
     shared_out = None if inner is None else mlp.gate_shared(shared.down(inner), x)
     out = order.unpermute(dispatcher.combine(), routes.weights.flatten(0, 1)).view_as(x)
     return out if shared_out is None else out + shared_out
-
-
-def experts_of(model: Transformer) -> list[nn.Parameter]:
-    found = [block.mlp.experts for block in model.each_block() if isinstance(block.mlp, MixtureOfExperts)]
-    return [parameter for experts in found for parameter in experts.parameters()]
 
 
 @dataclass(frozen=True)

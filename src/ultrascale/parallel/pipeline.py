@@ -87,21 +87,12 @@ class StageChunk:
 
 @dataclass
 class Batch:
-    """One rank's tokens of a step, by micro-batch, and the positions of its slice of the sequence."""
+    """One rank's tokens of a step."""
 
-    inputs: Callable[[int], torch.Tensor]
-    targets: Callable[[int], torch.Tensor]
+    microbatches: Sequence[tuple[torch.Tensor, ...]]
+    """inputs, targets and, if attention is masked by document, the document index of each token"""
     positions: torch.Tensor
-    documents: Callable[[int], torch.Tensor] | None = None
-    """the document index of each token, if attention is masked by document"""
-
-
-@dataclass
-class _MicrobatchState:
-    """Input and output of a stage, saved from forward to backward of one micro-batch."""
-
-    x: torch.Tensor
-    y: torch.Tensor
+    """of this rank's slice of the sequence"""
 
 
 @dataclass
@@ -209,7 +200,7 @@ class Pipeline:
     def step(self, batch: Batch, scale: float) -> torch.Tensor:
         """Runs one step, forward and backward; returns the sum of this rank's losses. `scale` weighs each token's loss."""
         mailbox = _StageMailbox(self.route, self.rank, self.links, self.mesh.clock)
-        saved: dict[tuple[int, int], _MicrobatchState] = {}
+        saved: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # input and output of a stage
         pending: dict[tuple[int, int], list[Callable[[], None]]] = {}
         total = torch.zeros((), device=self.mesh.device)
         self.ran = []
@@ -223,14 +214,14 @@ class Pipeline:
                 if action.kind is ActionKind.F:
                     saved[key] = self._forward(chunk, action, batch, mailbox)
                     if action.stage == self.last_stage:
-                        total += saved[key].y.detach()
+                        total += saved[key][1].detach()
                 elif action.kind is ActionKind.W:
                     _run_deferred(pending.pop(key))
                     chunk.gradients.after_backward(last, split)
                 else:
                     chunk.deferred.open = action.kind is ActionKind.I
                     chunk.gradients.before_backward(last, split)
-                    self._backward(action, saved.pop(key), scale, mailbox)
+                    self._backward(action, *saved.pop(key), scale, mailbox)
                     chunk.deferred.open = False
                     if action.kind is ActionKind.I:
                         pending[key] = chunk.deferred.pop()
@@ -250,7 +241,7 @@ class Pipeline:
         total = torch.zeros((), device=self.mesh.device)
         self._update_scales()
         for action in route.actions[self.rank]:
-            y = self._forward(self.chunks[action.stage], action, batch, mailbox).y
+            y = self._forward(self.chunks[action.stage], action, batch, mailbox)[1]
             if action.stage == self.last_stage:
                 total += y
         mailbox.close()
@@ -261,35 +252,34 @@ class Pipeline:
         if self.scales is not None:
             self.scales.update()
 
-    def _forward(self, chunk: StageChunk, action: Action, batch: Batch, mailbox: _StageMailbox) -> _MicrobatchState:
+    def _forward(
+        self, chunk: StageChunk, action: Action, batch: Batch, mailbox: _StageMailbox
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         stage, k = action.stage, action.microbatch
-        if stage == 0:
-            x = batch.inputs(k)
-        else:
+        x, targets, *documents = batch.microbatches[k]
+        if stage > 0:
             x = mailbox.receive(StageMessage(ActionKind.F, stage - 1, k), self.schedule.rank_of(stage - 1)).requires_grad_(
                 torch.is_grad_enabled()
             )
-        targets = batch.targets(k) if stage == self.last_stage else None
-        documents = (batch.documents(k),) if batch.documents is not None else ()
         self.microbatch = k
-        y = chunk.gradients.module(x, batch.positions, targets, *documents)
+        y = chunk.gradients.module(x, batch.positions, targets if stage == self.last_stage else None, *documents)
         self.microbatch = None
         target = self.route.target(Action(ActionKind.F, stage, k))
         if target is not None:
             mailbox.send(StageMessage(ActionKind.F, stage, k), y.detach(), target)
-        return _MicrobatchState(x, y)
+        return x, y
 
-    def _backward(self, action: Action, saved: _MicrobatchState, scale: float, mailbox: _StageMailbox) -> None:
+    def _backward(self, action: Action, x: torch.Tensor, y: torch.Tensor, scale: float, mailbox: _StageMailbox) -> None:
         stage, k = action.stage, action.microbatch
         if stage == self.last_stage:
-            grad = torch.full_like(saved.y, scale)
+            grad = torch.full_like(y, scale)
         else:
             grad = mailbox.receive(StageMessage(ActionKind.B, stage + 1, k), self.schedule.rank_of(stage + 1))
-        torch.autograd.backward(saved.y, grad)
+        torch.autograd.backward(y, grad)
         target = self.route.target(action)
         if target is not None:
-            assert saved.x.grad is not None
-            mailbox.send(_message(action), saved.x.grad, target)
+            assert x.grad is not None
+            mailbox.send(_message(action), x.grad, target)
 
 
 def _run_deferred(pending: list[Callable[[], None]]) -> None:

@@ -24,7 +24,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from ultrascale.kernels.float8_gemm import NARROW, Float8Weight, factor_below
-from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.transformer import Transformer
 from ultrascale.parallel import comm, torch_private
 from ultrascale.parallel.comm import Axis
@@ -48,9 +47,8 @@ def apply(model: Transformer, mesh: Mesh, shards: dict[str, Shard], compute: tor
     reshard = layout.zero == 3 and not layout.keep_gathered
     if mesh.ep.size > 1:  # experts are sharded over fewer ranks: those that hold the same experts
         expert_options = {**options, "mesh": _device_mesh(mesh, mesh.expert_shard)}
-        for mlp in (plain.mlp for plain in model.each_block()):
-            if isinstance(mlp, MixtureOfExperts):
-                fully_shard(mlp.experts, reshard_after_forward=reshard, **expert_options)
+        for mlp in model.moe_layers().values():
+            fully_shard(mlp.experts, reshard_after_forward=reshard, **expert_options)
     blocks = [fully_shard(block, reshard_after_forward=reshard, **options) for block in model.each_block()]
     # Embedding and head stay gathered: backward needs the head immediately, and forward the embedding.
     fully_shard(model, reshard_after_forward=False, **options)
@@ -64,14 +62,12 @@ def _slice_experts(model: Transformer, ranks: int, shards: dict[str, Shard]) -> 
     FSDP2 shards the first dimension, which for experts is their number: a rank without an expert would hold padding as large
     as one.
     """
-    for index, block in zip(model.blocks, model.each_block(), strict=True):
-        if not isinstance(block.mlp, MixtureOfExperts):
-            continue
-        plain = block.mlp.experts
+    for index, mlp in model.moe_layers().items():
+        plain = mlp.experts
         slices, rest = divmod(ranks, len(plain.down))
         if slices < 2 or rest or any(parameter.shape[1] % slices for parameter in plain.parameters()):
             continue
-        experts = ParallelExperts.of(block.mlp)
+        experts = ParallelExperts.of(mlp)
         experts.slice(slices)
         for leaf, _ in experts.named_parameters():
             name = f"blocks.{index}.mlp.experts.{leaf}"

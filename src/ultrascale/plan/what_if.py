@@ -57,13 +57,10 @@ def what_if(plan: Plan, change: str) -> WhatIf:
     layout = with_batch(job, plan.layout, **layout_fields)
     if layout is None:
         dp = layout_fields.get("dp", plan.layout.dp)
-        return WhatIf(
-            change, job, None, None, f"{job.cluster.gpus} GPUs and {job.sequences} sequences cannot be cut so (dp={dp})"
-        )
-    sentence = problem(job, layout)
-    if sentence is not None:
-        return WhatIf(change, job, layout, None, sentence)
-    return WhatIf(change, job, layout, estimate(job, layout), None)
+        sentence = f"{job.cluster.gpus} GPUs and {job.sequences} sequences cannot be cut so (dp={dp})"
+        return WhatIf(change, job, None, None, sentence)
+    illegal = problem(job, layout)
+    return WhatIf(change, job, layout, None if illegal else estimate(job, layout), illegal)
 
 
 def _job_value(name: str, text: str) -> Any:
@@ -99,9 +96,11 @@ def largest(plan: Plan, axis: str) -> Largest:
     """The largest micro-batch, sequence or model (same shape, more layers) that this layout still holds."""
     if axis not in AXES:
         raise SpecError(f"--largest is '{axis}' but must be one of {', '.join(AXES)}")
-    attempt = {"mbs": _with_mbs, "seq": _with_seq, "model": _with_layers}[axis]
-    unit = {"mbs": 1, "seq": _seq_unit(plan), "model": 1}[axis]
-    start = {"mbs": plan.layout.mbs, "seq": plan.job.seq, "model": plan.job.model.layers}[axis]
+    attempt, unit, start = {
+        "mbs": (_with_mbs, 1, plan.layout.mbs),
+        "seq": (_with_seq, _seq_unit(plan), plan.job.seq),
+        "model": (_with_layers, 1, plan.job.model.layers),
+    }[axis]
     best = _bisect(lambda steps: attempt(plan, steps * unit), max(1, start // unit))
     if best is None:
         smallest = attempt(plan, unit)
@@ -111,13 +110,8 @@ def largest(plan: Plan, axis: str) -> Largest:
         )
     value, fitting = best[0] * unit, best[1]
     beyond = attempt(plan, value + unit)
-    return Largest(
-        axis,
-        _name(plan, axis, start),
-        _name(plan, axis, value),
-        fitting,
-        _stop(plan, axis, fitting, beyond, value + unit),
-    )
+    stopped_by = _stop(plan, axis, fitting, beyond, value + unit)
+    return Largest(axis, _name(plan, axis, start), _name(plan, axis, value), fitting, stopped_by)
 
 
 def _bisect(attempt: Callable[[int], Estimate | None], start: int) -> tuple[int, Estimate] | None:

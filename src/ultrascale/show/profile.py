@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any
 
 from rich.console import Console
@@ -37,7 +36,7 @@ def _ranks(ranks: Sequence[RankTime]) -> Table:
     title = f"one step of each rank, mean of {count_of(len(ranks[0].steps), 'step')}"
     made = table(title, "rank", "on", *words, left=())
     for one in ranks[:MOST_RANKS]:
-        means = (seconds(one.mean(attrgetter(f"{part}_s"))) for part in parts)
+        means = (seconds(one.mean(f"{part}_s")) for part in parts)
         made.add_row("–" if one.rank is None else str(one.rank), one.device.upper(), *means)
     return made
 

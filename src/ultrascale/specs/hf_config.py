@@ -77,10 +77,7 @@ def _family_of_experts(model: Model, moe: MoE) -> str:
         wanted |= {"qkv_bias": False, "attention_output_bias": False}
         said |= {"dense_layers": 0, "renormalize": True}
     _only(model, wanted, words)
-    for field, value in said.items():
-        if getattr(moe, field) != value:
-            given = f"is {shown(getattr(moe, field))}"
-            raise _unsaid(model, f"moe.{field}", given, f"with {words} it must be {shown(value)}", f"{field}: {shown(value)}")
+    _only(model, said, words, moe)
     return family
 
 
@@ -119,11 +116,13 @@ def _biases(model: Model) -> str:
     return f"qkv_bias: {shown(model.qkv_bias)}"
 
 
-def _only(model: Model, wanted: Config, beside: str) -> None:
+def _only(model: Model, wanted: Config, beside: str, moe: MoE | None = None) -> None:
+    """SpecError unless the fields, of the model or of its experts, have the values that are wanted."""
     for field, value in wanted.items():
-        if getattr(model, field) != value:
-            given = f"is {shown(getattr(model, field))}"
-            raise _unsaid(model, field, given, f"with {beside} it must be {shown(value)}", f"{field}: {shown(value)}")
+        found = getattr(moe or model, field)
+        if found != value:
+            name, must = f"moe.{field}" if moe else field, f"with {beside} it must be {shown(value)}"
+            raise _unsaid(model, name, f"is {shown(found)}", must, f"{field}: {shown(value)}")
 
 
 def _unsaid(model: Model, field: str, given: str, because: str, advice: str) -> SpecError:

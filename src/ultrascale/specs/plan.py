@@ -98,14 +98,11 @@ def job_from_mapping(data: Mapping[str, Any], what: str) -> Job:
     if not isinstance(data, Mapping):
         return build(Job, data, what)  # which says so
     job = dict(data)
-    if isinstance(job.get("model"), str):
-        job["model"] = Model.load(job["model"])
-    if isinstance(job.get("cluster"), str):
-        job["cluster"] = Cluster.load(job["cluster"])
-    elif isinstance(job.get("cluster"), Mapping):
+    for name, preset in (("model", Model.load), ("cluster", Cluster.load), ("framework", Framework.load)):
+        if isinstance(job.get(name), str):
+            job[name] = preset(job[name])
+    if isinstance(job.get("cluster"), Mapping):
         job["cluster"] = Cluster.from_mapping(job["cluster"])
-    if isinstance(job.get("framework"), str):
-        job["framework"] = Framework.load(job["framework"])
     if isinstance(job.get("model"), Mapping):
         job["model"] = build(Model, job["model"], f"{what}.model")
     return build(Job, job, what)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 from fractions import Fraction
+from typing import TypeVar
 
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.validate import shown
 
+T = TypeVar("T")
 GIB = 2**30
 _LONGEST = 64  # characters; 2^63 has 19 digits
 
@@ -78,3 +81,16 @@ def count(value: float) -> str:
         if abs(value) >= limit:
             return f"{value / limit:.3g} {unit}" if value / limit < 1000 else f"{value / limit:,.0f} {unit}"
     return f"{value:g}"
+
+
+def groups_up_to(limit: float, items: Iterable[T], size: Callable[[T], float]) -> list[list[T]]:
+    """Consecutive items in groups of at most `limit` in total; a larger item is a group of its own."""
+    groups: list[list[T]] = []
+    total = 0.0
+    for item in items:
+        if not groups or total + size(item) > limit:
+            groups.append([])
+            total = 0.0
+        groups[-1].append(item)
+        total += size(item)
+    return groups

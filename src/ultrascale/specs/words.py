@@ -41,9 +41,9 @@ def field_from_text(
         return choice(what, field, text, choices)
     value: Any = text
     if float in kinds:
-        value = _number(what, field, text, example)
+        value = _parsed(float, "a number", what, field, text, example)
     elif int in kinds:
-        value = _whole(what, field, text, example)
+        value = _parsed(int, "a whole number", what, field, text, example)
     return getattr(build(cls, {**(beside or {}), field: value}, what), field)
 
 
@@ -61,15 +61,8 @@ def choice(what: str, field: str, text: str, choices: Sequence[str]) -> str:
     raise SpecError(f"{what}.{field} is {shown(text)} but must be one of {', '.join(choices)}: {advice}")
 
 
-def _whole(what: str, field: str, text: str, example: str) -> int:
+def _parsed(kind: type[Any], words: str, what: str, field: str, text: str, example: str) -> Any:
     try:
-        return int(text)
+        return kind(text)
     except ValueError:
-        raise SpecError(f"{what}.{field} is {shown(text)} but must be a whole number, such as {field}={example}") from None
-
-
-def _number(what: str, field: str, text: str, example: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise SpecError(f"{what}.{field} is {shown(text)} but must be a number, such as {field}={example}") from None
+        raise SpecError(f"{what}.{field} is {shown(text)} but must be {words}, such as {field}={example}") from None

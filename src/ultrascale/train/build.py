@@ -125,6 +125,7 @@ def _chunk(
     elif layout.data_parallel == "ddp" and mesh.data.size > 1:
         gradients = DDPGrads(module, mesh.data, training.bucket_mb, training.reduce_every_microbatch)
     else:
+        experts = [parameter for mlp in module.moe_layers().values() for parameter in mlp.experts.parameters()]
         gradients = BucketedGrads(
             module,
             mesh.data,
@@ -133,7 +134,7 @@ def _chunk(
             training.bucket_mb,
             training.compress,
             training.reduce_every_microbatch,
-            expert.experts_of(module) if mesh.ep.size > 1 else (),
+            experts if mesh.ep.size > 1 else (),
             mesh.expert_data,
         )
     weights = [

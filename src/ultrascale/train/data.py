@@ -40,26 +40,26 @@ class Batches:
 
     def train(self, step: int, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets, [rows, seq] each, of these rows of the step's global batch. Steps count from 0."""
-        return self._tokens(self._trained.train, step, rows)
+        return self._tokens(step, rows, held_out=False)
 
     def evaluation(self, number: int, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
         """The same for one batch of the evaluation: held-out windows in order, repeated from the first after the last."""
-        return self._tokens(self._held_out.evaluation, number, rows)
+        return self._tokens(number, rows, held_out=True)
 
     def documents(self, number: int, rows: Rows, held_out: bool = False) -> torch.Tensor:
         """[rows, seq]: the document index of each input token, counted from 0 in each row."""
-        window = self._held_out.evaluation if held_out else self._trained.train
-        found = [text.documents(index, self.seq) for text, index in self._windows(window, number, rows)]
+        found = [text.documents(index, self.seq) for text, index in self._windows(number, rows, held_out)]
         return torch.from_numpy(np.stack(found))
 
-    def _tokens(self, window: Callable[[int], Window], number: int, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-        found: list[Tokens] = [text.window(index, self.seq) for text, index in self._windows(window, number, rows)]
+    def _tokens(self, number: int, rows: Rows, held_out: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        found: list[Tokens] = [text.window(index, self.seq) for text, index in self._windows(number, rows, held_out)]
         tokens = torch.from_numpy(np.stack(found))
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-    def _windows(self, window: Callable[[int], Window], number: int, rows: Rows) -> list[Window]:
+    def _windows(self, number: int, rows: Rows, held_out: bool) -> list[Window]:
         indices = range(*rows.indices(self.batch)) if isinstance(rows, slice) else rows
-        return [window(number * self.batch + row) for row in indices]
+        samples = self._held_out if held_out else self._trained
+        return [samples.window(number * self.batch + row, held_out) for row in indices]
 
 
 class _MixedSamples:
@@ -75,13 +75,10 @@ class _MixedSamples:
         ]
         self.pattern = MixturePattern([weight for _, weight in mixture.parts])
 
-    def train(self, sample: int) -> Window:
+    def window(self, sample: int, held_out: bool) -> Window:
         owner, place = self.pattern.deal(sample)
-        return self.texts[owner], self.orders[owner].train(place)
-
-    def evaluation(self, sample: int) -> Window:
-        owner, place = self.pattern.deal(sample)
-        return self.texts[owner], self.orders[owner].evaluation(place)
+        order = self.orders[owner]
+        return self.texts[owner], order.evaluation(place) if held_out else order.train(place)
 
 
 def rows_of(layout: Layout, dp_rank: int, microbatch: int) -> list[int]:

@@ -148,11 +148,9 @@ class Engine:
         """This rank's part of the batch of step `number`, or of batch `number` of the held-out text."""
         found = self._host_rows(number, held_out=True) if held_out else self._prefetcher.take(number)
         if self.tape is not None and not held_out:
-            microbatches = self.tape.copy_rows(found)
-        else:
-            microbatches = [tuple(part.to(self.mesh.device, non_blocking=True) for part in parts) for parts in found]
-        documents = (lambda k: microbatches[k][2]) if self.training.document_mask else None
-        return Batch(lambda k: microbatches[k][0], lambda k: microbatches[k][1], self.positions, documents)
+            return Batch(self.tape.copy_rows(found), self.positions)
+        microbatches = [tuple(part.to(self.mesh.device, non_blocking=True) for part in parts) for parts in found]
+        return Batch(microbatches, self.positions)
 
     def _host_rows(self, number: int, held_out: bool = False) -> list[tuple[torch.Tensor, ...]]:
         """Per micro-batch: inputs, targets and, with a document mask, document indices."""

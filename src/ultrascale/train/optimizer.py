@@ -22,6 +22,7 @@ from ultrascale.parallel.mesh import Mesh, Shard
 from ultrascale.parallel.torch_private import foreach_copy_, foreach_mul_, foreach_norm
 from ultrascale.specs.job import OPTIMIZERS, Job
 from ultrascale.specs.training import Training
+from ultrascale.specs.units import groups_up_to
 
 
 @dataclass
@@ -126,14 +127,7 @@ class Optimizer:
         if all(weight.gradient.dtype == weight.master.dtype for weight in self.weights):
             return [self.weights]
         largest = max(weight.master.numel() for weight in self.weights)
-        groups, size = [list[Weight]()], 0
-        for weight in self.weights:
-            size += weight.master.numel()
-            if groups[-1] and size > largest:
-                groups.append([])
-                size = weight.master.numel()
-            groups[-1].append(weight)
-        return groups
+        return groups_up_to(largest, self.weights, lambda weight: weight.master.numel())
 
     def _step_fused(self, learning_rate: float, factor: float) -> None:
         from ultrascale.kernels import adamw_triton
