@@ -76,7 +76,7 @@ def experts_not_in_norm(patch: Patch) -> None:
 
 def stale_gradients(patch: Patch) -> None:
     def around(original, self):
-        if self.axis.size == 1 or not getattr(self, "begun", False):
+        if self.buckets[0].axis.size == 1 or not getattr(self, "begun", False):
             original(self)
         else:
             self.unwritten.clear()

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from ultrascale.cli.common import BAD_INPUT, NO, app, echo
+from ultrascale.specs.errors import RunError, SpecError
 
 # Each adds its verbs to the app; the panels of `--help` have this order.
 # isort: off
@@ -50,7 +51,6 @@ _OF_NAMES = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES)
 
 def main() -> None:
     """Run the command line; a SpecError is one sentence and exit code 2, never a traceback."""
-    from ultrascale.specs.errors import RunError, SpecError
 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # signs that a terminal's encoding lacks (×, ·, █) become `?`
@@ -76,7 +76,6 @@ def main() -> None:
 
 def _refuse_control_characters(words: list[str]) -> None:
     """Before typer, which prints unusable arguments unescaped."""
-    from ultrascale.specs.errors import SpecError
     from ultrascale.specs.printable import printable
 
     for word in words:

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from ultrascale.cli.common import NO, JsonFileOption, PlanArgument, chosen, progress, terminal, write_json
+from ultrascale.specs.errors import RunError, SpecError
 
 app = typer.Typer(
     name="bench",
@@ -67,7 +68,6 @@ def layouts(
     """
     from ultrascale.launch import launcher, machine
     from ultrascale.measure import bench_layouts as measure
-    from ultrascale.specs.errors import RunError, SpecError
     from ultrascale.specs.folders import folder_name
     from ultrascale.specs.plan import Plan
 
@@ -150,7 +150,6 @@ def kernels(
 
 def kernel_contest() -> ModuleType:
     """benchmarks/kernel_contest: in the package if it was installed from a wheel, in a clone beside src/."""
-    from ultrascale.specs.errors import SpecError
 
     package = Path(__file__).parents[1]
     places = package / "_benchmarks", package.parents[1] / "benchmarks"
@@ -202,7 +201,6 @@ def ladders(
     from ultrascale.launch import launcher, machine
     from ultrascale.measure import bench_ladders as measure
     from ultrascale.show import bench as show
-    from ultrascale.specs.errors import SpecError
     from ultrascale.specs.model import Model
     from ultrascale.specs.units import tokens as count
     from ultrascale.train import import_torch
@@ -257,7 +255,6 @@ def collectives(
     from ultrascale.launch.rank_info import rank_info_from_env
     from ultrascale.measure import bench_collectives as measure
     from ultrascale.show import bench as show
-    from ultrascale.specs.errors import SpecError
 
     mine, gpus = (rank_info_from_env() if nproc is None else None), len(machine.gpu_names())
     world = mine.world if mine else nproc or gpus or 2

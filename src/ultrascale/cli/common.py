@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ultrascale.specs.errors import SpecError, nearest
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -33,6 +35,10 @@ NO, BAD_INPUT = 1, 2
 PLAN, RUN, MEASURE, EXPORT = "Plan", "Run", "Measure", "Report and export"
 
 PlanArgument = Annotated[Path, typer.Argument(help="A plan written by [cyan]ultrascale plan -o[/].", metavar="PLAN.YAML")]
+NprocOption = Annotated[
+    int | None,
+    typer.Option("--nproc", min=1, max=1024, help="Number of processes to start here; not needed under torchrun or srun."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 JsonFileOption = Annotated[Path | None, typer.Option("--json", help="Also write all figures as JSON.", metavar="OUT.JSON")]
 
@@ -104,7 +110,6 @@ def detect_machine(request: Request, first: bool) -> Cluster | None:
 
 def chosen(only: str | None, known: Sequence[str], noun: str) -> list[str]:
     """Which of the known words `--only` names, in their order; all of them without it."""
-    from ultrascale.specs.errors import SpecError, nearest
     from ultrascale.specs.validate import shown
 
     if only is None:

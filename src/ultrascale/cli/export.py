@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ultrascale.cli.common import EXPORT, JsonOption, PlanArgument, app, cluster_named, print_json, progress, terminal
+from ultrascale.specs.errors import SpecError
 from ultrascale.specs.folders import REPORT
 
 
@@ -137,7 +138,6 @@ def report(
     from ultrascale.figures import style
     from ultrascale.report.of_plan import plan_page
     from ultrascale.report.of_run import run_page
-    from ultrascale.specs.errors import SpecError
     from ultrascale.specs.files import write_text
     from ultrascale.specs.plan import Plan
 
@@ -166,7 +166,6 @@ def studio(
 
     [dim]ultrascale studio --port 9000 --no-browser[/]
     """
-    from ultrascale.specs.errors import SpecError
     from ultrascale.studio.serve import serve
 
     published = Path("data/published.csv")

@@ -16,6 +16,7 @@ from ultrascale.cli.common import (
     NO,
     JsonFileOption,
     JsonOption,
+    NprocOption,
     PlanArgument,
     announce,
     app,
@@ -25,6 +26,7 @@ from ultrascale.cli.common import (
     terminal,
     write_json,
 )
+from ultrascale.specs.errors import SpecError
 
 STEPS_BEFORE = 3  # before a profile records: compilation, the step whose memory is measured, the profiler's slow first step
 
@@ -141,10 +143,7 @@ def profile(
         typer.Argument(help="A plan to run, and changes to it.", metavar="[PLAN.YAML] [SECTION.FIELD=VALUE]…"),
     ] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, max=1000, help="Steps to record, after three warm-up steps.")] = 5,
-    nproc: Annotated[
-        int | None,
-        typer.Option("--nproc", min=1, max=1024, help="Number of processes to start here; not needed under torchrun or srun."),
-    ] = None,
+    nproc: NprocOption = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="The run's folder: traces, memory. Default: runs/MODEL-profile-TIME.")
     ] = None,
@@ -161,7 +160,6 @@ def profile(
     [dim]ultrascale profile --trace trace.json.gz --plan plan.yaml[/]
     """
     from ultrascale.show import profile as show
-    from ultrascale.specs.errors import SpecError
 
     if bool(words) == bool(trace):
         raise SpecError(
@@ -189,7 +187,6 @@ def _profiled(words: list[str], steps: int, nproc: int | None, out: Path | None)
     """None on other ranks of torchrun."""
     from ultrascale.launch import launcher
     from ultrascale.launch.rank_info import rank_info_from_env
-    from ultrascale.specs.errors import SpecError
     from ultrascale.specs.folders import folder_name
     from ultrascale.train import import_torch
     from ultrascale.train.request import from_words

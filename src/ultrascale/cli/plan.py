@@ -20,6 +20,7 @@ from ultrascale.cli.common import (
     terminal,
     write_json,
 )
+from ultrascale.specs.errors import SpecError, nearest
 
 ModelArgument = Annotated[
     str, typer.Argument(help="A preset ([cyan]llama-3-70b[/]), a model file, or a Hugging Face [cyan]config.json[/].")
@@ -146,7 +147,6 @@ def explain(
     from ultrascale.plan import what_if as changes
     from ultrascale.show import explain as show
     from ultrascale.show.lines import picked
-    from ultrascale.specs.errors import SpecError
     from ultrascale.specs.plan import Plan
 
     if sum((cheatsheet, bool(what_if), largest is not None, row is not None)) > 1:
@@ -183,7 +183,6 @@ def _explain_row(file: Path, row: str, as_json: bool) -> None:
     from ultrascale.measure.accuracy.runs import read
     from ultrascale.measure.accuracy.scores import score
     from ultrascale.show import accuracy as show
-    from ultrascale.specs.errors import SpecError, nearest
 
     runs, _ = read(file)
     found = [run for run in runs if run.id == row]
@@ -210,7 +209,6 @@ def accuracy(
     from ultrascale.measure.accuracy import scores as measure
     from ultrascale.measure.accuracy.runs import read
     from ultrascale.show import accuracy as show
-    from ultrascale.specs.errors import SpecError, nearest
     from ultrascale.specs.files import write_text
 
     if group not in show.GROUPS:

@@ -14,6 +14,7 @@ from ultrascale.cli.common import (
     RUN,
     JsonFileOption,
     JsonOption,
+    NprocOption,
     announce,
     app,
     detect_machine,
@@ -25,6 +26,7 @@ from ultrascale.cli.common import (
     write_json,
 )
 from ultrascale.cli.data import app as data_verbs
+from ultrascale.specs.errors import SpecError
 
 
 @app.command(rich_help_panel=RUN)
@@ -83,10 +85,7 @@ def train(
         str | None, typer.Option("--model", "-m", help="Without a plan: a preset such as [cyan]tiny[/], or a model file.")
     ] = None,
     steps: Annotated[int | None, typer.Option("--steps", help="Optimizer steps (train.steps).")] = None,
-    nproc: Annotated[
-        int | None,
-        typer.Option("--nproc", min=1, max=1024, help="Number of processes to start here; not needed under torchrun or srun."),
-    ] = None,
+    nproc: NprocOption = None,
     data: Annotated[
         str | None,
         typer.Option("--data", help="stdlib, synthetic, token files, or a mixture [cyan]a/:0.7,b/:0.3[/] (train.data)."),
@@ -195,7 +194,6 @@ def verify(
     A layout: losses of three steps and every gradient; where they differ, the first module. A run: every loss, gradient norm,
     evaluation and expert count, and at its end every weight and optimizer state. Exit 1 if anything differs.
     """
-    from ultrascale.specs.errors import SpecError
 
     asked = [words, world is not None, runs is not None, program is not None]
     if sum(map(bool, asked)) != 1:
@@ -217,7 +215,6 @@ def verify(
 
 
 def _refuse(given: Mapping[str, object], what: str) -> None:
-    from ultrascale.specs.errors import SpecError
 
     for option, value in given.items():
         if value:

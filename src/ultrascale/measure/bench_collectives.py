@@ -286,34 +286,27 @@ def _action(op: str, each: int, ranks: int, rank: int, group: ProcessGroup, devi
     def zeros(elements: int) -> torch.Tensor:
         return torch.zeros(elements, device=device)
 
-    whole, part = zeros(each * ranks), zeros(each)
-    if op == "broadcast":
-        return lambda: dist.broadcast(whole, 0, group)
-    if op == "reduce":
-        return lambda: dist.reduce(whole, 0, group=group)
-    if op == "all_reduce":
-        return lambda: dist.all_reduce(whole, group=group)
-    if op == "all_gather":
-        gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed them
-        return lambda: gather_into(whole, part, group=group)
-    if op == "reduce_scatter":
-        scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return lambda: scatter_into(part, whole, group=group)
-    if op in ("gather", "scatter"):
-        parts = list(whole.chunk(ranks)) if rank == 0 and each else None
-        if op == "gather":
-            return lambda: dist.gather(part, parts, 0, group)
-        return lambda: dist.scatter(part, parts, 0, group)
-    if op == "barrier":
-        return lambda: dist.barrier(group)
-    other = zeros(each * ranks)
-    if op == "all_to_all":
-        return lambda: dist.all_to_all_single(other, whole, group=group)
-    after, before = (rank + 1) % ranks, (rank - 1) % ranks
-
     def round_the_ring() -> None:
-        sent = dist.P2POp(dist.isend, whole, after, group)
-        for work in dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, other, before, group)]):
+        sent = dist.P2POp(dist.isend, whole, (rank + 1) % ranks, group)
+        for work in dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, other, (rank - 1) % ranks, group)]):
             work.wait()
 
-    return round_the_ring
+    whole, part = zeros(each * ranks), zeros(each)
+    other = zeros(each * ranks) if op in ("all_to_all", "send_recv") else whole
+    parts = list(whole.chunk(ranks)) if rank == 0 and each else None
+    # torch 2.13 renamed these two
+    gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    actions: dict[str, Callable[[], object]] = {
+        "broadcast": lambda: dist.broadcast(whole, 0, group),
+        "reduce": lambda: dist.reduce(whole, 0, group=group),
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "gather": lambda: dist.gather(part, parts, 0, group),
+        "all_gather": lambda: gather_into(whole, part, group=group),
+        "scatter": lambda: dist.scatter(part, parts, 0, group),
+        "reduce_scatter": lambda: scatter_into(part, whole, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+        "send_recv": round_the_ring,
+        "barrier": lambda: dist.barrier(group),
+    }
+    return actions[op]

@@ -38,7 +38,7 @@ OWNER_TERMS = {
 HEAD, SHORT_ROW = 128, 2048  # head size of the attention tables; shorter sequences fill a GPU less
 SLOW_LAUNCH_S = 2e-5  # of a kernel: above this, the step is host-bound
 
-_EXCHANGES = {
+_CAUSES = {
     "tensor exchange": "the link between its ranks is another than the plan's",
     "context exchange": "the link between its ranks is another than the plan's",
     "expert exchange": "experts got uneven shares of the tokens, or the link is another than the plan's",
@@ -46,8 +46,6 @@ _EXCHANGES = {
     "ZeRO exchange": "less of it hides behind a layer's work than planned",
     "waiting for stages": "stages differ in what they compute, and each wait is for the slowest",
     "reading data": "the data is read slower than a step computes",
-}
-_OWNERS = {
     "parameters": "weights are kept in another format than planned",
     "master": "weights are kept in another format than planned",
     "gradients": "gradients are kept in another format, or come and go with their layers",
@@ -100,7 +98,7 @@ class Comparison:
         return tuple(_largest(self, whole, unit) for whole, unit in (("step time", "s"), ("tensors at the peak", "B")))
 
     def cause(self, term: str, gap: float) -> str | None:
-        """Only for a plan and a run; two runs, or two plans, differ in what `apart` lists. `gap`: first minus second."""
+        """The likely one; None: unknown. Two runs, or two plans, differ in what `apart` lists. `gap`: first minus second."""
         sides = {side.word: side for side in (self.first, self.second)}
         if len(sides) < 2:
             return None
@@ -108,7 +106,14 @@ class Comparison:
         assert isinstance(planned, Estimate)
         assert isinstance(measured, Measurement)
         slower = (gap > 0) == (self.first.word == "measured")
-        return likely(term, sides["measured"].plan, planned, measured, slower)
+        plan = sides["measured"].plan
+        if term == "attention":
+            return _attention(plan, slower)
+        if term in ("computing", "step time"):
+            return _computing(plan, planned, measured, slower)
+        if term == "optimizer":
+            return "its kernels wait for the host to launch them, one or more for each tensor" if slower else None
+        return _CAUSES.get(term)
 
 
 def load(path: Path) -> ComparisonSide:
@@ -235,17 +240,6 @@ def _largest(compared: Comparison, whole: str, unit: str) -> str:
 def _because(compared: Comparison, term: str, gap: float) -> str:
     cause = compared.cause(term, gap)
     return f": {cause}" if cause else ""
-
-
-def likely(term: str, plan: Plan, planned: Estimate, measured: Measurement, slower: bool) -> str | None:
-    """The likely cause of a difference; None: unknown. `slower`: the run takes or holds more than planned."""
-    if term == "attention":
-        return _attention(plan, slower)
-    if term in ("computing", "step time"):
-        return _computing(plan, planned, measured, slower)
-    if term == "optimizer":
-        return "its kernels wait for the host to launch them, one or more for each tensor" if slower else None
-    return _EXCHANGES.get(term) or _OWNERS.get(term)
 
 
 def _attention(plan: Plan, slower: bool) -> str | None:

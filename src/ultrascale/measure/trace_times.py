@@ -8,9 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import mean
-from typing import Any
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from ultrascale.measure.trace_rank import ACTION, STEP, TECHNIQUES, EnclosingRanges, RankTrace, Thread, TraceEvent
 from ultrascale.measure.trace_steps import (
@@ -70,13 +68,23 @@ class Copies:
     wait_s: float
 
 
+class _LateKernel(NamedTuple):
+    """A kernel that the host launched when the device was idle already."""
+
+    place: int
+    idle_from: float
+    start: float
+    end: float
+    launched: float
+
+
 def launches(trace: RankTrace, steps: list[Interval]) -> Launches:
     kernels = sorted(trace.kernels, key=lambda kernel: kernel.start)
     starts = [kernel.start for kernel in kernels]
     phases = EnclosingRanges(one for one in trace.ranges if not STEP.match(one.name))
     hosts = dict.fromkeys(one.thread for one in trace.ranges if STEP.match(one.name))
     waits = sorted((one.start, one.end) for one in trace.syncs)
-    late: list[tuple[float, ...]] = []
+    runs: list[list[_LateKernel]] = []  # of consecutive kernels
     after_waits_s, count = 0.0, len(steps)
     where: dict[str, float] = defaultdict(float)
     for begin, end in without(steps, covered(kernels)):
@@ -88,21 +96,19 @@ def launches(trace: RankTrace, steps: list[Interval]) -> Launches:
         if _ended_in(waits, begin, launch.start):
             after_waits_s += (end - begin) * US
             continue
-        late.append((place, begin, end, launch.start, kernel.end - kernel.start))
+        if not runs or runs[-1][-1].place != place - 1:
+            runs.append([])
+        runs[-1].append(_LateKernel(place, begin, kernel.start, kernel.end, launch.start))
         where[_phase(phases, (launch.thread, *hosts), launch.start)] += (end - begin) * US
-    index, begins, ends, launched, durations = np.array(late).reshape(-1, 5).T
-    cuts = np.flatnonzero(np.diff(index) != 1) + 1  # between runs of consecutive kernels
-    firsts, lasts = [0, *cuts] if late else [], [*(cuts - 1), len(late) - 1] if late else []
-    intervals = [
-        (launched[last] - launched[first]) / (last - first) for first, last in zip(firsts, lasts, strict=True) if last > first
-    ]
+    late = [one for run in runs for one in run]
+    intervals = [(run[-1].launched - run[0].launched) / (len(run) - 1) for run in runs if len(run) > 1]
     return Launches(
-        late_s=float(np.sum(ends - begins)) * US / count,
+        late_s=sum(one.start - one.idle_from for one in late) * US / count,
         gaps=len(late) / count,
-        stretches=len(firsts) / count,
-        longest_s=float(np.max(ends[lasts] - begins[firsts], initial=0.0)) * US,
-        kernel_s=float(np.mean(durations)) * US if late else 0.0,
-        every_s=float(np.mean(intervals)) * US if intervals else 0.0,
+        stretches=len(runs) / count,
+        longest_s=max((run[-1].start - run[0].idle_from for run in runs), default=0.0) * US,
+        kernel_s=mean(one.end - one.start for one in late) * US if late else 0.0,
+        every_s=mean(intervals) * US if intervals else 0.0,
         after_waits_s=after_waits_s / count,
         where={name: time_s / count for name, time_s in sorted(where.items(), key=lambda one: -one[1])},
     )

@@ -1,4 +1,4 @@
-"""HTML of a report: sections of text, tables and figures in one file with its style, script and Plotly inside."""
+"""HTML of a report: text, tables and figures in one file, with its style (page.css), script (page.js) and Plotly inside."""
 
 from __future__ import annotations
 
@@ -6,61 +6,13 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib import resources
 from typing import TYPE_CHECKING
 
 from ultrascale.figures import style
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
-
-CSS = """
-:root { --paper: %(light_paper)s; --ink: %(light_ink)s; --line: %(light_grid)s; --soft: #57606a; }
-:root[data-theme=dark] { --paper: %(dark_paper)s; --ink: %(dark_ink)s; --line: %(dark_grid)s; --soft: #9aa4af; }
-body { background: var(--paper); color: var(--ink); font: 15px/1.5 %(font)s; margin: 0 auto; max-width: 1000px;
-  padding: 24px; }
-h1 { font-size: 26px; margin: 0 0 4px; } h2 { font-size: 19px; margin: 36px 0 8px; }
-p.soft, footer { color: var(--soft); }
-nav { margin: 12px 0; } nav a { color: inherit; margin-right: 14px; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; margin: 16px 0; }
-.tile { border: 1px solid var(--line); border-radius: 8px; padding: 10px 12px; }
-.tile b { display: block; font-size: 20px; } .tile span { color: var(--soft); font-size: 13px; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 14px; } caption { text-align: left; font-weight: 600; padding: 6px 0; }
-th, td { border-bottom: 1px solid var(--line); padding: 4px 12px 4px 0; text-align: left; vertical-align: top; }
-td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
-pre { font-size: 12px; border: 1px solid var(--line); border-radius: 8px; padding: 12px; overflow-x: auto; }
-button { font: inherit; float: right; background: none; color: inherit; border: 1px solid var(--line); border-radius: 6px;
-  padding: 4px 10px; cursor: pointer; }
-figure { margin: 8px 0; break-inside: avoid; } .chart { width: 100%%; }
-@media print { button, nav { display: none; } body { max-width: none; padding: 0; } h2 { break-after: avoid; }
-  tr, .tile { break-inside: avoid; } }
-"""
-
-SCRIPT = """
-const root = document.documentElement;
-const charts = [...document.querySelectorAll('.chart')];
-for (const chart of charts) {
-  const figure = JSON.parse(document.getElementById(chart.dataset.figure).textContent);
-  Plotly.newPlot(chart, figure.data, figure.layout, {responsive: true, displaylogo: false});
-}
-function paint(theme) {
-  root.dataset.theme = theme;
-  const colours = THEMES[theme];
-  for (const chart of charts) {
-    const change = {...colours};
-    for (const name of Object.keys(chart.layout))
-      if (/^[xy]axis[0-9]*$/.test(name)) for (const part of ['gridcolor', 'zerolinecolor', 'linecolor'])
-        change[name + '.' + part] = GRID[theme];
-    Plotly.relayout(chart, change);
-  }
-}
-const wish = matchMedia('(prefers-color-scheme: dark)');
-let chosen = wish.matches ? 'dark' : 'light';
-document.querySelector('button').onclick = () => paint(chosen = chosen === 'dark' ? 'light' : 'dark');
-addEventListener('beforeprint', () => paint('light'));
-addEventListener('afterprint', () => paint(chosen));
-paint(chosen);
-"""
 
 
 @dataclass(frozen=True)
@@ -134,7 +86,7 @@ def page(title: str, subtitle: str, sections: Sequence[Section], footer: str) ->
         f'<button type="button" aria-label="switch between light and dark">light / dark</button>'
         f'<h1>{escape(title)}</h1><p class="soft">{escape(subtitle)}</p><nav>{links}</nav>{body}'
         f"<footer><p>{escape(footer)}</p></footer><script>{get_plotlyjs()}</script>"
-        f"<script>const THEMES = {themes}, GRID = {json.dumps(style.GRID)};{SCRIPT}</script></body></html>\n"
+        f"<script>const THEMES = {themes}, GRID = {json.dumps(style.GRID)};\n{_beside('page.js')}</script></body></html>\n"
     )
 
 
@@ -148,7 +100,14 @@ def _flat(theme: style.Theme) -> dict[str, str]:
 
 
 def _css() -> str:
-    colours = {f"{theme}_paper": style.PAPER[theme] for theme in style.THEMES}
-    colours |= {f"{theme}_ink": style.INK[theme] for theme in style.THEMES}
-    colours |= {f"{theme}_grid": style.GRID[theme] for theme in style.THEMES}
-    return CSS % {**colours, "font": style.FONT}
+    """The theme's colours as variables, and the rules that use them."""
+    colours = {"--paper": style.PAPER, "--ink": style.INK, "--line": style.GRID}
+    themes = (
+        f":root[data-theme={theme}] {{ {' '.join(f'{name}: {by[theme]};' for name, by in colours.items())} }}"
+        for theme in style.THEMES
+    )
+    return "\n".join([f":root {{ --font: {style.FONT}; }}", *themes, _beside("page.css")])
+
+
+def _beside(name: str) -> str:
+    return resources.files("ultrascale.report").joinpath(name).read_text(encoding="utf-8")
