@@ -97,8 +97,8 @@ def apart(curves: Curves, name: str, beside: str) -> list[float]:
 def show(curves: Curves, title: str) -> None:
     plain, *others = curves
     table = Table(title=title)
-    for heading in ("products", "largest difference %", "mean %", "last smoothed loss"):
-        table.add_column(heading, justify="left" if heading == "products" else "right")
+    for heading in ("matmuls", "largest difference %", "mean %", "last smoothed loss"):
+        table.add_column(heading, justify="left" if heading == "matmuls" else "right")
     table.add_row(plain, "", "", f"{smoothed(curves[plain])[-1]:.4f}")
     for name in others:
         far = [abs(one) for one in apart(curves, name, plain)]

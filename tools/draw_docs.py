@@ -1,4 +1,4 @@
-"""Draw the pictures of the documents from the product's own numbers: estimates, action lists, masks, fitted surfaces.
+"""Draw the pictures of the documents from the matmul's own numbers: estimates, action lists, masks, fitted surfaces.
 
 python tools/draw_docs.py [-o docs/pictures]
 """

@@ -1,4 +1,4 @@
-"""Fit the matrix-product and collective surfaces that the package ships, from tables of kernel measurements.
+"""Fit the matmul and collective surfaces that the package ships, from tables of kernel measurements.
 
     python tools/fit_surfaces.py TABLES_DIR [-o src/ultrascale/cost/surfaces]
 
@@ -26,7 +26,7 @@ from ultrascale.cost.network import SWITCH_REDUCES_FROM, Link, collective_time_s
 SOURCE = "ai-dynamo/aiconfigurator (Apache-2.0) kernel measurements, made for inference engines"
 
 # Dense TFLOP/s in bf16 and fp8, memory GB/s, multiprocessors, NVLink GB/s per direction, from the data sheets. The
-# fractions that are fitted are relative to these. gb300's matrix products repeat b300's rows and are left out.
+# fractions that are fitted are relative to these. gb300's matmuls repeat b300's rows and are left out.
 HARDWARE: dict[str, tuple[float, float, float, int, float]] = {
     "a100": (312.0, 0.0, 2039.0, 108, 300.0),
     "h100": (989.4, 1978.9, 3352.0, 132, 450.0),
@@ -44,7 +44,7 @@ OPS = {
     "alltoall": "all_to_all",
 }
 
-# Start, lower and upper bound of each continuous coefficient. Fractions of bandwidth stop at 1: what small products
+# Start, lower and upper bound of each continuous coefficient. Fractions of bandwidth stop at 1: what small matmuls
 # gain from the cache must not be lent to large ones.
 GEMM_BOUNDS: dict[str, tuple[float, float, float]] = {
     "launch_s": (4e-6, 0.5e-6, 2e-5),
@@ -258,7 +258,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, default=Path("src/ultrascale/cost/surfaces"))
     arguments = parser.parse_args()
 
-    print("Matrix products, errors of time in %; roughness: distance of a point from its neighbours in k\n")
+    print("Matrix matmuls, errors of time in %; roughness: distance of a point from its neighbours in k\n")
     surfaces = fit_all_gemm(pd.read_parquet(arguments.tables_dir / "gemm.parquet"))
     print("\nCollectives, errors of time in %; GB/s: bus bandwidth of endless messages\n")
     print("| GPU | NCCL | op | GB/s | all: median, p90, bias | 1 MiB and more |\n|---|---|---|---|---|---|")

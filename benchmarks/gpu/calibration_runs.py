@@ -58,7 +58,7 @@ class Asked(NamedTuple):
         return f"{self.model}-s{self.seq}-m{self.mbs}-g{self.gas}-{self.recompute}"
 
 
-# What tells constants apart: launches, long rows, few and many tokens, products alone, fp32 gradients, recomputation.
+# What tells constants apart: launches, long rows, few and many tokens, matmuls alone, fp32 gradients, recomputation.
 TO_FIT = (
     Asked("smollm2-135m", 1024, 4),
     Asked("smollm2-360m", 2048, 16),

@@ -61,7 +61,7 @@ MBS = {"1b": 8, "3b": 4, "moe": 8}
 
 # What each way has beyond the one before it: compiled blocks; the loss in chunks with its gradients; AdamW in one pass, masters
 # in halves; gradients left as backward makes them; fused blocks; launches recorded as one, where that is faster; and where
-# they are installed and faster, FlashAttention 4 and gates within products.
+# they are installed and faster, FlashAttention 4 and gates within matmuls.
 WAYS = {"plain": "compiled", "loss": "loss", "adamw": "adamw", "made": "as_made", "fused": "fused", "recorded": "recorded"}
 INSTALLED = {"flash": FLASH_ATTENTION_4, "all": QUACK}
 EVERY = (*WAYS, *INSTALLED)
@@ -69,7 +69,7 @@ EVERY = (*WAYS, *INSTALLED)
 # Parts of kernels' names, in the order in which they are tried.
 KINDS = {
     "attention": ("flash", "fmha", "cudnn"),
-    "matrix products": ("gemm", "nvjet", "cutlass", "xmma", "splitk"),
+    "matmuls": ("gemm", "nvjet", "cutlass", "xmma", "splitk"),
     "casts to fp8, with what is fused to them": ("_scaled_mm", "_abs_", "_cast", "absmax", "maxnan"),
     "loss": ("softmax", "nll", "_row", "_scale"),
     "norms, rotations, gates": ("_norm", "_turn", "_gate"),
@@ -103,7 +103,7 @@ class Measured:
 
 
 class Numbers(NamedTuple):
-    """Of the products; scaling and keep are those of fp8."""
+    """Of the matmuls; scaling and keep are those of fp8."""
 
     precision: str = "bf16"
     scaling: str = "tensor"
@@ -153,7 +153,7 @@ def measure(
     losses = [engine.step(number).loss for number in range(WARM_UP)]
     torch.cuda.synchronize()
     if (
-        engine.tape is None or not engine.tape.used
+        engine.cuda_graphs is None or not engine.cuda_graphs.used
     ):  # a recorded step has its memory set aside: its peak was that of the recording
         torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
@@ -219,13 +219,13 @@ def machine(gpu: str) -> str:
 
 def show(rows: Sequence[Measured], title: str) -> None:
     table = Table(title=title)
-    words = ("model", "recompute", "way", "products")
+    words = ("model", "recompute", "way", "matmuls")
     for heading in (
         "model",
         "mbs",
         "recompute",
         "way",
-        "products",
+        "matmuls",
         "step ms",
         "tokens/s",
         "MFU %",

@@ -163,7 +163,7 @@ def measure(
     device = torch.device("cuda", torch.cuda.current_device())
     name = torch.cuda.get_device_name(device)
     gpu = _gpu(name)
-    say("attention by each kernel that there is; gates between products and within them")
+    say("attention by each kernel that there is; gates between matmuls and within them")
     lines = tuple(f"{shape.model.name}: {found}" for shape in models for found in _choices(shape, device))
     report = KernelsReport(f"{name}, torch {torch.__version__}", (), lines)
     asked = [(kernel, shape) for shape in models for kernel in kernels]
@@ -281,9 +281,9 @@ def _choices(shape: KernelShape, device: torch.device) -> Iterator[str]:
     if (found := autotune.time_attention(heads, device)) is not None:
         yield str(found)
     if QUACK.why_not(torch.bfloat16) is None:
-        products = autotune.time_gates(shape.tokens, model.hidden, model.ffn, torch.bfloat16, device)
-        if products is not None:
-            yield str(products)
+        matmuls = autotune.time_gates(shape.tokens, model.hidden, model.ffn, torch.bfloat16, device)
+        if matmuls is not None:
+            yield str(matmuls)
 
 
 def _gpu(name: str) -> GPU | None:

@@ -47,7 +47,7 @@ def test_the_search_and_the_estimate_have_one_law() -> None:
 
 
 def test_one_clock_for_the_whole_step() -> None:
-    """The head's products have it too, and an optimizer that steps after each micro-batch makes it higher than one in four."""
+    """The head's matmuls have it too, and an optimizer that steps after each micro-batch makes it higher than one in four."""
     job = job_of("llama-3.2-1b", 1024, 4, boost=1.3)
     machine = ClusterRates(job)
     rows = LayoutColumns.of([Layout(mbs=4), Layout(mbs=4, gas=4)])
@@ -68,16 +68,16 @@ def machine_of(job: Job) -> ClusterRates:
 
 
 def test_products_are_joined_in_fused_blocks_alone() -> None:
-    """Recomputed in full, the engine runs the plain model, where q, k and v are products of their own: narrow, and slower."""
+    """Recomputed in full, the engine runs the plain model, where q, k and v are matmuls of their own: narrow, and slower."""
     job = job_of("smollm2-135m", 1024, 4, boost=1.0)
     rows = LayoutColumns.of([Layout(mbs=4), Layout(mbs=4, recompute="full")])
-    products = operators.layer_matmuls(job, rows, moe=False)
-    run = operators.as_run(job, rows, products)
-    flops = sum(product.flops for product in run)
-    assert np.broadcast_to(flops, 2) == pytest.approx(np.broadcast_to(sum(product.flops for product in products), 2))
-    kv = [product for product in run if np.max(product.n) == job.model.kv_dim]
-    assert [list(product.count) for product in kv] == [[0, 1], [0, 1]]
+    matmuls = operators.layer_matmuls(job, rows, moe=False)
+    run = operators.as_run(job, rows, matmuls)
+    flops = sum(matmul.flops for matmul in run)
+    assert np.broadcast_to(flops, 2) == pytest.approx(np.broadcast_to(sum(matmul.flops for matmul in matmuls), 2))
+    kv = [matmul for matmul in run if np.max(matmul.n) == job.model.kv_dim]
+    assert [list(matmul.count) for matmul in kv] == [[0, 1], [0, 1]]
     fused, plain = operators.layer(job, rows, ClusterRates(job), moe=False).matmul.total
     assert plain > 1.05 * fused
     others = job.changed(framework=Framework.load("torchtitan"))
-    assert operators.as_run(others, rows, products) is products
+    assert operators.as_run(others, rows, matmuls) is matmuls

@@ -155,7 +155,7 @@ def test_products_take_longer_than_at_peak_and_less_than_at_half() -> None:
 
 
 def test_full_recomputation_repeats_the_forward() -> None:
-    """A third of products and attention's share of forward, less the head: between a quarter and 40 % of the work."""
+    """A third of matmuls and attention's share of forward, less the head: between a quarter and 40 % of the work."""
     layout = Layout(dp=8, zero=1, recompute="full")
     time = estimate(make_job("llama-3-8b", "8xh100", 8192, layout), layout).time
     work = time.matmul_s + time.attention_s + time.memory_bound_s
@@ -164,16 +164,16 @@ def test_full_recomputation_repeats_the_forward() -> None:
 
 
 def test_checkpointing_leaves_the_last_product_out() -> None:
-    """torch.utils.checkpoint stops before a layer's last product, which selective recomputation repeats as little as others."""
+    """torch.utils.checkpoint stops before a layer's last matmul, which selective recomputation repeats as little as others."""
 
     def again(schedule: str, recompute: str, stops: bool) -> float:
         layout = Layout(pp=2, gas=4, schedule=schedule, recompute=recompute)
         engine = Framework.load("ultrascale-eager").model_copy(update={"exact_memory_trace": stops})
         return estimate(make_job("llama-3-8b", "2xh100", 8192, layout, framework=engine), layout).time.recompute_s
 
-    product = again("1f1b", "full", False) - again("1f1b", "full", True)
-    assert product > 0
-    assert again("zero-bubble", "full", False) - again("zero-bubble", "full", True) == pytest.approx(product)
+    matmul = again("1f1b", "full", False) - again("1f1b", "full", True)
+    assert matmul > 0
+    assert again("zero-bubble", "full", False) - again("zero-bubble", "full", True) == pytest.approx(matmul)
     assert again("zero-bubble", "selective", True) == pytest.approx(again("1f1b", "selective", True))
 
 
@@ -210,10 +210,10 @@ def test_borrowed_hardware_is_named() -> None:
     layout = Layout(dp=8, zero=1, mbs=1, gas=1)
     bare = next(gpu for gpu in GPU.presets().values() if gpu.surface is None and "bf16" in gpu.peak_tflops)
     notes = " ".join(estimate(make_job("llama-3.2-1b", f"8x1 {bare.name}", 2048, layout), layout).notes)
-    assert "no measured matrix products: 50%" in notes
+    assert "no measured matmuls: 50%" in notes
     assert "no measured collectives: 75%" in notes
     known = " ".join(estimate(make_job("llama-3.2-1b", "8xh100", 2048, layout), layout).notes)
-    assert "matrix products from" in known
+    assert "matmuls from" in known
     assert "assumed for every shape" not in known
 
 

@@ -35,21 +35,21 @@ def one(value: Any) -> float:
 
 
 def test_gradients_of_weights_hide_one_of_backwards_exchanges() -> None:
-    """Mixtral's are long: all of that exchange hides, at the price of computing that shares the GPU with it."""
+    """Mixtral's are long: all of that all_to_all hides, at the price of computing that shares the GPU with it."""
     (found, rows_first), (plain, _) = of(job_of("mixtral-8x7b", 4096), ep=8), of(job_of("mixtral-8x7b", 4096, False), ep=8)
-    exchange, constants = one(plain.exchange.time_s), job_of("mixtral-8x7b", 4096).cluster.efficiency
+    all_to_all, constants = one(plain.all_to_all.time_s), job_of("mixtral-8x7b", 4096).cluster.efficiency
     assert not rows_first
-    assert one(plain.backward_s) == pytest.approx(2 * exchange)
-    assert one(found.backward_s) == pytest.approx(exchange + constants.overlap_slowdown * exchange)
+    assert one(plain.backward_s) == pytest.approx(2 * all_to_all)
+    assert one(found.backward_s) == pytest.approx(all_to_all + constants.overlap_slowdown * all_to_all)
     assert one(found.forward_s) == one(plain.forward_s)
-    assert one(found.behind_backward_s) == pytest.approx(exchange / constants.overlap)
+    assert one(found.behind_backward_s) == pytest.approx(all_to_all / constants.overlap)
 
 
 def test_a_schedule_that_puts_them_off_leaves_nothing_to_hide_behind() -> None:
     layout = {"dp": 4, "pp": 2, "ep": 4, "gas": 4}
     split, _ = of(job_of("mixtral-8x7b", 4096), schedule="zero-bubble", **layout)
     whole, _ = of(job_of("mixtral-8x7b", 4096), schedule="1f1b", **layout)
-    assert one(split.backward_s) == pytest.approx(2 * one(split.exchange.time_s))
+    assert one(split.backward_s) == pytest.approx(2 * one(split.all_to_all.time_s))
     assert one(whole.backward_s) < one(split.backward_s)
 
 
@@ -59,11 +59,11 @@ def test_rows_that_stay_pay_where_tiles_are_full() -> None:
     assert (few[1], many[1]) == (False, True)
     job = job_of("mixtral-8x7b", 16384)
     row, machine = LayoutColumns.of([Layout(dp=8, ep=8)]), ClusterRates(job)
-    products = [product for product in layer_matmuls(job, row, moe=True) if product.name.startswith("expert ")]
-    eighth = [type(product)(product.name, product.m / 8, product.n, product.k, product.count) for product in products]
+    matmuls = [matmul for matmul in layer_matmuls(job, row, moe=True) if matmul.name.startswith("expert ")]
+    eighth = [type(matmul)(matmul.name, matmul.m / 8, matmul.n, matmul.k, matmul.count) for matmul in matmuls]
     staying = one(matmul_passes(machine, eighth).forward)
     assert one(many[0].behind_forward_s) == pytest.approx(
-        min(staying, one(many[0].exchange.time_s) / machine.efficiency.overlap)
+        min(staying, one(many[0].all_to_all.time_s) / machine.efficiency.overlap)
     )
 
 
@@ -74,7 +74,7 @@ def test_it_is_never_slower_than_waiting(name: str, ep: int, seq: int) -> None:
     found, _ = of(job_of(name, seq), ep=ep)
     plain, _ = of(job_of(name, seq, behind=False), ep=ep)
     assert one(found.forward_s + found.backward_s) <= one(plain.forward_s + plain.backward_s) * (1 + 1e-9)
-    assert one(found.exchange.wire_bytes) == one(plain.exchange.wire_bytes)
+    assert one(found.all_to_all.wire_bytes) == one(plain.all_to_all.wire_bytes)
 
 
 def test_without_ep_there_is_nothing_to_hide() -> None:

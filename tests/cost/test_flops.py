@@ -40,7 +40,7 @@ def test_llama_8b_by_hand() -> None:
 
 
 def test_torchtitans_convention() -> None:
-    """6N + 12·L·h·s with N less the embedding: Llama-3-8B at 8k. Only the norms, which are no products, differ.
+    """6N + 12·L·h·s with N less the embedding: Llama-3-8B at 8k. Only the norms, which are no matmuls, differ.
 
     N − embedding = 8,030,261,248 − 525,336,576 = 7,504,924,672; 6N = 45,029,548,032; 12·32·4096·8192 = 12,884,901,888.
     """

@@ -47,8 +47,8 @@ def attended(model: str, seq: int, constants: Efficiency = ON_HOST) -> tuple[flo
 
 
 def test_a_score_costs_its_softmax_and_its_products() -> None:
-    # tiny: 8 heads of 8. 256 tokens see blocks of 512 keys, so all 256. Softmax at 0.5·10⁹ scores a second; two products of 2·8
-    # FLOPs at 0.8 of 10¹¹. Backward 2.6 times the softmax, and five products at half of the peak.
+    # tiny: 8 heads of 8. 256 tokens see blocks of 512 keys, so all 256. Softmax at 0.5·10⁹ scores a second; two matmuls of 2·8
+    # FLOPs at 0.8 of 10¹¹. Backward 2.6 times the softmax, and five matmuls at half of the peak.
     scores = 8 * 256 * 256
     forward, backward = attended("tiny", 256)
     assert forward == pytest.approx(scores * (1 / 0.5e9 + 4 * 8 / 0.8e11))
@@ -89,7 +89,7 @@ def test_ends_and_optimizer_have_operators_too() -> None:
     # 8 layers of 230 + 300, the embedding's 40 + 20 and the head's 70 + 70, in every micro-batch.
     assert one.launch_s == pytest.approx(4e-6 * (8 * 530 + 200))
     assert two.launch_s == pytest.approx(2 * one.launch_s)
-    # Seven products and two norms a layer, ten operators each; beside them AdamW's passes, which are bytes.
+    # Seven matmuls and two norms a layer, ten operators each; beside them AdamW's passes, which are bytes.
     asked = host_job(Model.load("tiny"), Layout(), 128, ON_HOST.model_copy(update={"kernel_launch_s": 0.0}))
     assert one.optimizer_s - estimate(asked, Layout()).time.optimizer_s == pytest.approx(4e-6 * 10 * 9 * 8)
 

@@ -1,4 +1,4 @@
-"""Matrix-product surfaces: the law by hand, its behaviour for every shape, and measured points."""
+"""Matrix-matmul surfaces: the law by hand, its behaviour for every shape, and measured points."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_a_large_gemm_reaches_the_measured_share_of_the_peak() -> None:
 
 
 def test_a_relative_borrows_with_its_own_peak() -> None:
-    """A V100 (125 TFLOP/s, 900 GB/s, 80 multiprocessors) on A100's surface: a large product scales with the peak."""
+    """A V100 (125 TFLOP/s, 900 GB/s, 80 multiprocessors) on A100's surface: a large matmul scales with the peak."""
     surface = load_surface("a100", "bf16")
     ratio = gemm_time_s(surface, 8192, 8192, 8192, peak_tflops=125, memory_bandwidth_gb_s=900, multiprocessors=80) / own_time_s(
         surface, 8192, 8192, 8192

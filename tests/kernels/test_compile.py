@@ -50,7 +50,7 @@ EXPERTS = Model(
 
 @pytest.fixture
 def grouped_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: torch's grouped product, which a CPU has too, but slow."""
+    """As on a GPU: torch's grouped matmul, which a CPU has too, but slow."""
     for module in (moe, compile):
         monkeypatch.setattr(module, "has_grouped_kernel", lambda *_: True)
 

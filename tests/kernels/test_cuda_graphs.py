@@ -69,18 +69,18 @@ def test_work_is_recorded_the_fifth_time_and_replayed_from_then_on(
 ) -> None:
     calls, replayed = list[int](), list[str]()
     monkeypatch.setattr(Graph, "again", lambda _: replayed.append("again"))
-    tape = CUDAGraphPool(torch.device("cpu"), "always")
-    work = CUDAGraphRunner(lambda: calls.append(1), tape, before=lambda: calls.append(0))
+    pool = CUDAGraphPool(torch.device("cpu"), "always")
+    work = CUDAGraphRunner(lambda: calls.append(1), pool, before=lambda: calls.append(0))
     for _ in range(EAGER_CALLS + 3):
         work()
     assert calls == [1, 1, 1, 1, 0, 1]  # as it is, and once on the stream; what goes before a recording; the recording
     assert replayed == ["again", "again"]
     assert len(stand_in) == 1
-    assert tape.used
+    assert pool.used
 
 
 @pytest.mark.parametrize(
-    ("wish", "launched_s", "waited_s", "worth"),
+    ("mode", "launched_s", "waited_s", "worth"),
     [
         ("auto", 0.08, 0.001, True),  # a small model: the host launches, the GPU waits
         ("auto", 0.06, 0.42, False),
@@ -89,15 +89,15 @@ def test_work_is_recorded_the_fifth_time_and_replayed_from_then_on(
     ],
 )
 def test_it_is_worth_it_where_launching_takes_longer_than_waiting(
-    wish: Any, launched_s: float, waited_s: float, worth: bool, stand_in: list[Graph]
+    mode: Any, launched_s: float, waited_s: float, worth: bool, stand_in: list[Graph]
 ) -> None:
-    tape = CUDAGraphPool(torch.device("cpu"), wish)
-    tape.launched(launched_s)
-    tape.waited(waited_s)
-    assert tape.worth is worth
-    tape.leave()
-    tape.waited(0.0)
-    assert not tape.worth
+    pool = CUDAGraphPool(torch.device("cpu"), mode)
+    pool.launched(launched_s)
+    pool.waited(waited_s)
+    assert pool.worth is worth
+    pool.leave()
+    pool.waited(0.0)
+    assert not pool.worth
 
 
 def test_a_recording_that_fails_leaves_the_work_as_it_was(stand_in: list[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,15 +107,15 @@ def test_a_recording_that_fails_leaves_the_work_as_it_was(stand_in: list[Graph],
         raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
 
     monkeypatch.setattr(cuda_graphs.torch.cuda, "graph", refuse)
-    tape = CUDAGraphPool(torch.device("cpu"), "always")
-    first, second = CUDAGraphRunner(lambda: 7, tape), CUDAGraphRunner(lambda: 8, tape)
+    pool = CUDAGraphPool(torch.device("cpu"), "always")
+    first, second = CUDAGraphRunner(lambda: 7, pool), CUDAGraphRunner(lambda: 8, pool)
     for _ in range(EAGER_CALLS):
         assert (first(), second()) == (7, 8)
     assert first() == 7
     with pytest.warns(UserWarning, match="launched kernel by kernel: operation not permitted when stream is capturing$"):
         assert first() == 7
     assert second() == 8  # and nothing else is tried
-    assert not tape.used
+    assert not pool.used
 
 
 @pytest.mark.parametrize(
@@ -140,10 +140,10 @@ def test_what_is_not_the_same_in_every_step_is_not_recorded(
 
 
 def test_rows_of_a_step_lie_where_those_of_the_last_one_lay(stand_in: list[Graph]) -> None:
-    tape = CUDAGraphPool(torch.device("cpu"), "auto")
-    first = tape.copy_rows([(torch.tensor([1, 2]), torch.tensor([3]))])
+    pool = CUDAGraphPool(torch.device("cpu"), "auto")
+    first = pool.copy_rows([(torch.tensor([1, 2]), torch.tensor([3]))])
     addresses = [part.data_ptr() for part in first[0]]
-    second = tape.copy_rows([(torch.tensor([4, 5]), torch.tensor([6]))])
+    second = pool.copy_rows([(torch.tensor([4, 5]), torch.tensor([6]))])
     assert [part.tolist() for part in second[0]] == [[4, 5], [6]]
     assert [part.data_ptr() for part in second[0]] == addresses
 
@@ -163,8 +163,8 @@ def test_an_engine_that_replays_trains_as_one_that_does_not(
     for step in range(8):
         wanted, found = plain.step(step), ours.step(step)
         assert (found.loss, found.grad_norm) == (wanted.loss, wanted.grad_norm)
-    assert ours.tape is not None
-    assert ours.tape.used
+    assert ours.cuda_graphs is not None
+    assert ours.cuda_graphs.used
     assert plain.evaluate(1) == ours.evaluate(1)
 
 

@@ -143,7 +143,7 @@ def test_its_flops_count_as_those_of_any_attention(package: Package) -> None:
         with Counted() as counted:
             results(way, numbers())
         counts.append(counted.flops)
-    forward = 2 * 2 * 4 * 24 * 24 * 16  # two products over half of the pairs
+    forward = 2 * 2 * 4 * 24 * 24 * 16  # two matmuls over half of the pairs
     assert counts == [2 * forward + forward] * 2
 
 

@@ -1,4 +1,4 @@
-"""fp8 products against torchao's emulation, torch's own kernel and wide numbers; which products of a model are in fp8."""
+"""fp8 matmuls against torchao's emulation, torch's own kernel and wide numbers; which matmuls of a model are in fp8."""
 
 from __future__ import annotations
 
@@ -152,24 +152,24 @@ def test_an_odd_number_of_tokens_falls_back_where_it_is_summed_over() -> None:
 
 
 def swapped(scaling: Fp8Scaling, keep: Fp8Keep, model: Model = SMALL, **parts: Any) -> tuple[Transformer, list[str]]:
-    """A model in fp8, and the names of its products that are."""
+    """A model in fp8, and the names of its matmuls that are."""
     made = Transformer(model, **parts)
     float8.apply(made, scaling, keep, CPU)
     return made, [name for name, module in made.named_modules() if isinstance(module, Float8Linear)]
 
 
-def products_of(*layers: int) -> list[str]:
+def matmuls_of(*layers: int) -> list[str]:
     names = ("attention.qkv.q", "attention.qkv.k", "attention.qkv.v", "attention.out", "mlp.inputs.gate", "mlp.inputs.up")
     return [f"blocks.{layer}.{name}" for layer in layers for name in (*names, "mlp.down")]
 
 
 def test_what_is_kept() -> None:
-    assert swapped("tensor", "ends")[1] == products_of(1, 2)
-    assert swapped("tensor", "head")[1] == products_of(0, 1, 2, 3)
-    assert swapped("row", "none")[1] == [*products_of(0, 1, 2, 3), "head.linear"]
+    assert swapped("tensor", "ends")[1] == matmuls_of(1, 2)
+    assert swapped("tensor", "head")[1] == matmuls_of(0, 1, 2, 3)
+    assert swapped("row", "none")[1] == [*matmuls_of(0, 1, 2, 3), "head.linear"]
     # The ends are the whole model's, not a stage's.
-    assert swapped("tensor", "ends", layers=range(2), head=False)[1] == products_of(1)
-    assert swapped("tensor", "ends", layers=range(2, 4), embed=False)[1] == products_of(2)
+    assert swapped("tensor", "ends", layers=range(2), head=False)[1] == matmuls_of(1)
+    assert swapped("tensor", "ends", layers=range(2, 4), embed=False)[1] == matmuls_of(2)
 
 
 def test_names_and_parameters_stay() -> None:
@@ -203,7 +203,7 @@ def test_shared_experts_are_swapped_and_routed_ones_stay() -> None:
     moe = {"experts": 4, "top_k": 2, "expert_ffn": 16, "shared_experts": 1, "shared_expert_ffn": 32, "shared_gate": True}
     mixed = Model(name="mixed", layers=1, hidden=32, heads=4, kv_heads=4, ffn=0, vocab=48, moe=moe)
     _, names = swapped("tensor", "head", mixed)
-    attention = products_of(0)[:4]
+    attention = matmuls_of(0)[:4]
     assert names == [*attention, *(f"blocks.0.mlp.shared.{name}" for name in ("inputs.gate", "inputs.up", "down"))]
 
 
@@ -217,7 +217,7 @@ def loss_and_gradients(model: Transformer) -> tuple[Tensor, dict[str, Tensor]]:
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 @pytest.mark.parametrize("keep", get_args(Fp8Keep))
 def test_a_model_is_near_the_plain_one(scaling: Fp8Scaling, keep: Fp8Keep) -> None:
-    """Errors of one product, some 0.05, meet in a gradient that has passed through four layers of seven."""
+    """Errors of one matmul, some 0.05, meet in a gradient that has passed through four layers of seven."""
     plain, narrow = Transformer(SMALL), Transformer(SMALL)
     for model in (plain, narrow):
         initialize(model, 0, SMALL)

@@ -1,4 +1,4 @@
-"""The fused block in fp8 against the plain ones in fp8: joined products and other scales must not change what is made."""
+"""The fused block in fp8 against the plain ones in fp8: joined matmuls and other scales must not change what is made."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_it_makes_what_the_plain_block_makes(keep: Fp8Keep, layers: int) -> None
     """Rows have powers of two of their own, and bounds are some too high: neither changes how a number rounds.
 
     Sums in another order do, for a few numbers on the edge between two of fp8, and each block passes that on: 0.03 is half of
-    what one product in fp8 is off.
+    what one matmul in fp8 is off.
     """
     (loss, gradients), (wanted, exact) = made(True, keep, layers), made(False, keep, layers)
     assert float(loss) == pytest.approx(float(wanted), rel=1e-5)

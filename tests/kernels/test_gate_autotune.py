@@ -26,7 +26,7 @@ def job() -> Job:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
-    """Made-up times: within products is faster."""
+    """Made-up times: within matmuls is faster."""
     shapes: list[tuple[int, int, int]] = []
 
     def times_ms(ways: dict[str, GatedMLPKernel], tokens: int, hidden: int, ffn: int, *_: object) -> dict[str, float]:
@@ -47,7 +47,7 @@ def blocks_of(found: autotune.GateTimes) -> list[GatedMLPKernel]:
 
 def test_the_faster_way_runs_in_every_fused_block(asked: list[tuple[int, int, int]]) -> None:
     found = autotune.fastest_gates(job(), Layout(mbs=3), training_of(), torch.bfloat16, GPU)
-    assert str(found) == "gates: within products 8.10 ms, between them 9.00 ms"
+    assert str(found) == "gates: within matmuls 8.10 ms, between them 9.00 ms"
     assert asked == [(3 * job().seq, 128, 256)]
     assert found is not None
     ways = blocks_of(found)
@@ -78,7 +78,7 @@ def test_a_run_does_without_quack_where_it_fails(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(autotune, "_gates_ms", fail)
     monkeypatch.setattr(optional_kernels, "installed", lambda _: True)
     found = autotune.fastest_gates(job(), Layout(), training_of(), torch.bfloat16, GPU)
-    assert str(found) == "gates: between products; quack's kernels do not run here: TypeError: no such tile"
+    assert str(found) == "gates: between matmuls; quack's kernels do not run here: TypeError: no such tile"
     assert found is not None
     assert not any(isinstance(way, gated_gemm.GatedGemmKernel) for way in blocks_of(found))
 

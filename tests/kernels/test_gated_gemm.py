@@ -1,4 +1,4 @@
-"""Gates within products: quack runs on a GPU alone, so that plain formulas of what it promises stand in for it here."""
+"""Gates within matmuls: quack runs on a GPU alone, so that plain formulas of what it promises stand in for it here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ultrascale.measure import rehearse_tracker as operator_tracker
 
 
 class Quack:
-    """Its two products, and what they were asked with."""
+    """Its two matmuls, and what they were asked with."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, Any]] = []

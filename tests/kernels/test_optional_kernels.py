@@ -187,7 +187,7 @@ def test_a_choice_of_gates_says_what_failed(
     small = job_of("llama")
     job = small.changed(model=small.model.model_copy(update={"hidden": 128, "ffn": 256, "head_dim": 32}), precision="bf16")
     found = autotune.fastest_gates(job, Layout(), training_of(), torch.bfloat16, GPU)
-    assert str(found).startswith(f"gates: between products; quack's kernels do not run here: {QUACKS[case][1]}")
+    assert str(found).startswith(f"gates: between matmuls; quack's kernels do not run here: {QUACKS[case][1]}")
     assert notes(capfd) == []
     assert not QUACK.failure
 

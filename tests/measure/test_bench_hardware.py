@@ -19,7 +19,7 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 
 SEEN = HardwareTimes(
-    products=((GemmShape(16384, 8192, 2048), 8.1e-4), (GemmShape(8192, 2048, 16384), 7.7e-4)),
+    matmuls=((GemmShape(16384, 8192, 2048), 8.1e-4), (GemmShape(8192, 2048, 16384), 7.7e-4)),
     attention_forward_s=1.1e-3,
     attention_backward_s=3.2e-3,
     copy_s=5.3e-4,
@@ -27,7 +27,7 @@ SEEN = HardwareTimes(
 )
 
 
-@pytest.mark.parametrize("kind", ["h200", "mi300x"], ids=["with measured products", "without"])
+@pytest.mark.parametrize("kind", ["h200", "mi300x"], ids=["with measured matmuls", "without"])
 def test_the_laws_give_back_what_was_seen(kind: str) -> None:
     cluster = Cluster.load(f"1x{kind}")
     found = hardware.efficiency(cluster, SEEN)
@@ -38,7 +38,7 @@ def test_the_laws_give_back_what_was_seen(kind: str) -> None:
         batch_tokens=hardware.TOKENS,
     )
     machine = ClusterRates(job)
-    m, n, k = np.array([(one.m, one.n, one.k) for one, _ in SEEN.products], dtype=float).T
+    m, n, k = np.array([(one.m, one.n, one.k) for one, _ in SEEN.matmuls], dtype=float).T
     assert machine.matmul_s(m, n, k).sum() == pytest.approx(15.8e-4, rel=1e-3)
     passes = kernels.attention_passes(job, LayoutColumns.of([Layout(mbs=4)]), machine)
     assert passes.forward[0] == pytest.approx(1.1e-3, rel=1e-3)

@@ -114,7 +114,7 @@ def test_a_larger_gpu_keeps_their_number(no_fit: advice.NoFit) -> None:
             assert change.job.cluster.gpu.memory_gib > 80
 
 
-def test_wishes_hold_in_the_advice() -> None:
+def test_constraints_hold_in_the_advice() -> None:
     found = plan(make_job("llama-3-70b", "8xh100", 8192, 64), fix=["recompute=none"]).no_fit
     assert found is not None
     assert found.layout.recompute == "none"

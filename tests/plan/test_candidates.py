@@ -18,9 +18,9 @@ from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 
 
-def enumerated(of: Job, wishes: LayoutConstraints) -> set[Layout]:
+def enumerated(of: Job, constraints: LayoutConstraints) -> set[Layout]:
     found = set()
-    for group in cores(of, wishes):
+    for group in cores(of, constraints):
         for row in range(len(group.columns)):
             layout = group.columns.layout(row)
             for schedule, loops in group.variants:
@@ -136,9 +136,9 @@ def test_each_claim_on_one_layout(change: dict[str, Any], layout: Layout) -> Non
 
 def test_fixed_fields_are_kept_and_forbidden_ones_absent() -> None:
     of = make_job("tiny", "8xh100", 1024, 16)
-    wishes = LayoutConstraints.parse(["tp=2, recompute=full"], ["cp", "zero=3", "schedule=afab"])
-    assert wishes.fixed == {"tp": 2, "recompute": "full", "cp": 1}
-    found = enumerated(of, wishes)
+    constraints = LayoutConstraints.parse(["tp=2, recompute=full"], ["cp", "zero=3", "schedule=afab"])
+    assert constraints.fixed == {"tp": 2, "recompute": "full", "cp": 1}
+    found = enumerated(of, constraints)
     assert found
     for layout in found:
         assert (layout.tp, layout.recompute, layout.cp) == (2, "full", 1)
@@ -158,7 +158,7 @@ def test_fixed_fields_are_kept_and_forbidden_ones_absent() -> None:
         ([], ["nonsense"], "no field 'nonsense'"),
     ],
 )
-def test_wishes_that_make_no_sense_are_explained(fix: list[str], forbid: list[str], words: str) -> None:
+def test_constraints_that_make_no_sense_are_explained(fix: list[str], forbid: list[str], words: str) -> None:
     with pytest.raises(SpecError, match=words):
         LayoutConstraints.parse(fix, forbid)
 

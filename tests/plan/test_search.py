@@ -1,4 +1,4 @@
-"""The search against brute force, its objectives and wishes, and what it says when nothing fits."""
+"""The search against brute force, its objectives and constraints, and what it says when nothing fits."""
 
 from __future__ import annotations
 
@@ -128,9 +128,9 @@ def test_forbidden_fields_are_absent(forbid: str, field: str, absent: set[int]) 
         assert getattr(one.layout, field) not in absent
 
 
-def test_fixed_wishes_are_among_the_reasons() -> None:
+def test_fixed_constraints_are_among_the_reasons() -> None:
     best = plan(make_job("llama-3.2-1b", "8xh100", 8192, 64), fix=["tp=2"]).plans[0]
-    assert "Your wish: tp=2 was fixed" in best.reasons
+    assert "Constraint: tp=2 was fixed" in best.reasons
 
 
 def test_the_objective_cost_may_leave_gpus_idle() -> None:

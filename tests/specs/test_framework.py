@@ -199,7 +199,7 @@ def test_unbalanced_stages_have_equal_layers_and_balanced_ones_spare_the_head() 
 
 
 def test_an_exchange_in_pieces_leaves_one_of_them_to_see() -> None:
-    """tp = 8: an eighth has nothing to hide behind, the rest slows products; without sequence parallelism nothing is cut."""
+    """tp = 8: an eighth has nothing to hide behind, the rest slows matmuls; without sequence parallelism nothing is cut."""
     whole, pieced = (predicted("tensor", transformer_engine=engine).time.tensor_s for engine in (False, True))
     assert whole / 8 < pieced < whole
 

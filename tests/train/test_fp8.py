@@ -76,14 +76,14 @@ def test_blocks_against_one_process() -> None:
 
 @pytest.mark.parametrize("keep", ["ends", "head", "none"])
 def test_it_is_near_fp32(keep: str) -> None:
-    """A gradient's largest entries carry the errors of some ten products, 0.04 to 0.06 each; fewer where the ends are kept."""
+    """A gradient's largest entries carry the errors of some ten matmuls, 0.04 to 0.06 each; fewer where the ends are kept."""
     exact = one_process(job_of(MODEL), 4, training_of())
     job = job_of(MODEL, precision="fp8")
     seen = one_process(job, 4, training_of(fp8_keep=keep))
     assert 1e-6 < relative(seen.losses, exact.losses) < 5e-3
     errors = gradient_errors([seen], exact, job)
     assert 0.005 < max(errors.values()) < 0.3
-    if keep == "ends":  # the last block's gradients come through plain products alone
+    if keep == "ends":  # the last block's gradients come through plain matmuls alone
         assert errors["blocks.3.mlp.down.weight"] < errors["blocks.0.attention.qkv.q.weight"]
 
 
@@ -114,7 +114,7 @@ def trained(out: Path, steps: int, precision: str) -> Path:
 @pytest.mark.quick_cases("fp32-fp8")
 @pytest.mark.parametrize(("first", "second"), [("fp8", "fp32"), ("fp32", "fp8")])
 def test_a_run_goes_on_in_another_precision(tmp_path: Path, first: str, second: str) -> None:
-    """A checkpoint holds wide weights under the plain model's names, whatever the products were in."""
+    """A checkpoint holds wide weights under the plain model's names, whatever the matmuls were in."""
     out, alone = trained(tmp_path / "run", 2, first), trained(tmp_path / "alone", 4, "fp32")
     changes = Overrides.parse([f"job.precision={second}", "train.steps=4"])
     launcher.train(from_checkpoint(checkpoint.latest(out), changes), out, 1, quiet=True)

@@ -129,7 +129,7 @@ def test_what_a_selective_checkpoint_caches_is_seen() -> None:
         kept = checkpoint(
             block, inputs, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(save_products)
         )
-        assert live.current == 2 * 2 * KIB  # the product and the output; the first tanh is gone
+        assert live.current == 2 * 2 * KIB  # the matmul and the output; the first tanh is gone
         del kept
         assert live.current == 0
 

@@ -118,7 +118,7 @@ def strategies(plan: Plan) -> list[Strategy]:
             f"tp={x.tp}" + (" + SP" if x.sequence_parallel and x.tp > 1 else ""),
             "no effect",
             f"parameters, states and activations / {x.tp}",
-            f"products / {x.tp}",
+            f"matmuls / {x.tp}",
             talk("tensor", "4 per layer and direction: all-gather, reduce-scatter of activations"),
             tensor_ratio(x.tp, model.hidden, layer, peak, bandwidth(machine, places.tensor)),
         ),
@@ -190,9 +190,9 @@ def formulas(plan: Plan) -> list[Formula]:
         Formula("compute, printed", "6·model_bf16·mbs·seq·gas (bytes for parameters)",
                 f"{6 * 2 * model.parameters * x.mbs * job.seq * x.gas:.3g}"),
         Formula("compute, corrected", "6·N·tokens / GPUs", f"{flops.compute_approximate(active, per_gpu):.3g} FLOPs per GPU"),
-        Formula("compute, exact", "products + full attention",
+        Formula("compute, exact", "matmuls + full attention",
                 f"{flops.model_flops(model, job.seq) * per_gpu:.3g} FLOPs per GPU"),
-        Formula("compute, causal", "products + half attention",
+        Formula("compute, causal", "matmuls + half attention",
                 f"{flops.model_flops(model, job.seq, causal=True) * per_gpu:.3g} FLOPs per GPU"),
         *([] if job.cluster.efficiency.synchronous else _utilisation(plan.estimate)),
         Formula("bubble", "(p−1)/(v·m) of the work", f"{textbook_bubble(x.pp, x.gas, x.virtual_stages):.2%}"),
@@ -260,14 +260,14 @@ def zero_3_ratio(dp: int, tokens: float, peak_flops: float, bandwidth: float) ->
 
 
 def tensor_ratio(tp: int, hidden: int, layer_parameters: float, peak_flops: float, bandwidth: float) -> OverlapRatio:
-    """One exchange of s·mbs·h bf16 elements against the next region's share of the layer (half of it in the mean)."""
+    """One collective of s·mbs·h bf16 elements against the next region's share of the layer (half of it in the mean)."""
     return OverlapRatio(
         "tensor",
         "(TP−1)·peak_flops / (24·h·peak_bw)",
         (tp - 1) * peak_flops / (24 * hidden * bandwidth),
         "2·h·(TP−1)·peak_flops / (layer_parameters·peak_bw)",
         2 * hidden * (tp - 1) * peak_flops / (layer_parameters * bandwidth),
-        "the printed form counts one byte an element and a whole layer of 12h² parameters for each of its four exchanges",
+        "the printed form counts one byte an element and a whole layer of 12h² parameters for each of its four collectives",
     )
 
 
@@ -279,7 +279,7 @@ def context_ratio(cp: int, seq: int, mbs: int, kv_dim: int, q_dim: int, peak_flo
         (cp - 1) * mbs * seq / cp * kv_dim * 2,
         "2·CP·kv_dim·peak_flops / (seq·q_dim·peak_bw)",
         2 * cp * kv_dim * peak_flops / (seq * q_dim * bandwidth) if cp > 1 else 0.0,
-        "the printed entry is the volume of a layer's exchange; the ratio is that of one ring step, causal mask counted",
+        "the printed entry is the volume of a layer's communication; the ratio is that of one ring step, causal mask counted",
     )
 
 

@@ -89,7 +89,7 @@ def zero_traffic(work: Workload, elements: Array, expert_elements: Array, narrow
 
 
 # --------------------------------------------------------------------------------------------------------------------- tensor
-# Tensor and sequence parallelism: what every layer exchanges inside the tp group, on the critical path.
+# Tensor and sequence parallelism: what every layer sends inside the tp group, on the critical path.
 #
 # Playbook: ×4 per layer, forward all-gather of activations and backward reduce-scatter of gradients. With sequence parallelism
 # each region is entered by an all-gather and left by a reduce-scatter; without it each is left by one all-reduce, which moves
@@ -114,7 +114,7 @@ class TensorTraffic:
 
     @property
     def gather_again_s(self) -> Array:
-        """Backward gathers the saved, sequence-cut inputs once more for the weight gradients; it hides behind products."""
+        """Backward gathers the saved, sequence-cut inputs once more for the weight gradients; it hides behind matmuls."""
         return np.where(self.with_sequence, REGIONS * self.gather.time_s, 0.0)
 
 
@@ -130,10 +130,10 @@ def tensor_traffic(work: Workload) -> TensorTraffic:
 
 
 def tensor_pieced_s(work: Workload, inside: TensorTraffic, moe: bool) -> Array:
-    """Of one direction of one layer, what may hide behind products that are cut along with the exchange.
+    """Of one direction of one layer, what may hide behind matmuls that are cut along with the collective.
 
-    Transformer Engine's user buffers pass one rank's piece on while the product of the piece already there runs, so all but one
-    of tp pieces may hide. They need sequence parallelism, and experts' products are not cut.
+    Transformer Engine's user buffers pass one rank's piece on while the matmul of the piece already there runs, so all but one
+    of tp pieces may hide. They need sequence parallelism, and experts' matmuls are not cut.
     """
     share = 0.0 if moe else work.job.framework.tensor_overlap
     return np.where(inside.with_sequence, share * (1 - 1 / work.columns.tp) * inside.layer_s, 0.0)
@@ -211,7 +211,7 @@ def context_traffic(work: Workload, attention: Passes) -> ContextTraffic:
 # add), so that is done only where it is faster in all.
 
 
-EXCHANGES = 2  # dispatch and combine
+ALL_TO_ALLS = 2  # dispatch and combine
 # Of an all-to-all that Megatron's overlap with another micro-batch hides. Set by hand: the published pairs with and without it
 # (mbqwen-001 and 002, mzqwen-001 and 002 of data/published.csv) are too few to fit it.
 MICROBATCH_OVERLAP = 0.7
@@ -219,12 +219,12 @@ MICROBATCH_OVERLAP = 0.7
 
 @dataclass(frozen=True)
 class ExpertTraffic:
-    exchange: CollectiveTransfer
+    all_to_all: CollectiveTransfer
     forward_s: Array
     """exposed, per MoE layer and micro-batch"""
     backward_s: Array
     behind_forward_s: Array | float = 0.0
-    """of the experts' own products, what hides it: a window that hides nothing else"""
+    """of the experts' own matmuls, what hides it: a window that hides nothing else"""
     behind_backward_s: Array | float = 0.0
 
 
@@ -234,20 +234,20 @@ def expert_traffic(work: Workload) -> ExpertTraffic:
     assert moe is not None
     routed = columns.tokens(job.seq) * moe.top_k * job.cluster.efficiency.expert_imbalance
     rows = compute_bytes(job) * routed * model.hidden / columns.routed_cut(job.framework.transformer_engine)
-    exchange = transfer(machine, "expert", "all_to_all", rows, work.places.expert)
-    both = EXCHANGES * exchange.time_s
+    all_to_all = transfer(machine, "expert", "all_to_all", rows, work.places.expert)
+    both = ALL_TO_ALLS * all_to_all.time_s
     if job.framework.dispatch == "node-wise":
-        both = EXCHANGES * np.minimum(exchange.time_s, _node_wise_s(work))
+        both = ALL_TO_ALLS * np.minimum(all_to_all.time_s, _node_wise_s(work))
     window_forward = window_backward = np.zeros(len(columns))
     if moe.shared_experts:
         width = moe.shared_expert_ffn / columns.tp
         shared = matmul_passes(machine, mlp_matmuls(model, "shared expert", columns.tokens(job.seq), width))
         window_forward, window_backward = shared.forward, shared.input_grad + shared.weight_grad
     if job.framework.expert_overlap == "weight-gradients":
-        return _behind(work, exchange, both, (window_forward, window_backward))
+        return _behind(work, all_to_all, both, (window_forward, window_backward))
     seen = 1 - (MICROBATCH_OVERLAP if job.framework.expert_overlap == "microbatches" else 0.0)
     return ExpertTraffic(
-        exchange,
+        all_to_all,
         seen * exposed(both, window_forward, machine.efficiency),
         seen * exposed(both, window_backward, machine.efficiency),
     )
@@ -258,31 +258,31 @@ def local_tokens_first(work: Workload) -> Array:
     return np.asarray(expert_traffic(work).behind_forward_s > np.zeros(len(work.columns)))
 
 
-def _behind(work: Workload, exchange: CollectiveTransfer, both: Array, windows: tuple[Array, Array]) -> ExpertTraffic:
-    """With gradients of the experts' matrices behind one of backward's exchanges, and rows that stay behind one of each pass
+def _behind(work: Workload, all_to_all: CollectiveTransfer, both: Array, windows: tuple[Array, Array]) -> ExpertTraffic:
+    """With gradients of the experts' matrices behind one of backward's all-to-alls, and rows that stay behind one of each pass
     where that is faster, its price included.
     """
     job, columns, machine = work.job, work.columns, work.machine
-    products = [product for product in layer_matmuls(job, columns, moe=True) if product.name.startswith("expert ")]
+    matmuls = [matmul for matmul in layer_matmuls(job, columns, moe=True) if matmul.name.startswith("expert ")]
     staying = 1 / columns.ep
     whole, own, others = (
-        matmul_passes(machine, [replace(product, m=share * product.m) for product in products])
+        matmul_passes(machine, [replace(matmul, m=share * matmul.m) for matmul in matmuls])
         for share in (np.ones(len(columns)), staying, 1 - staying)
     )
-    one = both / EXCHANGES / machine.efficiency.overlap  # a window beyond it hides nothing more
+    one = both / ALL_TO_ALLS / machine.efficiency.overlap  # a window beyond it hides nothing more
     split = columns.split_backward & (columns.pp > 1)
     late = np.where(split, 0.0, whole.weight_grad)
 
     def traffic_with(forward: Array, backward: Array) -> ExpertTraffic:
         behind = np.minimum(forward, one), np.minimum(backward, one)
         forward_s, backward_s = (exposed(both, w + more, machine.efficiency) for w, more in zip(windows, behind, strict=True))
-        return ExpertTraffic(exchange, forward_s, backward_s, *behind)
+        return ExpertTraffic(all_to_all, forward_s, backward_s, *behind)
 
     together, parted = traffic_with(np.zeros(len(columns)), late), traffic_with(own.forward, late + own.input_grad)
     kernels = host.constants().compiled_layer.local_tokens_first
     launch_s = np.full(len(columns), kernels * machine.launch_s * job.framework.launch)
     # The second gradient of the experts' matrices is read with the first, and their sum written.
-    added_s = machine.stream_s(np.asarray(3 * compute_bytes(job) * sum(p.count * p.n * p.k for p in products)))
+    added_s = machine.stream_s(np.asarray(3 * compute_bytes(job) * sum(p.count * p.n * p.k for p in matmuls)))
     price = own + others + Passes(launch_s, 2 * launch_s, added_s)
     forward_s = parted.forward_s + price.forward - whole.forward
     backward_s = parted.backward_s + price.input_grad + price.weight_grad - whole.input_grad - whole.weight_grad
@@ -293,11 +293,11 @@ def _behind(work: Workload, exchange: CollectiveTransfer, both: Array, windows: 
         (parted.behind_forward_s, together.behind_forward_s),
         (parted.behind_backward_s, together.behind_backward_s),
     )
-    return ExpertTraffic(exchange, *(np.where(pays, *pair) for pair in pairs))
+    return ExpertTraffic(all_to_all, *(np.where(pays, *pair) for pair in pairs))
 
 
 def _node_wise_s(work: Workload) -> Array:
-    """One exchange in which a token crosses to each other domain at most once and is handed on there over the fast link.
+    """One all-to-all in which a token crosses to each other domain at most once and is handed on there over the fast link.
 
     Of D domains a token with k choices meets D·(1 − (1 − 1/D)^k) in the mean; all but its own lie across the network.
     """

@@ -124,7 +124,7 @@ def whole(draft: DraftEstimate) -> Estimate:
     def hardware(causal: bool) -> float:
         again = flops.hardware_flops(job.model, job.seq, layout.recompute, job.attention, causal)
         if layout.recompute == "selective" and job.framework.selective == "half":
-            again += flops.products_flops(job.model) / 2
+            again += flops.matmuls_flops(job.model) / 2
         return again
 
     return Estimate(
@@ -251,11 +251,11 @@ def _range_notes(view: LayoutRows) -> list[str]:
     if surface is None:
         return []
     outside: dict[str, list[str]] = {}
-    for product in layer_matmuls(view.job, view.row, moe=bool(view.job.model.moe_layers)):
-        shape = (float(np.max(axis)) for axis in (product.m, product.n, product.k))
+    for matmul in layer_matmuls(view.job, view.row, moe=bool(view.job.model.moe_layers)):
+        shape = (float(np.max(axis)) for axis in (matmul.m, matmul.n, matmul.k))
         if sentence := kernels.outside_range(surface, *shape):
-            outside.setdefault(sentence, []).append(product.name)
-    return [f"product {', '.join(names)}: {sentence}, extrapolated" for sentence, names in outside.items()]
+            outside.setdefault(sentence, []).append(matmul.name)
+    return [f"matmul {', '.join(names)}: {sentence}, extrapolated" for sentence, names in outside.items()]
 
 
 # ------------------------------------------------------ range: errors of similar runs whose source the constants had not seen

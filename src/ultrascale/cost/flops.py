@@ -38,14 +38,14 @@ def head_flops(model: Model) -> float:
     return 2.0 * model.hidden * model.vocab
 
 
-def products_flops(model: Model) -> float:
-    """Forward FLOPs per token of every layer's matrix products; scores and head left out."""
+def matmuls_flops(model: Model) -> float:
+    """Forward FLOPs per token of every layer's matmuls; scores and head left out."""
     return sum(count * layer_matmul_flops(model, moe) for count, moe in ((model.dense_layers, False), (model.moe_layers, True)))
 
 
 def forward_flops(model: Model, seq: int, causal: bool) -> float:
     """Forward FLOPs per token of the whole model; embedding look-ups are none."""
-    return products_flops(model) + model.layers * score_flops(model, seq, causal) + head_flops(model)
+    return matmuls_flops(model) + model.layers * score_flops(model, seq, causal) + head_flops(model)
 
 
 def model_flops(model: Model, seq: int, causal: bool = False) -> float:
@@ -56,8 +56,8 @@ def model_flops(model: Model, seq: int, causal: bool = False) -> float:
 def hardware_flops(model: Model, seq: int, recompute: str, attention: str, causal: bool = False) -> float:
     """The numerator of HFU: model FLOPs plus what `recompute` computes again.
 
-    Full: every layer's forward once more. Selective keeps the products of matrices; with plain attention it repeats the
-    score products (Korthikanti 2022), with flash attention only memory-bound operators, which count as no FLOPs here.
+    Full: every layer's forward once more. Selective keeps matmuls; with plain attention it repeats the
+    matmuls of the scores (Korthikanti 2022), with flash attention only memory-bound operators, which count as no FLOPs here.
     Flash attention's own recomputation of scores in backward is the kernel's business and is left out, as FA's authors do.
     """
     base = model_flops(model, seq, causal)

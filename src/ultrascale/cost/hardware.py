@@ -1,4 +1,4 @@
-"""The cluster as the laws of time see it: rates of products, streams and links, and where each of them came from."""
+"""The cluster as the laws of time see it: rates of matmuls, streams and links, and where each of them came from."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNMEASURED_LINK = 0.75
 UNMEASURED_LATENCY_S = 2e-6
 
 
-# Share of the product rate measured alone that a training step sustains, hour after hour at the power limit.
+# Share of the matmul rate measured alone that a training step sustains, hour after hour at the power limit.
 SUSTAINED: dict[str, dict[str, float]] = {
     "ampere": {"bf16": 1.00, "fp8": 1.00},
     "hopper": {"bf16": 0.88, "fp8": 1.15},
@@ -53,7 +53,7 @@ def _power(gpu: GPU) -> float:
     return gpu.power_w / max(gpu.peak_tflops.get(precision, 0.0) for precision in ("bf16", "fp16", "fp32"))
 
 
-# FLOPs of a layer over its time and over what products in a row are said to keep, above which power leaves no more than the
+# FLOPs of a layer over its time and over what matmuls in a row are said to keep, above which power leaves no more than the
 # clock of these: below it, steps of eight models on an H200 are faster than that clock would have them (docs/time.md).
 FULL_WORK = 0.55
 
@@ -93,7 +93,7 @@ class ClusterRates:
         return replace(rate, forward=forward or rate.forward, backward=backward or rate.backward)
 
     def clock(self, flops: Array, seconds: Array) -> Array:
-        """Over the clock of products in a row: a GPU at its power limit is the faster the less its matrix units do.
+        """Over the clock of matmuls in a row: a GPU at its power limit is the faster the less its matrix units do.
 
         Power grows as their work and the cube of the clock, so that the clock goes with the cube root of the work.
         """
@@ -125,7 +125,7 @@ class ClusterRates:
         return np.asarray(time / (given or self.sustained["fp8" if fp8 else "bf16"]))
 
     def _operands_s(self, m: Array, n: Array, k: Array) -> Array:
-        """A CPU's products read and write as other operators do: no thread goes ahead to fetch for them."""
+        """A CPU's matmuls read and write as other operators do: no thread goes ahead to fetch for them."""
         return self.stream_s((4 if self.wide_precision == "fp32" else 2) * (m * k + k * n + m * n))
 
     def stream_s(self, bytes_: Array) -> Array:
@@ -170,20 +170,18 @@ class ClusterRates:
         if self.efficiency.synchronous:
             return [
                 *notes,
-                f"{gpu.name}: rates of this machine, measured when it was detected; one rate for products of every shape",
+                f"{gpu.name}: rates of this machine, measured when it was detected; one rate for matmuls of every shape",
             ]
         if self.surface is None:
-            notes.append(
-                f"{gpu.name} has no measured matrix products: {UNMEASURED_MATMUL:.0%} of its peak is assumed for every shape"
-            )
+            notes.append(f"{gpu.name} has no measured matmuls: {UNMEASURED_MATMUL:.0%} of its peak is assumed for every shape")
         else:
-            about = f"matrix products from {self.surface.rows:,} measured on {self.surface.gpu}"
+            about = f"matmuls from {self.surface.rows:,} measured on {self.surface.gpu}"
             about += f" (median error of the fit {self.surface.training_residual_median:.1%} on training shapes)"
             notes.append(f"{about}: {gpu.surface_note}" if gpu.surface_note else about)
         if self.is_fp8 and self.fp8_surface is None:
-            notes.append(f"{gpu.name} has no measured fp8 products: {UNMEASURED_MATMUL:.0%} of its fp8 peak is assumed")
+            notes.append(f"{gpu.name} has no measured fp8 matmuls: {UNMEASURED_MATMUL:.0%} of its fp8 peak is assumed")
         if self.wide_precision not in ("bf16", "fp16") and self.surface is not None:
-            notes.append(f"{self.wide_precision} products take the bf16 surface's share of their own peak")
+            notes.append(f"{self.wide_precision} matmuls take the bf16 surface's share of their own peak")
         if self.fabric is None and self.cluster.gpus > 1:
             notes.append(f"{gpu.name} has no measured collectives: {UNMEASURED_LINK:.0%} of its link's data sheet is assumed")
         if gpu.architecture not in attention_rates()["flash"]:

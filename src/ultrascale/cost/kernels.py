@@ -9,10 +9,10 @@ For C[m, n] = A[m, k] · B[k, n], with P the peak, S the multiprocessors, W the 
     memory  = (bytes of A, B and C) / (bandwidth_fraction · W)
     time    = launch_s + max(compute, memory) + overlap_loss · min(compute, memory) [+ quantisation, fp8 only]
 
-`throttle` is the clock that drops when large products draw the full power budget: without it products with m, n and k
-of 8192 and more come out 8 % too fast in bf16 and 24 % in fp8 (H100). Measured alone, a short product is over before the
-clock drops; in a training step one product follows another and they share one clock, so `steady` gives each the drop of a
-product of STEADY_S, whatever its own length. The measured fp8 rows include the dynamic
+`throttle` is the clock that drops when large matmuls draw the full power budget: without it matmuls with m, n and k
+of 8192 and more come out 8 % too fast in bf16 and 24 % in fp8 (H100). Measured alone, a short matmul is over before the
+clock drops; in a training step one matmul follows another and they share one clock, so `steady` gives each the drop of a
+matmul of STEADY_S, whatever its own length. The measured fp8 rows include the dynamic
 quantisation of A, a pass that reads 2 bytes and writes 1 per element. All coefficients are fractions, elements or
 seconds, so a relative may borrow a surface with its own peak, bandwidth and multiprocessors. Fitted by
 tools/fit_surfaces.py; residuals stand in surfaces/gemm.json and docs/kernels.md.
@@ -43,7 +43,7 @@ Floats = NDArray[np.float64]
 # fp16 runs on the same tensor cores at the same rate as bf16; only bf16 was measured.
 _SAME_SURFACE = {"fp16": "bf16"}
 _OUTPUT_BYTES = 2.0  # both measured dtypes write bf16
-# m = n = k = 8192 at the peak of an H100: the largest products that most training steps hold.
+# m = n = k = 8192 at the peak of an H100: the largest matmuls that most training steps hold.
 STEADY_S = 1.1e-3
 
 
@@ -66,7 +66,7 @@ class Coefficients:
 
 @dataclass(frozen=True)
 class Surface:
-    """One GPU kind's matrix products in one dtype, with what is known of the fit's error (fractions, not percent)."""
+    """One GPU kind's matmuls in one dtype, with what is known of the fit's error (fractions, not percent)."""
 
     gpu: str
     dtype: str
@@ -104,7 +104,7 @@ def load_surface(gpu_table: str, dtype: str) -> Surface:
             fields["measured_range"] = {name: (low, high) for name, (low, high) in row["measured_range"].items()}
             return Surface(**fields, source=_tables()["source"])
     known = [f"{known_gpu} {known_dtype}" for known_gpu, known_dtype in gemm_surfaces()]
-    raise SpecError(f"no matrix-product surface for {gpu_table} in {dtype}; {nearest(' '.join(key), known)}")
+    raise SpecError(f"no matmul surface for {gpu_table} in {dtype}; {nearest(' '.join(key), known)}")
 
 
 def gemm_time_s(
@@ -123,7 +123,7 @@ def gemm_time_s(
     """Seconds of C[m, n] = A[m, k] · B[k, n]; m, n and k broadcast.
 
     `quantize=False` leaves out the fp8 quantisation of A, for callers that quantise once and multiply often; `steady` is for
-    products among others, as in a training step; `ramp` is a share of k_ramp.
+    matmuls among others, as in a training step; `ramp` is a share of k_ramp.
     Scalars are folded first: this runs on arrays of 100k shapes, in 28 elementwise operations (fp8: 30).
     """
     c = surface.coefficients
@@ -191,7 +191,7 @@ def attention_rate(kernel: str, architecture: str) -> AttentionRate | None:
     return attention_rates()[attention_line(kernel, architecture)].get(architecture)
 
 
-# Flash attention computes five products in backward where forward has two (Dao 2023, section 3.2).
+# Flash attention computes five matmuls in backward where forward has two (Dao 2023, section 3.2).
 BACKWARD_FLOPS = 2.5
 QUERY_BLOCK = 128  # queries that one multiprocessor takes at a time
 # Blocks' time that each multiprocessor stands idle, at the start and in a last wave that the causal mask leaves uneven: 1.42 in
@@ -202,7 +202,7 @@ CPU_KEY_BLOCK = 512
 # It takes queries by 32, from rows of 192 on by 64 and of 768 on by 256: a score of the first costs 1.4 times one of the second
 # and of the last 0.9 times (heads of 8 to 128, two threads of a Xeon; docs/time.md).
 CPU_QUERY_BLOCKS = ((192, 1.4), (768, 1.0), (float("inf"), 0.9))
-# What a score costs beside its products: made again in backward, and its gradient beside it (the same timings).
+# What a score costs beside its matmuls: made again in backward, and its gradient beside it (the same timings).
 SCORES_BACKWARD = 2.6
 
 
@@ -251,7 +251,7 @@ def attention_flops(job: Job, columns: LayoutColumns) -> Array:
 
 
 def _cpu_attention(job: Job, machine: ClusterRates, work: Array) -> Passes:
-    """On a CPU: the products, and what a score costs however narrow a head is, its exponential and passes through a cache."""
+    """On a CPU: the matmuls, and what a score costs however narrow a head is, its exponential and passes through a cache."""
     each = 2.0 * (job.model.qk_head_dim + job.model.v_head_dim)
     seen = flops.score_flops(job.model, job.seq, causal=True) / (each * job.model.heads)
     computed = work * min(job.seq, seen + CPU_KEY_BLOCK / 2) / seen
@@ -264,11 +264,11 @@ def _cpu_attention(job: Job, machine: ClusterRates, work: Array) -> Passes:
 
 
 def _plain_attention(job: Job, columns: LayoutColumns, machine: ClusterRates, work: Array) -> Passes:
-    """Whole score matrices: batched products at half the peak, and passes of scale, mask, softmax (and dropout) over them."""
+    """Whole score matrices: batched matmuls at half the peak, and passes of scale, mask, softmax (and dropout) over them."""
     scores = columns.tokens(job.seq) * job.seq * job.model.heads / columns.tp
     full_work = 2 * work  # without a kernel that skips it, the masked half is computed too
     each_pass = machine.stream_s(4.0 * scores)
-    # Written by the first product and read by the second: one pass. Softmax: one more, or scale, mask and softmax apart.
+    # Written by the first matmul and read by the second: one pass. Softmax: one more, or scale, mask and softmax apart.
     softmax = ((2 if job.framework.attention == "plain-fused" else 4) + job.dropout) * each_pass
-    products = full_work / (0.5 * machine.attention_peak_flops)
-    return Passes(products + softmax, 2 * products + 1.5 * softmax)
+    matmuls = full_work / (0.5 * machine.attention_peak_flops)
+    return Passes(matmuls + softmax, 2 * matmuls + 1.5 * softmax)

@@ -1,4 +1,4 @@
-"""The operators of one layer on one rank, and their time: products by shape, attention, memory-bound passes, launches."""
+"""The operators of one layer on one rank, and their time: matmuls by shape, attention, memory-bound passes, launches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BIAS_APART_BACKWARD = 40
 
 @dataclass(frozen=True)
 class Matmul:
-    """`count` products of [m, k] × [k, n]."""
+    """`count` matmuls of [m, k] × [k, n]."""
 
     name: str
     m: Array
@@ -62,16 +62,16 @@ def attention_matmuls(model: Model, columns: LayoutColumns, tokens: Array) -> li
     mla, query = model.mla, model.heads * model.qk_head_dim / tp
     latent = np.asarray(float(mla.kv_lora_rank + mla.qk_rope_head_dim))
     expand = model.heads * (mla.qk_nope_head_dim + mla.v_head_dim) / tp
-    products = [
+    matmuls = [
         Matmul("kv down", tokens, latent, h),
         Matmul("kv up", tokens, expand, np.asarray(float(mla.kv_lora_rank))),
     ]
     if mla.q_lora_rank is None:
-        products.append(Matmul("q", tokens, query, h))
+        matmuls.append(Matmul("q", tokens, query, h))
     else:
         rank = np.asarray(float(mla.q_lora_rank))
-        products += [Matmul("q down", tokens, rank, h), Matmul("q up", tokens, query, rank)]
-    return [*products, Matmul("attention output", tokens, h, model.heads * mla.v_head_dim / tp)]
+        matmuls += [Matmul("q down", tokens, rank, h), Matmul("q up", tokens, query, rank)]
+    return [*matmuls, Matmul("attention output", tokens, h, model.heads * mla.v_head_dim / tp)]
 
 
 def mlp_matmuls(model: Model, name: str, m: Array, width: Array, count: Array | float = 1.0) -> list[Matmul]:
@@ -82,52 +82,52 @@ def mlp_matmuls(model: Model, name: str, m: Array, width: Array, count: Array | 
 
 def layer_matmuls(job: Job, columns: LayoutColumns, moe: bool) -> list[Matmul]:
     model, tokens = job.model, columns.tokens(job.seq)
-    products = attention_matmuls(model, columns, tokens)
+    matmuls = attention_matmuls(model, columns, tokens)
     if not moe:
-        return products + mlp_matmuls(model, "mlp", tokens, model.ffn / columns.tp)
+        return matmuls + mlp_matmuls(model, "mlp", tokens, model.ffn / columns.tp)
     assert model.moe is not None
     local = model.moe.experts / columns.ep
     whole_experts = columns.tp / columns.expert_cut
     busiest = columns.busiest(job.cluster.efficiency.expert_imbalance)
     rows = tokens * model.moe.top_k * busiest / local / whole_experts
     router = Matmul("router", tokens, np.asarray(float(model.moe.experts)), np.asarray(float(model.hidden)), in_fp8=False)
-    products += [router, *mlp_matmuls(model, "expert", rows, model.moe.expert_ffn / columns.expert_cut, local)]
+    matmuls += [router, *mlp_matmuls(model, "expert", rows, model.moe.expert_ffn / columns.expert_cut, local)]
     if model.moe.shared_experts:
-        products += mlp_matmuls(model, "shared expert", tokens, model.moe.shared_expert_ffn / columns.tp)
-    return products
+        matmuls += mlp_matmuls(model, "shared expert", tokens, model.moe.shared_expert_ffn / columns.tp)
+    return matmuls
 
 
-def as_run(job: Job, columns: LayoutColumns, products: list[Matmul]) -> list[Matmul]:
-    """The products of a layer as the engine makes them: joined in fused blocks, each by itself where it runs or compiles the
+def as_run(job: Job, columns: LayoutColumns, matmuls: list[Matmul]) -> list[Matmul]:
+    """The matmuls of a layer as the engine makes them: joined in fused blocks, each by itself where it runs or compiles the
     plain model. Other engines are taken to join theirs.
     """
     apart = columns.is_("recompute", "full") | ~lean(job, columns)
     if not (job.framework.fused_blocks and apart.any()):
-        return products
+        return matmuls
     model, kv_cut = job.model, np.minimum(columns.tp, job.model.kv_heads)
     found = []
-    for product in products:
+    for matmul in matmuls:
         parts: list[Array] = []
-        if product.name == "qkv":
+        if matmul.name == "qkv":
             parts = [model.q_dim / columns.tp, *[model.kv_dim / kv_cut] * 2]
-        elif product.name in ("mlp up", "shared expert up") and model.gated:
-            parts = [product.n / 2] * 2
-        joined = replace(product, count=np.where(apart, 0.0, product.count)) if parts else product
-        found += [joined, *(replace(product, n=part, count=np.where(apart, product.count, 0.0)) for part in parts)]
+        elif matmul.name in ("mlp up", "shared expert up") and model.gated:
+            parts = [matmul.n / 2] * 2
+        joined = replace(matmul, count=np.where(apart, 0.0, matmul.count)) if parts else matmul
+        found += [joined, *(replace(matmul, n=part, count=np.where(apart, matmul.count, 0.0)) for part in parts)]
     return found
 
 
-def matmul_passes(machine: ClusterRates, products: list[Matmul]) -> Passes:
+def matmul_passes(machine: ClusterRates, matmuls: list[Matmul]) -> Passes:
     """Forward m×n×k; the input's gradient swaps n and k; the weight's reduces over the tokens."""
     total = Passes()
-    for p in products:
+    for p in matmuls:
         times = (machine.matmul_s(*shape, p.in_fp8) for shape in ((p.m, p.n, p.k), (p.m, p.k, p.n), (p.n, p.k, p.m)))
         total = total + Passes(*times).scaled(p.count)
     return total
 
 
 def memory_bound_bytes(job: Job, columns: LayoutColumns, moe: bool) -> Array:
-    """Bytes that the operators between the products of one layer read and write in forward, moving tokens left aside.
+    """Bytes that the operators between the matmuls of one layer read and write in forward, moving tokens left aside.
 
     Two norms with their residual (read 2, write 2 residual-wide tensors each), rotary on q and k (read and write), and the
     activation (gated: read 2, write 1).
@@ -155,7 +155,7 @@ def permuted_bytes(job: Job, columns: LayoutColumns, moe: bool) -> Array:
 
 
 def biases_apart(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool) -> Passes:
-    """Biases of experts' outputs, in engines that add them outside the products."""
+    """Biases of experts' outputs, in engines that add them outside the matmuls."""
     if not (moe and job.model.moe is not None and job.model.mlp_bias and job.framework.transformer_engine):
         return Passes()
     rows = job.model.moe.top_k * columns.busiest(job.cluster.efficiency.expert_imbalance)
@@ -166,19 +166,19 @@ def biases_apart(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: b
 def accumulate_s(job: Job, columns: LayoutColumns, machine: ClusterRates, elements: Array) -> Array:
     """A micro-batch's weight gradients are read as autograd made them and added to the accumulated ones (read and write).
 
-    Small next to the products when a rank sees many tokens per parameter; a quarter of them for 2,048 tokens and no tp.
+    Small next to the matmuls when a rank sees many tokens per parameter; a quarter of them for 2,048 tokens and no tp.
     """
     b, g = compute_bytes(job), gradient_bytes(job)
-    # Fused into the product, its own write of the gradient (counted with the product) becomes the read and write in fp32.
+    # Fused into the matmul, its own write of the gradient (counted with the matmul) becomes the read and write in fp32.
     each = machine.stream_s(elements * (2 * g - b if job.framework.accumulation == "fused" else b + 2 * g))
     return np.where(accumulates_nothing(job, columns), 0.0, each) if job.framework.fused_blocks else each
 
 
-def fp8_casts(job: Job, machine: ClusterRates, products: list[Matmul]) -> Passes:
-    """Operands of fp8 products are read in bf16 and written in fp8 twice, as they are and transposed for weight gradients."""
+def fp8_casts(job: Job, machine: ClusterRates, matmuls: list[Matmul]) -> Passes:
+    """Operands of fp8 matmuls are read in bf16 and written in fp8 twice, as they are and transposed for weight gradients."""
     if job.precision != "fp8":
         return Passes()
-    cast = [p for p in products if p.in_fp8]
+    cast = [p for p in matmuls if p.in_fp8]
     inputs = machine.stream_s(np.asarray(sum(4.0 * p.count * p.m * p.k for p in cast)))
     gradients = machine.stream_s(np.asarray(sum(4.0 * p.count * p.m * p.n for p in cast)))
     return Passes(inputs, gradients)
@@ -200,11 +200,11 @@ def optimizer_bytes(job: Job, columns: LayoutColumns) -> Array:
 
 
 def clock(job: Job, columns: LayoutColumns, machine: ClusterRates) -> Array:
-    """Of a step, over that of products in a row. One for all of it: a card's power is limited over more than a layer."""
+    """Of a step, over that of matmuls in a row. One for all of it: a card's power is limited over more than a layer."""
     if machine.efficiency.boost <= 1 or machine.efficiency.synchronous or job.attention != "flash":
         return np.ones(len(columns))
     ends = _head(job, columns, machine)
-    work = 3 * sum(product.flops for product in ends.matmuls)
+    work = 3 * sum(matmul.flops for matmul in ends.matmuls)
     weights = job.model.parameters / columns.tp / np.where(columns.zero >= 1, columns.shards, 1)
     seconds = ends.total.total + machine.stream_s(weights * optimizer_bytes(job, columns)) / columns.gas
     again = np.where(columns.is_("recompute", "full"), 1.0, 0.0)
@@ -212,7 +212,7 @@ def clock(job: Job, columns: LayoutColumns, machine: ClusterRates) -> Array:
     for layers, moe in ((job.model.layers - moe_layers, False), (moe_layers, True)):
         if layers:
             busy = _busy(job, columns, machine, moe)
-            work = work + layers * (3 + again) * sum(product.flops for product in busy.matmuls)
+            work = work + layers * (3 + again) * sum(matmul.flops for matmul in busy.matmuls)
             work = work + layers * (1 + again / (1 + kernels.BACKWARD_FLOPS)) * kernels.attention_flops(job, columns)
             seconds = seconds + layers * (busy.total.total + again * busy.total.forward)
     return machine.clock(np.asarray(work), np.asarray(seconds))
@@ -231,18 +231,18 @@ def layer(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool, at
 
 
 def _busy(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool) -> LayerTime:
-    """A layer that nothing waits for, at the clock of products in a row."""
-    products = layer_matmuls(job, columns, moe)
-    matmul = matmul_passes(machine, as_run(job, columns, products))
+    """A layer that nothing waits for, at the clock of matmuls in a row."""
+    matmuls = layer_matmuls(job, columns, moe)
+    matmul = matmul_passes(machine, as_run(job, columns, matmuls))
     scores = kernels.attention_passes(job, columns, machine)
     moved = machine.stream_s(permuted_bytes(job, columns, moe)) * job.framework.elementwise
     forward = machine.stream_s(memory_bound_bytes(job, columns, moe)) * job.framework.elementwise + moved
     biases = biases_apart(job, columns, machine, moe)
     # Backward reads the gradient and the saved tensor and writes the gradient: twice the forward's bytes.
-    memory_bound = Passes(forward, 2 * forward) + fp8_casts(job, machine, products) + biases
+    memory_bound = Passes(forward, 2 * forward) + fp8_casts(job, machine, matmuls) + biases
     if machine.efficiency.synchronous:
         memory_bound = host.cpu_elementwise(job, columns, machine, moe) + Passes(moved, 2 * moved) + biases
-    return LayerTime(matmul, scores, memory_bound, Passes(), products, moved + biases.forward)
+    return LayerTime(matmul, scores, memory_bound, Passes(), matmuls, moved + biases.forward)
 
 
 def head(job: Job, columns: LayoutColumns, machine: ClusterRates, at: Array | float = 1.0) -> LayerTime:
@@ -255,16 +255,16 @@ def head(job: Job, columns: LayoutColumns, machine: ClusterRates, at: Array | fl
 
 def _head(job: Job, columns: LayoutColumns, machine: ClusterRates) -> LayerTime:
     model, tokens = job.model, columns.tokens(job.seq)
-    products = [Matmul("head", tokens, model.vocab / columns.tp, np.asarray(float(model.hidden)), in_fp8=False)]
+    matmuls = [Matmul("head", tokens, model.vocab / columns.tp, np.asarray(float(model.hidden)), in_fp8=False)]
     logits = tokens * model.vocab / columns.tp
     b = compute_bytes(job)
-    # Forward reads the product twice (maximum and sum, then the label's); backward reads it and writes its gradient.
+    # Forward reads the logits twice (maximum and sum, then the label's); backward reads them and writes their gradient.
     fp32 = job.framework.loss == "fp32"
     # Written out in fp32: cast, softmax and its logarithm forward; the gradient and its cast backward.
     forward = machine.stream_s((b + 5 * 4 if fp32 else 2 * b) * logits)
     backward = machine.stream_s((b + 4 * 4 if fp32 else 2 * b) * logits)
     passes = host.cpu_loss(job, columns, machine) if machine.efficiency.synchronous else Passes(forward, backward)
-    return LayerTime(matmul_passes(machine, products), Passes(), passes, Passes(), products)
+    return LayerTime(matmul_passes(machine, matmuls), Passes(), passes, Passes(), matmuls)
 
 
 def embedding(job: Job, columns: LayoutColumns, machine: ClusterRates) -> LayerTime:

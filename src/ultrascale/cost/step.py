@@ -120,7 +120,7 @@ def _layer(work: Workload, inside: TensorTraffic, compute: LayerTime, moe: bool)
     job, columns, machine = work.job, work.columns, work.machine
     around = communication.context_traffic(work, compute.attention)
     again = exposed(inside.gather_again_s, compute.matmul.input_grad, machine.efficiency)
-    # Cut into tp pieces, an exchange hides behind products; backward's share the window with the second gather.
+    # Cut into tp pieces, a collective hides behind matmuls; backward's share the window with the second gather.
     pieced = communication.tensor_pieced_s(work, inside, moe)
     behind_again = np.minimum(inside.gather_again_s, compute.matmul.input_grad)
     rest = compute.matmul.input_grad + compute.matmul.weight_grad - behind_again
@@ -133,22 +133,22 @@ def _layer(work: Workload, inside: TensorTraffic, compute: LayerTime, moe: bool)
     behind_backward = around.behind_backward_s + behind_again + np.minimum(pieced, rest)
     expert_passes = Passes()
     if moe:
-        exchange = communication.expert_traffic(work)
-        expert_passes = Passes(exchange.forward_s, exchange.backward_s)
-        behind_forward = behind_forward + exchange.behind_forward_s
-        behind_backward = behind_backward + exchange.behind_backward_s
+        experts = communication.expert_traffic(work)
+        expert_passes = Passes(experts.forward_s, experts.backward_s)
+        behind_forward = behind_forward + experts.behind_forward_s
+        behind_backward = behind_backward + experts.behind_backward_s
     forward = compute.total.forward + tensor_passes.forward + context_passes.forward + expert_passes.forward
     last = NOTHING
     if job.framework.exact_memory_trace and not moe:
         # torch.utils.checkpoint stops at the last tensor that backward asks for; a layer's output is not among them.
-        down = [product for product in compute.matmuls if product.name == "mlp down"]
+        down = [matmul for matmul in compute.matmuls if matmul.name == "mlp down"]
         last = operators.matmul_passes(machine, down).forward
     repeated = np.where(columns.is_("recompute", "full"), forward - last, 0.0)
     cheap = compute.memory_bound.forward - compute.never_repeated if job.attention == "flash" else compute.attention.forward
     if job.framework.selective == "half":
         cheap = cheap + 0.5 * compute.matmul.forward
     elif job.model.mla is not None and job.attention == "flash":
-        up = [product for product in compute.matmuls if product.name in ("q up", "kv up")]
+        up = [matmul for matmul in compute.matmuls if matmul.name in ("q up", "kv up")]
         cheap = (NOTHING if job.framework.selective == "latents" else cheap) + operators.matmul_passes(machine, up).forward
     repeated = np.where(columns.is_("recompute", "selective") & ~lean(job, columns), cheap, repeated)
     layer = states.per_layer(job.model, columns)
@@ -170,7 +170,7 @@ def _layer(work: Workload, inside: TensorTraffic, compute: LayerTime, moe: bool)
 
 
 def _end(work: Workload, inside: TensorTraffic, compute: LayerTime, is_head: bool) -> ComponentTime:
-    """Embedding or head: one exchange of the residual stream each way when tp cuts the vocabulary."""
+    """Embedding or head: one collective of the residual stream each way when tp cuts the vocabulary."""
     job, columns, machine = work.job, work.columns, work.machine
     one = np.where(inside.with_sequence, inside.gather.time_s, 0.5 * inside.reduce.time_s)
     held = [weights.vocabulary(job.model)] if is_head else weights.embedding(job.model)

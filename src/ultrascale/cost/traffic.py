@@ -55,7 +55,7 @@ def _rank_shares(job: Job, layout: Layout) -> tuple[tuple[int, ...], ...]:
 
 
 def of_stage(job: Job, layout: Layout, machine: ClusterRates, stage: int) -> Iterator[Traffic]:
-    """What a rank of that pipeline stage sends, each exchange once; nobody says here what computing hides of it."""
+    """What a rank of that pipeline stage sends, each collective once, without what computation hides of it."""
     dense, moe, *ends = _rank_shares(job, layout)[stage]
     for moved, calls in calls_of(Stage(job, layout, machine, stage, dense + moe, moe, *ends)):
         yield Traffic(
@@ -133,8 +133,8 @@ def calls_of(stage: Stage) -> Calls:
 def _anew(stage: Stage) -> tuple[int, int]:
     """How often recomputation enters the regions of a stage's layers anew, and leaves them.
 
-    Selective recomputation keeps products with their exchanges, but what experts are sent is gathered to be sorted again.
-    torch.utils.checkpoint stops before a layer's last exchange, which no backward asks for.
+    Selective recomputation keeps matmuls with their collectives, but what experts are sent is gathered to be sorted again.
+    torch.utils.checkpoint stops before a layer's last collective, which no backward asks for.
     """
     if stage.layout.recompute == "full":
         left = communication.REGIONS - stage.job.framework.exact_memory_trace
@@ -143,7 +143,7 @@ def _anew(stage: Stage) -> tuple[int, int]:
 
 
 def _repeats(stage: Stage) -> bool:
-    """Does recomputation run a layer's exchanges again that are no part of a product?"""
+    """Whether recomputation repeats collectives of a layer that are not part of a matmul."""
     policy = stage.layout.recompute
     return policy == "full" or (policy == "selective" and stage.job.framework.exact_memory_trace)
 
@@ -185,7 +185,7 @@ def _repeated_weights(stage: Stage) -> Calls:
 
 
 def _forwards(stage: Stage) -> int:
-    """How often a layer's forward exchanges, once more where recomputation repeats all but products and attention."""
+    """How often a layer's forward communicates, once more where recomputation repeats all but matmuls and attention."""
     return 2 if _repeats(stage) else 1
 
 
@@ -212,9 +212,9 @@ def _context(stage: Stage) -> Calls:
 def _expert(stage: Stage) -> Calls:
     moe = stage.job.model.moe
     assert moe is not None
-    exchange = communication.expert_traffic(stage.work).exchange
+    all_to_all = communication.expert_traffic(stage.work).all_to_all
     forwards, passes = _forwards(stage), stage.moe_layers * stage.layout.gas
-    yield exchange, communication.EXCHANGES * passes * (forwards + 1)
+    yield all_to_all, communication.ALL_TO_ALLS * passes * (forwards + 1)
     # Each rank tells the others how many rows come.
     counts = np.asarray([COUNT * moe.experts])
     yield transfer(stage.machine, "expert", "all_to_all", counts, stage.work.places.expert), passes * forwards

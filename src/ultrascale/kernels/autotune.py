@@ -169,8 +169,8 @@ class GateTimes:
 
     def __str__(self) -> str:
         if self.within_ms is None or self.between_ms is None:
-            return f"gates: between products; quack's kernels do not run here: {self.failed}"
-        return f"gates: within products {self.within_ms:.2f} ms, between them {self.between_ms:.2f} ms"
+            return f"gates: between matmuls; quack's kernels do not run here: {self.failed}"
+        return f"gates: within matmuls {self.within_ms:.2f} ms, between them {self.between_ms:.2f} ms"
 
     def apply(self, models: Iterable[nn.Module]) -> None:
         if self.within_ms is None or self.between_ms is None or self.within_ms > SLACK * self.between_ms:

@@ -23,11 +23,11 @@ Rows = list[tuple[torch.Tensor, ...]]
 class CUDAGraphPool:
     """The stream and memory pool of all graphs, and the input rows, which have the same addresses in every step."""
 
-    def __init__(self, device: torch.device, wish: Graphs) -> None:
+    def __init__(self, device: torch.device, mode: Graphs) -> None:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.pool = torch.cuda.graph_pool_handle()
-        self.wish = wish
-        self.worth = wish == "always"
+        self.mode = mode
+        self.worth = mode == "always"
         """whether to capture: a graph reserves the memory that it needs"""
         self.used = False
         self.rows: Rows = []
@@ -48,11 +48,11 @@ class CUDAGraphPool:
 
     def waited(self, seconds: float) -> None:
         """Records how long the host then waited for the GPU: if launching takes longer than waiting, the step is host-bound."""
-        self.worth = self.wish == "always" or (self.wish == "auto" and seconds < self._launched_s)
+        self.worth = self.mode == "always" or (self.mode == "auto" and seconds < self._launched_s)
 
     def leave(self) -> None:
         """Disables further capture."""
-        self.wish, self.worth = "never", False
+        self.mode, self.worth = "never", False
 
 
 class CUDAGraphRunner(Generic[T]):

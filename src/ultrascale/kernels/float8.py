@@ -85,7 +85,7 @@ def check(capability: tuple[int, int], name: str, scaling: Fp8Scaling) -> None:
     if capability < FIRST:
         raise SpecError(f"job.precision is fp8 but {name} does not compute in it (Ada and Hopper were the first): try bf16")
     if scaling == "block" and capability[0] != BLOCKS:
-        raise SpecError(f"train.fp8_scaling is block but {name} has no such products (Hopper has): try tensor or row")
+        raise SpecError(f"train.fp8_scaling is block but {name} has no such matmuls (Hopper has): try tensor or row")
 
 
 def _fits(linear: nn.Module, gemms: Float8Gemms) -> bool:

@@ -79,7 +79,7 @@ def why_not_graphed(job: Job, layout: Layout, training: Training) -> str | None:
     if training.graphs == "never":
         return "train.graphs is never"
     if layout.gpus > 1:
-        return f"the layout has {layout.gpus} GPUs, and their exchanges are not recorded"
+        return f"the layout has {layout.gpus} GPUs, and their collectives are not captured"
     if training.kernels != "fused":
         return f"train.kernels is {training.kernels}"
     if job.model.moe is not None:

@@ -41,7 +41,7 @@ class GemmShape:
 class HardwareTimes:
     """Median seconds over the rounds."""
 
-    products: tuple[tuple[GemmShape, float], ...]
+    matmuls: tuple[tuple[GemmShape, float], ...]
     attention_forward_s: float
     attention_backward_s: float
     copy_s: float
@@ -64,13 +64,13 @@ def efficiency(cluster: Cluster, times: HardwareTimes) -> Efficiency:
     as_measured = cluster.model_copy(update={"efficiency": cluster.efficiency.model_copy(update={"matmul": 1.0})})
     asked = {"model": Model.load("llama-3-8b"), "cluster": as_measured, "seq": SEQ, "batch_tokens": SEQ * cluster.gpus}
     machine = ClusterRates(build(Job, asked, "job"))
-    m, n, k = np.array([(one.m, one.n, one.k) for one, _ in times.products], dtype=float).T
+    m, n, k = np.array([(one.m, one.n, one.k) for one, _ in times.matmuls], dtype=float).T
     alone = machine.matmul_s(m, n, k)
     scores = 2 * TOKENS * SEQ * HEADS * HEAD  # FLOPs of two GEMMs, of which the causal mask leaves half
     reach = SEQ / (SEQ + machine.attention.half_row) * blocks_filled(machine, TOKENS * HEADS / QUERY_BLOCK)
     full = machine.attention_peak_flops * reach
     given = {
-        "matmul": float(alone.sum()) / sum(seconds for _, seconds in times.products),
+        "matmul": float(alone.sum()) / sum(seconds for _, seconds in times.matmuls),
         "attention_forward": scores / times.attention_forward_s / full,
         "attention_backward": BACKWARD_FLOPS * scores / times.attention_backward_s / full,
         "memory_bandwidth": 2 * COPIED / times.copy_s / (gpu.memory_bandwidth_gb_s * 1e9),

@@ -121,8 +121,8 @@ _RECOMPUTE = {
 }
 _PRECISION = {
     "fp32": "all in fp32",
-    "bf16": "products in bf16, an fp32 master of the weights",
-    "fp8": "products of the blocks in fp8, with a scale per tensor",
+    "bf16": "matmuls in bf16, an fp32 master of the weights",
+    "fp8": "matmuls of the blocks in fp8, with a scale per tensor",
 }
 _KERNELS = {
     "eager": "torch's operators one by one",

@@ -134,7 +134,7 @@ LOUD = 3.0  # Huber threshold: a residual beyond so many times the noise weighs 
 STEP = 0.02  # for derivatives
 FAR = 3.0  # shift of a logarithm: times may be orders of magnitude away
 TRIED = (-FAR, -FAR / 2, FAR / 2, FAR)  # first guesses for such a time
-TOLD = 0.5  # of the prior: if the runs leave more uncertainty, they do not determine the constant
+DETERMINED = 0.5  # of the prior: if the runs leave more uncertainty, they do not determine the constant
 MATTERS = 0.02  # of a step: the least effect of a constant that is fitted
 ROUNDS, SETTLED = 12, 3e-3
 AGAIN = 3  # rounds of a refit that starts from the fit of all runs
@@ -268,7 +268,7 @@ def _chosen(
     while inside:
         left = _deviations(info, inside, prior) / [prior[k] for k in inside]
         worst = int(np.argmax(left))
-        if left[worst] <= TOLD and len(inside) <= most:
+        if left[worst] <= DETERMINED and len(inside) <= most:
             break
         k = inside.pop(worst)
         blurred = _blurred(info, inside, k, prior)
@@ -288,7 +288,7 @@ def _deviations(info: Floats, inside: Sequence[int], prior: Sequence[float]) -> 
 
 def _blurred(info: Floats, inside: Sequence[int], k: int, prior: Sequence[float]) -> int | None:
     """The other constant that changes the same runs, where this one would be determined without it."""
-    if not inside or _deviations(info, [k], prior)[0] > TOLD * prior[k]:
+    if not inside or _deviations(info, [k], prior)[0] > DETERMINED * prior[k]:
         return None
     alike = [abs(info[k, other]) / math.sqrt(info[k, k] * info[other, other]) for other in inside]
     return inside[int(np.argmax(alike))]

@@ -51,7 +51,7 @@ class NoFit:
         return f"{words}; cheapest change: {self.changes[0].text}" if self.changes else words
 
 
-def reachable_batch(job: Job, wishes: LayoutConstraints) -> tuple[Job, list[str]]:
+def reachable_batch(job: Job, constraints: LayoutConstraints) -> tuple[Job, list[str]]:
     """The job with the nearest batch that some layout can cut, and what was changed in words."""
     notes: list[str] = []
     asked, sequences = job.batch_tokens, job.sequences
@@ -62,7 +62,7 @@ def reachable_batch(job: Job, wishes: LayoutConstraints) -> tuple[Job, list[str]
             f"the nearest is {sequences:,} sequences = {exact:,} tokens"
         )
         job = job.changed(batch_tokens=exact)
-    units = _batch_units(job, wishes)
+    units = _batch_units(job, constraints)
     if not units or any(sequences % unit == 0 for unit in units):
         return job, notes
     nearest = min((max(1, round(sequences / unit)) * unit for unit in units), key=lambda n: (abs(n - sequences), n))
@@ -73,16 +73,16 @@ def reachable_batch(job: Job, wishes: LayoutConstraints) -> tuple[Job, list[str]
     return job.changed(batch_tokens=nearest * job.seq), notes
 
 
-def _batch_units(job: Job, wishes: LayoutConstraints) -> set[int]:
+def _batch_units(job: Job, constraints: LayoutConstraints) -> set[int]:
     """dp·mbs (with what is pinned) of every way to fill the cluster: a batch must be a multiple of one of them."""
     model, world = job.model, job.cluster.gpus
     units = set()
-    for tp in wishes.among("tp", [d for d in divisors(world) if d <= model.heads and model.heads % d == 0]):
-        for cp in wishes.among("cp", [d for d in divisors(world // tp) if job.seq % d == 0] if world % tp == 0 else []):
-            for pp in wishes.among("pp", [d for d in divisors(max(1, world // (tp * cp))) if d <= model.layers]):
+    for tp in constraints.among("tp", [d for d in divisors(world) if d <= model.heads and model.heads % d == 0]):
+        for cp in constraints.among("cp", [d for d in divisors(world // tp) if job.seq % d == 0] if world % tp == 0 else []):
+            for pp in constraints.among("pp", [d for d in divisors(max(1, world // (tp * cp))) if d <= model.layers]):
                 dp, over = divmod(world, tp * cp * pp)
-                if not over and dp and wishes.allows("dp", dp):
-                    units.add(dp * wishes.fixed.get("mbs", 1) * wishes.fixed.get("gas", 1))
+                if not over and dp and constraints.allows("dp", dp):
+                    units.add(dp * constraints.fixed.get("mbs", 1) * constraints.fixed.get("gas", 1))
     return units
 
 
@@ -130,16 +130,16 @@ def smaller_clusters(job: Job) -> list[Job]:
 Alternatives = Iterator[tuple[str, Job, LayoutConstraints]]
 
 
-def no_fit(job: Job, wishes: LayoutConstraints, peak_bytes: float, layout: Layout) -> NoFit:
+def no_fit(job: Job, constraints: LayoutConstraints, peak_bytes: float, layout: Layout) -> NoFit:
     """Tries, in the order of what they cost: the host's memory, narrower states, more GPUs, larger GPUs, shorter sequences."""
     ways = (_offload, _narrower_states, _more_gpus, _larger_gpu, _shorter_sequence)
-    changes = [change for way in ways if (change := _first_that_fits(way(job, wishes))) is not None]
+    changes = [change for way in ways if (change := _first_that_fits(way(job, constraints))) is not None]
     return NoFit(layout, peak_bytes / GIB, job.cluster.gpu.memory_gib, tuple(changes))
 
 
 def _first_that_fits(alternatives: Alternatives) -> Change | None:
-    for text, job, wishes in alternatives:
-        fastest = rank(job, wishes, "throughput", 1).rows
+    for text, job, constraints in alternatives:
+        fastest = rank(job, constraints, "throughput", 1).rows
         if len(fastest):
             layout = fastest.layout(0)
             predicted = estimate(job, layout)
@@ -148,24 +148,24 @@ def _first_that_fits(alternatives: Alternatives) -> Change | None:
     return None
 
 
-def _offload(job: Job, wishes: LayoutConstraints) -> Alternatives:
-    if "offload" not in wishes.fixed:
+def _offload(job: Job, constraints: LayoutConstraints) -> Alternatives:
+    if "offload" not in constraints.fixed:
         for where in ("optimizer", "parameters"):
-            fixed = LayoutConstraints({**wishes.fixed, "offload": where}, wishes.forbidden)
+            fixed = LayoutConstraints({**constraints.fixed, "offload": where}, constraints.forbidden)
             yield f"keep the {where} on the host (--fix offload={where})", job, fixed
 
 
-def _narrower_states(job: Job, wishes: LayoutConstraints) -> Alternatives:
+def _narrower_states(job: Job, constraints: LayoutConstraints) -> Alternatives:
     for fields, flags in (
         ({"gradients": "bf16"}, "--gradients bf16"),
         ({"optimizer": "adamw-8bit"}, "--optimizer adamw-8bit"),
         ({"gradients": "bf16", "optimizer": "adamw-8bit"}, "--gradients bf16 --optimizer adamw-8bit"),
     ):
         if job.precision != "fp32" and any(getattr(job, name) != value for name, value in fields.items()):
-            yield f"store states in fewer bytes ({flags})", job.changed(**fields), wishes
+            yield f"store states in fewer bytes ({flags})", job.changed(**fields), constraints
 
 
-def _more_gpus(job: Job, wishes: LayoutConstraints) -> Alternatives:
+def _more_gpus(job: Job, constraints: LayoutConstraints) -> Alternatives:
     gpus = job.cluster.gpus
     while gpus < MOST_GPUS:
         gpus *= 2
@@ -173,21 +173,21 @@ def _more_gpus(job: Job, wishes: LayoutConstraints) -> Alternatives:
             larger = job.changed(cluster=job.cluster.resized(gpus))
         except SpecError:
             continue
-        yield f"use {gpus} GPUs of the same kind (--cluster {gpus}x{job.cluster.gpu.name})", larger, wishes
+        yield f"use {gpus} GPUs of the same kind (--cluster {gpus}x{job.cluster.gpu.name})", larger, constraints
 
 
-def _larger_gpu(job: Job, wishes: LayoutConstraints) -> Alternatives:
+def _larger_gpu(job: Job, constraints: LayoutConstraints) -> Alternatives:
     here = job.cluster.gpu
     larger = [g for g in GPU.presets().values() if g.memory_gib > here.memory_gib and g.vendor == here.vendor]
     for kind in sorted(larger, key=lambda g: g.memory_gib):
         slower = kind.peak_tflops.get(job.precision, 0.0) < here.peak_tflops[job.precision]
         if not slower and job.cluster.gpus % kind.gpus_per_node == 0:
             changed = job.changed(cluster=type(job.cluster).load(f"{job.cluster.gpus}x{kind.name}"))
-            yield f"use GPUs with {kind.memory_gib:.0f} GiB (--cluster {changed.cluster.label})", changed, wishes
+            yield f"use GPUs with {kind.memory_gib:.0f} GiB (--cluster {changed.cluster.label})", changed, constraints
 
 
-def _shorter_sequence(job: Job, wishes: LayoutConstraints) -> Alternatives:
+def _shorter_sequence(job: Job, constraints: LayoutConstraints) -> Alternatives:
     seq = job.seq
     while seq % 2 == 0 and seq > 512:
         seq //= 2
-        yield f"train on sequences of {seq:,} tokens (--seq {seq})", job.changed(seq=seq), wishes
+        yield f"train on sequences of {seq:,} tokens (--seq {seq})", job.changed(seq=seq), constraints

@@ -119,35 +119,35 @@ class LayoutCores:
 _CORE_RULES = tuple(rule for rule in RULES if "schedule" not in rule.fields and "virtual_stages" not in rule.fields)
 
 
-def cores(job: Job, wishes: LayoutConstraints) -> Iterator[LayoutCores]:
+def cores(job: Job, constraints: LayoutConstraints) -> Iterator[LayoutCores]:
     """All cores, grouped by pp; nothing when nothing is legal."""
     by_pp: dict[int, list[dict[str, Array]]] = {}
-    for base in _degrees(job, wishes):
-        part = _variants(job, wishes, base)
+    for base in _degrees(job, constraints):
+        part = _variants(job, constraints, base)
         if part is not None:
             by_pp.setdefault(base["pp"], []).append(part)
     for pp in sorted(by_pp):
-        variants = _schedules(job, wishes, pp)
+        variants = _schedules(job, constraints, pp)
         rows = LayoutColumns.from_mapping({name: np.concatenate([part[name] for part in by_pp[pp]]) for name in NAMES})
         rows = rows.take(legal_rows(job, rows, _CORE_RULES))
         if variants and len(rows):
             yield LayoutCores(rows, tuple(variants))
 
 
-def _degrees(job: Job, wishes: LayoutConstraints) -> Iterator[dict[str, int]]:
+def _degrees(job: Job, constraints: LayoutConstraints) -> Iterator[dict[str, int]]:
     """Every dp·tp·pp·cp that fills the cluster, with every ep inside it."""
     model, world = job.model, job.cluster.gpus
     experts = divisors(model.moe.experts) if model.moe is not None else [1]
-    for tp in wishes.among("tp", [d for d in divisors(world) if d <= model.heads]):
-        for cp in wishes.among("cp", _slices(job, world // tp) if world % tp == 0 else []):
+    for tp in constraints.among("tp", [d for d in divisors(world) if d <= model.heads]):
+        for cp in constraints.among("cp", _slices(job, world // tp) if world % tp == 0 else []):
             rest = world // (tp * cp)
             if tp * cp * rest != world:
                 continue
-            for pp in wishes.among("pp", [d for d in divisors(rest) if d <= model.layers]):
+            for pp in constraints.among("pp", [d for d in divisors(rest) if d <= model.layers]):
                 dp, over = divmod(rest, pp)
-                if over or not wishes.allows("dp", dp) or job.sequences % dp:
+                if over or not constraints.allows("dp", dp) or job.sequences % dp:
                     continue
-                for ep in wishes.among("ep", [e for e in experts if (dp * cp * tp) % e == 0]):
+                for ep in constraints.among("ep", [e for e in experts if (dp * cp * tp) % e == 0]):
                     yield {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "ep": ep}
 
 
@@ -156,22 +156,22 @@ def _slices(job: Job, ranks: int) -> list[int]:
     return [d for d in divisors(ranks) if d == 1 or job.seq // d >= SHORTEST_SLICE]
 
 
-def _variants(job: Job, wishes: LayoutConstraints, base: dict[str, int]) -> dict[str, Array] | None:
-    """One set of degrees with every micro-batch, sharding, policy and exchange."""
+def _variants(job: Job, constraints: LayoutConstraints, base: dict[str, int]) -> dict[str, Array] | None:
+    """One set of degrees with every micro-batch, sharding, policy and kind of context parallelism."""
     passes = job.sequences // base["dp"]
-    batches = [(mbs, passes // mbs) for mbs in wishes.among("mbs", divisors(passes)) if passes % mbs == 0]
-    batches = [pair for pair in batches if wishes.allows("gas", pair[1])]
+    batches = [(mbs, passes // mbs) for mbs in constraints.among("mbs", divisors(passes)) if passes % mbs == 0]
+    batches = [pair for pair in batches if constraints.allows("gas", pair[1])]
     axes = (
         tuple(batches),
-        tuple(_shardings(job, wishes, base)),
+        tuple(_shardings(job, constraints, base)),
         *(
             tuple((word,) for word in words)
             for words in (
-                wishes.among("recompute", CHOICES["recompute"]),
-                _exchanges(job, wishes, base),
-                wishes.among("sequence_parallel", _sequence(job, base)),
-                wishes.among("data_parallel", ["bucketed"]),
-                wishes.among("offload", ["none"]),
+                constraints.among("recompute", CHOICES["recompute"]),
+                _exchanges(job, constraints, base),
+                constraints.among("sequence_parallel", _sequence(job, base)),
+                constraints.among("data_parallel", ["bucketed"]),
+                constraints.among("offload", ["none"]),
             )
         ),
     )
@@ -206,46 +206,48 @@ def _product(axes: tuple[tuple[tuple[Any, ...], ...], ...]) -> dict[str, Array]:
     return columns
 
 
-def _shardings(job: Job, wishes: LayoutConstraints, base: dict[str, int]) -> list[tuple[Any, ...]]:
+def _shardings(job: Job, constraints: LayoutConstraints, base: dict[str, int]) -> list[tuple[Any, ...]]:
     """ZeRO stages; ZeRO-3 also keeping its layers gathered, and over one fast domain only (HSDP)."""
     data_ranks = base["dp"] * base["cp"]
-    levels = wishes.among("zero", range(4) if data_ranks > 1 else (0,))
+    levels = constraints.among("zero", range(4) if data_ranks > 1 else (0,))
     local = max(1, job.cluster.fast_domain // base["tp"])
     found = []
     for level in levels:
         hsdp = [local] if level == 3 and 1 < local < data_ranks and data_ranks % local == 0 else []
-        for shards in wishes.among("zero_shards", [None, *hsdp]):
-            keeps = wishes.among("keep_gathered", [False, True] if level == 3 else [False])
+        for shards in constraints.among("zero_shards", [None, *hsdp]):
+            keeps = constraints.among("keep_gathered", [False, True] if level == 3 else [False])
             found += [(level, shards, keep) for keep in keeps]
     return found
 
 
-def _exchanges(job: Job, wishes: LayoutConstraints, base: dict[str, int]) -> list[str]:
+def _exchanges(job: Job, constraints: LayoutConstraints, base: dict[str, int]) -> list[str]:
     if base["cp"] == 1:
-        return wishes.among("context_parallel", ["zigzag"])
-    return wishes.among("context_parallel", ["zigzag" if job.seq % (2 * base["cp"]) == 0 else "ring", "allgather", "ulysses"])
+        return constraints.among("context_parallel", ["zigzag"])
+    return constraints.among(
+        "context_parallel", ["zigzag" if job.seq % (2 * base["cp"]) == 0 else "ring", "allgather", "ulysses"]
+    )
 
 
 def _sequence(job: Job, base: dict[str, int]) -> list[bool]:
     return [job.seq // base["cp"] % base["tp"] == 0]
 
 
-def _schedules(job: Job, wishes: LayoutConstraints, pp: int) -> list[tuple[str, int]]:
+def _schedules(job: Job, constraints: LayoutConstraints, pp: int) -> list[tuple[str, int]]:
     if pp == 1:
         pairs = [(DEFAULT_SCHEDULE, 1)]
     else:
         deepest = job.model.layers // pp
         even = [v for v in divisors(job.model.layers) if job.model.layers % (pp * v) == 0]
         loops = sorted({*range(2, min(deepest, MAX_LOOPS) + 1), *(v for v in even if 1 < v <= deepest)})
-        if "virtual_stages" in wishes.fixed:
-            loops = [v for v in [wishes.fixed["virtual_stages"]] if 1 < v <= deepest]
+        if "virtual_stages" in constraints.fixed:
+            loops = [v for v in [constraints.fixed["virtual_stages"]] if 1 < v <= deepest]
         pairs = [(spec.name, v) for v in (1, *loops) for spec in REGISTRY.values() if spec.takes(v)]
-    return [pair for pair in pairs if wishes.allows("schedule", pair[0]) and wishes.allows("virtual_stages", pair[1])]
+    return [pair for pair in pairs if constraints.allows("schedule", pair[0]) and constraints.allows("virtual_stages", pair[1])]
 
 
-def why_empty(job: Job, wishes: LayoutConstraints) -> str:
+def why_empty(job: Job, constraints: LayoutConstraints) -> str:
     """Why no layout is legal: the first rule that the pinned fields alone already break, or the batch."""
-    pinned = dict(wishes.fixed)
+    pinned = dict(constraints.fixed)
     if pinned:
         layout = Layout.model_construct(**{**Layout().model_dump(), **pinned})
         row = LayoutColumns.of([layout])
@@ -259,7 +261,7 @@ def why_empty(job: Job, wishes: LayoutConstraints) -> str:
     if pinned.get("ep", 1) > 1 and job.model.moe is None:
         return f"layout.ep is {pinned['ep']} but {job.model.name} has no experts: try 1"
     words = [f"--fix {name}={_shown(value)}" for name, value in pinned.items()]
-    words += [f"--forbid {name}={_shown(value)}" for name, values in wishes.forbidden.items() for value in values]
+    words += [f"--forbid {name}={_shown(value)}" for name, values in constraints.forbidden.items() for value in values]
     asked = f" with {' '.join(words)}" if words else ""
     return (
         f"no legal layout cuts {job.sequences} sequences over {world} GPUs{asked}: try fewer --fix or --forbid, "
@@ -278,14 +280,14 @@ class RankedLayouts:
 
 
 def rank(
-    job: Job, wishes: LayoutConstraints, objective: Objective, keep: int, capacity_bytes: float | None = None
+    job: Job, constraints: LayoutConstraints, objective: Objective, keep: int, capacity_bytes: float | None = None
 ) -> RankedLayouts:
     """Every legal layout that fits (into the GPU, unless a capacity is given), by closed forms."""
     machine = ClusterRates(job)
     capacity = job.cluster.gpu.memory_gib * GIB if capacity_bytes is None else capacity_bytes
     scores, rows = np.zeros(0), [LayoutColumns.of([])]
     evaluated = fitting = 0
-    for group in cores(job, wishes):
+    for group in cores(job, constraints):
         # Who is slower than as many as are kept is out; the least memory may be at any speed.
         longest_s = float(np.partition(scores, keep - 1)[keep - 1]) if len(scores) >= keep else np.inf
         longest_s = 0.0 if objective == "memory" else longest_s

@@ -169,7 +169,7 @@ def of_winner(
     chosen: Estimate,
     rejected: tuple[Neighbour, ...],
     objective: Objective,
-    wishes: LayoutConstraints,
+    constraints: LayoutConstraints,
 ) -> tuple[str, ...]:
     """The playbook's order: make it fit, reach the batch, go fast."""
     by_change = {neighbour.change.split(" ")[0].rstrip(","): neighbour for neighbour in rejected}
@@ -177,7 +177,7 @@ def of_winner(
         *(f"Step 1, fit: {text}" for text in _fit(job, layout, chosen, by_change)),
         *(f"Step 2, batch: {text}" for text in _batch(job, layout)),
         *(f"Step 3, speed: {text}" for text in _speed(job, layout, chosen, by_change, rejected, objective)),
-        *(f"Your wish: {name}={value} was fixed" for name, value in wishes.fixed.items()),
+        *(f"Constraint: {name}={value} was fixed" for name, value in constraints.fixed.items()),
     )
 
 

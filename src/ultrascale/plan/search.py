@@ -66,27 +66,27 @@ def plan(
     if isinstance(top, bool) or not isinstance(top, int) or not 1 <= top <= MOST:
         raise SpecError(f"top is {top!r} but must be a whole number from 1 to {MOST}, such as 10")
     started = time.perf_counter()
-    wishes = LayoutConstraints.parse(fix, forbid)
+    constraints = LayoutConstraints.parse(fix, forbid)
     say = progress or (lambda _: None)
-    job, notes = advice.reachable_batch(job, wishes)
+    job, notes = advice.reachable_batch(job, constraints)
     jobs = advice.smaller_clusters(job) if objective == "cost" else [job]
     ranked = []
     for one in jobs:
         say(f"searching {one.cluster.label}")
-        ranked.append(rank(one, wishes, objective, max(4 * top, KEPT_AT_LEAST)))
+        ranked.append(rank(one, constraints, objective, max(4 * top, KEPT_AT_LEAST)))
     evaluated, fitting = sum(r.evaluated for r in ranked), sum(r.fitting for r in ranked)
     if not evaluated:
-        raise SpecError(why_empty(job, wishes))
+        raise SpecError(why_empty(job, constraints))
     if not fitting:
         say("nothing fits: looking for the cheapest change that does")
-        least = [rank(one, wishes, "memory", 1, capacity_bytes=np.inf) for one in jobs]
+        least = [rank(one, constraints, "memory", 1, capacity_bytes=np.inf) for one in jobs]
         smallest = min((one for one in least if one.score), key=lambda one: one.score[0])
-        no_fit = advice.no_fit(job, wishes, smallest.score[0], smallest.rows.layout(0))
+        no_fit = advice.no_fit(job, constraints, smallest.score[0], smallest.rows.layout(0))
         return Result(job, (), evaluated, 0, time.perf_counter() - started, tuple(notes), no_fit)
     best = sorted(((score, r, row) for r in ranked for row, score in enumerate(r.score)), key=lambda entry: entry[0])
     if preview is not None and objective == "throughput":
         shown = [LayoutPreview(ranked.rows.layout(row), score) for score, ranked, row in best[:top]]
-        check(job, shown[0].layout)  # wishes may contradict each other beyond what candidates know
+        check(job, shown[0].layout)  # constraints may contradict each other beyond what candidates know
         preview(shown)
     wanted = max(top, SIMULATED_AT_LEAST)
     say(f"simulating the best {min(wanted, len(best))} of {evaluated:,}")

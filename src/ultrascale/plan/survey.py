@@ -114,10 +114,10 @@ def scaling(job: Job, most: int, recompute: str = "none") -> tuple[ScalingPoint,
 
 def front(job: Job, fix: Sequence[str] = (), forbid: Sequence[str] = (), most: int = 40) -> tuple[tuple[Layout, Estimate], ...]:
     """Layouts that no other beats in both step time and peak memory, fastest first, of all that fit."""
-    wishes = LayoutConstraints.parse(fix, forbid)
+    constraints = LayoutConstraints.parse(fix, forbid)
     machine, capacity = ClusterRates(job), job.cluster.gpu.memory_gib * GIB
     found: list[tuple[float, float, Layout]] = []
-    for group in cores(job, wishes):
+    for group in cores(job, constraints):
         cells = table.evaluate(job, group.columns, group.variants, machine, capacity)
         finite = np.flatnonzero(np.isfinite(cells.step_s))
         if not len(finite):

@@ -17,13 +17,13 @@ class Efficiency(FrozenSpec):
     model_config = ConfigDict(strict=True)
 
     matmul: float | None = Field(
-        None, ge=1e-3, le=4, examples=[0.95], description="of the measured product rate; None: what the kind sustains"
+        None, ge=1e-3, le=4, examples=[0.95], description="of the measured matmul rate; None: what the kind sustains"
     )
     matmul_fp8: float | None = Field(
         None, ge=1e-3, le=2, examples=[1.1], description="the same for fp8; None: what the kind sustains"
     )
     matmul_ramp: float = Field(
-        1.0, ge=0, le=10, description="of what the measured products lose on narrow matrices; newer libraries lose less"
+        1.0, ge=0, le=10, description="of what the measured matmuls lose on narrow matrices; newer libraries lose less"
     )
     attention_forward: float | None = Field(
         None, ge=1e-3, le=1, examples=[0.6], description="of peak; None: the architecture's own figure"
@@ -32,7 +32,7 @@ class Efficiency(FrozenSpec):
         None, ge=1e-3, le=1, examples=[0.6], description="of peak; None: the architecture's own figure"
     )
     boost: float = Field(
-        1.0, ge=1, le=4, description="highest clock over the one that products in a row keep: what light work may gain"
+        1.0, ge=1, le=4, description="highest clock over the one that matmuls in a row keep: what light work may gain"
     )
     memory_bandwidth: float = Field(0.87, ge=1e-3, le=1, description="of the data sheet, in memory-bound operators")
     kernel_launch_s: float = Field(5.0e-6, ge=0, le=1e-2, description="host time to launch one kernel")

@@ -42,7 +42,7 @@ class Memory(FrozenSpec):
     optimizer: Number
     activations: Number
     buffers: Number
-    """gathered ZeRO-3 layers, gradients in flight, gathered sequences, exchanged keys and values, received activations"""
+    """gathered ZeRO-3 layers, gradients in flight, gathered sequences, keys and values of other ranks, received activations"""
     runtime: Number
     """CUDA context, communicators, allocator slack"""
 

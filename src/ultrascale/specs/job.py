@@ -47,7 +47,7 @@ class Job(FrozenSpec):
     seq: int = Field(ge=1, le=2**30, strict=True, examples=[8192], description="sequence length in tokens")
     # Every divisor of the batch is tried as a micro-batch: 2^40 tokens, ten thousand times the largest published, stay quick.
     batch_tokens: int = Field(ge=1, le=2**40, strict=True, examples=[4194304], description="tokens in one optimizer step")
-    precision: Precision = Field("bf16", description="of the matrix products; weights have an fp32 master unless fp32")
+    precision: Precision = Field("bf16", description="of the matmuls; weights have an fp32 master unless fp32")
     gradients: Literal["fp32", "bf16"] = Field("fp32", description="in which gradients are accumulated and reduced")
     optimizer: Optimizer = "adamw"
     framework: Framework = Field(default_factory=Framework, description="the engine that runs it: fusions, kernels, overlap")

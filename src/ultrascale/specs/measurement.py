@@ -42,7 +42,7 @@ class MeasuredTime(FrozenSpec):
     expert_s: float | None = None
     zero_s: float | None = None
     data_s: float | None = None
-    """waiting for gradients of other data ranks; null where torch itself exchanges them (FSDP2, DDP): then in computing_s"""
+    """waiting for gradients of other data ranks; null where torch itself reduces them (FSDP2, DDP): then in computing_s"""
     bubble_s: float | None = None
     """waiting for messages of other stages: bubble_s + send_s of an Estimate"""
     optimizer_s: float | None = None

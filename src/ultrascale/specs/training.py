@@ -27,7 +27,7 @@ Fp8Keep = Literal["ends", "head", "none"]
 Fp8Gather = Literal["auto", "fp8", "bf16"]
 
 FP8_BLOCK = 128  # numbers that share a scale
-# What sizes of a weight, and tokens where a product sums over them, must be multiples of: the kernels' alignment. A row of
+# What sizes of a weight, and tokens where a matmul sums over them, must be multiples of: the kernels' alignment. A row of
 # blocks of a weight must begin at 16 bytes, which four scales are.
 FP8_MULTIPLE: dict[Fp8Scaling, int] = {"tensor": 16, "row": 16, "block": 4 * FP8_BLOCK}
 FP8_TOKENS: dict[Fp8Scaling, int] = {"tensor": 16, "row": 16, "block": FP8_BLOCK}
@@ -123,7 +123,7 @@ class Training(FrozenSpec):
         "ends", description="fp8: what stays in bf16, the first and last block and the head, the head alone, or nothing"
     )
     fp8_gather: Fp8Gather = Field(
-        "auto", description="fp8: in which numbers ZeRO-3 gathers the weights of fp8 products; auto: in fp8 where it can"
+        "auto", description="fp8: in which numbers ZeRO-3 gathers the weights of fp8 matmuls; auto: in fp8 where it can"
     )
     log: tuple[Sink, ...] = Field((), examples=["tensorboard"], description="where metrics go beside metrics.jsonl")
     log_every: int = Field(1, ge=1, le=2**40, strict=True, description="steps between records of metrics")

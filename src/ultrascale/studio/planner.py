@@ -8,7 +8,7 @@ import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from nicegui import background_tasks, events, run, ui
 
@@ -19,7 +19,7 @@ from ultrascale.export import targets
 from ultrascale.export.common import File
 from ultrascale.figures import plan as plan_figures
 from ultrascale.figures import search as search_figures
-from ultrascale.plan.candidates import OBJECTIVES, Objective
+from ultrascale.plan.candidates import OBJECTIVES
 from ultrascale.plan.search import LayoutPreview, Result, explained
 from ultrascale.plan.search import plan as search
 from ultrascale.report.of_plan import headline, plan_page, verdict
@@ -184,8 +184,7 @@ class Planner:
             job = ask.job()
             if ask.objective not in OBJECTIVES:
                 raise SpecError(f"objective is '{ask.objective:.40}': {nearest(ask.objective, OBJECTIVES)}")
-            wish = cast("Objective", ask.objective)
-            wishes: dict[str, Any] = {"objective": wish, "fix": _words(ask.fix), "forbid": _words(ask.forbid)}
+            options: dict[str, Any] = {"objective": ask.objective, "fix": _words(ask.fix), "forbid": _words(ask.forbid)}
             page = asyncio.get_running_loop()
 
             def preview(ranked: list[LayoutPreview]) -> None:  # called in the search's thread
@@ -196,7 +195,7 @@ class Planner:
                     raise SupersededError
 
             try:
-                found = await run.io_bound(search, job, top=SHOWN, explain=False, progress=go_on, preview=preview, **wishes)
+                found = await run.io_bound(search, job, top=SHOWN, explain=False, progress=go_on, preview=preview, **options)
             except SupersededError:
                 return
             if mine != self.asked or found is None or self.frame.closed:
@@ -212,7 +211,7 @@ class Planner:
                 return
             if self.plan is shown:  # else the user went on to another
                 self.by_hand.begin(found.plans[0])
-            plans = await run.io_bound(explained, found.plans, **wishes)
+            plans = await run.io_bound(explained, found.plans, **options)
             if mine != self.asked or plans is None or self.frame.closed:
                 return
             self.result = replace(found, plans=tuple(plans))

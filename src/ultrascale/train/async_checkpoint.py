@@ -37,7 +37,7 @@ from ultrascale.train.dcp_io import Pieces, TensorSlice, load, save
 from ultrascale.train.engine import Engine
 from ultrascale.train.optimizer import Weight
 
-TOLD_AFTER_S = 2.0
+NOTE_AFTER_S = 2.0
 LONGEST_SAVE_S = 1800.0  # torch's default timeout of gloo
 HEAD, EMBEDDING = "head.linear.weight", "embed.tokens.weight"
 
@@ -196,9 +196,9 @@ class DataDigest:
         self._read, self._total = read, total
 
     def result(self) -> str:
-        """Waits for the digest; prints a note if that takes longer than `TOLD_AFTER_S`."""
+        """Waits for the digest; prints a note if that takes longer than `NOTE_AFTER_S`."""
         with suppress(TimeoutError):
-            return self._found.result(TOLD_AFTER_S)
+            return self._found.result(NOTE_AFTER_S)
         sys.stderr.write(
             "\nnote: the checkpoint waits until all of train.data has been read once, for its digest: "
             f"{self._read / GIB:,.1f} of {self._total / GIB:,.1f} GiB so far\n"

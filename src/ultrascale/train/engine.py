@@ -62,9 +62,9 @@ class Engine:
         """`routers`: of MoE layers, by layer index in the whole model. `autotuned`: measured to select kernels, on a GPU."""
         self.job, self.mesh, self.training, self.batches = job, mesh, training, batches
         self.pipeline, self.weights, self.autotuned = pipeline, weights, autotuned
-        self.tape = CUDAGraphPool(mesh.device, training.graphs) if kernels.recorded else None
+        self.cuda_graphs = CUDAGraphPool(mesh.device, training.graphs) if kernels.recorded else None
         """CUDA graphs of the step, if every step launches the same kernels"""
-        self.optimizer = Optimizer(self.weights, job, training, mesh, kernels.adamw, self.tape)
+        self.optimizer = Optimizer(self.weights, job, training, mesh, kernels.adamw, self.cuda_graphs)
         self.balance = RouterBalance(routers, self.weights, job, mesh, training) if job.model.moe is not None else None
         self._loads: RouterLoads | None = None
         self.scale = LossScale(training, used=job.precision == "fp16")
@@ -76,7 +76,7 @@ class Engine:
         """set on a rank that received a stop signal; the result of the next step has `stop` on every rank"""
         self._stop = torch.zeros(())
         self._batch: Batch | None = None
-        self._passes = graphed(self._forward_and_backward, self.tape, before=self._clear_gradients)
+        self._passes = graphed(self._forward_and_backward, self.cuda_graphs, before=self._clear_gradients)
         tied = ("embed.tokens.weight", "head.linear.weight") if job.model.tied_embeddings else ()
         self._tied = [weight for weight in self.weights if weight.shard.name in tied]
 
@@ -90,8 +90,8 @@ class Engine:
         self._batch = batch
         began = time.perf_counter()
         loss = self._passes()
-        if self.tape is not None:
-            self.tape.launched(time.perf_counter() - began)
+        if self.cuda_graphs is not None:
+            self.cuda_graphs.launched(time.perf_counter() - began)
         self._batch = None
         if self.balance is not None:
             self._loads = self.balance.take()
@@ -120,8 +120,8 @@ class Engine:
         rate = learning_rate(self.training, number)
         began = time.perf_counter()
         mean, length, stop = torch.stack((loss, norm, self._stop)).tolist()  # stacked: one device-to-host sync
-        if self.tape is not None:
-            self.tape.waited(time.perf_counter() - began)
+        if self.cuda_graphs is not None:
+            self.cuda_graphs.waited(time.perf_counter() - began)
         result = StepResult(mean, length, rate, skipped=False, loads=self._loads, stop=bool(stop))
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             if self.scale.value <= 1.0:  # not fp16, or a smaller scale would not help
@@ -147,8 +147,8 @@ class Engine:
     def read(self, number: int, held_out: bool = False) -> Batch:
         """This rank's part of the batch of step `number`, or of batch `number` of the held-out text."""
         found = self._host_rows(number, held_out=True) if held_out else self._prefetcher.take(number)
-        if self.tape is not None and not held_out:
-            return Batch(self.tape.copy_rows(found), self.positions)
+        if self.cuda_graphs is not None and not held_out:
+            return Batch(self.cuda_graphs.copy_rows(found), self.positions)
         microbatches = [tuple(part.to(self.mesh.device, non_blocking=True) for part in parts) for parts in found]
         return Batch(microbatches, self.positions)
 

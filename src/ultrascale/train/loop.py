@@ -25,7 +25,7 @@ from ultrascale.train.async_checkpoint import CheckpointManager
 from ultrascale.train.engine import Engine, NotFiniteError, StepResult
 from ultrascale.train.log import MetricsRecorder
 
-UNSEEN = "what data ranks exchange is torch's own here (FSDP2 or DDP) and was not timed apart: it is part of computing"
+UNSEEN = "communication between data ranks is torch's own here (FSDP2 or DDP) and was not timed apart: it is part of computing"
 RECORDED = "a step's kernels were recorded and launched as one"
 
 
@@ -230,7 +230,7 @@ def _notes(engine: Engine, untimed: bool) -> Iterator[str]:
     if untimed:
         yield UNSEEN
     yield from map(str, engine.autotuned)
-    if engine.tape is not None and engine.tape.used:
+    if engine.cuda_graphs is not None and engine.cuda_graphs.used:
         yield RECORDED
 
 
@@ -249,14 +249,14 @@ def _stages(everyone: list[tuple[StepStats, int, int]]) -> list[MeasuredStage]:
     return [fullest[stage] for stage in sorted(fullest)]
 
 
-def _time(watches: list[StepStats], step_s: float, waits_seen: bool, exchange_seen: bool) -> MeasuredTime:
+def _time(watches: list[StepStats], step_s: float, waits_timed: bool, data_timed: bool) -> MeasuredTime:
     def typical(values: Callable[[StepStats], list[float]]) -> float:
         return statistics.mean(statistics.median(values(watch)) for watch in watches)
 
     optimizer_s, data_s = typical(lambda watch: watch.optimizer_s), typical(lambda watch: watch.data_s)
-    if not waits_seen:  # on a GPU the host does not block when the device waits
+    if not waits_timed:  # on a GPU the host does not block when the device waits
         return MeasuredTime(overhead_s=data_s)
-    axes = ("tp", "cp", "ep", "pp", "dp") if exchange_seen else ("tp", "cp", "ep", "pp")
+    axes = ("tp", "cp", "ep", "pp", "dp") if data_timed else ("tp", "cp", "ep", "pp")
     waits = {axis: typical(lambda watch: [one.get(axis, 0.0) for one in watch.waits_s]) for axis in axes}  # noqa: B023
     computing = step_s - sum(waits.values()) - optimizer_s - data_s
     return MeasuredTime(

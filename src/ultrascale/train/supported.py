@@ -128,7 +128,7 @@ def _expert_problems(job: Job, layout: Layout, training: Training) -> Iterator[s
 def why_not_gathered_in_fp8(job: Job, layout: Layout, training: Training) -> str | None:
     """Why ZeRO-3 gathers the weights of fp8 GEMMs in bf16, with what to try; None if it gathers them in fp8."""
     if job.precision != "fp8":
-        return f"products are in {job.precision}: try job.precision=fp8"
+        return f"matmuls are in {job.precision}: try job.precision=fp8"
     if training.fp8_gather == "bf16":
         return "train.fp8_gather is bf16: try auto"
     if layout.zero < 3 or layout.shards == 1:

@@ -119,7 +119,7 @@ def test_experts_keep_their_inputs_in_fp8_where_the_engine_does() -> None:
     for module, width in (("expert input", 4096), ("expert activation", 14_336)):
         assert layers[0].kept[module][0] == pytest.approx(4096 * 2 * width * 2)
         assert layers[1].kept[module][0] == pytest.approx(4096 * 2 * width)
-    assert layers[0].kept["expert products"][0] == layers[1].kept["expert products"][0]
+    assert layers[0].kept["expert matmuls"][0] == layers[1].kept["expert matmuls"][0]
 
 
 def test_mla_layer_of_deepseek_v3() -> None:

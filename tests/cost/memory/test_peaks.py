@@ -203,7 +203,7 @@ def test_gpt3_as_korthikanti_trained_it() -> None:
 
     Chunks held by stage 0: 2·8 + 2·7 + 1 = 31 of 4 layers, 10⅓ micro-batches (their L(1 + (p−1)/(p·m)) with m = 3: 1.29·96/12).
     34·s·b·h/8 = 106.95 M a layer and micro-batch; in backward the scores, 80·s·b·h/8 = 251.7 M, are back, and gradients of
-    the MLP's product (2·49,152) and two residuals, (98,304 + 49,152)/8 · 2048 = 37.7 M.
+    the MLP's matmul (2·49,152) and two residuals, (98,304 + 49,152)/8 · 2048 = 37.7 M.
     Parameters of stage 0: 12 layers of 1,811,939,328/8 and 84,480 of vectors (norms and output biases 6h whole, the other
     biases 7h/8), embedding 617,558,016/8, positions 25,165,824.
     """

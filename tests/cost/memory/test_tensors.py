@@ -73,7 +73,7 @@ def test_full_recomputation_brings_one_layer_back() -> None:
 
 
 def test_zero_2_at_the_gate() -> None:
-    """What the embedding's gradients were scattered from, fp32, and the last product's fresh bf16 ones."""
+    """What the embedding's gradients were scattered from, fp32, and the last matmul's fresh bf16 ones."""
     held = predict(Layout(pp=2, dp=2, gas=4, zero=2))
     assert held.buffers == 4 * 4096 * 512 + 2 * 512 * 1536
 
@@ -96,7 +96,7 @@ def test_one_micro_batch_has_no_gradients_at_its_loss() -> None:
 def test_gradients_that_outgrow_activations() -> None:
     """Full recomputation, one micro-batch over 2: with two layers done their gradients are there, and activations of two left.
 
-    At the gate of the third: one layer back, gradients of the head (bf16, whole) and of the last product, two layers and the
+    At the gate of the third: one layer back, gradients of the head (bf16, whole) and of the last matmul, two layers and the
     ends gathered, one layer's gradients on their way.
     """
     held = predict(Layout(dp=2, zero=3, recompute="full"))
@@ -119,7 +119,7 @@ def test_a_split_backward_keeps_the_activation_and_gathered_gradients() -> None:
 
 def test_experts_gradients_are_stacked_beside_their_parts() -> None:
     """2048 routed rows: inputs and outputs of 2 R, three of an expert's width (2 R each), the router's fp32 copy of its input
-    and scores. The last product: gradients of its output, in the output's place, and of its input; twice the bf16 gradients of
+    and scores. The last matmul: gradients of its output, in the output's place, and of its input; twice the bf16 gradients of
     8 matrices.
     """
     held = predict(Layout(pp=2, gas=4), model=EXPERTS)
@@ -128,7 +128,7 @@ def test_experts_gradients_are_stacked_beside_their_parts() -> None:
 
 
 def test_busy_experts_send_home_what_came() -> None:
-    """At the loss: of what waits in a layer, experts' inputs, products and activation grow with the load, outputs do not."""
+    """At the loss: of what waits in a layer, experts' inputs, matmuls and activation grow with the load, outputs do not."""
     mean, busy = (predict(Layout(dp=2, ep=2), model=EXPERTS, imbalance=load) for load in (1.0, 1.5))
     assert mean.activations == 4 * EXPERT_LAYER + ANGLES + 2 * R + 8 * 1024 + 12 * LOGITS
     assert busy.activations - mean.activations == 4 * 0.5 * (2 * R + 3 * 2 * R)
@@ -156,7 +156,7 @@ def test_weights_that_wait_for_experts_need_less() -> None:
 
 def test_a_first_backward_has_only_what_it_scattered_itself() -> None:
     """AFAB is fullest in its first backward, at the second layer's gate: the first one's shards, what they were scattered from
-    and the last product's fresh gradients. No others are there; of the activations a layer's are gone, and the gradient that
+    and the last matmul's fresh gradients. No others are there; of the activations a layer's are gone, and the gradient that
     came is another than the residual's.
     """
     held = predict(Layout(pp=2, dp=2, gas=4, zero=2, schedule="afab"))
@@ -166,7 +166,7 @@ def test_a_first_backward_has_only_what_it_scattered_itself() -> None:
 
 
 def test_the_first_norm_of_a_layer_whose_backward_is_split() -> None:
-    """One layer a stage, tp 4: residual-wide tensors are R / 4, keys and values are cut in two. Gradients of both last products
+    """One layer a stage, tp 4: residual-wide tensors are R / 4, keys and values are cut in two. Gradients of both last matmuls
     are whole (one in the place of the other norm's input); beside the layer's input the residual's, the norm's and the received
     gradient, and five tensors in fp32.
     """
@@ -208,14 +208,14 @@ def test_weights_go_with_the_last_backward() -> None:
 
 
 def test_checkpointing_sorts_tokens_again() -> None:
-    """Selective: no outputs of norms and gates, no experts' inputs; q, k, v, attention, both residuals and products stay."""
+    """Selective: no outputs of norms and gates, no experts' inputs; q, k, v, attention, both residuals and matmuls stay."""
     layer = 4 * R + R // 2 + 4 * 8 * 1024 + 4 * 1024 * 8 + 2 * R + 2 * 2 * R
     held = predict(Layout(recompute="selective"), model=EXPERTS)
     assert held.activations == 4 * layer + ANGLES + 2 * R + 8 * 1024 + 12 * LOGITS
 
 
 def test_a_product_is_kept_as_its_sum_is_scattered() -> None:
-    """tp 2, selective: of attention's last product a slice, as of everything else."""
+    """tp 2, selective: of attention's last matmul a slice, as of everything else."""
     kept = 3 * R + R // 2 + 4 * 8 * 1024 + 2 * W
     held = predict(Layout(tp=2, recompute="selective"))
     assert held.activations == 4 * (kept / 2 + R / 2) + ANGLES + R + 8 * 1024 + 10 * LOGITS / 2

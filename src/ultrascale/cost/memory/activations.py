@@ -81,7 +81,7 @@ def _attention(job: Job, columns: LayoutColumns, tokens: Array, b: int) -> dict[
     output = b * tokens * model.heads * model.v_head_dim / tp
     switches = (columns.cp > 1) & columns.is_("context_parallel", "ulysses")
     latents = {} if model.mla is None else {"latents": 2 * b * tokens * latent}
-    if np.any(switches):  # the kernel keeps its output by heads, the next product by sequence
+    if np.any(switches):  # the kernel keeps its output by heads, the next matmul by sequence
         latents["switched output"] = np.where(switches, output, 0.0)
         if model.mla is None:  # fewer kv heads than ranks to spread them over
             copied = 2 * b * tokens * model.kv_dim / kv_cut * (columns.key_copies(model.kv_heads) - 1)
@@ -89,7 +89,7 @@ def _attention(job: Job, columns: LayoutColumns, tokens: Array, b: int) -> dict[
     if model.qk_norm and job.framework.keeps_heads_before_norm:
         latents["q, k before norm"] = b * tokens * (model.q_dim / tp + model.kv_dim / kv_cut)
     if operand_bytes(job) != b:
-        output = output * (b + operand_bytes(job)) / b  # flash needs its own output as it is, the next product the copy
+        output = output * (b + operand_bytes(job)) / b  # flash needs its own output as it is, the next matmul the copy
     if job.attention == "flash":
         return {**latents, "q, k, v": qkv, "attention output": output, "log-sum-exp": 4 * tokens * model.heads / tp}
     # Softmax output; with dropout also the mask (1 byte) and the dropped output: 5·a·s² of Korthikanti 2022 at two bytes.
@@ -107,7 +107,7 @@ def _mlp(job: Job, columns: LayoutColumns, tokens: Array, b: int, operand: Array
     model = job.model
     wide = tokens * model.ffn / columns.tp
     kept = operand_bytes(job) + (b if model.gated and job.framework.eager_activation else 0)
-    return {"mlp input": operand, "mlp products": b * (2 if model.gated else 1) * wide, "mlp activation": kept * wide}
+    return {"mlp input": operand, "mlp matmuls": b * (2 if model.gated else 1) * wide, "mlp activation": kept * wide}
 
 
 def _moe(job: Job, columns: LayoutColumns, tokens: Array, b: int, residual: Array) -> dict[str, Array]:
@@ -126,7 +126,7 @@ def _moe(job: Job, columns: LayoutColumns, tokens: Array, b: int, residual: Arra
         "mlp input": seen,
         "router": job.framework.router_bytes * tokens * moe.experts / (columns.sequence_cut if sliced else 1),
         "expert input": operand * travelling,
-        "expert products": b * (2 if model.gated else 1) * wide,
+        "expert matmuls": b * (2 if model.gated else 1) * wide,
         "expert activation": operand * wide,
     }
     if not job.framework.transformer_engine:
@@ -140,8 +140,8 @@ def _moe(job: Job, columns: LayoutColumns, tokens: Array, b: int, residual: Arra
     return modules
 
 
-# Selective recomputation with flash attention keeps the products of matrices and computes the cheap operators again.
-_PRODUCTS = {"q, k, v", "mlp products", "expert products", "mlp norm"}
+# Selective recomputation with flash attention keeps matmuls and computes the cheap operators again.
+_MATMULS = {"q, k, v", "mlp matmuls", "expert matmuls", "mlp norm"}
 _CHEAP = ("qkv input", "mlp input", "mlp activation", "expert activation")
 
 
@@ -150,19 +150,19 @@ def _apply_policy(job: Job, columns: LayoutColumns, modules: dict[str, Array], r
     # Korthikanti's selective policy: without flash attention only the score matrices are dropped.
     dropped = _CHEAP if job.attention == "flash" else ("attention scores",)
     if job.model.mla is not None and job.attention == "flash":
-        # q, k and v are made again from the latents, by two small products.
+        # q, k and v are made again from the latents, by two small matmuls.
         dropped = ("q, k, v",) if job.framework.selective == "latents" else (*dropped, "q, k, v")
     if job.framework.exact_memory_trace and job.attention == "flash":
         # torch.utils.checkpoint sorts tokens by expert again, and sends them if it must; and so with Ulysses' output.
         dropped = (*dropped, "expert input", "switched output", "copies of k, v")
-    if job.framework.exact_memory_trace:  # selective recomputation keeps products, which are not normed yet
+    if job.framework.exact_memory_trace:  # selective recomputation keeps matmuls, which are not normed yet
         dropped = (*dropped, "q, k before norm", "shared output")
     drops = selective | (none & lean(job, columns))
     keeps = {name: (none | selective) & ~(drops & (name in dropped)) for name in modules}
     kept = {name: np.where(keeps[name], bytes_, 0.0) for name, bytes_ in modules.items()}
     if job.framework.selective == "half":
-        # Every second product is computed again; attention's own output is always kept.
-        for name in _PRODUCTS & kept.keys():
+        # Every second matmul is computed again; attention's own output is always kept.
+        for name in _MATMULS & kept.keys():
             kept[name] = np.where(selective, 0.5 * kept[name], kept[name])
     if job.framework.exact_memory_trace and "shared expert" in kept and job.attention == "flash":
         # A shared expert's activation is as cheap as the others.
@@ -175,7 +175,7 @@ def _apply_policy(job: Job, columns: LayoutColumns, modules: dict[str, Array], r
 class HeadActivations:
     """Bytes of final norm, vocabulary-parallel logits and loss for one micro-batch, with a compiled (fused) loss.
 
-    Fused, the softmax stays in registers: the product is kept in the compute format, its gradient is written in the same, and
+    Fused, the softmax stays in registers: the logits are kept in the compute format, its gradient is written in the same, and
     fp32 exists only as two numbers a token. One H200 with torchtitan 0.2.2 shows it: 1B parameters, 32,768 tokens and a
     vocabulary of 128,256 peak at 78.9 GiB, which leaves 18 GiB for logits that are 7.8 GiB in bf16. Where head and loss are one
     compiled graph, the gradient is written over the logits: the same work peaks at 70.8 GiB (benchmarks/gpu).
