@@ -1,4 +1,4 @@
-"""The law of passes between products against what torch really dispatches, and what rates are made of."""
+"""The law of passes between matmuls against what torch really dispatches, and what rates are made of."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SEQ = 64
 
 
 class Passed(TorchDispatchMode):
-    """Bytes that operators read and write; views move none, and products and attention have laws of their own."""
+    """Bytes that operators read and write; views move none, and matmuls and attention have laws of their own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,20 +66,20 @@ def test_what_is_timed_passes_over_as_much_as_is_counted() -> None:
 
 
 def test_the_time_of_a_score_is_taken_apart() -> None:
-    scores, softmax_s, product_s = 4 * 512 * 512, 1e-9, 2e-11
+    scores, softmax_s, matmul_s = 4 * 512 * 512, 1e-9, 2e-11
 
     def attended(width: int) -> tuple[float, float]:
-        """Forward: softmax, and products by the width; backward 2.6 times the one and three times the other."""
-        forward = scores * (softmax_s + product_s * width)
-        return forward, forward + scores * (2.6 * softmax_s + 3 * product_s * width)
+        """Forward: softmax, and matmuls by the width; backward 2.6 times the one and three times the other."""
+        forward = scores * (softmax_s + matmul_s * width)
+        return forward, forward + scores * (2.6 * softmax_s + 3 * matmul_s * width)
 
-    took = {"product": 1e-3, "layers": 4e-3, "passes": 2e-3, "few": 1e-3}
+    took = {"matmul": 1e-3, "layers": 4e-3, "passes": 2e-3, "few": 1e-3}
     for width in (128, 8):
         took |= dict(zip((f"forward {width}", f"both {width}"), attended(width), strict=True))
     found = cpu_rates.from_times(took)
-    assert found.products_flops == pytest.approx(2 * 512**3 / 1e-3)
+    assert found.matmul_flops == pytest.approx(2 * 512**3 / 1e-3)
     assert found.operator_s == pytest.approx(1e-3 / 530)
     assert found.stream_bytes_s == pytest.approx(1016 * cpu_rates._passed_bytes() / 1e-3)
     assert found.softmax_scores_s == pytest.approx(1 / softmax_s)
-    assert found.attention_forward_flops == pytest.approx(4 / product_s)
-    assert found.attention_backward_flops == pytest.approx(10 / (3 * product_s))
+    assert found.attention_forward_flops == pytest.approx(4 / matmul_s)
+    assert found.attention_backward_flops == pytest.approx(10 / (3 * matmul_s))

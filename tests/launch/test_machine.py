@@ -22,7 +22,7 @@ from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 
 RATES = CPURates(
-    products_flops=50e9,
+    matmul_flops=50e9,
     stream_bytes_s=5e9,
     operator_s=4e-6,
     attention_forward_flops=20e9,
@@ -119,12 +119,12 @@ def tiny_job(cluster: Cluster, sequences: int) -> Job:
     return make_job("tiny", cluster, 128, sequences, precision="fp32")
 
 
-def products_s(tokens: int) -> float:
-    """Three passes over each product of `tiny`, its FLOPs and its three matrices: qkv, output, gate and up, down; head."""
+def matmuls_s(tokens: int) -> float:
+    """Three passes over each matmul of `tiny`, its FLOPs and its three matrices: qkv, output, gate and up, down; head."""
     shapes = [*[(128, 64), (64, 64), (384, 64), (64, 192)] * 8, (256, 64)]
     flops = sum(2 * tokens * n * k for n, k in shapes)
     bytes_ = sum(4 * (tokens * k + k * n + tokens * n) for n, k in shapes)
-    return 3 * (flops / RATES.products_flops + bytes_ / RATES.stream_bytes_s)
+    return 3 * (flops / RATES.matmul_flops + bytes_ / RATES.stream_bytes_s)
 
 
 def test_the_laws_give_the_measured_rates_back() -> None:
@@ -132,8 +132,8 @@ def test_the_laws_give_the_measured_rates_back() -> None:
     assert (cluster.gpus, cluster.gpu.memory_gib, cluster.gpu.name) == (2, 4.0, "cpu")
     alone = estimate(tiny_job(cpu_cluster(1, RATES, LINK, memory=8 * 2**30), 2), Layout(mbs=2))
     both = estimate(tiny_job(cluster, 2), Layout(dp=2, data_parallel="naive"))
-    assert alone.time.matmul_s == pytest.approx(products_s(256))
-    assert both.time.matmul_s == pytest.approx(products_s(128))
+    assert alone.time.matmul_s == pytest.approx(matmuls_s(256))
+    assert both.time.matmul_s == pytest.approx(matmuls_s(128))
     parameters = alone.memory[0].memory.parameters
     # One all_reduce of all gradients between two ranks: two hops, every byte sent once.
     assert both.time.data_s == pytest.approx(2 * 2e-4 + parameters / 0.5e9)

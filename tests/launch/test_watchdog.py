@@ -103,7 +103,7 @@ def test_a_rank_that_lives_but_is_elsewhere_is_not_called_dead() -> None:
     text = str(caught.value)
     assert "silent" not in text
     if "rank 2 (dp 2) has not moved" in text:
-        assert "in no exchange that can be seen" in text
+        assert "in no collective that can be seen" in text
     else:
         assert "rank 2 (dp 2) is elsewhere: step 2, reading data" in text
 

@@ -79,9 +79,9 @@ def test_a_model_on_one_rank_by_hand() -> None:
     parameters = 4 * layer + 2 * 256 * 64 + 64
     assert one.memory.parameters == 2 * parameters
     assert (one.memory.master, one.memory.gradients, one.memory.optimizer) == (4 * parameters, 4 * parameters, 8 * parameters)
-    products = 2 * 64 * (2 * 64 + 2 * 32 + 3 * 192)  # a token's, in a layer: q, out, k, v; gate, up, down
+    matmuls = 2 * 64 * (2 * 64 + 2 * 32 + 3 * 192)  # a token's, in a layer: q, out, k, v; gate, up, down
     scores = 2 * 64 * (64 / 2) * 2  # q·k and p·v over the causal half of the sequence, 4 heads of 16
-    assert one.flops == {"mm": 3 * 2 * 64 * (4 * products + 2 * 64 * 256), "attention": 3 * 2 * 64 * 4 * scores}
+    assert one.flops == {"mm": 3 * 2 * 64 * (4 * matmuls + 2 * 64 * 256), "attention": 3 * 2 * 64 * 4 * scores}
     assert one.collectives == ()
     assert one.moment == "backward of micro-batch 0, the head and the loss"  # the next one comes to as much, not more
 
@@ -356,6 +356,6 @@ def test_a_gpus_grouped_products_count_as_the_products_that_they_are() -> None:
     formula = operator_tracker._formula(torch.ops.aten._grouped_mm.default)
     assert formula is not None
     rows, matrices, ends = torch.empty(10, 4), torch.empty(3, 4, 6), torch.tensor([2, 2, 10], dtype=torch.int32)
-    products = [2 * count * 4 * 6 for count in (2, 0, 8)]
-    assert formula((rows, matrices, ends), {}, torch.empty(10, 6)) == sum(products)
-    assert formula((torch.empty(6, 10), rows), {"offs": ends}, torch.empty(3, 6, 4)) == sum(products)
+    matmuls = [2 * count * 4 * 6 for count in (2, 0, 8)]
+    assert formula((rows, matrices, ends), {}, torch.empty(10, 6)) == sum(matmuls)
+    assert formula((torch.empty(6, 10), rows), {"offs": ends}, torch.empty(3, 6, 4)) == sum(matmuls)

@@ -11,7 +11,7 @@ from ultrascale.measure.rehearse_tracker import _formula
 
 aten = torch.ops.aten
 BATCH, HEADS, KV_HEADS, SEQ, WIDTH = 2, 8, 2, 64, 16
-FULL = 2 * 2 * BATCH * HEADS * SEQ * SEQ * WIDTH  # two products, a multiplication and an addition each
+FULL = 2 * 2 * BATCH * HEADS * SEQ * SEQ * WIDTH  # two matmuls, a multiplication and an addition each
 
 
 def arguments(func: Any, causal: bool) -> list[Any]:

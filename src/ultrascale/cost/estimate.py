@@ -124,7 +124,7 @@ def whole(draft: DraftEstimate) -> Estimate:
     def hardware(causal: bool) -> float:
         again = flops.hardware_flops(job.model, job.seq, layout.recompute, job.attention, causal)
         if layout.recompute == "selective" and job.framework.selective == "half":
-            again += flops.matmuls_flops(job.model) / 2
+            again += flops.matmul_flops(job.model) / 2
         return again
 
     return Estimate(

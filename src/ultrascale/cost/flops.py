@@ -38,14 +38,14 @@ def head_flops(model: Model) -> float:
     return 2.0 * model.hidden * model.vocab
 
 
-def matmuls_flops(model: Model) -> float:
+def matmul_flops(model: Model) -> float:
     """Forward FLOPs per token of every layer's matmuls; scores and head left out."""
     return sum(count * layer_matmul_flops(model, moe) for count, moe in ((model.dense_layers, False), (model.moe_layers, True)))
 
 
 def forward_flops(model: Model, seq: int, causal: bool) -> float:
     """Forward FLOPs per token of the whole model; embedding look-ups are none."""
-    return matmuls_flops(model) + model.layers * score_flops(model, seq, causal) + head_flops(model)
+    return matmul_flops(model) + model.layers * score_flops(model, seq, causal) + head_flops(model)
 
 
 def model_flops(model: Model, seq: int, causal: bool = False) -> float:

@@ -44,7 +44,7 @@ def _passed_bytes() -> float:
 class CPURates:
     """Rates of one process while all of them run, or their mean over the processes."""
 
-    products_flops: float
+    matmul_flops: float
     stream_bytes_s: float
     operator_s: float
     attention_forward_flops: float
@@ -88,7 +88,7 @@ def actions() -> dict[str, Callable[[], object]]:
     """The actions that are timed, by name."""
     matrix = torch.randn(_SIDE, _SIDE)
     return {
-        "product": lambda: matrix @ matrix,
+        "matmul": lambda: matrix @ matrix,
         "layers": _small_layers(),
         "passes": _passes(_MANY),
         "few": _passes(_FEW),
@@ -115,7 +115,7 @@ def from_times(times_s: dict[str, float]) -> CPURates:
     softmax_s = max(narrow[1] - both_s * _NARROW / _WIDE, 0.1 * narrow[1]) / (1 + SCORES_BACKWARD)
     flops = 4 * scores * _WIDE
     return CPURates(
-        products_flops=2 * _SIDE**3 / times_s["product"],
+        matmul_flops=2 * _SIDE**3 / times_s["matmul"],
         stream_bytes_s=(_MANY - _FEW) * _passed_bytes() / max(times_s["passes"] - times_s["few"], 0.1 * times_s["passes"]),
         operator_s=times_s["layers"] / _LAYERS / (host.constants().cpu_operators.layer.both),
         attention_forward_flops=flops / forward_s,

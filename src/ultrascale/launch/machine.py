@@ -120,7 +120,7 @@ def cpu_cluster(nproc: int, rates: CPURates, link: LinkRate, memory: float) -> C
     sources = {
         "memory_gib": f"this machine's, or its control group's, over {nproc} processes",
         "memory_bandwidth_gb_s": f"{together}: a norm, a rotation and a gate, forward and backward, read and write counted",
-        "peak_tflops": f"{together}: fp32 products of 512 × 512 × 512",
+        "peak_tflops": f"{together}: fp32 matmuls of 512 × 512 × 512",
         "link_bandwidth_gb_s": "measured here: all_reduce of 1 MiB over gloo between two processes that compute in between",
         "link_domain": "the processes of this machine",
         "pcie_bandwidth_gb_s": "as memory_bandwidth_gb_s: the host is the device",
@@ -134,7 +134,7 @@ def cpu_cluster(nproc: int, rates: CPURates, link: LinkRate, memory: float) -> C
         "architecture": platform.machine().lower() or "unknown",
         "memory_gib": memory / nproc / GIB,
         "memory_bandwidth_gb_s": bandwidth,
-        "peak_tflops": {"fp32": rates.products_flops / 1e12},
+        "peak_tflops": {"fp32": rates.matmul_flops / 1e12},
         "link_bandwidth_gb_s": between,
         "link_domain": nproc,
         "pcie_bandwidth_gb_s": bandwidth,
@@ -151,8 +151,8 @@ def cpu_cluster(nproc: int, rates: CPURates, link: LinkRate, memory: float) -> C
 def _efficiency(nproc: int, rates: CPURates, link: LinkRate) -> Efficiency:
     return Efficiency(
         matmul=1 / UNMEASURED_MATMUL,  # the share assumed of a data sheet; the peak here is a measurement
-        attention_forward=_share(rates.attention_forward_flops, rates.products_flops),
-        attention_backward=_share(rates.attention_backward_flops, rates.products_flops),
+        attention_forward=_share(rates.attention_forward_flops, rates.matmul_flops),
+        attention_backward=_share(rates.attention_backward_flops, rates.matmul_flops),
         memory_bandwidth=1.0,
         kernel_launch_s=min(1e-2, rates.operator_s),
         synchronous=True,

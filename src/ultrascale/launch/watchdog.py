@@ -178,7 +178,7 @@ class Watchdog:
 
     def _report(self, still_s: float, before: Mapping[int, RankStatus] | None) -> str:
         status, collective = self._status, waits_in()
-        where = f"waiting in {collective}" if collective else "in no exchange that can be seen from Python"
+        where = f"waiting in {collective}" if collective else "in no collective that can be seen from Python"
         return "\n".join(
             [
                 f"{self._name(self._rank)} has not moved for {still_s:.0f} s: {status}, {where}",
@@ -223,7 +223,7 @@ class Watchdog:
         if gone or never:
             lines.append(_look_at(gone + never))
         elif not lines:
-            lines.append(f"{SAME}: the exchange itself failed, or ranks disagree about what to exchange.")
+            lines.append(f"{SAME}: the collective itself failed, or ranks disagree about its shape or type.")
         return lines
 
     def _lines(self, ranks: list[int], statuses: Mapping[int, RankStatus], words: str) -> Iterable[str]:
@@ -286,7 +286,7 @@ def waits_in(error: BaseException | None = None) -> str | None:
     if depth is None:
         return None
     kind = _kind(frames[depth])
-    return f"{'an exchange' if kind == UNNAMED else kind}{_axis_suffix(frames[depth:])}"
+    return f"{'a collective' if kind == UNNAMED else kind}{_axis_suffix(frames[depth:])}"
 
 
 def _stack() -> str:

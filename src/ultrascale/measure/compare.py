@@ -20,11 +20,11 @@ from ultrascale.specs.units import byte_size, seconds
 # What a Measurement distinguishes, and the causes of an Estimate that it measures as one.
 TIMES = {
     "computing": ("computing_s", ("matmul_s", "attention_s", "memory_bound_s", "recompute_s", "launch_s")),
-    "tensor exchange": ("tensor_s", ("tensor_s",)),
-    "context exchange": ("context_s", ("context_s",)),
-    "expert exchange": ("expert_s", ("expert_s",)),
+    "tensor communication": ("tensor_s", ("tensor_s",)),
+    "context communication": ("context_s", ("context_s",)),
+    "expert communication": ("expert_s", ("expert_s",)),
     "gradient reduction": ("data_s", ("data_s",)),
-    "ZeRO exchange": ("zero_s", ("zero_s",)),
+    "ZeRO communication": ("zero_s", ("zero_s",)),
     "waiting for stages": ("bubble_s", ("bubble_s", "send_s")),
     "optimizer": ("optimizer_s", ("optimizer_s",)),
     "reading data": ("overhead_s", ()),
@@ -39,11 +39,11 @@ HEAD, SHORT_ROW = 128, 2048  # head size of the attention tables; shorter sequen
 SLOW_LAUNCH_S = 2e-5  # of a kernel: above this, the step is host-bound
 
 _CAUSES = {
-    "tensor exchange": "the link between its ranks is another than the plan's",
-    "context exchange": "the link between its ranks is another than the plan's",
-    "expert exchange": "experts got uneven shares of the tokens, or the link is another than the plan's",
+    "tensor communication": "the link between its ranks is another than the plan's",
+    "context communication": "the link between its ranks is another than the plan's",
+    "expert communication": "experts got uneven shares of the tokens, or the link is another than the plan's",
     "gradient reduction": "data ranks wait for the slowest of them, or less of it hides behind backward",
-    "ZeRO exchange": "less of it hides behind a layer's work than planned",
+    "ZeRO communication": "less of it hides behind a layer's work than planned",
     "waiting for stages": "stages differ in what they compute, and each wait is for the slowest",
     "reading data": "the data is read slower than a step computes",
     "parameters": "weights are kept in another format than planned",

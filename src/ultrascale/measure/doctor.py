@@ -216,7 +216,7 @@ def limits(facts: MachineFacts) -> Verdict:
     if 0 <= facts.open_files < FEW_FILES:
         return "warn", f"{text}: many processes need many connections", "ulimit -n 65536"
     if len(facts.gpus) > 1 and (shm or 0) < SMALL_SHM:
-        return "warn", f"{text}: NCCL exchanges through it inside a host", "docker run --shm-size=8g, or --ipc=host"
+        return "warn", f"{text}: NCCL communicates through it inside a host", "docker run --shm-size=8g, or --ipc=host"
     return "ok", text
 
 

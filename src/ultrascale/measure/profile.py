@@ -58,8 +58,8 @@ class Profiler(Observer):
         self.out, self.first, self.done = out, engine.training.steps - steps, 0
         self.memory: profile_memory.MemoryTimeline | None = None
         self.problems: list[str] = []
-        if engine.tape is not None:
-            engine.tape.leave()  # a graph launches kernels outside of the ranges that name them
+        if engine.cuda_graphs is not None:
+            engine.cuda_graphs.leave()  # a graph launches kernels outside of the ranges that name them
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (engine.mesh.device.type == "cuda")
         turns = schedule(wait=self.first - 1, warmup=1, active=steps, repeat=1)
         self._profile = profile(activities=activities, schedule=turns, acc_events=True)  # else it warns of a second cycle

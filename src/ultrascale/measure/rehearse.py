@@ -45,7 +45,7 @@ TECHNIQUES = ("tensor", "context", "expert", "pipeline", "data", "zero", "bookke
 EAGER = "operators run one by one, as on a CPU: on a GPU our kernels keep less"
 COMPILED = "blocks run operator by operator, which torch.compile would fuse: they hold more for a moment than it would"
 BALANCED = "experts are chosen equally often, in the rehearsal and in the prediction beside it"
-EMULATED = "fp8 is emulated: casts and products hold what a GPU's do not, so that activations come out too large"
+EMULATED = "fp8 is emulated: casts and matmuls hold what a GPU's do not, so that activations come out too large"
 
 
 @dataclass(frozen=True)
@@ -333,13 +333,13 @@ def predicted_flops(job: Job, layout: Layout, place: RankCoordinates) -> float:
         count = float(np.broadcast_to(layers, layout.pp)[stage])
         if not count:
             continue
-        products = {product.name: float(np.sum(product.flops)) for product in layer_matmuls(job, row, moe)}
+        matmuls = {matmul.name: float(np.sum(matmul.flops)) for matmul in layer_matmuls(job, row, moe)}
         # torch.utils.checkpoint stops at the last tensor that backward needs, before the last GEMM. A shared expert's last GEMM
         # is followed by more operators.
         again = 0.0
         if layout.recompute == "full":
-            again = sum(products.values()) + scores - (0.0 if moe else products.get("mlp down", 0.0))
+            again = sum(matmuls.values()) + scores - (0.0 if moe else matmuls.get("mlp down", 0.0))
         elif layout.recompute == "selective":
-            again = products.get("shared expert down", 0.0) if moe else 0.0
-        total += count * (3 * (sum(products.values()) + scores) + again)
+            again = matmuls.get("shared expert down", 0.0) if moe else 0.0
+        total += count * (3 * (sum(matmuls.values()) + scores) + again)
     return total * layout.gas

@@ -25,7 +25,7 @@ from ultrascale.train.engine import Engine
 from ultrascale.train.memory import LiveBytes
 
 aten = torch.ops.aten
-_PRODUCTS = {aten.mm: 0, aten.addmm: 1, aten._grouped_mm: 0, gated_gemm.BACKWARD: 0}
+_MATMULS = {aten.mm: 0, aten.addmm: 1, aten._grouped_mm: 0, gated_gemm.BACKWARD: 0}
 """index of the first of two operands among the arguments"""
 _ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu: (0, 4),
@@ -128,9 +128,9 @@ class OperatorTracker(LiveBytes):  # type: ignore[no-untyped-call]
             name = "attention" if func._overloadpacket in _ATTENTION else str(func._opname)
             self.flops[self.moment.place, name] += int(formula(args, kwargs, result))
         elif func.namespace == "c10d":
-            self._exchanged(func, args)
+            self._count_collective(func, args)
 
-    def _exchanged(self, func: Any, args: tuple[Any, ...]) -> None:
+    def _count_collective(self, func: Any, args: tuple[Any, ...]) -> None:
         found = _COLLECTIVES.get(func._opname)
         if found is None:
             return
@@ -226,9 +226,9 @@ def _formula(func: Any) -> Callable[[Any, Any, Any], float] | None:
             return whole * times * (1 if masked else 2)
 
         return attention
-    if packet in _PRODUCTS:
+    if packet in _MATMULS:
         # By the operands: torch's formulas do not know GEMMs with an output format.
-        first = _PRODUCTS[packet]
+        first = _MATMULS[packet]
         return lambda args, kwargs, out: 2.0 * math.prod(args[first].shape) * args[first + 1].shape[-1]
     if packet is gated_gemm.FORWARD:
         return lambda args, kwargs, out: 2.0 * args[0].numel() * len(args[1])

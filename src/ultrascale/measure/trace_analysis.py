@@ -188,14 +188,14 @@ SUFFIXES = (".json", ".json.gz")
 
 # What a trace distinguishes, and the same causes of an Estimate.
 _EXPOSED = {
-    "tensor exchange": ("tensor", ("tensor_s",)),
-    "context exchange": ("context", ("context_s",)),
-    "expert exchange": ("expert", ("expert_s",)),
-    "ZeRO exchange": ("zero", ("zero_s",)),
+    "tensor communication": ("tensor", ("tensor_s",)),
+    "context communication": ("context", ("context_s",)),
+    "expert communication": ("expert", ("expert_s",)),
+    "ZeRO communication": ("zero", ("zero_s",)),
     "gradient reduction": ("data", ("data_s",)),
     "waiting for stages": ("pipeline", ("bubble_s", "send_s")),
     "waiting for the slowest": ("bookkeeping", ()),
-    "exchange of nobody known": ("unknown", ()),
+    "communication of an unknown group": ("unknown", ()),
 }
 
 

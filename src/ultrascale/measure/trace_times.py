@@ -239,9 +239,9 @@ def _steps(intervals: StepIntervals, windows: list[Interval]) -> tuple[StepTime,
     sets = intervals.computing, exchanging, both(intervals.computing, exchanging), intervals.optimizer
     parts = zip(*(lengths(one, windows) for one in sets), strict=True)
     found = []
-    for (name, (start, end)), (computes, exchanges, overlapped, optimizer) in zip(intervals.steps, parts, strict=True):
+    for (name, (start, end)), (computes, communicates, overlapped, optimizer) in zip(intervals.steps, parts, strict=True):
         whole = end - start
-        alone, exposed = computes - overlapped, exchanges - overlapped
+        alone, exposed = computes - overlapped, communicates - overlapped
         idle = max(0.0, whole - alone - exposed - overlapped)
         found.append(StepTime(name, *(time * US for time in (whole, alone, exposed, overlapped, idle, optimizer))))
     return tuple(found)
