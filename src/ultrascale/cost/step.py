@@ -133,10 +133,10 @@ def _layer(work: Workload, inside: TensorTraffic, compute: LayerTime, moe: bool)
     behind_backward = around.behind_backward_s + behind_again + np.minimum(pieced, rest)
     expert_passes = Passes()
     if moe:
-        experts = communication.expert_traffic(work)
-        expert_passes = Passes(experts.forward_s, experts.backward_s)
-        behind_forward = behind_forward + experts.behind_forward_s
-        behind_backward = behind_backward + experts.behind_backward_s
+        routed = communication.expert_traffic(work)
+        expert_passes = Passes(routed.forward_s, routed.backward_s)
+        behind_forward = behind_forward + routed.behind_forward_s
+        behind_backward = behind_backward + routed.behind_backward_s
     forward = compute.total.forward + tensor_passes.forward + context_passes.forward + expert_passes.forward
     last = NOTHING
     if job.framework.exact_memory_trace and not moe:
