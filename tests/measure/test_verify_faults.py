@@ -96,9 +96,9 @@ def rope_without_offset(patch: Patch) -> None:
 
 
 def dropped_microbatch(patch: Patch) -> None:
-    def around(original, self, action, kept, scale, mail):
+    def around(original, self, action, *arguments):
         if self.mesh.data.size == 1 or action.microbatch != 1:
-            original(self, action, kept, scale, mail)
+            original(self, action, *arguments)
 
     wrapped(patch, Pipeline, "_backward", around)
 

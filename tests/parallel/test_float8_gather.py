@@ -221,7 +221,7 @@ def problem(way: Fp8Gather, precision: str = "fp8", scaling: str = "tensor", **f
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"precision": "bf16"}, ["products are in bf16", "job.precision=fp8"]),
+        ({"precision": "bf16"}, ["matmuls are in bf16", "job.precision=fp8"]),
         ({"zero": 2}, ["zero = 2", "layout.zero=3"]),
         ({"dp": 1}, ["shards = 1"]),
         ({"scaling": "row"}, ["train.fp8_scaling is row", "train.fp8_scaling=tensor"]),

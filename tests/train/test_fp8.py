@@ -88,14 +88,11 @@ def test_it_is_near_fp32(keep: str) -> None:
 
 
 def test_masters_and_what_computes_stay_wide() -> None:
-    assert {
-        (w.local.dtype, w.master is w.local)
-        for w in in_ranks(_weights, job_of(MODEL, precision="fp8"), Layout(), training_of())[0]
-    } == {(torch.float32, True)}
+    assert in_ranks(_formats, job_of(MODEL, precision="fp8"), Layout(), training_of()) == [{(torch.float32, True)}]
 
 
-def _weights(engine: Any) -> Any:
-    return engine.weights
+def _formats(engine: Any) -> set[tuple[torch.dtype, bool]]:
+    return {(weight.local.dtype, weight.master is weight.local) for weight in engine.weights}
 
 
 def curve(run: Path) -> list[float]:
