@@ -55,7 +55,7 @@ def _flavor(model: Model, style: str) -> dict[str, str]:
 
 def _read_model(s: SettingsReader) -> Model | None:
     name, kind = s.value("model.name", "llama3"), s.value("model.flavor", "debugmodel")
-    preset = FLAVORS.get((name, str(kind).removesuffix("_flex").removesuffix("_varlen")))
+    preset = FLAVORS.get((str(name), str(kind).removesuffix("_flex").removesuffix("_varlen")))
     return Model.presets()[preset] if preset is not None else None
 
 
