@@ -42,7 +42,7 @@ def test_gradients_of_weights_hide_one_of_backwards_exchanges() -> None:
     assert one(plain.backward_s) == pytest.approx(2 * all_to_all)
     assert one(found.backward_s) == pytest.approx(all_to_all + constants.overlap_slowdown * all_to_all)
     assert one(found.forward_s) == one(plain.forward_s)
-    assert one(found.behind_backward_s) == pytest.approx(all_to_all / constants.overlap)
+    assert one(found.overlapped_backward_s) == pytest.approx(all_to_all / constants.overlap)
 
 
 def test_a_schedule_that_puts_them_off_leaves_nothing_to_hide_behind() -> None:
@@ -62,7 +62,7 @@ def test_rows_that_stay_pay_where_tiles_are_full() -> None:
     matmuls = [matmul for matmul in layer_matmuls(job, row, moe=True) if matmul.name.startswith("expert ")]
     eighth = [type(matmul)(matmul.name, matmul.m / 8, matmul.n, matmul.k, matmul.count) for matmul in matmuls]
     staying = one(matmul_passes(machine, eighth).forward)
-    assert one(many[0].behind_forward_s) == pytest.approx(
+    assert one(many[0].overlapped_forward_s) == pytest.approx(
         min(staying, one(many[0].all_to_all.time_s) / machine.efficiency.overlap)
     )
 

@@ -66,12 +66,12 @@ def strategies(plan: Plan) -> list[Strategy]:
     rank_parameters = float(own.total[0])
     # Of a MoE layer only the parameters that a token meets compute, while gradients of all that a rank holds travel.
     layer = flops.layer_matmul_flops(model, moe=model.moe_layers > 0) / 2
-    tokens_met = tokens * model.active_parameters / _held_once(model, x)
+    effective_tokens = tokens * model.active_parameters / _parameters_per_replica(model, x)
 
     def talk(technique: str, pattern: str) -> str:
         calls = [one for one in plan.estimate.traffic if one.technique == technique]
-        moved, took, seen = (sum(getattr(one, name) for one in calls) for name in ("bytes", "time_s", "exposed_s"))
-        return f"{pattern}: {gib(moved)} in {took:.3g} s, {seen:.3g} s exposed" if moved else f"{pattern}: none here"
+        moved, took, exposed_s = (sum(getattr(one, name) for one in calls) for name in ("bytes", "time_s", "exposed_s"))
+        return f"{pattern}: {gib(moved)} in {took:.3g} s, {exposed_s:.3g} s exposed" if moved else f"{pattern}: none here"
 
     b, g = compute_bytes(job), gradient_bytes(job)
     data_bw, shard_bw = bandwidth(machine, places.data), bandwidth(machine, places.shard)
@@ -84,19 +84,19 @@ def strategies(plan: Plan) -> list[Strategy]:
             "DP + ZeRO-1",
             f"fp32 parameters and optimizer states / {x.shards} (of {full})",
             "step end: all-gather of parameters",
-            data_ratio(x.shards, rank_parameters, tokens_met, peak, shard_bw),
+            data_ratio(x.shards, rank_parameters, effective_tokens, peak, shard_bw),
         ),
         (
             "DP + ZeRO-2",
             f"those and gradients ({gib(rank_parameters * g)}) / {x.shards}",
             "backward: reduce-scatter of gradients",
-            zero_2_ratio(x.shards, rank_parameters, tokens_met, peak, shard_bw),
+            zero_2_ratio(x.shards, rank_parameters, effective_tokens, peak, shard_bw),
         ),
         (
             "DP + ZeRO-3",
             f"those and bf16 parameters ({gib(rank_parameters * b)}) / {x.shards}",
             "per layer: all-gather forward and backward, reduce-scatter backward",
-            zero_3_ratio(x.shards, tokens_met, peak, shard_bw),
+            zero_3_ratio(x.shards, effective_tokens, peak, shard_bw),
         ),
     )
     rows = [
@@ -107,7 +107,7 @@ def strategies(plan: Plan) -> list[Strategy]:
             f"activations only, through mbs={x.mbs}",
             split_batch,
             talk("data", "backward: all-reduce of gradients"),
-            data_ratio(x.data_ranks, rank_parameters, tokens_met, peak, data_bw),
+            data_ratio(x.data_ranks, rank_parameters, effective_tokens, peak, data_bw),
         ),
         *(
             (name, f"zero={x.zero}", gbs, memory, split_batch, talk("zero", pattern), ratio)
@@ -152,7 +152,7 @@ def strategies(plan: Plan) -> list[Strategy]:
     return [Strategy(*entries, _verdict(entries[-1])) for entries in rows]
 
 
-def _held_once(model: Model, layout: Layout) -> float:
+def _parameters_per_replica(model: Model, layout: Layout) -> float:
     """Parameters over all stages and tp ranks of one data rank: with ep it holds a part of the experts only."""
     elsewhere = 1 - 1 / layout.ep
     experts = model.moe.experts if model.moe is not None else 0

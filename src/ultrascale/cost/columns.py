@@ -185,8 +185,8 @@ def rows_of(table: AnyTable, rows: Array | slice) -> AnyTable:
             return type(value)(*(picked(getattr(value, name)) for name in value.__dataclass_fields__))
         return value
 
-    made: AnyTable = picked(table)
-    return made
+    result: AnyTable = picked(table)
+    return result
 
 
 def where(there: Array, one: AnyTable, other: AnyTable) -> AnyTable:

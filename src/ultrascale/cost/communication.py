@@ -24,9 +24,9 @@ from ultrascale.specs.job import Job
 TENSORS_PER_LAYER = 9
 
 
-def data_traffic(work: Workload, held: RankParameters) -> tuple[CollectiveTransfer, ...]:
+def data_traffic(work: Workload, params: RankParameters) -> tuple[CollectiveTransfer, ...]:
     """The reduction of the trunk's gradients, and of the experts'."""
-    groups = ((held.trunk, work.places.data), (held.experts, work.places.expert_data))
+    groups = ((params.trunk, work.places.data), (params.experts, work.places.expert_data))
     return tuple(transfer(work.machine, "data", "all_reduce", gradient_bytes(work.job) * each, group) for each, group in groups)
 
 
@@ -156,9 +156,9 @@ class ContextTraffic:
     """Ulysses: q, k, v from sequence-cut to head-cut and the output back; the same in backward"""
     forward_s: Array
     backward_s: Array
-    behind_forward_s: Array
-    """attention that a ring's blocks hide behind: no other transfer can hide there too"""
-    behind_backward_s: Array
+    overlapped_forward_s: Array
+    """attention that overlaps a ring's blocks: no other transfer can overlap it too"""
+    overlapped_backward_s: Array
 
 
 def kv_width(job: Job, columns: LayoutColumns) -> Array:
@@ -223,9 +223,9 @@ class ExpertTraffic:
     forward_s: Array
     """exposed, per MoE layer and micro-batch"""
     backward_s: Array
-    behind_forward_s: Array | float = 0.0
-    """of the experts' own matmuls, what hides it: a window that hides nothing else"""
-    behind_backward_s: Array | float = 0.0
+    overlapped_forward_s: Array | float = 0.0
+    """of the experts' own matmuls, what overlaps it: a window that hides nothing else"""
+    overlapped_backward_s: Array | float = 0.0
 
 
 def expert_traffic(work: Workload) -> ExpertTraffic:
@@ -244,23 +244,23 @@ def expert_traffic(work: Workload) -> ExpertTraffic:
         shared = matmul_passes(machine, mlp_matmuls(model, "shared expert", columns.tokens(job.seq), width))
         window_forward, window_backward = shared.forward, shared.input_grad + shared.weight_grad
     if job.framework.expert_overlap == "weight-gradients":
-        return _behind(work, all_to_all, both, (window_forward, window_backward))
-    seen = 1 - (MICROBATCH_OVERLAP if job.framework.expert_overlap == "microbatches" else 0.0)
+        return _overlapped(work, all_to_all, both, (window_forward, window_backward))
+    exposed_share = 1 - (MICROBATCH_OVERLAP if job.framework.expert_overlap == "microbatches" else 0.0)
     return ExpertTraffic(
         all_to_all,
-        seen * exposed(both, window_forward, machine.efficiency),
-        seen * exposed(both, window_backward, machine.efficiency),
+        exposed_share * exposed(both, window_forward, machine.efficiency),
+        exposed_share * exposed(both, window_backward, machine.efficiency),
     )
 
 
 def local_tokens_first(work: Workload) -> Array:
     """Where `expert_overlap: weight-gradients` multiplies rows that stay on their rank first."""
-    return np.asarray(expert_traffic(work).behind_forward_s > np.zeros(len(work.columns)))
+    return np.asarray(expert_traffic(work).overlapped_forward_s > np.zeros(len(work.columns)))
 
 
-def _behind(work: Workload, all_to_all: CollectiveTransfer, both: Array, windows: tuple[Array, Array]) -> ExpertTraffic:
-    """With gradients of the experts' matrices behind one of backward's all-to-alls, and rows that stay behind one of each pass
-    where that is faster, its price included.
+def _overlapped(work: Workload, all_to_all: CollectiveTransfer, both: Array, windows: tuple[Array, Array]) -> ExpertTraffic:
+    """The experts' weight gradients overlap one of backward's all-to-alls; rows that stay on their rank overlap one of each
+    pass where that is faster, its price included.
     """
     job, columns, machine = work.job, work.columns, work.machine
     matmuls = [matmul for matmul in layer_matmuls(job, columns, moe=True) if matmul.name.startswith("expert ")]
@@ -274,26 +274,26 @@ def _behind(work: Workload, all_to_all: CollectiveTransfer, both: Array, windows
     late = np.where(split, 0.0, whole.weight_grad)
 
     def traffic_with(forward: Array, backward: Array) -> ExpertTraffic:
-        behind = np.minimum(forward, one), np.minimum(backward, one)
-        forward_s, backward_s = (exposed(both, w + more, machine.efficiency) for w, more in zip(windows, behind, strict=True))
-        return ExpertTraffic(all_to_all, forward_s, backward_s, *behind)
+        hidden = np.minimum(forward, one), np.minimum(backward, one)
+        forward_s, backward_s = (exposed(both, w + more, machine.efficiency) for w, more in zip(windows, hidden, strict=True))
+        return ExpertTraffic(all_to_all, forward_s, backward_s, *hidden)
 
-    together, parted = traffic_with(np.zeros(len(columns)), late), traffic_with(own.forward, late + own.input_grad)
+    together, local_first = traffic_with(np.zeros(len(columns)), late), traffic_with(own.forward, late + own.input_grad)
     kernels = host.constants().compiled_layer.local_tokens_first
     launch_s = np.full(len(columns), kernels * machine.launch_s * job.framework.launch)
     # The second gradient of the experts' matrices is read with the first, and their sum written.
     added_s = machine.stream_s(np.asarray(3 * compute_bytes(job) * sum(p.count * p.n * p.k for p in matmuls)))
     price = own + others + Passes(launch_s, 2 * launch_s, added_s)
-    forward_s = parted.forward_s + price.forward - whole.forward
-    backward_s = parted.backward_s + price.input_grad + price.weight_grad - whole.input_grad - whole.weight_grad
-    pays = forward_s + backward_s < together.forward_s + together.backward_s
+    forward_s = local_first.forward_s + price.forward - whole.forward
+    backward_s = local_first.backward_s + price.input_grad + price.weight_grad - whole.input_grad - whole.weight_grad
+    faster = forward_s + backward_s < together.forward_s + together.backward_s
     pairs = (
         (forward_s, together.forward_s),
         (backward_s, together.backward_s),
-        (parted.behind_forward_s, together.behind_forward_s),
-        (parted.behind_backward_s, together.behind_backward_s),
+        (local_first.overlapped_forward_s, together.overlapped_forward_s),
+        (local_first.overlapped_backward_s, together.overlapped_backward_s),
     )
-    return ExpertTraffic(all_to_all, *(np.where(pays, *pair) for pair in pairs))
+    return ExpertTraffic(all_to_all, *(np.where(faster, *pair) for pair in pairs))
 
 
 def _node_wise_s(work: Workload) -> Array:
@@ -306,11 +306,11 @@ def _node_wise_s(work: Workload) -> Array:
     assert moe is not None
     group = work.places.expert
     domains = group.size / group.per_domain
-    met = domains * (1 - (1 - 1 / domains) ** moe.top_k)
+    domains_reached = domains * (1 - (1 - 1 / domains) ** moe.top_k)
     token = (
         compute_bytes(job) * columns.tokens(job.seq) * job.model.hidden / columns.routed_cut(job.framework.transformer_engine)
     )
-    across = met * (domains - 1) / domains * token / machine.inter.bytes_per_s
+    across = domains_reached * (domains - 1) / domains * token / machine.inter.bytes_per_s
     inside = moe.top_k * token * (group.per_domain - 1) / group.per_domain / machine.intra("all_to_all").bytes_per_s
     return np.asarray(np.maximum(across, inside) + machine.inter.latency_s * (domains > 1) + machine.intra("all_to_all").base_s)
 

@@ -85,11 +85,11 @@ def estimate(job: Job, layout: Layout) -> Estimate:
 
 def drafts(job: Job, layouts: Sequence[Layout]) -> list[DraftEstimate]:
     """Of each layout, all at once. Raises SpecError for an illegal one."""
-    return timed(held(job, layouts))
+    return timed(memory_drafts(job, layouts))
 
 
-def held(job: Job, layouts: Sequence[Layout]) -> list[StageFill]:
-    """The memory of each alone."""
+def memory_drafts(job: Job, layouts: Sequence[Layout]) -> list[StageFill]:
+    """The memory of each, without its time."""
     if not legal_rows(job, LayoutColumns.of(layouts)).all():
         for layout in layouts:
             check(job, layout)

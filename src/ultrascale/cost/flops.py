@@ -27,11 +27,11 @@ def score_flops(model: Model, seq: int, causal: bool) -> float:
     A sliding window bounds what a token sees; with the causal mask a token sees (s+1)/2 others in the mean, written s/2 here
     as every published convention does.
     """
-    seen = seq / 2 if causal else seq
+    attended = seq / 2 if causal else seq
     if model.sliding_window is not None and model.sliding_window < seq:
         window = model.sliding_window
-        seen = window * (1 - window / (2 * seq)) if causal else window
-    return 2.0 * seen * model.heads * (model.qk_head_dim + model.v_head_dim)
+        attended = window * (1 - window / (2 * seq)) if causal else window
+    return 2.0 * attended * model.heads * (model.qk_head_dim + model.v_head_dim)
 
 
 def head_flops(model: Model) -> float:

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict
 
 from ultrascale.cost.columns import Array, LayoutColumns, Passes, RankShare
 from ultrascale.cost.hardware import ClusterRates
-from ultrascale.cost.memory.states import accumulates_nothing, compute_bytes, lean, on_one_gpu
+from ultrascale.cost.memory.states import accumulates_nothing, compute_bytes, on_one_gpu, uses_fused_blocks
 from ultrascale.specs.files import package_data
 from ultrascale.specs.job import Job
 from ultrascale.specs.model import Model
@@ -214,7 +214,7 @@ def kernel_starts_s(job: Job, columns: LayoutColumns, share: RankShare) -> tuple
     """What memory-bound kernels take beyond their bytes: in forward and backward of a micro-batch, and in the optimizer."""
     queue, full = constants().launch_queue, columns.is_("recompute", "full")
     fused, compiled = queue.streams_fused, queue.streams_compiled
-    in_fused_blocks = lean(job, columns) & ~full
+    in_fused_blocks = uses_fused_blocks(job, columns) & ~full
     forward = np.where(in_fused_blocks, fused.forward, compiled.forward)
     backward = np.where(in_fused_blocks, fused.backward, compiled.backward) + np.where(full, compiled.again, 0)
     weights = weights_of(job.model) * share.layers
@@ -231,10 +231,10 @@ def cpu_layer(columns: LayoutColumns, machine: ClusterRates, moe: bool) -> Passe
     counts = constants().cpu_operators
     full, selective = columns.is_("recompute", "full"), columns.is_("recompute", "selective")
     forward, backward = (
-        counts.layer[way]
-        + counts.routing[way] * moe
-        + np.where(full, counts.full_recompute[way], np.where(selective, counts.selective_recompute[way], 0))
-        for way in (0, 1)
+        counts.layer[i]
+        + counts.routing[i] * moe
+        + np.where(full, counts.full_recompute[i], np.where(selective, counts.selective_recompute[i], 0))
+        for i in (0, 1)
     )
     return Passes(machine.launch_s * forward, machine.launch_s * backward)
 
@@ -257,10 +257,10 @@ def cpu_elementwise(job: Job, columns: LayoutColumns, machine: ClusterRates, moe
     rotary = model.positions == "rotary"
     gradients = (0.0, counts.gemm_gradients)
     forward, backward = (
-        (2 * norm[way] + 2 * counts.residual[way] + gradients[way]) * residual
-        + (counts.rotary[way] * rotary + counts.kv_copies[way] * grouped) * heads / columns.tp
-        + gate[way] * width
-        for way in (0, 1)
+        (2 * norm[i] + 2 * counts.residual[i] + gradients[i]) * residual
+        + (counts.rotary[i] * rotary + counts.kv_copies[i] * grouped) * heads / columns.tp
+        + gate[i] * width
+        for i in (0, 1)
     )
     bytes_ = compute_bytes(job) * tokens
     return Passes(machine.stream_s(bytes_ * forward), machine.stream_s(bytes_ * backward))
@@ -280,5 +280,5 @@ def cpu_loss(job: Job, columns: LayoutColumns, machine: ClusterRates) -> Passes:
     counts, logits = constants().cpu_tensors, job.model.vocab / columns.tp
     residual: Array = job.model.hidden / columns.sequence_cut
     b = compute_bytes(job) * columns.tokens(job.seq)
-    forward, backward = (machine.stream_s(b * (counts.loss[way] * logits + counts.rmsnorm[way] * residual)) for way in (0, 1))
+    forward, backward = (machine.stream_s(b * (counts.loss[i] * logits + counts.rmsnorm[i] * residual)) for i in (0, 1))
     return Passes(forward, backward)

@@ -211,7 +211,7 @@ def head_size_factor(head_dim: int, small_heads: float) -> float:
     return min(1.0, max(0.3, small_heads + (1 - small_heads) * (head_dim - 64) / 64))
 
 
-def blocks_filled(machine: ClusterRates, blocks: Array | float) -> Array | float:
+def sm_occupancy(machine: ClusterRates, blocks: Array | float) -> Array | float:
     """Share of the multiprocessors' time that so many blocks of queries fill; all of it where no number of them is known."""
     return blocks / (blocks + IDLE_BLOCKS * (machine.gpu.multiprocessors or 0))
 
@@ -238,7 +238,7 @@ def attention_passes(job: Job, columns: LayoutColumns, machine: ClusterRates) ->
     rate = machine.attention
     blocks = tokens * job.model.heads / columns.tp / QUERY_BLOCK
     reach = (
-        row / (row + rate.half_row) * head_size_factor(job.model.qk_head_dim, rate.small_heads) * blocks_filled(machine, blocks)
+        row / (row + rate.half_row) * head_size_factor(job.model.qk_head_dim, rate.small_heads) * sm_occupancy(machine, blocks)
     )
     peak = machine.attention_peak_flops
     return Passes(work / (peak * rate.forward * reach), BACKWARD_FLOPS * work / (peak * rate.backward * reach))
@@ -253,8 +253,8 @@ def attention_flops(job: Job, columns: LayoutColumns) -> Array:
 def _cpu_attention(job: Job, machine: ClusterRates, work: Array) -> Passes:
     """On a CPU: the matmuls, and what a score costs however narrow a head is, its exponential and passes through a cache."""
     each = 2.0 * (job.model.qk_head_dim + job.model.v_head_dim)
-    seen = flops.score_flops(job.model, job.seq, causal=True) / (each * job.model.heads)
-    computed = work * min(job.seq, seen + CPU_KEY_BLOCK / 2) / seen
+    attended = flops.score_flops(job.model, job.seq, causal=True) / (each * job.model.heads)
+    computed = work * min(job.seq, attended + CPU_KEY_BLOCK / 2) / attended
     slower = next(factor for row, factor in CPU_QUERY_BLOCKS if job.seq < row)
     softmax = slower * computed / each / (machine.efficiency.softmax_gscores_s * 1e9)
     peak, rate = machine.attention_peak_flops, machine.attention

@@ -24,8 +24,8 @@ class Rule:
 
 def _gpus(job: Job, layout: Layout) -> str:
     world, rest = job.cluster.gpus, layout.tp * layout.pp * layout.cp
-    ways = near(rest, divisors(world)).split(" or ")
-    both = " or ".join(f"tp·pp·cp={way} with dp={world // int(way)}" for way in ways)
+    sizes = near(rest, divisors(world)).split(" or ")
+    both = " or ".join(f"tp·pp·cp={size} with dp={world // int(size)}" for size in sizes)
     hint = f"dp={world // rest}" if world % rest == 0 else both
     return (
         f"layout.dp·tp·pp·cp is {layout.dp}·{layout.tp}·{layout.pp}·{layout.cp} = {layout.gpus} "

@@ -9,15 +9,15 @@ import numpy as np
 from ultrascale.cost import host, kernels
 from ultrascale.cost.columns import Array, LayoutColumns, Passes
 from ultrascale.cost.hardware import ClusterRates
-from ultrascale.cost.memory.states import accumulates_nothing, compute_bytes, gradient_bytes, has_master, lean
+from ultrascale.cost.memory.states import accumulates_nothing, compute_bytes, gradient_bytes, has_master, uses_fused_blocks
 from ultrascale.specs.job import OPTIMIZERS, Job
 from ultrascale.specs.model import Model
 
-# Bytes that an element of an expert's output costs where its bias is weighed and added apart (TEGroupedMLP._apply_bias), with
-# fp32 weights: forward the weighed bias, the sum, the experts put together, the cast; backward the casts, and two products with
-# their sums for the gradients of bias and weight.
-BIAS_APART_FORWARD = 28
-BIAS_APART_BACKWARD = 40
+# Bytes that an element of an expert's output costs where its bias is weighed and added separately (TEGroupedMLP._apply_bias),
+# with fp32 weights: forward the weighed bias, the sum, the experts put together, the cast; backward the casts, and two
+# multiplications with their sums for the gradients of bias and weight.
+SEPARATE_BIAS_FORWARD = 28
+SEPARATE_BIAS_BACKWARD = 40
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ def as_run(job: Job, columns: LayoutColumns, matmuls: list[Matmul]) -> list[Matm
     """The matmuls of a layer as the engine makes them: joined in fused blocks, each by itself where it runs or compiles the
     plain model. Other engines are taken to join theirs.
     """
-    apart = columns.is_("recompute", "full") | ~lean(job, columns)
-    if not (job.framework.fused_blocks and apart.any()):
+    separate = columns.is_("recompute", "full") | ~uses_fused_blocks(job, columns)
+    if not (job.framework.fused_blocks and separate.any()):
         return matmuls
     model, kv_cut = job.model, np.minimum(columns.tp, job.model.kv_heads)
     found = []
@@ -112,8 +112,8 @@ def as_run(job: Job, columns: LayoutColumns, matmuls: list[Matmul]) -> list[Matm
             parts = [model.q_dim / columns.tp, *[model.kv_dim / kv_cut] * 2]
         elif matmul.name in ("mlp up", "shared expert up") and model.gated:
             parts = [matmul.n / 2] * 2
-        joined = replace(matmul, count=np.where(apart, 0.0, matmul.count)) if parts else matmul
-        found += [joined, *(replace(matmul, n=part, count=np.where(apart, matmul.count, 0.0)) for part in parts)]
+        joined = replace(matmul, count=np.where(separate, 0.0, matmul.count)) if parts else matmul
+        found += [joined, *(replace(matmul, n=part, count=np.where(separate, matmul.count, 0.0)) for part in parts)]
     return found
 
 
@@ -154,13 +154,13 @@ def permuted_bytes(job: Job, columns: LayoutColumns, moe: bool) -> Array:
     return np.asarray(np.where(sorts, 8, 4) * rows * compute_bytes(job) * tokens * job.model.hidden)
 
 
-def biases_apart(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool) -> Passes:
+def separate_biases(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool) -> Passes:
     """Biases of experts' outputs, in engines that add them outside the matmuls."""
     if not (moe and job.model.moe is not None and job.model.mlp_bias and job.framework.transformer_engine):
         return Passes()
     rows = job.model.moe.top_k * columns.busiest(job.cluster.efficiency.expert_imbalance)
     elements = columns.tokens(job.seq) * rows * job.model.hidden / columns.routed_cut(job.framework.transformer_engine)
-    return Passes(machine.stream_s(BIAS_APART_FORWARD * elements), machine.stream_s(BIAS_APART_BACKWARD * elements))
+    return Passes(machine.stream_s(SEPARATE_BIAS_FORWARD * elements), machine.stream_s(SEPARATE_BIAS_BACKWARD * elements))
 
 
 def accumulate_s(job: Job, columns: LayoutColumns, machine: ClusterRates, elements: Array) -> Array:
@@ -237,7 +237,7 @@ def _busy(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool) ->
     scores = kernels.attention_passes(job, columns, machine)
     moved = machine.stream_s(permuted_bytes(job, columns, moe)) * job.framework.elementwise
     forward = machine.stream_s(memory_bound_bytes(job, columns, moe)) * job.framework.elementwise + moved
-    biases = biases_apart(job, columns, machine, moe)
+    biases = separate_biases(job, columns, machine, moe)
     # Backward reads the gradient and the saved tensor and writes the gradient: twice the forward's bytes.
     memory_bound = Passes(forward, 2 * forward) + fp8_casts(job, machine, matmuls) + biases
     if machine.efficiency.synchronous:

@@ -39,10 +39,10 @@ def split_layers(layers: int, ranks: int, virtual_stages: int, head_layers: floa
     chunks = ranks * virtual_stages
     if chunks == 1:
         return (layers,)
-    # The others' share falls and the last chunk's grows with its layers: the best is next to where the two meet.
-    meet = int((layers - (chunks - 1) * head_layers) / chunks)
+    # The others' share falls and the last chunk's grows with its layers: the best is next to where the two are equal.
+    balanced = int((layers - (chunks - 1) * head_layers) / chunks)
     last = min(
-        range(max(1, meet - 2), max(2, min(meet + 3, layers - chunks + 2))),
+        range(max(1, balanced - 2), max(2, min(balanced + 3, layers - chunks + 2))),
         key=lambda count: (max(-(-(layers - count) // (chunks - 1)), count + head_layers), -count),
     )
     even, surplus = divmod(layers - last, chunks - 1)
@@ -73,8 +73,8 @@ def chunk_layers(job: Job, ranks: int, virtual_stages: int) -> tuple[int, ...]:
     model, split = job.model, job.framework.stage_split
     if split == "nanotron" and virtual_stages == 1:
         return nanotron_stage_split(model.layers, ranks, head_in_layers(model))
-    counted = {"layers": 0.0, "layers-and-head": 1.0}
-    return split_layers(model.layers, ranks, virtual_stages, counted.get(split, head_in_layers(model)))
+    head_layers = {"layers": 0.0, "layers-and-head": 1.0}
+    return split_layers(model.layers, ranks, virtual_stages, head_layers.get(split, head_in_layers(model)))
 
 
 @lru_cache(maxsize=512)
@@ -190,7 +190,7 @@ class LayoutRows:
 
     def parts(self, first: bool = False) -> ChunkParts:
         """What every chunk holds, beside the states of its rank; `first`: until a step's first backward is over."""
-        return rows_of(self.together.first_parts if first else self.together.later_parts, self._chunks)
+        return rows_of(self.together.first_parts if first else self.together.steady_parts, self._chunks)
 
     def chunk_gradients(self) -> ChunkGradients:
         return rows_of(self.together.chunk_gradients, self._chunks)
@@ -242,13 +242,13 @@ def views(job: Job, layouts: Sequence[Layout]) -> list[LayoutRows]:
     return [found[number] for number in range(len(layouts))]
 
 
-def pipelines_s(seen: Sequence[LayoutRows]) -> list[float]:
+def pipelines_s(rows: Sequence[LayoutRows]) -> list[float]:
     """From the first forward to the last backward of each pipeline, simulated, all of them together."""
-    asked = [
+    pipelines = [
         TimedSchedule(one.schedule, one.pp, one.gas, one.virtual_stages, view.stage_times())
-        for view, one in ((view, view.layout) for view in seen)
+        for view, one in ((view, view.layout) for view in rows)
     ]
-    return simulate_makespans(asked, SIMULATED)
+    return simulate_makespans(pipelines, SIMULATED)
 
 
 @dataclass(frozen=True)
@@ -333,7 +333,7 @@ class _Together:
         return share_of(self.job, self.chunks, np.concatenate(ranks))
 
     @cached_property
-    def later_parts(self) -> ChunkParts:
+    def steady_parts(self) -> ChunkParts:
         return chunk_parts(self.job, self.chunks, self.chunk_share, self.holders)
 
     @cached_property
@@ -343,9 +343,9 @@ class _Together:
     @cached_property
     def chunk_gradients(self) -> ChunkGradients:
         job, rows = self.job, self.chunks
-        held = on_rank(job.model, rows, self.chunk_share, fsdp_shards(job, rows))
+        params = on_rank(job.model, rows, self.chunk_share, fsdp_shards(job, rows))
         cut = rows.changed(zero=np.maximum(rows.zero, 2))
-        return ChunkGradients(*(states(job, each, held).gradients for each in (rows, cut)))
+        return ChunkGradients(*(states(job, each, params).gradients for each in (rows, cut)))
 
     @property
     def _row_of_rank(self) -> Array:

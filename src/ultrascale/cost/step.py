@@ -17,7 +17,7 @@ from ultrascale.cost.columns import NOTHING, Array, Passes, RankShare
 from ultrascale.cost.communication import TensorTraffic
 from ultrascale.cost.hardware import Workload
 from ultrascale.cost.memory import states
-from ultrascale.cost.memory.states import compute_bytes, fp8_layer_mean, gradient_bytes, lean
+from ultrascale.cost.memory.states import compute_bytes, fp8_layer_mean, gradient_bytes, uses_fused_blocks
 from ultrascale.cost.network import exposed, transfer
 from ultrascale.cost.operators import LayerTime, optimizer_bytes, stepped_gradient_bytes
 from ultrascale.specs import weights
@@ -122,21 +122,21 @@ def _layer(work: Workload, inside: TensorTraffic, compute: LayerTime, moe: bool)
     again = exposed(inside.gather_again_s, compute.matmul.input_grad, machine.efficiency)
     # Cut into tp pieces, a collective hides behind matmuls; backward's share the window with the second gather.
     pieced = communication.tensor_pieced_s(work, inside, moe)
-    behind_again = np.minimum(inside.gather_again_s, compute.matmul.input_grad)
-    rest = compute.matmul.input_grad + compute.matmul.weight_grad - behind_again
+    overlapped_again = np.minimum(inside.gather_again_s, compute.matmul.input_grad)
+    rest = compute.matmul.input_grad + compute.matmul.weight_grad - overlapped_again
     tensor_passes = Passes(
         inside.layer_s - pieced + exposed(pieced, compute.matmul.forward, machine.efficiency),
         inside.layer_s - pieced + exposed(pieced, rest, machine.efficiency) + again,
     )
     context_passes = Passes(around.forward_s, around.backward_s)
-    behind_forward = around.behind_forward_s + np.minimum(pieced, compute.matmul.forward)
-    behind_backward = around.behind_backward_s + behind_again + np.minimum(pieced, rest)
+    overlapped_forward = around.overlapped_forward_s + np.minimum(pieced, compute.matmul.forward)
+    overlapped_backward = around.overlapped_backward_s + overlapped_again + np.minimum(pieced, rest)
     expert_passes = Passes()
     if moe:
         routed = communication.expert_traffic(work)
         expert_passes = Passes(routed.forward_s, routed.backward_s)
-        behind_forward = behind_forward + routed.behind_forward_s
-        behind_backward = behind_backward + routed.behind_backward_s
+        overlapped_forward = overlapped_forward + routed.overlapped_forward_s
+        overlapped_backward = overlapped_backward + routed.overlapped_backward_s
     forward = compute.total.forward + tensor_passes.forward + context_passes.forward + expert_passes.forward
     last = NOTHING
     if job.framework.exact_memory_trace and not moe:
@@ -150,10 +150,10 @@ def _layer(work: Workload, inside: TensorTraffic, compute: LayerTime, moe: bool)
     elif job.model.mla is not None and job.attention == "flash":
         up = [matmul for matmul in compute.matmuls if matmul.name in ("q up", "kv up")]
         cheap = (NOTHING if job.framework.selective == "latents" else cheap) + operators.matmul_passes(machine, up).forward
-    repeated = np.where(columns.is_("recompute", "selective") & ~lean(job, columns), cheap, repeated)
+    repeated = np.where(columns.is_("recompute", "selective") & ~uses_fused_blocks(job, columns), cheap, repeated)
     layer = states.per_layer(job.model, columns)
     elements, experts = (layer.moe, layer.experts) if moe else (layer.dense, NOTHING)
-    free = compute.total + Passes(-behind_forward, repeated - behind_backward)
+    free = compute.total + Passes(-overlapped_forward, repeated - overlapped_backward)
     sharded = _zero(work, elements, experts, free, fp8_layer_mean(job, columns, moe))
     accumulated = Passes(weight_grad=operators.accumulate_s(job, columns, machine, elements + experts))
     return ComponentTime(
@@ -173,8 +173,8 @@ def _end(work: Workload, inside: TensorTraffic, compute: LayerTime, is_head: boo
     """Embedding or head: one collective of the residual stream each way when tp cuts the vocabulary."""
     job, columns, machine = work.job, work.columns, work.machine
     one = np.where(inside.with_sequence, inside.gather.time_s, 0.5 * inside.reduce.time_s)
-    held = [weights.vocabulary(job.model)] if is_head else weights.embedding(job.model)
-    elements = states.on_tp_rank(held, job.model, columns)
+    matrices = [weights.vocabulary(job.model)] if is_head else weights.embedding(job.model)
+    elements = states.on_tp_rank(matrices, job.model, columns)
     if is_head and job.model.tied_embeddings:
         elements = NOTHING  # gathered with the embedding, which on the last stage of a pipeline is its copy
     accumulated = Passes(weight_grad=operators.accumulate_s(job, columns, machine, elements))
@@ -227,11 +227,11 @@ class EndOfStep:
 def end_of_step(work: Workload, share: RankShare, totals: ComponentTimes[Passes]) -> EndOfStep:
     job, columns, machine = work.job, work.columns, work.machine
     one_microbatch = totals.on(share)
-    held = states.on_rank(job.model, columns, share)
+    params = states.on_rank(job.model, columns, share)
     backward, forward = one_microbatch.input_grad + one_microbatch.weight_grad, one_microbatch.forward
-    reduce, expert_reduce = communication.data_traffic(work, held)
-    sharded = communication.zero_traffic(work, held.trunk, held.experts)
-    replicas = transfer(machine, "data", "all_reduce", gradient_bytes(job) * held.total / columns.shards, work.places.replica)
+    reduce, expert_reduce = communication.data_traffic(work, params)
+    sharded = communication.zero_traffic(work, params.trunk, params.experts)
+    replicas = transfer(machine, "data", "all_reduce", gradient_bytes(job) * params.total / columns.shards, work.places.replica)
     level = columns.zero
     # ZeRO-2 and 3 scattered their gradients with each micro-batch; HSDP's replicas still have to meet once a step.
     after_backward = (level == 1) & (job.framework.accumulation == "after-backward")
@@ -243,7 +243,7 @@ def end_of_step(work: Workload, share: RankShare, totals: ComponentTimes[Passes]
     # The stepped parameters are gathered layer by layer, just ahead of the next step's first forward.
     gathered = np.where((level == 1) | (level == 2), sharded.gather_s, 0.0)
     wait = wait + exposed(gathered, job.framework.overlap * forward, machine.efficiency)
-    optimizer, offload = _optimizer(work, held, forward, backward)
+    optimizer, offload = _optimizer(work, params, forward, backward)
     if host.one_queue(job, columns, machine):
         head = totals.head.scaled(share.head)
         late = wait * (1 - 1 / np.maximum(share.layers, 1))  # of all layers but the last
@@ -259,11 +259,11 @@ def end_of_step(work: Workload, share: RankShare, totals: ComponentTimes[Passes]
     return EndOfStep(np.asarray(wait), optimizer, offload, np.zeros(len(columns)), machine.efficiency.step_overhead_s)
 
 
-def _optimizer(work: Workload, held: states.RankParameters, forward: Array, backward: Array) -> tuple[Array, Array]:
+def _optimizer(work: Workload, params: states.RankParameters, forward: Array, backward: Array) -> tuple[Array, Array]:
     """Reading and writing every state once, and the gradient once more for its norm; or doing so on the host."""
     job, columns, machine = work.job, work.columns, work.machine
     expert_shards = np.maximum(1, columns.shards * columns.tp / columns.expert_cut / columns.ep)
-    own = np.where(columns.zero >= 1, held.trunk / columns.shards + held.experts / expert_shards, held.total)
+    own = np.where(columns.zero >= 1, params.trunk / columns.shards + params.experts / expert_shards, params.total)
     b, g = compute_bytes(job), stepped_gradient_bytes(job, columns)
     on_gpu = machine.stream_s(own * optimizer_bytes(job, columns)) * job.framework.optimizer_passes
     norm = machine.stream_s(own * g)

@@ -18,7 +18,7 @@ from ultrascale.cost.columns import Array, LayoutColumns, Passes, RankShare, enc
 from ultrascale.cost.hardware import ClusterRates, Workload
 from ultrascale.cost.memory.estimate import InFlightMicrobatches, peak_parts
 from ultrascale.cost.step import component_times, depends_on, end_of_step
-from ultrascale.schedules import REGISTRY, held_microbatches, legal_mask, makespan, stages_of
+from ultrascale.schedules import REGISTRY, in_flight_microbatches, legal_mask, makespan, stages_of
 from ultrascale.specs.job import Job
 
 Variant = tuple[str, int]
@@ -81,8 +81,8 @@ def _evaluate_block(
     step = np.full(legal.shape, np.inf)
     rows = np.flatnonzero(fits.any(axis=0))
     if len(rows) and longest_s > 0:
-        chosen, times = _steps(job, cores.take(rows), variants, machine, longest_s)
-        rows = rows[chosen]
+        selected, times = _steps(job, cores.take(rows), variants, machine, longest_s)
+        rows = rows[selected]
         step[:, rows] = np.where(fits[:, rows], times, np.inf)
     return legal, peak, fits, step
 
@@ -161,9 +161,9 @@ def waiting(job: Job, name: str, pp: int, rank: int, gas: Array, loops: int) -> 
         return InFlightMicrobatches(one, none, none)
     spec, layers = REGISTRY[name], stages.chunk_layers(job, pp, loops)
     own = [layers[chunk] for chunk in stages_of(rank, pp, loops, spec.v_shaped)]
-    held, put_off = held_microbatches(name, pp, rank, gas, own)
-    losses = np.asarray(held - 1 if spec.holds_all else none)
-    return InFlightMicrobatches(held, np.asarray(put_off), losses, together=not spec.defers_last, one=1 / loops)
+    in_flight, put_off = in_flight_microbatches(name, pp, rank, gas, own)
+    losses = np.asarray(in_flight - 1 if spec.holds_all else none)
+    return InFlightMicrobatches(in_flight, np.asarray(put_off), losses, together=not spec.defers_last, one=1 / loops)
 
 
 def _steps(
@@ -176,12 +176,12 @@ def _steps(
     model = job.model
     whole = totals.on(RankShare.constant((model.dense_layers, model.moe_layers, 1, 1), len(cores)))
     # No step is shorter than the slowest rank's work, which is no less than the mean rank's; the rest is for rounding.
-    chosen = np.flatnonzero(cores.gas * whole.total / pp <= longest_s * (1 + 1e-9))
-    if len(chosen) < len(cores):
-        cores, totals, whole = cores.take(chosen), rows_of(totals, chosen), rows_of(whole, chosen)
+    selected = np.flatnonzero(cores.gas * whole.total / pp <= longest_s * (1 + 1e-9))
+    if len(selected) < len(cores):
+        cores, totals, whole = cores.take(selected), rows_of(totals, selected), rows_of(whole, selected)
     rows = len(cores)
     if not rows:
-        return chosen, np.zeros((len(variants), 0))
+        return selected, np.zeros((len(variants), 0))
     work = Workload(job, cores, machine)
     send = communication.pipeline_hop(work).time_s
     by_share: dict[tuple[int, ...], Passes] = {}
@@ -199,7 +199,7 @@ def _steps(
         slowest = _slowest([by_share[share] for share in shares])
         overhead_s = machine.efficiency.action_overhead_s
         times[number] = _makespan(variant, pp, cores, whole, slowest, send, overhead_s) + after[first]
-    return chosen, times
+    return selected, times
 
 
 def _slowest(ranks: list[Passes]) -> Passes:

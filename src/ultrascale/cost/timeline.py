@@ -54,8 +54,8 @@ def memory_timeline(job: Job, layout: Layout, stage: int = 0, first_step: bool =
     base = float((state.parameters + state.master)[stage])
     optimizer = float(np.broadcast_to(state.optimizer, layout.pp)[stage])
     parts = view.parts()
-    held: dict[tuple[int, int], float] = {}
-    moments = []
+    saved: dict[tuple[int, int], float] = {}
+    points = []
     events = [event for event in simulated(job, layout).events if event.rank == stage]
     for event in events:
         kind, chunk, microbatch, _ = event.action
@@ -63,23 +63,23 @@ def memory_timeline(job: Job, layout: Layout, stage: int = 0, first_step: bool =
         now = parts.weight_grads
         if kind is ActionKind.F:
             # The loss waits with its layers: for a moment in most schedules, for the whole forward in AFAB.
-            held[key] = float(parts.kept[chunk] + parts.kept_loss[chunk])
+            saved[key] = float(parts.kept[chunk] + parts.kept_loss[chunk])
             now = parts.forward_end
         elif kind is ActionKind.B:
-            held[key] = float(parts.kept[chunk])
+            saved[key] = float(parts.kept[chunk])
             now = fullest(parts.layer, parts.loss)
         elif kind is ActionKind.I:
-            held[key] = float(parts.kept[chunk] + parts.dropped[chunk])
+            saved[key] = float(parts.kept[chunk] + parts.dropped[chunk])
             now = fullest(parts.split_layer, parts.loss)
-        live = sum(held.values()) + float(now.activations[chunk])
+        live = sum(saved.values()) + float(now.activations[chunk])
         static = base + float(now.gradients[chunk]) + (0.0 if first_step else optimizer)
         name = f"{kind.value}{microbatch}" + (f" of chunk {chunk}" if layout.virtual_stages > 1 else "")
-        moments.append(
+        points.append(
             TimelinePoint(event.start_s, event.end_s, name, static, live, float(now.buffers[chunk] + now.parameters[chunk]))
         )
         if kind in (ActionKind.B, ActionKind.W):
-            held.pop(key)
-    end = moments[-1].end_s
+            saved.pop(key)
+    end = points[-1].end_s
     static = base + float(state.gradients[stage]) + optimizer
-    moments.append(TimelinePoint(end, end, "optimizer step", static, 0.0, 0.0))
-    return tuple(moments)
+    points.append(TimelinePoint(end, end, "optimizer step", static, 0.0, 0.0))
+    return tuple(points)

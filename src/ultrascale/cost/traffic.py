@@ -104,7 +104,7 @@ class Stage:
         return states.fsdp_shards(self.job, self.row)
 
     @cached_property
-    def held(self) -> states.RankParameters:
+    def params(self) -> states.RankParameters:
         return states.on_rank(self.job.model, self.row, self.share, self.shards)
 
     @property
@@ -231,7 +231,7 @@ def _hops(pp: int, virtual_stages: int, v_shaped: bool) -> tuple[int, ...]:
     ranks = {chunk: rank for rank in range(pp) for chunk in stages_of(rank, pp, virtual_stages, v_shaped)}
     found = [0] * pp
     for chunk, rank in ranks.items():
-        found[rank] += sum(ranks.get(chunk + way, rank) != rank for way in (-1, 1))
+        found[rank] += sum(ranks.get(chunk + offset, rank) != rank for offset in (-1, 1))
     return tuple(found)
 
 
@@ -248,24 +248,24 @@ def _pipeline(stage: Stage) -> Calls:
 
 
 def _data(stage: Stage) -> Calls:
-    reduce, expert_reduce = communication.data_traffic(stage.work, stage.held)
+    reduce, expert_reduce = communication.data_traffic(stage.work, stage.params)
     yield reduce, 1
     if stage.moe_layers and int(expert_reduce.group.size[0]) > 1:
         yield expert_reduce, 1
 
 
 def _zero(stage: Stage) -> Calls:
-    job, layout, held = stage.job, stage.layout, stage.held
+    job, layout, params = stage.job, stage.layout, stage.params
     narrow = fp8_on_rank(job, stage.row, stage.share)
-    moved = communication.zero_traffic(stage.work, held.trunk, held.experts, narrow.elements)
+    moved = communication.zero_traffic(stage.work, params.trunk, params.experts, narrow.elements)
     gathers = {1: 1, 2: 1, 3: layout.gas * (1 if layout.keep_gathered else 2)}[layout.zero]
     scatters = 1 if layout.zero == 1 else layout.gas
     if layout.shards > 1:
         if job.framework.states == "fp32" and layout.zero == 3:
             # FSDP keeps the root of its modules, here embedding, head and final norm, gathered from forward to backward.
             layers, ends = (
-                communication.zero_traffic(stage.work, elements, held.experts, in_fp8).gather
-                for elements, in_fp8 in ((held.trunk - held.ends, narrow.elements), (held.ends, 0.0))
+                communication.zero_traffic(stage.work, elements, params.experts, in_fp8).gather
+                for elements, in_fp8 in ((params.trunk - params.ends, narrow.elements), (params.ends, 0.0))
             )
             yield layers, gathers
             if stage.embedding or stage.head:
@@ -275,7 +275,7 @@ def _zero(stage: Stage) -> Calls:
         if narrow.scales[0]:
             yield transfer(stage.machine, "zero", "all_reduce", FP32 * narrow.scales, stage.work.places.shard), 1
         for elements, times in _scattered(stage, scatters):
-            yield communication.zero_traffic(stage.work, elements, held.experts).scatter, times
+            yield communication.zero_traffic(stage.work, elements, params.experts).scatter, times
         if stage.moe_layers and int(moved.expert_gather.group.size[0]) > 1:
             yield moved.expert_gather, gathers
             yield moved.expert_scatter, scatters
@@ -283,9 +283,9 @@ def _zero(stage: Stage) -> Calls:
         # Replicas meet once a step; after a split backward with every scatter, since not every one has all weights.
         split = job.framework.states == "fp32" and layout.zero >= 2 and layout.shards > 1 and bool(stage.row.split_backward[0])
         # Of experts fewer ranks of a replica have parts.
-        experts = held.experts * layout.shards / moved.expert_gather.group.size
-        met = [*_scattered(stage, scatters), (experts, scatters)] if split else [(held.trunk + experts, 1)]
-        for elements, times in met:
+        experts = params.experts * layout.shards / moved.expert_gather.group.size
+        reduced = [*_scattered(stage, scatters), (experts, scatters)] if split else [(params.trunk + experts, 1)]
+        for elements, times in reduced:
             own = gradient_bytes(job) * elements / layout.shards
             yield transfer(stage.machine, "zero", "all_reduce", own, stage.work.places.replica), times
 
@@ -296,20 +296,20 @@ def _scattered(stage: Stage, scatters: int) -> Iterator[tuple[Array, int]]:
     Where backward is split, FSDP scatters a chunk's after the weights' turn. What was not put off goes with the first turn
     after it, of several micro-batches together if so many came before.
     """
-    job, layout, trunk = stage.job, stage.layout, stage.held.trunk
+    job, layout, trunk = stage.job, stage.layout, stage.params.trunk
     if not (job.framework.states == "fp32" and layout.zero >= 2 and stage.row.split_backward[0]):
         yield trunk, scatters
         return
     chunks = stages.chunk_shares(job, layout.pp, layout.virtual_stages)
     rows = stage.row.take(np.zeros(len(chunks.layers), dtype=np.int64))
-    at_once = states.never_deferred(job.model, rows, chunks, states.fsdp_shards(job, rows))
+    never_deferred = states.never_deferred(job.model, rows, chunks, states.fsdp_shards(job, rows))
     actions = build(layout.schedule, layout.pp, layout.gas, layout.virtual_stages).actions[stage.index]
     own = sorted({action.stage for action in actions})
-    yield trunk - at_once[own].sum(), scatters
+    yield trunk - never_deferred[own].sum(), scatters
     for chunk in own:
         kinds = [action.kind for action in actions if action.stage == chunk and action.kind is not ActionKind.F]
         turns = zip((None, *kinds), kinds, strict=False)
         yield (
-            at_once[chunk : chunk + 1],
+            never_deferred[chunk : chunk + 1],
             sum(kind is ActionKind.B or (kind is ActionKind.W and before is ActionKind.I) for before, kind in turns),
         )

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from ultrascale.cost.hardware import ClusterRates
-from ultrascale.cost.kernels import BACKWARD_FLOPS, QUERY_BLOCK, blocks_filled
+from ultrascale.cost.kernels import BACKWARD_FLOPS, QUERY_BLOCK, sm_occupancy
 from ultrascale.measure.doctor_facts import ask_clocks
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.efficiency import Efficiency
@@ -67,7 +67,7 @@ def efficiency(cluster: Cluster, times: HardwareTimes) -> Efficiency:
     m, n, k = np.array([(one.m, one.n, one.k) for one, _ in times.matmuls], dtype=float).T
     alone = machine.matmul_s(m, n, k)
     scores = 2 * TOKENS * SEQ * HEADS * HEAD  # FLOPs of two GEMMs, of which the causal mask leaves half
-    reach = SEQ / (SEQ + machine.attention.half_row) * blocks_filled(machine, TOKENS * HEADS / QUERY_BLOCK)
+    reach = SEQ / (SEQ + machine.attention.half_row) * sm_occupancy(machine, TOKENS * HEADS / QUERY_BLOCK)
     full = machine.attention_peak_flops * reach
     given = {
         "matmul": float(alone.sum()) / sum(seconds for _, seconds in times.matmuls),

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ultrascale.cost.estimate import DraftEstimate, StageFill, held, timed, whole
+from ultrascale.cost.estimate import DraftEstimate, StageFill, memory_drafts, timed, whole
 from ultrascale.cost.legality import check
 from ultrascale.plan import advice, reasons
 from ultrascale.plan.candidates import OBJECTIVES, LayoutConstraints, Objective, RankedLayouts, rank, why_empty
@@ -131,7 +131,7 @@ def _held(asked: list[tuple[Job, Layout]]) -> list[StageFill]:
     found: dict[int, StageFill] = {}
     for job in {id(job): job for job, _ in asked}.values():
         numbers = [number for number, (one, _) in enumerate(asked) if one is job]
-        found.update(zip(numbers, held(job, [asked[number][1] for number in numbers]), strict=True))
+        found.update(zip(numbers, memory_drafts(job, [asked[number][1] for number in numbers]), strict=True))
     return [found[number] for number in range(len(asked))]
 
 

@@ -278,7 +278,7 @@ def deferred(name: str, ranks: ArrayLike, rank: ArrayLike, microbatches: ArrayLi
     return 0 * (p + r + m) if owed is None else owed(p, r, m, v)
 
 
-def held_microbatches(
+def in_flight_microbatches(
     name: str, ranks: int, rank: int, microbatches: ArrayLike, layers: Sequence[int]
 ) -> tuple[Floats, Floats]:
     """`in_flight` and `deferred` in micro-batches' worth of a rank whose stages have so many layers each.

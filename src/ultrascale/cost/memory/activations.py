@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from ultrascale.cost.columns import Array, LayoutColumns, where
-from ultrascale.cost.memory.states import FP32, compute_bytes, eager, lean, operand_bytes
+from ultrascale.cost.memory.states import FP32, compute_bytes, eager, operand_bytes, uses_fused_blocks
 from ultrascale.specs.job import Job
 
 CHUNKS = 8  # a chunked loss computes its logits in so many
@@ -94,12 +94,12 @@ def _attention(job: Job, columns: LayoutColumns, tokens: Array, b: int) -> dict[
         return {**latents, "q, k, v": qkv, "attention output": output, "log-sum-exp": 4 * tokens * model.heads / tp}
     # Softmax output; with dropout also the mask (1 byte) and the dropped output: 5·a·s² of Korthikanti 2022 at two bytes.
     per_score = b + (1 + b if job.dropout else 0)
-    seen = min(job.seq, model.sliding_window or job.seq)
+    attended = min(job.seq, model.sliding_window or job.seq)
     return {
         **latents,
         "q, k, v": qkv,
         "attention output": output,
-        "attention scores": per_score * tokens * seen * model.heads / tp,
+        "attention scores": per_score * tokens * attended * model.heads / tp,
     }
 
 
@@ -121,9 +121,9 @@ def _moe(job: Job, columns: LayoutColumns, tokens: Array, b: int, residual: Arra
     plain = eager(job, columns)
     # Without slices every tp rank has the whole sequence from the router on; eager, the router keeps its own fp32 copy of it.
     copies = np.where(plain, FP32 + b * bool(moe.shared_experts), b)
-    seen = residual if sliced else copies * tokens * model.hidden
+    mlp_input = residual if sliced else copies * tokens * model.hidden
     modules = {
-        "mlp input": seen,
+        "mlp input": mlp_input,
         "router": job.framework.router_bytes * tokens * moe.experts / (columns.sequence_cut if sliced else 1),
         "expert input": operand * travelling,
         "expert matmuls": b * (2 if model.gated else 1) * wide,
@@ -157,7 +157,7 @@ def _apply_policy(job: Job, columns: LayoutColumns, modules: dict[str, Array], r
         dropped = (*dropped, "expert input", "switched output", "copies of k, v")
     if job.framework.exact_memory_trace:  # selective recomputation keeps matmuls, which are not normed yet
         dropped = (*dropped, "q, k before norm", "shared output")
-    drops = selective | (none & lean(job, columns))
+    drops = selective | (none & uses_fused_blocks(job, columns))
     keeps = {name: (none | selective) & ~(drops & (name in dropped)) for name in modules}
     kept = {name: np.where(keeps[name], bytes_, 0.0) for name, bytes_ in modules.items()}
     if job.framework.selective == "half":

@@ -138,7 +138,7 @@ class ChunkMemory:
         return states.fsdp_shards(self.job, self.columns)
 
     @cached_property
-    def held(self) -> states.RankParameters:
+    def rank_params(self) -> states.RankParameters:
         """Parameters of the rank."""
         return states.on_rank(self.job.model, self.columns, self.rank_share, self.shards)
 
@@ -146,7 +146,7 @@ class ChunkMemory:
     def own(self) -> states.RankParameters:
         """Parameters of the chunk."""
         if self.rank_share is self.share:
-            return self.held
+            return self.rank_params
         return states.on_rank(self.job.model, self.columns, self.share, self.shards)
 
     @cached_property
@@ -300,7 +300,7 @@ class ChunkMemory:
         """Embedding and head, gathered through a micro-batch, and the chunk's last layer."""
         share = self.share
         in_bf16 = (share.head == 1) | ((share.embedding == 1) & (share.layers == 1))
-        return self.unsharded(self.held.ends + self.held.block, np.where(in_bf16, 0.0, self.fp8_block))
+        return self.unsharded(self.rank_params.ends + self.rank_params.block, np.where(in_bf16, 0.0, self.fp8_block))
 
     @cached_property
     def last_all_gather(self) -> Array:
@@ -313,9 +313,9 @@ class ChunkMemory:
     def last_group(self) -> Array:
         """Elements of FSDP's last parameter group: a layer, or its experts, which are their own group where ep cuts them."""
         if self.job.model.moe is None:
-            return self.held.block
+            return self.rank_params.block
         experts = states.per_layer(self.job.model, self.columns, self.shards).experts
-        return np.where((self.columns.ep > 1) & (self.rank_share.moe_layers > 0), experts, self.held.block)
+        return np.where((self.columns.ep > 1) & (self.rank_share.moe_layers > 0), experts, self.rank_params.block)
 
     # FSDP2: bytes of gradients.
 
@@ -332,7 +332,7 @@ class ChunkMemory:
         """The same of all chunks of the rank, kept through the next forward."""
         columns, rank = self.columns, self.rank_share
         without_ends = np.maximum(0, columns.virtual_stages - rank.embedding - rank.head)
-        first = self.held.ends + without_ends * self.held.block
+        first = self.rank_params.ends + without_ends * self.rank_params.block
         last = columns.virtual_stages * self.last_group
         return self._kept_reduce_scatter_input(np.where(columns.split_backward, last, first))
 

@@ -154,7 +154,7 @@ def chunk_parts(job: Job, columns: LayoutColumns, share: RankShare, rank_share: 
 
 def _peak_parts(chunk: ChunkMemory) -> PeakParts:
     job, columns = chunk.job, chunk.columns
-    state = states(job, columns, chunk.held, fp8_on_rank(job, columns, chunk.rank_share).elements)
+    state = states(job, columns, chunk.rank_params, fp8_on_rank(job, columns, chunk.rank_share).elements)
     if chunk.first_backward:
         state = replace(state, gradients=0.0 * state.gradients)
     traced = job.framework.exact_memory_trace
@@ -168,12 +168,12 @@ def _peak_parts(chunk: ChunkMemory) -> PeakParts:
         # No gradients at the loss, the head's at the first layer; then each layer's take the place of activations that it
         # frees. The fullest layer is the first or the last of backward: there all gradients are live and nothing is in flight.
         of_head = np.where(single, b * chunk.share.head * job.model.vocab * job.model.hidden, 0.0)
-        at_last = np.maximum(0.0, b * chunk.held.total - of_head - chunk.saved)
+        at_last = np.maximum(0.0, b * chunk.rank_params.total - of_head - chunk.saved)
         state = replace(state, gradients=np.where(single, at_last, state.gradients))
         loss = replace(loss, gradients=np.where(single, 0.0, loss.gradients))
         uncounted = of_head - np.where(single & traced, chunk.head_gradient, 0.0)
-        made = np.where(single, at_last, layer.gradients)
-        layer = replace(layer, activations=layer.activations + uncounted, gradients=made)
+        layer_gradients = np.where(single, at_last, layer.gradients)
+        layer = replace(layer, activations=layer.activations + uncounted, gradients=layer_gradients)
     if traced:
         # A search gives the schedule apart from the rows: none of them is split in itself.
         split = columns.split_backward.any()
@@ -203,13 +203,13 @@ def _untraced_points(chunk: ChunkMemory, gradients: Array) -> Iterator[MemoryPoi
 
 def _concurrent_buffers(chunk: ChunkMemory) -> Iterator[tuple[str, Array]]:
     """Live at once in engines whose allocations were not traced: a planner must not promise too much."""
-    job, columns, held = chunk.job, chunk.columns, chunk.held
+    job, columns, params = chunk.job, chunk.columns, chunk.rank_params
     model, b, g, wide = job.model, compute_bytes(job), gradient_bytes(job), chunk.full_sequence
     # Experts are sharded over the data ranks that ep leaves them: with ep = shards there is nothing of them to gather.
     elsewhere = 1 - 1 / columns.shards
-    not_own = held.trunk * elsewhere + held.experts * (1 - 1 / np.maximum(1, columns.shards / columns.ep))
+    not_own = params.trunk * elsewhere + params.experts * (1 - 1 / np.maximum(1, columns.shards / columns.ep))
     # ZeRO-3: this layer and the one prefetched, embedding and head; never more than the parameters that live elsewhere.
-    two_layers = b * (2 * held.layer + held.ends)
+    two_layers = b * (2 * params.layer + params.ends)
     least = np.minimum(
         chunk.fp8_prefetched(0 * chunk.share.layers), chunk.fp8_prefetched(np.maximum(0, chunk.share.layers - 2))
     )
@@ -218,11 +218,11 @@ def _concurrent_buffers(chunk: ChunkMemory) -> Iterator[tuple[str, Array]]:
     gathered = np.where((columns.zero == 3) & (columns.keep_gathered == 0), most, 0.0)
     yield "unsharded parameters", np.where(columns.is_("offload", "parameters"), two_layers, gathered)
     if g != b:
-        yield "fresh weight gradients", b * (held.total if job.framework.accumulation == "after-backward" else held.layer)
-    reduced = held.layer
+        yield "fresh weight gradients", b * (params.total if job.framework.accumulation == "after-backward" else params.layer)
+    reduced = params.layer
     if job.framework.states == "fp32":
         # FSDP reduce-scatters a chunk's gradients together where backward is split: its hooks do not see deferred ones.
-        reduced = np.where(columns.split_backward, held.total / columns.virtual_stages, reduced)
+        reduced = np.where(columns.split_backward, params.total / columns.virtual_stages, reduced)
     yield "reduce-scatter input", np.where(columns.zero >= 2, g * np.minimum(reduced, not_own), 0.0)
     yield "gathered sequence", np.where((columns.tp > 1) & (columns.sequence_parallel == 1), wide, 0.0)
     yield "received activations and gradients", np.where(columns.pp > 1, 2 * wide / columns.sequence_cut, 0.0)
@@ -273,20 +273,20 @@ class Peak:
 
 def peaks(view: LayoutRows) -> list[Peak]:
     """Of every rank: its list of actions, walked with the bytes of its chunks."""
-    layout, later = view.layout, view.parts()
+    layout, steady = view.layout, view.parts()
     # FSDP allocates gradients in a step's first backward.
     allocates = view.job.framework.exact_memory_trace and _sharded(layout) and layout.gas > 1
-    first = view.parts(first=True) if allocates else later
+    first = view.parts(first=True) if allocates else steady
     # Beyond four rounds the list only repeats itself, and what is in flight no longer grows (AFAB holds everything).
     enough = layout.gas if REGISTRY[layout.schedule].holds_all else min(layout.gas, _steady_state(layout))
-    held = counts(layout.schedule, layout.pp, enough, layout.virtual_stages)
-    points = [point for point in _action_points(view, first, later, held) if point.there.any()]
-    others = OtherChunks.of(view, later, held) if allocates else None
-    totals = np.stack([point.totals(held, others) for point in points], axis=1)
+    actions = counts(layout.schedule, layout.pp, enough, layout.virtual_stages)
+    points = [point for point in _action_points(view, first, steady, actions) if point.there.any()]
+    others = OtherChunks.of(view, steady, actions) if allocates else None
+    totals = np.stack([point.totals(actions, others) for point in points], axis=1)
     fullest = totals.reshape(layout.pp, -1).argmax(axis=1)
     return [
-        points[which].peak(held, others, rank, int(action), view.chunks[rank])
-        for rank, (which, action) in enumerate(zip(*np.divmod(fullest, held.stage.shape[1]), strict=True))
+        points[which].peak(actions, others, rank, int(action), view.chunks[rank])
+        for rank, (which, action) in enumerate(zip(*np.divmod(fullest, actions.stage.shape[1]), strict=True))
     ]
 
 
@@ -309,23 +309,23 @@ class _ActionPoint:
     """which actions have it"""
     in_flight: Array
     """activations in flight meanwhile"""
-    later: MemoryPoint
+    steady: MemoryPoint
     """on top of that, for each chunk"""
     first: MemoryPoint
     """the same until the chunk's first backward of a step ends"""
 
-    def totals(self, held: InFlightCounts, others: OtherChunks | None) -> Array:
-        top = self.later.total[held.stage]
+    def totals(self, actions: InFlightCounts, others: OtherChunks | None) -> Array:
+        top = self.steady.total[actions.stage]
         if others is not None:
-            top = np.where(held.begun, top, self.first.total[held.stage]) + others.gradients + others.buffers
+            top = np.where(actions.begun, top, self.first.total[actions.stage]) + others.gradients + others.buffers
         return np.where(self.there, self.in_flight + top, -np.inf)
 
-    def peak(self, held: InFlightCounts, others: OtherChunks | None, rank: int, action: int, chunks: Array) -> Peak:
+    def peak(self, actions: InFlightCounts, others: OtherChunks | None, rank: int, action: int, chunks: Array) -> Peak:
         at = rank, action
-        chunk = held.stage[at]
-        top = self.later if others is None or held.begun[at] else self.first
-        in_flight = held.waiting[at] + held.deferred[at]
-        in_flight[chunks == chunk] += held.kind[at] == KINDS.index(ActionKind.B)
+        chunk = actions.stage[at]
+        top = self.steady if others is None or actions.begun[at] else self.first
+        in_flight = actions.waiting[at] + actions.deferred[at]
+        in_flight[chunks == chunk] += actions.kind[at] == KINDS.index(ActionKind.B)
         return Peak(
             float(self.in_flight[at] + top.activations[chunk]),
             float(top.buffers[chunk] + top.parameters[chunk] + (others.buffers[at] if others else 0.0)),
@@ -336,33 +336,33 @@ class _ActionPoint:
         )
 
 
-def _action_points(view: LayoutRows, first: ChunkParts, later: ChunkParts, held: InFlightCounts) -> Iterator[_ActionPoint]:
-    chunks, at, traced = view.chunks, held.stage, view.job.framework.exact_memory_trace
-    kept, dropped, kept_loss = later.kept, later.dropped, later.kept_loss
-    forward, whole, inputs, weights = (held.of[kind] for kind in ActionKind)
-    live = _over_chunks(held.waiting, (kept + kept_loss)[chunks]) + _over_chunks(held.deferred, (kept + dropped)[chunks])
-    live = live + np.where(whole, kept[at], 0.0) + _over_chunks(held.ended >= 2, later.hsdp_reduced_grads[chunks])
+def _action_points(view: LayoutRows, first: ChunkParts, steady: ChunkParts, actions: InFlightCounts) -> Iterator[_ActionPoint]:
+    chunks, at, traced = view.chunks, actions.stage, view.job.framework.exact_memory_trace
+    kept, dropped, kept_loss = steady.kept, steady.dropped, steady.kept_loss
+    forward, whole, inputs, weights = (actions.of[kind] for kind in ActionKind)
+    live = _over_chunks(actions.waiting, (kept + kept_loss)[chunks]) + _over_chunks(actions.deferred, (kept + dropped)[chunks])
+    live = live + np.where(whole, kept[at], 0.0) + _over_chunks(actions.ended >= 2, steady.hsdp_reduced_grads[chunks])
     # Where experts make the end of a forward the peak, its own loss is yet to come.
     in_forward = live - np.where(forward & traced, kept_loss[at], 0.0)
-    yield _ActionPoint("end of a forward", forward, in_forward, later.forward_end, first.forward_end)
-    yield _ActionPoint("weight gradients", weights, live, later.weight_grads, first.weight_grads)
-    yield _ActionPoint("end of a backward", whole | weights, live, later.backward_end, first.backward_end)
+    yield _ActionPoint("end of a forward", forward, in_forward, steady.forward_end, first.forward_end)
+    yield _ActionPoint("weight gradients", weights, live, steady.weight_grads, first.weight_grads)
+    yield _ActionPoint("end of a backward", whole | weights, live, steady.backward_end, first.backward_end)
     at_loss = live
     if inputs.any():
         # At the loss a split backward has recomputed nothing yet.
         at_loss = live - np.where(inputs & traced, dropped[at], 0.0)
         # Gradients of head and embedding are never deferred: FSDP holds them until the chunk's reduce-scatter, the next ones
         # beside them.
-        again = held.inputs_again & _sharded(view.layout)
-        at_loss = at_loss + np.where(again, later.waiting_head[at], 0.0)
+        again = actions.inputs_again & _sharded(view.layout)
+        at_loss = at_loss + np.where(again, steady.waiting_head[at], 0.0)
         # A gradient that is reduced in another format than it was made in is live in both.
         both = again | (gradient_bytes(view.job) > compute_bytes(view.job))
-        at_embedding = live + later.embedding[at] + np.where(both, later.waiting_embedding[at], 0.0)
-        yield _ActionPoint("backward of the embedding", inputs, at_embedding, later.weight_grads, first.weight_grads)
-    yield _ActionPoint("backward of a layer", whole, live, later.layer, first.layer)
-    yield _ActionPoint("backward of a layer", held.backward_again, live, later.backward_start, first.backward_start)
-    yield _ActionPoint("backward of a layer", inputs, live, later.split_layer, first.split_layer)
-    yield _ActionPoint("loss of a micro-batch", whole | inputs, at_loss, later.loss, first.loss)
+        at_embedding = live + steady.embedding[at] + np.where(both, steady.waiting_embedding[at], 0.0)
+        yield _ActionPoint("backward of the embedding", inputs, at_embedding, steady.weight_grads, first.weight_grads)
+    yield _ActionPoint("backward of a layer", whole, live, steady.layer, first.layer)
+    yield _ActionPoint("backward of a layer", actions.backward_again, live, steady.backward_start, first.backward_start)
+    yield _ActionPoint("backward of a layer", inputs, live, steady.split_layer, first.split_layer)
+    yield _ActionPoint("loss of a micro-batch", whole | inputs, at_loss, steady.loss, first.loss)
 
 
 @dataclass(frozen=True)
@@ -376,14 +376,14 @@ class OtherChunks:
     buffers: Array
 
     @classmethod
-    def of(cls, view: LayoutRows, later: ChunkParts, held: InFlightCounts) -> OtherChunks:
-        chunks, at, scattered = view.chunks, held.stage, later.reduce_scatter_input
-        each, begun = view.chunk_gradients(), held.ended > 0
-        there = _over_chunks(held.over, each.over[chunks]) + _over_chunks(begun & ~held.over, each.begun[chunks])
-        counted = later.state.gradients[at]
-        scattered_there = _over_chunks(begun, scattered[chunks]) - np.where(held.begun, scattered[at], 0.0)
-        scattered_counted = scattered[chunks].sum(axis=1)[:, None] - scattered[at]
-        return cls(there - np.where(held.begun, counted, 0.0), scattered_there - np.where(held.begun, scattered_counted, 0.0))
+    def of(cls, view: LayoutRows, steady: ChunkParts, actions: InFlightCounts) -> OtherChunks:
+        chunks, at, scattered = view.chunks, actions.stage, steady.reduce_scatter_input
+        each, begun = view.chunk_gradients(), actions.ended > 0
+        there = _over_chunks(actions.over, each.over[chunks]) + _over_chunks(begun & ~actions.over, each.begun[chunks])
+        own = steady.state.gradients[at]
+        scattered_there = _over_chunks(begun, scattered[chunks]) - np.where(actions.begun, scattered[at], 0.0)
+        scattered_rest = scattered[chunks].sum(axis=1)[:, None] - scattered[at]
+        return cls(there - np.where(actions.begun, own, 0.0), scattered_there - np.where(actions.begun, scattered_rest, 0.0))
 
 
 def _over_chunks(count: Array, bytes_: Array) -> Array:

@@ -50,8 +50,8 @@ def eager(job: Job, columns: LayoutColumns) -> Array:
     return np.asarray(job.framework.exact_memory_trace & ~(uncut(columns) & job.framework.fused_blocks))
 
 
-def lean(job: Job, columns: LayoutColumns) -> Array:
-    """Layers whose backward kernels write norm and gate outputs again without being asked to recompute."""
+def uses_fused_blocks(job: Job, columns: LayoutColumns) -> Array:
+    """Layers in fused blocks: their backward kernels compute norm and gate outputs again, whatever `recompute` is."""
     fits = job.framework.fused_blocks and job.attention == "flash"  # compiled blocks in fp8 save as little (docs/fp8.md)
     return np.asarray(uncut(columns) & (fits and fused_blocks_problem(job.model, job.seq) is None))
 
@@ -246,7 +246,7 @@ class StateBytes:
     optimizer: Array
 
 
-def states(job: Job, columns: LayoutColumns, held: RankParameters, fp8_elements: Array | float = 0.0) -> StateBytes:
+def states(job: Job, columns: LayoutColumns, params: RankParameters, fp8_elements: Array | float = 0.0) -> StateBytes:
     """ZeRO divides each owner by the ranks that shard it; experts by the data ranks that ep leaves them.
 
     `fp8_elements` of the parameters are gathered in fp8.
@@ -256,7 +256,7 @@ def states(job: Job, columns: LayoutColumns, held: RankParameters, fp8_elements:
 
     def sharded(bytes_each: Array | float, is_sharded: Array) -> Array:
         cut, expert_cut = np.where(is_sharded, shards, 1), np.where(is_sharded, expert_shards, 1)
-        return np.asarray(bytes_each * (held.trunk / cut + held.experts / expert_cut))
+        return np.asarray(bytes_each * (params.trunk / cut + params.experts / expert_cut))
 
     keeps = columns.keep_gathered == 1
     compute, optimizer_sharded = compute_bytes(job), zero >= 1
@@ -276,7 +276,7 @@ def states(job: Job, columns: LayoutColumns, held: RankParameters, fp8_elements:
         master = np.where(beside, sharded(FP32, optimizer_sharded), master)
         # With one micro-batch each layer's gradients are reduce-scattered as soon as they are made, in ZeRO-1 too.
         gradients_sharded = gradients_sharded | (optimizer_sharded & (columns.gas == 1))
-    whole = gradient_bytes(job) * (held.total - held.padding)
+    whole = gradient_bytes(job) * (params.total - params.padding)
     in_shard = np.where(shards > 1, sharded_gradient_bytes(job), gradient_bytes(job))
     on_gpu = columns.is_("offload", "none")
     return StateBytes(
@@ -356,7 +356,7 @@ def _fp8_of_layer(job: Job, columns: LayoutColumns, moe: bool, split: Array | bo
     mlp_fits = fits_fp8(h, width) & (width > 0)
     elements = h * (q * q_fits + 2 * kv * kv_fits + q * fits_fp8(h, q) + matrices * width * mlp_fits)
     # A fused block has one matmul for q, k and v, and one for gate and up, with one scale each.
-    scales = np.where(lean(job, columns), 4, 1 * q_fits + 2 * kv_fits + fits_fp8(h, q) + matrices * mlp_fits)
+    scales = np.where(uses_fused_blocks(job, columns), 4, 1 * q_fits + 2 * kv_fits + fits_fp8(h, q) + matrices * mlp_fits)
     return Float8Gather(np.where(gathers, elements, 0.0), np.where(gathers, scales, 0))
 
 

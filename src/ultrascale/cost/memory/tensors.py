@@ -14,7 +14,7 @@ import numpy as np
 from ultrascale.cost.columns import Array, where
 from ultrascale.cost.memory.activations import LayerActivations
 from ultrascale.cost.memory.chunk import ChunkMemory, Live, MemoryPoint, TensorLifetime, activation, buffer, fullest, walk
-from ultrascale.cost.memory.states import FP32, compute_bytes, gradient_bytes, lean, uncut
+from ultrascale.cost.memory.states import FP32, compute_bytes, gradient_bytes, uncut, uses_fused_blocks
 
 
 class LayerEvent(IntEnum):
@@ -103,7 +103,7 @@ def _layer_events(chunk: ChunkMemory, moe: bool, split: Array) -> dict[int, Arra
     """In which rows an event happens, for those that do not in all."""
     job, columns, event = chunk.job, chunk.columns, LayerEvent
     whole = uncut(columns) & job.framework.fused_blocks
-    fused = lean(job, columns) & ~columns.is_("recompute", "full") & (not moe)
+    fused = uses_fused_blocks(job, columns) & ~columns.is_("recompute", "full") & (not moe)
     eager, rmsnorm = ~whole, job.model.norm == "rmsnorm"
     return {
         **dict.fromkeys((event.FUSED_GATE, event.FUSED_DOWN_WEIGHT, event.FUSED_NORM, event.FUSED_UP_WEIGHTS), fused),
@@ -198,14 +198,14 @@ def _mlp_weight_gradients(chunk: ChunkMemory, moe: bool, split: Array) -> Iterat
     """Fresh weight gradients, which FSDP holds until its group's backward ends. Experts' are stacked from those of each."""
     event, gated = LayerEvent, chunk.job.model.gated
     fresh = np.where(split, 0.0, chunk.mlp_weight_gradient[moe])
-    held = np.where(chunk.holds_fresh_gradients, fresh, 0.0)
+    kept = np.where(chunk.holds_fresh_gradients, fresh, 0.0)
     own_group = moe & (chunk.columns.ep > 1)  # experts that ep cuts are an FSDP group, whose backward ends with them
-    until_end = np.where(own_group, 0.0, held)
+    until_end = np.where(own_group, 0.0, kept)
     stacked = (2 if moe else 1) * fresh
     yield buffer("weight gradient of down", stacked, event.DOWN_MATMUL, event.GATE)
-    yield buffer("weight gradient of down, held", held, event.GATE, event.MLP_NORM)
+    yield buffer("weight gradient of down, held", kept, event.GATE, event.MLP_NORM)
     yield buffer("weight gradient of up", fresh, event.UP_MATMUL, event.GATE_MATMUL)
-    yield buffer("weight gradient of up, held", held, event.GATE_MATMUL, event.MLP_NORM)
+    yield buffer("weight gradient of up, held", kept, event.GATE_MATMUL, event.MLP_NORM)
     if gated:
         yield buffer("weight gradient of gate, with up's", fresh, event.INPUT_SUM, event.GATE_MATMUL)
         yield buffer("weight gradient of gate", stacked, event.GATE_MATMUL, event.MLP_NORM)
@@ -238,12 +238,12 @@ def _attention_gradients(chunk: ChunkMemory) -> Array:
     key = b * tokens * model.kv_dim / np.minimum(columns.tp, model.kv_heads)
     copies = np.where(query > key, 2 * query, 0.0)
 
-    def ring(queries_seen: float) -> Array:
+    def ring(query_share: float) -> Array:
         """One block of keys and values with the queries that see it: dq is summed in fp32; dk and dv of the rank's own keys and
         the sums for others are live, and while blocks are exchanged each one sent and received.
         """
         blocks = 2 * (2 + 2 * (columns.cp > 2) + (columns.cp > 3))  # own gradients, keys at work; sums twice; next keys
-        return np.asarray((1 + FP32 / b + 2 + queries_seen) * query + copies + (blocks + (copies > 0)) * key)
+        return np.asarray((1 + FP32 / b + 2 + query_share) * query + copies + (blocks + (copies > 0)) * key)
 
     plain = 4 * query + copies
     by_variant = {
@@ -263,7 +263,7 @@ def _layer_reduce_scatter(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     """The end of a layer's backward: fresh gradients, copied into the reduce-scatter's input unless that has their format and
     comes after deferred weight gradients.
     """
-    at, b, g, block = LayerEvent.REDUCE_SCATTER, compute_bytes(chunk.job), gradient_bytes(chunk.job), chunk.held.block
+    at, b, g, block = LayerEvent.REDUCE_SCATTER, compute_bytes(chunk.job), gradient_bytes(chunk.job), chunk.rank_params.block
     late = chunk.columns.split_backward
     copied, reduced = chunk.reduce_scatters & ~(late & (g == b)), chunk.reduce_scatters & ~late
     output = np.where(reduced, chunk.reduce_scatter_output(block), 0.0)
@@ -281,7 +281,7 @@ def _beside_layer(
     A split backward frees none, but only layers that are done have what is counted for their deferred weight gradients.
     """
     start, scatter, end = LayerEvent.FUSED_GATE, LayerEvent.REDUCE_SCATTER, LayerEvent.END
-    held, columns, late = chunk.held, chunk.columns, chunk.columns.split_backward
+    params, columns, late = chunk.rank_params, chunk.columns, chunk.columns.split_backward
     b, g, share_done = compute_bytes(chunk.job), gradient_bytes(chunk.job), done / np.maximum(1, chunk.share.layers)
     freed = np.where(split, chunk.deferred - share_done * chunk.deferred_layers, share_done * chunk.saved_layers)
     yield activation("of what is in flight: this layer, and those done", -layer.total - freed, start, end)
@@ -292,30 +292,30 @@ def _beside_layer(
     separate = np.where(received & (done == 0), chunk.residual, 0.0)
     yield activation("received gradient", separate, LayerEvent.ATTENTION, end)
     # This layer and the one prefetched. Its parameters are freed before its gradients are reduce-scattered.
-    blocks = np.minimum(2, np.maximum(1, chunk.share.layers) - done) * held.block
-    both = chunk.unsharded(held.ends + blocks + (held.layer - held.block), chunk.fp8_prefetched(done))
-    next_one = held.ends + blocks + (held.layer - 2 * held.block)
+    blocks = np.minimum(2, np.maximum(1, chunk.share.layers) - done) * params.block
+    both = chunk.unsharded(params.ends + blocks + (params.layer - params.block), chunk.fp8_prefetched(done))
+    next_one = params.ends + blocks + (params.layer - 2 * params.block)
     prefetched = chunk.unsharded(next_one, chunk.fp8_prefetched(done, this_layer=False))
     yield buffer("unsharded parameters", both, start, scatter)
     yield buffer("unsharded parameters", prefetched, scatter, end)
     through = share_done * (chunk.own.total - chunk.own.ends)
     frees = chunk.frees_gathered
     yield TensorLifetime("freed parameters of layers done", "parameters", np.where(frees, -b * through, 0.0), start, end)
-    yield TensorLifetime("freed parameters of this layer", "parameters", np.where(frees, -b * held.block, 0.0), scatter, end)
+    yield TensorLifetime("freed parameters of this layer", "parameters", np.where(frees, -b * params.block, 0.0), scatter, end)
     yield buffer("gradient sent to the previous stage", chunk.sent_gradient, start, end)
     yield buffer("head's weight gradient", chunk.head_gradient, start, end)
     # FSDP frees the input of a reduce-scatter when the next one begins.
     others = chunk.rank_reduce_scatter_inputs - chunk.reduce_scatter_input
     yield buffer("reduce-scatter inputs of other chunks", others, start, end)
-    last_layer = np.where(chunk.reduce_scatters, g * held.block, 0.0)
+    last_layer = np.where(chunk.reduce_scatters, g * params.block, 0.0)
     last = np.where(late | (done == 0), chunk.reduce_scatter_input, last_layer)
     yield buffer("last reduce-scatter input", last, start, scatter)
     yield buffer("last reduce-scatter input", np.where(late, last, 0.0), scatter, end)
     # A whole backward of a chunk whose others are split reduce-scatters all its gradients at its end, as theirs do.
     whole = np.where(late & ~split & chunk.reduce_scatters, g * through, np.where(late, 0.0, chunk.first_gradients(through)))
     yield buffer("gradients of layers done", whole, start, end)
-    made = (gradients - gradients * held.ends / held.total) * share_done
-    yield TensorLifetime("gradients", "gradients", np.where(chunk.single_backward, made, gradients), start, end)
+    accumulated = (gradients - gradients * params.ends / params.total) * share_done
+    yield TensorLifetime("gradients", "gradients", np.where(chunk.single_backward, accumulated, gradients), start, end)
 
 
 def chunk_events(chunk: ChunkMemory, gradients: Array) -> Live:
@@ -352,7 +352,7 @@ def _chunk_tensors(chunk: ChunkMemory, gradients: Array) -> Iterator[TensorLifet
     yield TensorLifetime("gradients", "gradients", gradients, event.BACKWARD_START, event.WEIGHT_GRADS)
     yield TensorLifetime("gradients", "gradients", accumulated, event.WEIGHT_GRADS, event.ROOT_REDUCE_SCATTER)
     # Of a step's only backward, shards whose reduce-scatter is running were not there before.
-    arriving = np.where(chunk.columns.split_backward, chunk.own.total, chunk.own.ends) / chunk.held.total
+    arriving = np.where(chunk.columns.split_backward, chunk.own.total, chunk.own.ends) / chunk.rank_params.total
     there = gradients * (1 - np.where(chunk.single_backward, arriving, 0.0))
     yield TensorLifetime("gradients", "gradients", there, event.ROOT_REDUCE_SCATTER, event.END)
 
@@ -396,9 +396,9 @@ def _loss(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
 
 def _backward_start(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     """ZeRO-3 gathers embedding and head again: as they arrive, and as they are used."""
-    start, end, held = ChunkEvent.BACKWARD_START, ChunkEvent.WEIGHT_GRADS, chunk.held
+    start, end, params = ChunkEvent.BACKWARD_START, ChunkEvent.WEIGHT_GRADS, chunk.rank_params
     gathers = (chunk.columns.zero == 3) & (chunk.columns.keep_gathered == 0)
-    unsharded = chunk.unsharded(2 * held.ends + 2 * held.block, chunk.fp8_prefetched(0 * chunk.share.layers))
+    unsharded = chunk.unsharded(2 * params.ends + 2 * params.block, chunk.fp8_prefetched(0 * chunk.share.layers))
     sizes = unsharded + chunk.rank_reduce_scatter_inputs
     yield activation("residual gradient", np.where(gathers, chunk.residual, 0.0), start, end)
     yield buffer("unsharded parameters, reduce-scatter inputs", np.where(gathers, sizes, 0.0), start, end)
@@ -412,8 +412,8 @@ def _backward_end(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     own, b, g, late = chunk.own, compute_bytes(chunk.job), gradient_bytes(chunk.job), chunk.columns.split_backward
     in_flight = chunk.saved + np.where(late, chunk.deferred, 0.0)
     yield activation("this micro-batch, in flight until now", -in_flight, root, end)
-    made = np.where(late, g * (own.total - own.padding), b * own.ends)
-    yield buffer("weight gradients", made, root, end)
+    weight_grads = np.where(late, g * (own.total - own.padding), b * own.ends)
+    yield buffer("weight gradients", weight_grads, root, end)
     yield buffer("reduce-scatter input", g * own.ends, root, layer)
     yield buffer("reduce-scatter output", chunk.reduce_scatter_output(own.ends), root, layer)
     yield buffer("reduce-scatter input, less the root's gradients", g * (own.block - own.ends), layer, end)
