@@ -97,7 +97,7 @@ def test_a_field_given_twice_among_many_is_found_in_linear_time(tmp_path: Path) 
     pairs: list[tuple[str, Any]] = [(CountedKey(name), 0) for name in [*names, names[-1]]]
     CountedKey.compared = 0
     with pytest.raises(ValueError, match=f"the field '{names[-1]}' is given twice"):
-        files._once(pairs)
+        files._unique_keys(pairs)
     assert CountedKey.compared < len(names)
     file = tmp_path / "a.json"
     file.write_text("{" + ",".join(f'"{name}":0' for name in [*names, names[-1]]) + "}")

@@ -17,7 +17,7 @@ from ultrascale.specs.layout import Layout
 @dataclass(frozen=True)
 class Rule:
     fields: tuple[str, ...]
-    """what the rule looks at; the enumeration applies it as soon as those are chosen"""
+    """what the rule looks at; the enumeration applies it as soon as those are set"""
     holds: Callable[[Job, LayoutColumns], Array]
     sentence: Callable[[Job, Layout], str]
 

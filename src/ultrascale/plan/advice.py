@@ -16,7 +16,7 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.units import GIB
 
 MOST_GPUS = 2**17
-COUNTED, ENGINE = "ultrascale", "ultrascale-gpu"  # two ways to count our engine (specs/presets/frameworks.yaml)
+PLAYBOOK, ENGINE = "ultrascale", "ultrascale-gpu"  # our engine, counted in two ways (specs/presets/frameworks.yaml)
 NEARBY = 0.10  # a batch this much larger or smaller is worth a word
 
 
@@ -54,11 +54,11 @@ class NoFit:
 def reachable_batch(job: Job, constraints: LayoutConstraints) -> tuple[Job, list[str]]:
     """The job with the nearest batch that some layout can cut, and what was changed in words."""
     notes: list[str] = []
-    asked, sequences = job.batch_tokens, job.sequences
+    requested, sequences = job.batch_tokens, job.sequences
     exact = sequences * job.seq
-    if exact != asked:
+    if exact != requested:
         notes.append(
-            f"a batch of {asked:,} tokens is not a whole number of {job.seq:,}-token sequences: "
+            f"a batch of {requested:,} tokens is not a whole number of {job.seq:,}-token sequences: "
             f"the nearest is {sequences:,} sequences = {exact:,} tokens"
         )
         job = job.changed(batch_tokens=exact)
@@ -104,7 +104,7 @@ def batch_notes(job: Job, layout: Layout) -> list[str]:
 
 def engine_notes(job: Job, layout: Layout) -> list[str]:
     """Says when what is counted as the playbook counts does not fit with the kernels that our engine has today."""
-    if job.framework.name != COUNTED:
+    if job.framework.name != PLAYBOOK:
         return []
     peak = estimate(job.changed(framework=Framework.load(ENGINE)), layout).peak_gib
     if peak <= job.cluster.gpu.memory_gib:
@@ -132,8 +132,8 @@ Alternatives = Iterator[tuple[str, Job, LayoutConstraints]]
 
 def no_fit(job: Job, constraints: LayoutConstraints, peak_bytes: float, layout: Layout) -> NoFit:
     """Tries, in the order of what they cost: the host's memory, narrower states, more GPUs, larger GPUs, shorter sequences."""
-    ways = (_offload, _narrower_states, _more_gpus, _larger_gpu, _shorter_sequence)
-    changes = [change for way in ways if (change := _first_that_fits(way(job, constraints))) is not None]
+    remedies = (_offload, _narrower_states, _more_gpus, _larger_gpu, _shorter_sequence)
+    changes = [change for remedy in remedies if (change := _first_that_fits(remedy(job, constraints))) is not None]
     return NoFit(layout, peak_bytes / GIB, job.cluster.gpu.memory_gib, tuple(changes))
 
 

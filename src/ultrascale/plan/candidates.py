@@ -168,7 +168,7 @@ def _variants(job: Job, constraints: LayoutConstraints, base: dict[str, int]) ->
             tuple((word,) for word in words)
             for words in (
                 constraints.among("recompute", CHOICES["recompute"]),
-                _exchanges(job, constraints, base),
+                _context_methods(job, constraints, base),
                 constraints.among("sequence_parallel", _sequence(job, base)),
                 constraints.among("data_parallel", ["bucketed"]),
                 constraints.among("offload", ["none"]),
@@ -177,7 +177,7 @@ def _variants(job: Job, constraints: LayoutConstraints, base: dict[str, int]) ->
     )
     if not all(axes):
         return None
-    columns = _product(axes)
+    columns = _combinations(axes)
     return {**columns, **{name: np.full(len(columns["mbs"]), value) for name, value in base.items()}}
 
 
@@ -193,7 +193,7 @@ _AXES = (
 
 
 @lru_cache(maxsize=256)
-def _product(axes: tuple[tuple[tuple[Any, ...], ...], ...]) -> dict[str, Array]:
+def _combinations(axes: tuple[tuple[tuple[Any, ...], ...], ...]) -> dict[str, Array]:
     """Every combination of the axes' values, which many degrees have in common; the schedule is filled in by its variants."""
     index = np.indices([len(values) for values in axes]).reshape(len(axes), -1)
     columns = {
@@ -220,7 +220,7 @@ def _shardings(job: Job, constraints: LayoutConstraints, base: dict[str, int]) -
     return found
 
 
-def _exchanges(job: Job, constraints: LayoutConstraints, base: dict[str, int]) -> list[str]:
+def _context_methods(job: Job, constraints: LayoutConstraints, base: dict[str, int]) -> list[str]:
     if base["cp"] == 1:
         return constraints.among("context_parallel", ["zigzag"])
     return constraints.among(
@@ -262,9 +262,9 @@ def why_empty(job: Job, constraints: LayoutConstraints) -> str:
         return f"layout.ep is {pinned['ep']} but {job.model.name} has no experts: try 1"
     words = [f"--fix {name}={_shown(value)}" for name, value in pinned.items()]
     words += [f"--forbid {name}={_shown(value)}" for name, values in constraints.forbidden.items() for value in values]
-    asked = f" with {' '.join(words)}" if words else ""
+    fixed = f" with {' '.join(words)}" if words else ""
     return (
-        f"no legal layout cuts {job.sequences} sequences over {world} GPUs{asked}: try fewer --fix or --forbid, "
+        f"no legal layout cuts {job.sequences} sequences over {world} GPUs{fixed}: try fewer --fix or --forbid, "
         f"or another batch, such as --batch-tokens {world * job.seq}"
     )
 

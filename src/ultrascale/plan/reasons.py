@@ -96,7 +96,7 @@ def _steps(job: Job, layout: Layout) -> Iterator[dict[str, Any]]:
                 yield {"schedule": name, "virtual_stages": loops}
 
 
-def neighbours(job: Job, layout: Layout, chosen: Estimate) -> tuple[Neighbour, ...]:
+def neighbours(job: Job, layout: Layout, baseline: Estimate) -> tuple[Neighbour, ...]:
     """Every legal layout one step away, with what it costs; fastest first among those that fit."""
     changes: dict[Layout, dict[str, Any]] = {}
     for fields in _steps(job, layout):
@@ -110,7 +110,7 @@ def neighbours(job: Job, layout: Layout, chosen: Estimate) -> tuple[Neighbour, .
             step_time_s=predicted.step_time_s,
             peak_gib=predicted.peak_gib,
             fits=predicted.fits,
-            verdict=_verdict(chosen, predicted),
+            verdict=_verdict(baseline, predicted),
         )
         for (other, fields), predicted in zip(changes.items(), drafts(job, list(changes)), strict=True)
     ]
@@ -118,34 +118,34 @@ def neighbours(job: Job, layout: Layout, chosen: Estimate) -> tuple[Neighbour, .
 
 
 def _change_words(layout: Layout, other: Layout, fields: dict[str, Any]) -> str:
-    asked = ", ".join(f"{name}={value}" for name, value in fields.items())
-    followed = [
+    changed = ", ".join(f"{name}={value}" for name, value in fields.items())
+    implied = [
         f"{name}={getattr(other, name)}"
         for name in Layout.model_fields
         if name not in fields and getattr(other, name) != getattr(layout, name)
     ]
-    return f"{asked} ({', '.join(followed)})" if followed else asked
+    return f"{changed} ({', '.join(implied)})" if implied else changed
 
 
-def _verdict(chosen: Estimate, other: Estimate | DraftEstimate) -> str:
-    slower = other.step_time_s / chosen.step_time_s - 1
+def _verdict(baseline: Estimate, other: Estimate | DraftEstimate) -> str:
+    slower = other.step_time_s / baseline.step_time_s - 1
     if not other.fits:
         return (
             f"does not fit: {other.peak_gib:,.1f} GiB of {other.capacity_gib:,.1f} on stage {other.peak_stage} "
             f"(would be {slower:+.1%} in time)"
         )
-    cause, difference = largest_difference(chosen, other)
-    saved = other.peak_gib - chosen.peak_gib
+    cause, difference = largest_difference(baseline, other)
+    saved = other.peak_gib - baseline.peak_gib
     if abs(slower) < 0.0005:
         return f"same time, {saved:+,.1f} GiB"
     change = f"{slower:+.1%}" if slower < 3 else f"{slower + 1:,.0f} times the time"
     return f"{change} per step (mostly {CAUSE_WORDS[cause]} {difference:+.2f} s), {saved:+,.1f} GiB"
 
 
-def largest_difference(chosen: Estimate, other: Estimate | DraftEstimate) -> tuple[str, float]:
+def largest_difference(baseline: Estimate, other: Estimate | DraftEstimate) -> tuple[str, float]:
     """The cause that moved most in the direction in which the total moved."""
-    sign = 1 if other.step_time_s >= chosen.step_time_s else -1
-    differences = {cause: getattr(other.time, cause) - getattr(chosen.time, cause) for cause in CAUSES}
+    sign = 1 if other.step_time_s >= baseline.step_time_s else -1
+    differences = {cause: getattr(other.time, cause) - getattr(baseline.time, cause) for cause in CAUSES}
     cause = max(differences, key=lambda name: sign * differences[name])
     return cause, differences[cause]
 
@@ -166,7 +166,7 @@ def against_winner(
 def of_winner(
     job: Job,
     layout: Layout,
-    chosen: Estimate,
+    predicted: Estimate,
     rejected: tuple[Neighbour, ...],
     objective: Objective,
     constraints: LayoutConstraints,
@@ -174,15 +174,15 @@ def of_winner(
     """The playbook's order: make it fit, reach the batch, go fast."""
     by_change = {neighbour.change.split(" ")[0].rstrip(","): neighbour for neighbour in rejected}
     return (
-        *(f"Step 1, fit: {text}" for text in _fit(job, layout, chosen, by_change)),
+        *(f"Step 1, fit: {text}" for text in _fit(job, layout, predicted, by_change)),
         *(f"Step 2, batch: {text}" for text in _batch(job, layout)),
-        *(f"Step 3, speed: {text}" for text in _speed(job, layout, chosen, by_change, rejected, objective)),
+        *(f"Step 3, speed: {text}" for text in _speed(job, layout, predicted, by_change, rejected, objective)),
         *(f"Constraint: {name}={value} was fixed" for name, value in constraints.fixed.items()),
     )
 
 
-def _fit(job: Job, layout: Layout, chosen: Estimate, by_change: dict[str, Neighbour]) -> Iterator[str]:
-    size, world, capacity = job.model.parameters, job.cluster.gpus, chosen.capacity_gib
+def _fit(job: Job, layout: Layout, predicted: Estimate, by_change: dict[str, Neighbour]) -> Iterator[str]:
+    size, world, capacity = job.model.parameters, job.cluster.gpus, predicted.capacity_gib
     one = estimate_alone_gib(job)
     yield (
         f"{count(size)} parameters with their states need {_size(one, digits=0)} on one GPU of {_size(capacity)}: "
@@ -190,8 +190,8 @@ def _fit(job: Job, layout: Layout, chosen: Estimate, by_change: dict[str, Neighb
     )
     yield _playbook_rule(job, layout, world)
     yield (
-        f"peak is {_size(chosen.peak_gib)} of {_size(capacity)} on stage {chosen.peak_stage} "
-        f"({_size(chosen.headroom_gib)} free), at the {chosen.peak_moment}"
+        f"peak is {_size(predicted.peak_gib)} of {_size(capacity)} on stage {predicted.peak_stage} "
+        f"({_size(predicted.headroom_gib)} free), at the {predicted.peak_moment}"
     )
     for change, label in (("zero=0", "without ZeRO"), ("recompute=none", "without recomputation")):
         if (other := by_change.get(change)) and not other.fits:
@@ -217,9 +217,9 @@ def _playbook_rule(job: Job, layout: Layout, world: int) -> str:
     techniques = [f"{axis}={getattr(layout, axis)}" for axis in ("tp", "pp", "cp", "ep") if getattr(layout, axis) > 1]
     if layout.zero:
         techniques.append(f"ZeRO-{layout.zero}")
-    chosen = " + ".join(techniques) or "plain data parallelism"
+    selected = " + ".join(techniques) or "plain data parallelism"
     if world == 1:
-        return f"rule for one GPU: recomputation and accumulation are all there is; the search took {chosen}"
+        return f"rule for one GPU: recomputation and accumulation are all there is; the search took {selected}"
     if job.model.moe is not None:
         rule = "mixture of experts: use expert parallelism"
     elif job.seq > 32_768:
@@ -232,7 +232,7 @@ def _playbook_rule(job: Job, layout: Layout, world: int) -> str:
         rule = "below 10B parameters: one technique, TP or ZeRO-3, on 8 GPUs"
     else:
         rule = "10B and more: TP=8 with PP, or TP=8 with ZeRO-3, or pure ZeRO-3"
-    return f"the playbook's rule here is «{rule}»; the search over all legal layouts found {chosen} fastest within memory"
+    return f"the playbook's rule here is «{rule}»; the search over all legal layouts found {selected} fastest within memory"
 
 
 def _batch(job: Job, layout: Layout) -> Iterator[str]:
@@ -250,16 +250,16 @@ def _batch(job: Job, layout: Layout) -> Iterator[str]:
 def _speed(
     job: Job,
     layout: Layout,
-    chosen: Estimate,
+    predicted: Estimate,
     by_change: dict[str, Neighbour],
     rejected: tuple[Neighbour, ...],
     objective: Objective,
 ) -> Iterator[str]:
-    costs = sorted(((getattr(chosen.time, cause), cause) for cause in CAUSES), reverse=True)
-    top = ", ".join(f"{CAUSE_WORDS[cause]} {cost / chosen.step_time_s:.0%}" for cost, cause in costs[:4] if cost > 0)
+    costs = sorted(((getattr(predicted.time, cause), cause) for cause in CAUSES), reverse=True)
+    top = ", ".join(f"{CAUSE_WORDS[cause]} {cost / predicted.step_time_s:.0%}" for cost, cause in costs[:4] if cost > 0)
     # A CPU's rate was measured, its peak is not known: utilisation would be of a guess.
-    used = "" if job.cluster.efficiency.synchronous else f" (MFU {chosen.mfu:.1%})"
-    yield f"a step takes {seconds(chosen.step_time_s)}{used}: {top}"
+    used = "" if job.cluster.efficiency.synchronous else f" (MFU {predicted.mfu:.1%})"
+    yield f"a step takes {seconds(predicted.step_time_s)}{used}: {top}"
     for axis, label in (("tp", "TP"), ("pp", "PP"), ("cp", "CP"), ("ep", "EP"), ("mbs", "micro-batch")):
         value, twice = getattr(layout, axis), 2 * getattr(layout, axis)
         leaves = "leaves the NVLink domain and " if axis == "tp" and twice > job.cluster.fast_domain >= value else ""
@@ -281,10 +281,10 @@ def _speed(
         chunks = f"{layout.virtual_stages} stages per rank" if layout.virtual_stages > 1 else "one stage per rank"
         yield f"schedule {layout.schedule} with {chunks}: 1F1B {_costs(plain)}"
     if objective == "throughput":
-        better = [n for n in rejected if not n.fits and n.step_time_s < chosen.step_time_s]
+        better = [n for n in rejected if not n.fits and n.step_time_s < predicted.step_time_s]
         if better:
             best = min(better, key=lambda n: n.step_time_s)
-            gain, over = 1 - best.step_time_s / chosen.step_time_s, best.peak_gib - chosen.capacity_gib
+            gain, over = 1 - best.step_time_s / predicted.step_time_s, best.peak_gib - predicted.capacity_gib
             yield f"memory is what stops more: {best.change} would save {gain:.1%} but is {over:,.1f} GiB over"
 
 

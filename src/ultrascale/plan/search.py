@@ -120,19 +120,19 @@ def _simulate(best: list[tuple[float, RankedLayouts, int]], wanted: int) -> list
     over: list[StageFill] = []
     while best and len(fitting) < wanted:
         count = wanted - len(fitting)
-        for found in _held([(ranked.job, ranked.rows.layout(row)) for _, ranked, row in best[:count]]):
+        for found in _memory_drafts([(ranked.job, ranked.rows.layout(row)) for _, ranked, row in best[:count]]):
             (fitting if found.fits else over).append(found)
         best = best[count:]
     return timed(fitting or over)
 
 
-def _held(asked: list[tuple[Job, Layout]]) -> list[StageFill]:
-    """In the order asked; those of one cluster together."""
+def _memory_drafts(layouts: list[tuple[Job, Layout]]) -> list[StageFill]:
+    """In the order given; those of one cluster together."""
     found: dict[int, StageFill] = {}
-    for job in {id(job): job for job, _ in asked}.values():
-        numbers = [number for number, (one, _) in enumerate(asked) if one is job]
-        found.update(zip(numbers, memory_drafts(job, [asked[number][1] for number in numbers]), strict=True))
-    return [found[number] for number in range(len(asked))]
+    for job in {id(job): job for job, _ in layouts}.values():
+        numbers = [number for number, (one, _) in enumerate(layouts) if one is job]
+        found.update(zip(numbers, memory_drafts(job, [layouts[number][1] for number in numbers]), strict=True))
+    return [found[number] for number in range(len(layouts))]
 
 
 def _score(predicted: DraftEstimate, objective: Objective) -> tuple[float, ...]:

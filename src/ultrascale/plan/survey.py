@@ -131,8 +131,8 @@ def front(job: Job, fix: Sequence[str] = (), forbid: Sequence[str] = (), most: i
     if not found:
         return ()
     best = _undominated(np.asarray([one[0] for one in found]), np.asarray([one[1] for one in found]))
-    chosen = best if len(best) <= most else best[np.linspace(0, len(best) - 1, most).round().astype(int)]
-    exact = [(found[i][2], estimate(job, found[i][2])) for i in chosen]
+    selected = best if len(best) <= most else best[np.linspace(0, len(best) - 1, most).round().astype(int)]
+    exact = [(found[i][2], estimate(job, found[i][2])) for i in selected]
     order = _undominated(np.asarray([e.step_time_s for _, e in exact]), np.asarray([e.peak_gib for _, e in exact]))
     return tuple(exact[i] for i in order)
 

@@ -62,8 +62,8 @@ def afab(x: Shape) -> Floats:
     return x.total + (x.m - 1) * x.slow + 2 * x.hops * x.send
 
 
-def longest(*ways: Floats) -> Floats:
-    longest: Floats = np.maximum.reduce(np.broadcast_arrays(*ways))
+def longest(*spans: Floats) -> Floats:
+    longest: Floats = np.maximum.reduce(np.broadcast_arrays(*spans))
     return longest
 
 
@@ -106,15 +106,15 @@ def zero_bubble(x: Shape) -> Floats:
     stages = x.p * x.v
     trip = (x.total - (stages - 1) * x.w + 2 * (stages - 1) * x.send) * x.v / ((2 * x.v - 1) * x.p)
     # Too few micro-batches to fill the pipeline: one there and back, the others right behind it.
-    unfilled = (stages + x.m - 1) * (x.f + x.i) + x.w + 2 * (stages - 1) * x.send
-    filled = loops + longest(
+    underfull = (stages + x.m - 1) * (x.f + x.i) + x.w + 2 * (stages - 1) * x.send
+    full = loops + longest(
         x.m * x.even + x.hops * (x.f + x.i - x.w + 4 * x.send),
         x.m * x.even + x.hops * (x.f + 3 * x.send),
         x.m * x.even + x.hops * (x.i + 2 * x.send),
         x.m * x.slow + x.hops * (x.f + x.i + 2 * x.send) + x.w - x.p * x.slow_w,
         x.m * np.maximum(x.slow, trip) + x.hops * (x.f + x.send),
     )
-    return np.where(x.m < x.p, np.maximum(filled, unfilled), filled)
+    return np.where(x.m < x.p, np.maximum(full, underfull), full)
 
 
 def zb_v(x: Shape) -> Floats:
@@ -173,8 +173,8 @@ def v_half(x: Shape) -> Floats:
     # Down and up again takes three slots a rank: four passes of the slower kind and one more in every micro-batch.
     slower = np.where(x.p > 2, np.maximum(x.f, x.i), x.f)
     chain = 4 * slower + np.where(odd, x.w, x.f + x.i - slower) + 2 * x.send
-    ways = (x.m * np.maximum(x.even, chain) + fill, x.m * x.slow + slow_fill)
-    took = longest(*(way - odd * x.f for way in ways), x.m * x.slow)
+    spans = (x.m * np.maximum(x.even, chain) + fill, x.m * x.slow + slow_fill)
+    took = longest(*(span - odd * x.f for span in spans), x.m * x.slow)
     return np.where(x.p > 1, took, x.m * x.slow)
 
 

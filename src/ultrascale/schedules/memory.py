@@ -72,24 +72,24 @@ class InFlightCounts:
 
     def _follows(self, left_aside: ActionKind) -> NDArray[np.bool_]:
         """Actions that follow on one of their own kind and stage, those of one kind left aside."""
-        counted = ((self.kind >= 0) & (self.kind != KINDS.index(left_aside)))[..., None] & self.own
-        places = np.where(counted, np.arange(self.kind.shape[1])[:, None], -1)
+        included = ((self.kind >= 0) & (self.kind != KINDS.index(left_aside)))[..., None] & self.own
+        places = np.where(included, np.arange(self.kind.shape[1])[:, None], -1)
         last = np.maximum.accumulate(places, axis=1)
         before = np.concatenate((np.full_like(last[:, :1], -1), last[:, :-1]), axis=1)
         kinds = np.take_along_axis(self.kind[..., None], np.maximum(before, 0), axis=1)
-        return np.asarray((counted & (before >= 0) & (kinds == self.kind[..., None])).any(axis=2))
+        return np.asarray((included & (before >= 0) & (kinds == self.kind[..., None])).any(axis=2))
 
 
 @lru_cache(maxsize=128)
 def counts(name: str, ranks: int, microbatches: int, virtual_stages: int) -> InFlightCounts:
     """Kept, because a search asks about few pipelines many times, each time with other bytes."""
-    made = lists(name, ranks, microbatches, virtual_stages)
-    longest = int(np.diff(made.start).max())
-    position = np.arange(len(made.kind)) - np.repeat(made.start[:-1], np.diff(made.start))
+    arrays = lists(name, ranks, microbatches, virtual_stages)
+    longest = int(np.diff(arrays.start).max())
+    position = np.arange(len(arrays.kind)) - np.repeat(arrays.start[:-1], np.diff(arrays.start))
     kind = np.full((ranks, longest), -1)
-    kind[made.rank, position] = made.kind
+    kind[arrays.rank, position] = arrays.kind
     stage = np.zeros((ranks, longest), dtype=np.int64)
-    stage[made.rank, position] = made.stage
+    stage[arrays.rank, position] = arrays.stage
     nothing = np.zeros((ranks, longest, virtual_stages))
     own = InFlightCounts(nothing, nothing, stage, kind).own
     forward, backward, inputs, weights = (own & (kind == KINDS.index(one))[..., None] for one in ActionKind)

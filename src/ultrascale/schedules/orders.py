@@ -44,36 +44,36 @@ def looped(
     delayed: list[tuple[int, Ints]] = [(F, 0 * rank), (B, ahead)]
     if split:  # rank r runs r weight gradients late: as many as it must wait for at the end
         delayed = [(F, 0 * rank), (I, ahead), (W, ahead + rank)]
-    made = np.empty((3, ranks, len(delayed) * chunks), dtype=np.int64)
+    table = np.empty((3, ranks, len(delayed) * chunks), dtype=np.int64)
     for order, (kind, delay) in enumerate(delayed):
         # Before the n-th of a kind come n of its own, and of each other kind those of earlier turns, or earlier in this one.
         others = [(before, other) for before, (_, other) in enumerate(delayed) if before != order]
         position = n + sum(np.clip(n + delay - other + (before < order), 0, chunks) for before, other in others)
         on = chunk if kind == F else virtual_stages - 1 - chunk
-        for row, values in zip(made, (kind + 0 * position, on * ranks + rank, microbatch + 0 * rank), strict=True):
+        for row, values in zip(table, (kind + 0 * position, on * ranks + rank, microbatch + 0 * rank), strict=True):
             np.put_along_axis(row, position, values, axis=1)
-    kinds, stages, of = made.reshape(3, -1)
-    start = np.arange(ranks + 1) * made.shape[2]
+    kinds, stages, of = table.reshape(3, -1)
+    start = np.arange(ranks + 1) * table.shape[2]
     return ActionArrays(ranks, virtual_stages, microbatches, kinds, stages, of, np.zeros(len(kinds), dtype=bool), start)
 
 
-# Words of a V-shaped rank's list: kind and way, down to the fold (0) or up from it (1); the forward of a pair has its own.
+# Words of a V-shaped rank's list: kind, direction down to the fold (0) or up from it (1); the forward of a pair has its own.
 _WORDS = ((F, 0), (F, 1), (B, 0), (B, 1), (I, 0), (I, 1), (W, 0), (W, 1), (F, 0), (F, 1))
 FD, FU, BD, BU, ID, IU, WD, WU, PD, PU = range(10)
 
 
-def v_shaped(ranks: int, microbatches: int, _: int, words_of: Words, by_debt: bool = False) -> ActionArrays:
-    """Rank r holds stages r and 2·ranks − 1 − r; micro-batches are counted per kind and way."""
+def v_shaped(ranks: int, microbatches: int, _: int, words_of: Words, fifo_weights: bool = False) -> ActionArrays:
+    """Rank r holds stages r and 2·ranks − 1 − r; micro-batches are counted per kind and direction."""
     by_rank = [words_of(ranks, rank, microbatches) for rank in range(ranks)]
     words = np.asarray([word for each in by_rank for word in each])
     rank = np.repeat(np.arange(ranks), [len(each) for each in by_rank])
-    kind, way = np.asarray(_WORDS)[words].T
-    counted = np.where(kind == B, I, kind)  # a full backward takes its turn among the input gradients
-    microbatch = _count((rank * 2 + way) * len(KINDS) + counted)
-    if by_debt:  # weight gradients are paid in the order in which they were owed, whatever their way
-        owed, paid = np.flatnonzero(kind == I), np.flatnonzero(kind == W)
-        way[paid], microbatch[paid] = way[owed], microbatch[owed]
-    stage = np.where(way == 0, rank, 2 * ranks - 1 - rank)
+    kind, direction = np.asarray(_WORDS)[words].T
+    turn = np.where(kind == B, I, kind)  # a full backward takes its turn among the input gradients
+    microbatch = _count((rank * 2 + direction) * len(KINDS) + turn)
+    if fifo_weights:  # weight gradients run in the order of their input gradients, whatever their direction
+        inputs, weights = np.flatnonzero(kind == I), np.flatnonzero(kind == W)
+        direction[weights], microbatch[weights] = direction[inputs], microbatch[inputs]
+    stage = np.where(direction == 0, rank, 2 * ranks - 1 - rank)
     keep = microbatch < microbatches  # torch builds ZB-V for enough to fill the V and strikes those that do not exist
     start = np.searchsorted(rank[keep], np.arange(ranks + 1))
     return ActionArrays(ranks, 2, microbatches, kind[keep], stage[keep], microbatch[keep], words[keep] >= PD, start)
@@ -105,8 +105,8 @@ def zb_v(ranks: int, rank: int, microbatches: int) -> list[int]:
     ]
 
 
-def zb_v_held(p: Ints, r: Ints, m: Ints) -> tuple[Ints, Ints]:
-    """As `BuildingBlock.held`: with a forward of the first stage or of the second, and when the most are put off."""
+def zb_v_in_flight(p: Ints, r: Ints, m: Ints) -> tuple[Ints, Ints]:
+    """As `BuildingBlock.in_flight`: with a forward of the first stage or of the second, and when the most are put off."""
     first, second = (2 * p - r, r + 0 * p), (2 * p - r - 1, r + 1 + 0 * p)
     return np.minimum(m, np.asarray([first, second])), np.minimum(m, np.asarray([(r + 1, r)]))
 
@@ -116,7 +116,7 @@ def dualpipe_v(ranks: int, rank: int, microbatches: int) -> list[int]:
     ahead = ranks - 1 - rank
     pairs = [PD, BU, PU, BD] * (microbatches - 2 * ranks + rank + 1)
     if rank == ranks - 1:
-        pairs[0] = FD  # left apart: its backward needs the forward just before it, on the same rank
+        pairs[0] = FD  # unpaired: its backward needs the forward just before it, on the same rank
     # In the second half of the drain weight gradients are put off, to fill the bubble at the very end.
     whole, split = [BU, BD] * (rank + 1), [IU, ID] * (rank + 1)
     return [
@@ -132,8 +132,8 @@ def dualpipe_v(ranks: int, rank: int, microbatches: int) -> list[int]:
     ]
 
 
-def dualpipe_v_held(p: Ints, r: Ints, m: Ints) -> tuple[Ints, Ints]:
-    """As `BuildingBlock.held`: the forward of a pair starts before its backward ends."""
+def dualpipe_v_in_flight(p: Ints, r: Ints, m: Ints) -> tuple[Ints, Ints]:
+    """As `BuildingBlock.in_flight`: the forward of a pair starts before its backward ends."""
     return np.asarray([(2 * p - r + 0 * m, r + 1 + 0 * (p + m))]), np.asarray([((r + 2) // 2 + 0 * m, (r + 1) // 2 + 0 * m)])
 
 
@@ -144,12 +144,12 @@ def dualpipe_v_held(p: Ints, r: Ints, m: Ints) -> tuple[Ints, Ints]:
 # Time is cut into slots, one pass each. A rank has six passes per micro-batch: F, I and W of its two chunks. The block says in
 # which slot each runs for micro-batch 0; micro-batch k runs 6·k slots later, and no two passes of a rank share a slot. The
 # lists are the passes in the order of their slots; each starts as soon as its input is there, which squeezes the empty slots of
-# the fill and the drain. A chunk is held from its F to its W: the fewer slots from rank to rank, the less.
+# the fill and the drain. A chunk is in flight from its F to its W: the fewer slots from rank to rank, the less.
 
 PASSES = 6
 FORWARDS, INPUTS, WEIGHTS = slice(0, 2), slice(2, 4), slice(4, 6)
 _KIND = np.repeat((F, I, W), 2)
-_WAY = np.asarray((0, 1, 0, 1, 0, 1))  # down to the fold with the first chunk, or up from it with the second
+_DIRECTION = np.asarray((0, 1, 0, 1, 0, 1))  # down to the fold with the first chunk, or up from it with the second
 
 
 @dataclass(frozen=True)
@@ -162,10 +162,10 @@ class BuildingBlock:
 
     def slots(self, p: Ints, r: Ints) -> Ints:
         """Of F, I and W, each of the first and the second chunk."""
-        last, follow = p - 1, p - 1 - r
+        last, from_last = p - 1, p - 1 - r
         there = last + 1 + self.up * last + self.at_loss(p)
-        forwards = (r + 0 * p, last + 1 + self.up * follow)
-        inputs = (there + last + self.at_fold(p) + self.up * follow, there + r)
+        forwards = (r + 0 * p, last + 1 + self.up * from_last)
+        inputs = (there + last + self.at_fold(p) + self.up * from_last, there + r)
         taken = (np.stack(forwards + inputs)[..., None] % PASSES == np.arange(PASSES)).any(axis=0)
         free = np.moveaxis(np.argsort(taken, axis=-1, kind="stable")[..., :2], -1, 0)
         waits = [(slot - np.stack(inputs)) % PASSES for slot in (free, free[::-1])]
@@ -177,27 +177,27 @@ class BuildingBlock:
         slots = self.slots(np.asarray(ranks), rank).T[..., None] + PASSES * np.arange(microbatches)
         order = np.argsort(slots.reshape(ranks, -1), axis=1)
         which, microbatch = np.divmod(order, microbatches)
-        stage = np.where(_WAY[which] == 0, rank[:, None], 2 * ranks - 1 - rank[:, None])
+        stage = np.where(_DIRECTION[which] == 0, rank[:, None], 2 * ranks - 1 - rank[:, None])
         start = np.arange(ranks + 1) * order.shape[1]
         paired = np.zeros(order.size, dtype=bool)
         return ActionArrays(ranks, 2, microbatches, _KIND[which].ravel(), stage.ravel(), microbatch.ravel(), paired, start)
 
-    def held(self, p: Ints, r: Ints, m: Ints) -> tuple[Ints, Ints]:
-        """Chunks in flight, and those whose weight gradient waits: moments × stages of the rank × rows."""
+    def in_flight(self, p: Ints, r: Ints, m: Ints) -> tuple[Ints, Ints]:
+        """Chunks in flight, and those whose weight gradient waits: times × stages of the rank × rows."""
         return self._levels(p, r, m, FORWARDS), self._levels(p, r, m, INPUTS)
 
     def _levels(self, p: Ints, r: Ints, m: Ints, begin: slice) -> Ints:
-        """Chunks between `begin` and the end of their weight gradient, looked at whenever one begins."""
+        """Chunks between `begin` and the end of their weight gradient, at every time when one begins."""
         p, r, m = np.broadcast_arrays(p, r, m)
         slots = self.slots(p, r)[..., None]
         begins, ends, m = slots[begin], slots[WEIGHTS], m[..., None]
-        moments = begins + PASSES * np.arange(slots.max() // PASSES + 1)
+        times = begins + PASSES * np.arange(slots.max() // PASSES + 1)
         levels = [
-            np.clip((moments - began) // PASSES + 1, 0, m) - np.clip((moments - 1 - ended) // PASSES + 1, 0, m)
+            np.clip((times - began) // PASSES + 1, 0, m) - np.clip((times - 1 - ended) // PASSES + 1, 0, m)
             for began, ended in zip(begins, ends, strict=True)
         ]
-        by_moment = np.moveaxis(np.stack(levels, axis=1), -1, 0)
-        return by_moment.reshape(-1, *by_moment.shape[2:])
+        by_time = np.moveaxis(np.stack(levels, axis=1), -1, 0)
+        return by_time.reshape(-1, *by_time.shape[2:])
 
 
 V_HALF = BuildingBlock(up=2, at_loss=lambda p: 1 + 0 * p, at_fold=lambda p: np.where(p % 2 == 0, 5, 2))

@@ -22,17 +22,17 @@ from ultrascale.schedules.orders import (
     V_MIN,
     Ints,
     dualpipe_v,
-    dualpipe_v_held,
+    dualpipe_v_in_flight,
     looped,
     rounds,
     v_shaped,
     zb_v,
-    zb_v_held,
+    zb_v_in_flight,
 )
 from ultrascale.specs.errors import SpecError, nearest
 
 Counts = Callable[[Ints, Ints, Ints, Ints], Ints]  # of P, r, m and v
-HeldChunks = Callable[[Ints, Ints, Ints], tuple[Ints, Ints]]  # of P, r and m: moments × stages of the rank × rows, each
+StageCounts = Callable[[Ints, Ints, Ints], tuple[Ints, Ints]]  # of P, r and m: times × stages of the rank × rows, each
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ScheduleSpec:
     name: str
     label: str  # a sentence for people: what it does, gains and costs
     lists: Callable[[int, int, int], ActionArrays]  # of P, m and v
-    in_flight: Counts  # chunks held at the peak
+    in_flight: Counts  # chunks at the peak
     makespan: Callable[[Shape], Floats]
     least_stages: int = 1  # per rank, and how many there are unless others are asked for
     most_stages: int | None = 1  # None: as many as there are layers
@@ -50,7 +50,7 @@ class ScheduleSpec:
     in_rounds: bool = False  # micro-batches pass the stages of a rank in equal rounds
     v_shaped: bool = False  # rank r holds stages r and 2·P − 1 − r
     deferred: Counts | None = None  # the most chunks that wait for their weight gradient; None: the backward is not split
-    held: HeldChunks | None = None  # of a V: chunks in flight and deferred, by stage of the rank
+    by_stage: StageCounts | None = None  # of a V: chunks in flight and deferred, by stage of the rank
     defers_last: bool = False  # weight gradients wait only while the pipeline drains
     holds_all: bool = False  # no backward begins before the last forward has ended
     ladder: tuple[str, str] | None = None  # its rung in the playbook's ladder of schedules: name, and what it changes
@@ -59,7 +59,7 @@ class ScheduleSpec:
 
     @property
     def split_backward(self) -> bool:
-        """Weight gradients come apart from input gradients."""
+        """Weight gradients are separate from input gradients."""
         return self.deferred is not None
 
     def takes(self, virtual_stages: int) -> bool:
@@ -67,12 +67,12 @@ class ScheduleSpec:
         return virtual_stages >= self.least_stages and virtual_stages <= (self.most_stages or virtual_stages)
 
 
-def _v_shaped(name: str, held: HeldChunks, **fields: Any) -> ScheduleSpec:
+def _v_shaped(name: str, by_stage: StageCounts, **fields: Any) -> ScheduleSpec:
     return ScheduleSpec(
         name,
-        in_flight=lambda p, r, m, v: held(p, r, m)[0].sum(axis=1).max(axis=0),
-        deferred=lambda p, r, m, v: held(p, r, m)[1].sum(axis=1).max(axis=0),
-        held=held,
+        in_flight=lambda p, r, m, v: by_stage(p, r, m)[0].sum(axis=1).max(axis=0),
+        deferred=lambda p, r, m, v: by_stage(p, r, m)[1].sum(axis=1).max(axis=0),
+        by_stage=by_stage,
         least_stages=2,
         most_stages=2,
         v_shaped=True,
@@ -135,7 +135,7 @@ REGISTRY = {
             name="zb-v",
             label="Stages folded into a V, so that the first rank has the loss: almost no bubble, as little memory as 1f1b.",
             lists=partial(v_shaped, words_of=zb_v),
-            held=zb_v_held,
+            by_stage=zb_v_in_flight,
             makespan=formulas.zb_v,
             defers_last=True,
             torch_name="ZBVZeroBubble",
@@ -143,8 +143,8 @@ REGISTRY = {
         _v_shaped(  # DeepSeek-V3 2024, cut to a V by Sea AI Lab
             name="dualpipe-v",
             label="A forward and a backward at once, so that each one's messages hide behind the other.",
-            lists=partial(v_shaped, words_of=dualpipe_v, by_debt=True),
-            held=dualpipe_v_held,
+            lists=partial(v_shaped, words_of=dualpipe_v, fifo_weights=True),
+            by_stage=dualpipe_v_in_flight,
             makespan=formulas.dualpipe_v,
             least_rounds=2,
             defers_last=True,
@@ -155,14 +155,14 @@ REGISTRY = {
             name="v-half",
             label="A V whose passes follow each other closely: half the activations of 1f1b, and half its bubble.",
             lists=V_HALF.lists,
-            held=V_HALF.held,
+            by_stage=V_HALF.in_flight,
             makespan=formulas.v_half,
         ),
         _v_shaped(
             name="v-min",
             label="A V whose passes follow each other at once: a third of the activations of 1f1b, if F, I and W are alike.",
             lists=V_MIN.lists,
-            held=V_MIN.held,
+            by_stage=V_MIN.in_flight,
             makespan=formulas.v_min,
         ),
     )
@@ -241,10 +241,10 @@ def legal_mask(name: str, ranks: ArrayLike, microbatches: ArrayLike, virtual_sta
 @lru_cache(maxsize=256)
 def build(name: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
     """The schedule `name` (one of `SCHEDULES`) for so many ranks, micro-batches and stages per rank."""
-    made = lists(name, ranks, microbatches, virtual_stages)
-    columns = (made.kind.tolist(), made.stage.tolist(), made.microbatch.tolist(), made.paired.tolist())
+    arrays = lists(name, ranks, microbatches, virtual_stages)
+    columns = (arrays.kind.tolist(), arrays.stage.tolist(), arrays.microbatch.tolist(), arrays.paired.tolist())
     actions = [Action(KINDS[kind], stage, k, paired) for kind, stage, k, paired in zip(*columns, strict=True)]
-    by_rank = (tuple(actions[start:end]) for start, end in zip(made.start, made.start[1:], strict=False))
+    by_rank = (tuple(actions[start:end]) for start, end in zip(arrays.start, arrays.start[1:], strict=False))
     return Schedule(name, ranks, virtual_stages, microbatches, tuple(by_rank), REGISTRY[name].v_shaped)
 
 
@@ -274,8 +274,8 @@ def deferred(name: str, ranks: ArrayLike, rank: ArrayLike, microbatches: ArrayLi
     A waiting chunk keeps what its weight gradients need: with recomputation that is more than what it kept before.
     """
     p, r, m, v = np.broadcast_arrays(*(np.asarray(x, dtype=np.int64) for x in (ranks, rank, microbatches, virtual_stages)))
-    owed = spec_of(name).deferred
-    return 0 * (p + r + m) if owed is None else owed(p, r, m, v)
+    count = spec_of(name).deferred
+    return 0 * (p + r + m) if count is None else count(p, r, m, v)
 
 
 def in_flight_microbatches(
@@ -287,10 +287,10 @@ def in_flight_microbatches(
     """
     spec, v = spec_of(name), len(layers)
     p, r, m = np.broadcast_arrays(*(np.asarray(x, dtype=np.int64) for x in (ranks, rank, microbatches)))
-    if spec.held is None:
+    if spec.by_stage is None:
         return in_flight(name, p, r, m, v) / v, deferred(name, p, r, m, v) / v
     weights = np.asarray(layers, dtype=np.float64) / sum(layers)
-    chunks, put_off = (np.tensordot(weights, levels, axes=(0, 1)).max(axis=0) for levels in spec.held(p, r, m))
+    chunks, put_off = (np.tensordot(weights, levels, axes=(0, 1)).max(axis=0) for levels in spec.by_stage(p, r, m))
     return chunks, put_off
 
 

@@ -161,28 +161,28 @@ class _Dependencies:
     weights_duration: Ints
 
 
-def _dependencies(made: ActionArrays) -> _Dependencies:
-    weights = made.kind == KINDS.index(ActionKind.W)
+def _dependencies(arrays: ActionArrays) -> _Dependencies:
+    weights = arrays.kind == KINDS.index(ActionKind.W)
     waits = ~weights
-    kind, stage, microbatch, rank = (each[waits] for each in (made.kind, made.stage, made.microbatch, made.rank))
+    kind, stage, microbatch, rank = (each[waits] for each in (arrays.kind, arrays.stage, arrays.microbatch, arrays.rank))
     own = np.arange(len(kind)) + rank
-    place = own + made.paired[waits]
-    ends = np.searchsorted(rank, np.arange(made.ranks), side="right") + np.arange(made.ranks)
+    place = own + arrays.paired[waits]
+    ends = np.searchsorted(rank, np.arange(arrays.ranks), side="right") + np.arange(arrays.ranks)
     forward = 1 * (kind == KINDS.index(ActionKind.F))
-    results = np.full((2, made.stages, made.microbatches), ABSENT - FIRST)
+    results = np.full((2, arrays.stages, arrays.microbatches), ABSENT - FIRST)
     results[forward, stage, microbatch] = place
-    holder = np.full(made.stages, -1)
+    holder = np.full(arrays.stages, -1)
     holder[stage] = rank
     before = stage + np.where(forward, -1, 1)
-    needs = (before >= 0) & (before < made.stages)
+    needs = (before >= 0) & (before < arrays.stages)
     needed = results[forward[needs], before[needs], microbatch[needs]]
-    source = np.full(len(kind) + made.ranks, GIVEN)
+    source = np.full(len(kind) + arrays.ranks, GIVEN)
     # What the rank itself makes, it must have made earlier: then there is nothing to wait for.
     earlier = (holder[before[needs]] == rank[needs]) & (needed >= 0) & (needed < own[needs])
     source[own[needs]] = np.where(earlier, GIVEN, FIRST + needed)
     source[own[(forward == 0) & (results[1, stage, microbatch] >= own)]] = ABSENT  # a backward before its forward
     source[ends] = END
-    duration = made.kind * made.stages + made.stage
+    duration = arrays.kind * arrays.stages + arrays.stage
     weights_after = own[np.cumsum(waits)[weights] - 1]
     first = np.append(0, ends[:-1] + 1)
     source = np.append((GIVEN, END, ABSENT), source)
@@ -261,10 +261,10 @@ def simulate_makespans(pipelines: Sequence[TimedSchedule], cap: int = 64) -> lis
     found: dict[int, float] = {}
     large = {n: max(cap, 4 * one.ranks, 2 * REGISTRY[one.name].least_rounds * one.ranks) for n, one in enumerate(pipelines)}
     while large:
-        asked = {n: _two_sizes(pipelines[n], most) for n, most in large.items()}
-        wanted = [pipelines[n]._replace(microbatches=size) for n, sizes in asked.items() for size in sizes]
+        sizes_of = {n: _two_sizes(pipelines[n], most) for n, most in large.items()}
+        wanted = [pipelines[n]._replace(microbatches=size) for n, sizes in sizes_of.items() for size in sizes]
         spans = iter(makespans(wanted))
-        for n, sizes in asked.items():
+        for n, sizes in sizes_of.items():
             one, spans_s = pipelines[n], [next(spans) for _ in sizes]
             makespan_s, settled = spans_s[0], len(sizes) == 1
             if not settled:

@@ -92,7 +92,7 @@ def read_mapping(path: Path, what: str, most: int = MAX_BYTES) -> dict[str, Any]
 def mapping_of(text: str, what: str, form: Form = "YAML") -> dict[str, Any]:
     """The mapping that a text spells out; SpecError, with the line, when it is none."""
     try:
-        data = json.loads(text, object_pairs_hook=_once) if form == "JSON" else yaml.load(text, _Loader)
+        data = json.loads(text, object_pairs_hook=_unique_keys) if form == "JSON" else yaml.load(text, _Loader)
     except json.JSONDecodeError as error:
         raise SpecError(f"{what} is not JSON: {error.msg} at line {error.lineno}") from None
     except yaml.MarkedYAMLError as error:
@@ -140,7 +140,7 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:

@@ -46,7 +46,7 @@ def config_of(model: Model, dtype: str) -> Config:
 def family_of(model: Model) -> str:
     """The model_type whose classes compute what `model` says; SpecError with the field that none has."""
     if model.mla is not None:
-        raise _unsaid(model, "mla", "is set", "none of the families that can be written has it", "leave it out")
+        raise _inexpressible(model, "mla", "is set", "none of the families that can be written has it", "leave it out")
     if model.positions == "learned":
         _only_as_gpt2(model)
         return "gpt2"
@@ -64,20 +64,20 @@ def _family_of_experts(model: Model, moe: MoE) -> str:
     """Shared experts with a gate are Qwen2-MoE's, normed queries and keys Qwen3-MoE's, else it is a Mixtral."""
     gated = model.activation if model.gated else "swiglu"
     wanted: Config = {"positions": "rotary", "norm": "rmsnorm", "activation": gated, "mlp_bias": False}
-    said: Config = {"router": "softmax", "router_bias": False, "groups": 1, "scaling": 1.0}
+    wanted_moe: Config = {"router": "softmax", "router_bias": False, "groups": 1, "scaling": 1.0}
     if moe.shared_experts:
         family, words = "qwen2_moe", "shared experts (Qwen2-MoE's)"
         wanted |= {"qk_norm": False, "attention_output_bias": False, "sliding_window": None}
-        said |= {"shared_experts": 1, "shared_gate": True}
+        wanted_moe |= {"shared_experts": 1, "shared_gate": True}
     elif model.qk_norm:
         family, words = "qwen3_moe", f"experts, qk_norm and {_biases(model)} (Qwen3-MoE's)"
         wanted |= {"attention_output_bias": model.qkv_bias}
     else:
         family, words = "mixtral", "experts (Mixtral's)"
         wanted |= {"qkv_bias": False, "attention_output_bias": False}
-        said |= {"dense_layers": 0, "renormalize": True}
+        wanted_moe |= {"dense_layers": 0, "renormalize": True}
     _only(model, wanted, words)
-    _only(model, said, words, moe)
+    _only(model, wanted_moe, words, moe)
     return family
 
 
@@ -95,7 +95,7 @@ def _only_as_gpt2(model: Model) -> None:
     }
     _only(model, wanted, "learned positions (GPT-2's)")
     if model.hidden % model.heads:
-        raise _unsaid(model, "heads", f"is {model.heads}", f"GPT-2's heads divide hidden = {model.hidden}", "heads: 1")
+        raise _inexpressible(model, "heads", f"is {model.heads}", f"GPT-2's heads divide hidden = {model.hidden}", "heads: 1")
 
 
 def _only_as_llama(model: Model) -> None:
@@ -122,10 +122,10 @@ def _only(model: Model, wanted: Config, beside: str, moe: MoE | None = None) -> 
         found = getattr(moe or model, field)
         if found != value:
             name, must = f"moe.{field}" if moe else field, f"with {beside} it must be {shown(value)}"
-            raise _unsaid(model, name, f"is {shown(found)}", must, f"{field}: {shown(value)}")
+            raise _inexpressible(model, name, f"is {shown(found)}", must, f"{field}: {shown(value)}")
 
 
-def _unsaid(model: Model, field: str, given: str, because: str, advice: str) -> SpecError:
+def _inexpressible(model: Model, field: str, given: str, because: str, advice: str) -> SpecError:
     return SpecError(f"model.{field} {given} ({model.name}), which no Hugging Face family can say: {because}; try {advice}")
 
 

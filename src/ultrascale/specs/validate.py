@@ -50,11 +50,11 @@ def build(cls: type[T], data: Mapping[str, Any], what: str) -> T:
     try:
         return cls.model_validate(dict(data))
     except ValidationError as failure:
-        # Errors of a union's members can read alike: each sentence is told once.
+        # Errors of a union's members can read alike: each sentence is printed once.
         sentences = dict.fromkeys(_sentence(cls, error, what) for error in failure.errors(include_url=False))
-        told = [sentence for sentence in sentences if sentence]
-        more = [f"and {len(told) - MOST_SENTENCES} more"] if len(told) > MOST_SENTENCES else []
-        raise SpecError("; ".join(told[:MOST_SENTENCES] + more)) from None
+        distinct = [sentence for sentence in sentences if sentence]
+        more = [f"and {len(distinct) - MOST_SENTENCES} more"] if len(distinct) > MOST_SENTENCES else []
+        raise SpecError("; ".join(distinct[:MOST_SENTENCES] + more)) from None
 
 
 def _sentence(cls: type[BaseModel], error: ErrorDetails, what: str) -> str:
