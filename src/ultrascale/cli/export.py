@@ -51,7 +51,7 @@ def export(
     targets.check(to, style, image)
     plan = Plan.load(file)
     check(plan.job, plan.layout)  # the file may have been edited
-    said: list[str] = []
+    comments: list[str] = []
     if to in targets.LAUNCHERS:
         from ultrascale.specs.training import Training
         from ultrascale.train import supported
@@ -59,12 +59,12 @@ def export(
         supported.check(plan.job, plan.layout, Training())
         files, follows = targets.launcher_files(plan, to, image, str(output))
     else:
-        files, said, follows = targets.engine_files(plan, to, style, str(output))
+        files, comments, follows = targets.engine_files(plan, to, style, str(output))
     written = write.into(output, files, force)
     if as_json:
-        print_json({"written": written, "header": said, "next": follows})
+        print_json({"written": written, "header": comments, "next": follows})
     else:
-        show.show_written(terminal(), written, said, follows)
+        show.show_written(terminal(), written, comments, follows)
 
 
 @app.command("import", rich_help_panel=EXPORT)

@@ -29,7 +29,7 @@ Tokens = npt.NDArray[np.int64]
 
 STDLIB, SYNTHETIC = "stdlib", "synthetic"
 MOST_PARTS = 1000
-LOOKS, LOOK = 64, 256  # windows of a fingerprint, and tokens in each
+SAMPLED_WINDOWS, WINDOW_TOKENS = 64, 256  # windows of a fingerprint, and tokens in each
 _WEIGHT = re.compile(r"[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]{1,2})?")
 BYTES = 256  # tokens of a byte-level vocabulary
 MOST_BYTES = 16 * 2**20  # limit of the standard library: 12 MB in Python 3.11 without its tests
@@ -198,10 +198,10 @@ def sampled_fingerprint(training: Training, vocab: int) -> int:
     """A CRC of the lengths of a run's texts and of 65 windows spread over them, as in checkpoints older than data/digest.py."""
     crc = 0
     for text, _ in corpus(training, vocab).parts:
-        length = next(length for length in (LOOK, 1) if text.windows(length))
+        length = next(length for length in (WINDOW_TOKENS, 1) if text.windows(length))
         count = text.windows(length)
         crc = zlib.crc32(f"{length} {count}".encode(), crc)
-        for window in sorted({place * (count - 1) // LOOKS for place in range(LOOKS + 1)}):
+        for window in sorted({place * (count - 1) // SAMPLED_WINDOWS for place in range(SAMPLED_WINDOWS + 1)}):
             crc = zlib.crc32(text.window(window, length).tobytes(), crc)
     return crc
 

@@ -118,7 +118,7 @@ def largest_token(tokens: npt.NDArray[Any], spots: int = 64, length: int = 2**16
     return max(int(tokens[start : start + length].max()) for start in starts)
 
 
-_DOCUMENTS_AT_ONCE = 2**20  # documents
+_DOCUMENTS_PER_READ = 2**20  # documents
 
 
 @dataclass(frozen=True)
@@ -156,12 +156,12 @@ def info(path: str | os.PathLike[str]) -> TokenSetSummary:
 def _longest(found: TokenSet, ends: npt.NDArray[Any]) -> int:
     """The longest document. Reads every document end, so that it also detects unordered ones."""
     longest = before = 0
-    for first in range(0, len(ends), _DOCUMENTS_AT_ONCE):
-        lengths = np.diff(ends[first : first + _DOCUMENTS_AT_ONCE].astype(np.int64), prepend=before)
+    for first in range(0, len(ends), _DOCUMENTS_PER_READ):
+        lengths = np.diff(ends[first : first + _DOCUMENTS_PER_READ].astype(np.int64), prepend=before)
         if lengths.min() <= 0:
             place = first + int(np.argmin(lengths)) + 1
             raise SpecError(
                 f"{found.path} has a damaged list of documents: number {place:,} ends before it begins; tokenize it anew"
             )
-        longest, before = max(longest, int(lengths.max())), int(ends[min(first + _DOCUMENTS_AT_ONCE, len(ends)) - 1])
+        longest, before = max(longest, int(lengths.max())), int(ends[min(first + _DOCUMENTS_PER_READ, len(ends)) - 1])
     return longest

@@ -147,7 +147,7 @@ _MEGATRON_MAGIC = b"MMIDIDX\0\0"
 _INDEX = struct.Struct("<9sQBQQ")  # magic, version, type of a token, sequences, documents + 1
 _MEGATRON_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
 _LENGTH, _PLACE = np.dtype("<i4"), np.dtype("<i8")
-_AT_ONCE = 2**20  # sequences checked at a time, so that a long index takes little memory
+_SEQUENCES_PER_READ = 2**20  # sequences checked at a time, so that a long index takes little memory
 
 # Files that begin so are not flat tokens, whatever their names.
 _OTHERS = {
@@ -210,10 +210,10 @@ def _token_type(index: Path, code: int) -> np.dtype[Any]:
 def _total(index: Path, lengths: npt.NDArray[Any], places: npt.NDArray[Any], width: int) -> int:
     """The total number of tokens; raises unless the sequences are contiguous."""
     total = 0
-    for first in range(0, len(lengths), _AT_ONCE):
-        part = lengths[first : first + _AT_ONCE].astype(np.int64)
+    for first in range(0, len(lengths), _SEQUENCES_PER_READ):
+        part = lengths[first : first + _SEQUENCES_PER_READ].astype(np.int64)
         starts = total + np.cumsum(part) - part
-        if part.min() < 0 or not np.array_equal(places[first : first + _AT_ONCE], starts * width):
+        if part.min() < 0 or not np.array_equal(places[first : first + _SEQUENCES_PER_READ], starts * width):
             raise SpecError(
                 f"{index} has sequences that do not lie one after the other: write it with Megatron's preprocess_data.py"
             )

@@ -132,9 +132,9 @@ def _world(s: Any, where: str) -> tuple[int, int] | None:
     return (machines, processes // machines) if processes % machines == 0 else None
 
 
-def files(job: Job, layout: Layout, settings: dict[str, Any], said: list[str]) -> tuple[File, ...]:
+def files(job: Job, layout: Layout, settings: dict[str, Any], comments: list[str]) -> tuple[File, ...]:
     head = header.commented(
-        TITLE, said, f"Micro-batch {layout.mbs} and {layout.gas} accumulation steps are your program's to set."
+        TITLE, comments, f"Micro-batch {layout.mbs} and {layout.gas} accumulation steps are your program's to set."
     )
     return (File("config.yaml", head + to_yaml(settings)), *hugging_face_config(job.model))
 

@@ -161,8 +161,8 @@ TABLE = (
 )
 
 
-def files(job: Job, layout: Layout, settings: dict[str, Any], said: list[str]) -> tuple[File, ...]:
-    text = json.dumps({**settings, OWN: said}, indent=2, ensure_ascii=True) + "\n"
+def files(job: Job, layout: Layout, settings: dict[str, Any], comments: list[str]) -> tuple[File, ...]:
+    text = json.dumps({**settings, OWN: comments}, indent=2, ensure_ascii=True) + "\n"
     return (File("ds_config.json", text), *hugging_face_config(job.model))
 
 

@@ -201,8 +201,8 @@ def missing_fields(wanted: Fields, found: Fields) -> Fields:
     preset = Model.presets().get(str(model["model.name"]))
     if preset is not None and "model.name" in missing and model_fields(preset) == model:
         missing.pop("model.source", None)  # the name brings it
-    gone = [name for name in found if name.startswith("model.") and name not in wanted and name.count(".") == 2]
-    return missing | {name.rpartition(".")[0]: None for name in gone}
+    removed = [name for name in found if name.startswith("model.") and name not in wanted and name.count(".") == 2]
+    return missing | {name.rpartition(".")[0]: None for name in removed}
 
 
 def check_header(given: Fields) -> Fields:

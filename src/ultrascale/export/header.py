@@ -34,9 +34,9 @@ def lines(missing: Fields, layout: Layout, why: Mapping[str, str], title: str) -
     return changes + facts
 
 
-def commented(title: str, said: Iterable[str], *more: str) -> str:
+def commented(title: str, comments: Iterable[str], *more: str) -> str:
     """The head of a file whose comments begin with `#`."""
-    opening = [f"Written by {_MARK} export for {title}; `{_MARK} import` reads it back.", *more, *said]
+    opening = [f"Written by {_MARK} export for {title}; `{_MARK} import` reads it back.", *more, *comments]
     return "".join(f"# {line}\n" for line in opening)
 
 

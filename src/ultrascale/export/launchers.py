@@ -76,9 +76,9 @@ def kubernetes_files(plan: Plan, run: str, image: str) -> tuple[tuple[File, ...]
     plan_map = _config_map(f"{name}-plan", text)
     head = f"# {plan.layout}: {plan.job.cluster.nodes} pod(s) of {plan.job.cluster.gpus_per_node}.\n"
     head += f"# {image} must hold ultrascale; the volume claim '{CLAIM}' must exist and be writable by every pod.\n"
-    made = _manifests(plan, name, image, run)
+    manifests = _manifests(plan, name, image, run)
     return (
-        tuple(File(file, f"{head}{plan_map}---\n{to_yaml(data)}") for file, data in made.items()),
+        tuple(File(file, f"{head}{plan_map}---\n{to_yaml(data)}") for file, data in manifests.items()),
         "kubectl apply -f {folder}/trainjob.yaml   # or jobset.yaml, where there is no Kubeflow Trainer",
     )
 
@@ -113,14 +113,14 @@ def _manifests(plan: Plan, name: str, image: str, run: str) -> dict[str, Any]:
         "<resources>": None if kind == "cpu" else {"limits": {resource: str(each)}},
     }
     data = package_data("ultrascale.export", "kubernetes.yaml")
-    return {file: _filled(data[file], words) for file in ("trainjob.yaml", "jobset.yaml")}
+    return {file: _substitute(data[file], words) for file in ("trainjob.yaml", "jobset.yaml")}
 
 
-def _filled(node: Any, words: Mapping[str, Any]) -> Any:
+def _substitute(node: Any, words: Mapping[str, Any]) -> Any:
     if isinstance(node, dict):
-        filled = {key: _filled(value, words) for key, value in node.items()}
-        return {key: value for key, value in filled.items() if value is not None}
+        substituted = {key: _substitute(value, words) for key, value in node.items()}
+        return {key: value for key, value in substituted.items() if value is not None}
     if isinstance(node, list):
-        parts = [_filled(one, words) for one in node]
+        parts = [_substitute(one, words) for one in node]
         return [one for part in parts for one in (part if isinstance(part, list) else [part])]
     return words.get(node, node)

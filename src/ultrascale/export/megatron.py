@@ -445,7 +445,7 @@ _RUN = (
 )
 
 
-def files(job: Job, layout: Layout, settings: dict[str, Any], said: list[str]) -> tuple[File, ...]:
+def files(job: Job, layout: Layout, settings: dict[str, Any], comments: list[str]) -> tuple[File, ...]:
     notes = ["Data is mocked and the tokenizer a stand-in: put --data-path and your --tokenizer-type in their places."]
     if job.model.activation == "relu":
         notes.append("Megatron's ReLU is squared.")
@@ -455,7 +455,7 @@ def files(job: Job, layout: Layout, settings: dict[str, Any], said: list[str]) -
         name if value is True else f"{name} {quoted(str(value))}" for name, value in settings.items() if value is not False
     ]
     text = f"""#!/usr/bin/env bash
-{header.commented(TITLE, said, *notes)}set -euo pipefail
+{header.commented(TITLE, comments, *notes)}set -euo pipefail
 {connections}torchrun \\
   --nnodes {job.cluster.nodes} --nproc-per-node {job.cluster.gpus_per_node} \\
   --node-rank "${{NODE_RANK:-0}}" --master-addr "${{MASTER_ADDR:-localhost}}" --master-port "${{MASTER_PORT:-29500}}" \\

@@ -161,9 +161,9 @@ TABLE = (
 )
 
 
-def files(job: Job, layout: Layout, settings: dict[str, Any], said: list[str]) -> tuple[File, ...]:
+def files(job: Job, layout: Layout, settings: dict[str, Any], comments: list[str]) -> tuple[File, ...]:
     head = header.commented(
-        TITLE, said, "Data is made up and the tokenizer a stand-in: name yours under data_stages and tokenizer."
+        TITLE, comments, "Data is made up and the tokenizer a stand-in: name yours under data_stages and tokenizer."
     )
     return (File("config.yaml", head + to_yaml(settings)),)
 

@@ -72,22 +72,22 @@ def plan_from(path: Path, given: Given | None = None) -> Imported:
     text, where = text_of(path), path.name
     engine = engine_of(path, text)
     settings = engine.parse(text, where)
-    said = header.parse(_header_text(settings, text))
+    extra = header.parse(_header_text(settings, text))
     notes: list[str] = []
-    cluster = _cluster(engine, settings, where, said, given, notes)
+    cluster = _cluster(engine, settings, where, extra, given, notes)
     world = World(None if cluster is None else cluster.gpus, given.model.vocab if given.model else None)
     found = engine.read(settings, where, world)
     with _naming_slips(found, where):
         if cluster is None:
-            cluster = _as_many_as_needed(found, said, where, notes)
-        job, layout = _build(found, said, given, cluster, engine)
-        stale = _edited(engine, job, layout, found, said)
+            cluster = _as_many_as_needed(found, extra, where, notes)
+        job, layout = _build(found, extra, given, cluster, engine)
+        stale = _edited(engine, job, layout, found, extra)
         if stale:
-            said = {name: value for name, value in said.items() if name not in stale}
+            extra = {name: value for name, value in extra.items() if name not in stale}
             notes += [f"{name}: the file's own setting holds; its header says otherwise" for name in sorted(stale)]
-            job, layout = _build(found, said, given, cluster, engine)
+            job, layout = _build(found, extra, given, cluster, engine)
         check(job, layout)
-    notes += found.notes if not said else [note for note in found.notes if note.startswith("not read:")]
+    notes += found.notes if not extra else [note for note in found.notes if note.startswith("not read:")]
     reasons = (f"read from {where}, a file for {engine.title}", *notes)
     return Imported(Plan(job=job, layout=layout, estimate=estimate(job, layout), reasons=reasons), engine, tuple(notes))
 
@@ -104,11 +104,11 @@ def _naming_slips(found: SettingsReader, where: str) -> Iterator[None]:
         raise SpecError(f"{error}; {where} has {slips[0]}") from None
 
 
-def _build(found: SettingsReader, said: Fields, given: Given, cluster: Cluster, engine: EngineFormat) -> tuple[Job, Layout]:
+def _build(found: SettingsReader, extra: Fields, given: Given, cluster: Cluster, engine: EngineFormat) -> tuple[Job, Layout]:
     where = found.where
     framework = engine.framework if given.framework is None else given.framework.name
     known = fields.with_defaults(found.fields, framework)
-    known = fields.merged(fields.merged(known, said), given.fields())
+    known = fields.merged(fields.merged(known, extra), given.fields())
     if "job.seq" not in known:
         raise SpecError(f"{where} does not say how long a sequence is: give --seq, such as --seq 4096")
     if not fields.has_model(known):
@@ -121,25 +121,25 @@ def _build(found: SettingsReader, said: Fields, given: Given, cluster: Cluster, 
     return fields.job_and_layout(fields.with_derived(known))
 
 
-def _edited(engine: EngineFormat, job: Job, layout: Layout, found: SettingsReader, said: Fields) -> set[str]:
+def _edited(engine: EngineFormat, job: Job, layout: Layout, found: SettingsReader, extra: Fields) -> set[str]:
     """Header lines that no longer belong: a plan with their value would not have been written as this file is."""
-    if not said:
+    if not extra:
         return set()
     again = engine.read(engine.settings(job, layout), engine.config, World(job.cluster.gpus, job.model.vocab)).fields
-    return {name for name in said if name in found.fields and again.get(name) != found.fields[name]}
+    return {name for name in extra if name in found.fields and again.get(name) != found.fields[name]}
 
 
-def _cluster(engine: EngineFormat, settings: Any, where: str, said: Fields, given: Given, notes: list[str]) -> Cluster | None:
+def _cluster(engine: EngineFormat, settings: Any, where: str, extra: Fields, given: Given, notes: list[str]) -> Cluster | None:
     if given.cluster is not None:
         return given.cluster
-    if "job.cluster" in said:
-        return fields.cluster_of(said["job.cluster"])
+    if "job.cluster" in extra:
+        return fields.cluster_of(extra["job.cluster"])
     launched = engine.world(settings, where)
     return None if launched is None else _assumed(*launched, notes)
 
 
-def _as_many_as_needed(found: SettingsReader, said: Fields, where: str, notes: list[str]) -> Cluster:
-    axes = {f"layout.{axis}": 1 for axis in ("dp", "tp", "pp", "cp")} | found.fields | said
+def _as_many_as_needed(found: SettingsReader, extra: Fields, where: str, notes: list[str]) -> Cluster:
+    axes = {f"layout.{axis}": 1 for axis in ("dp", "tp", "pp", "cp")} | found.fields | extra
     gpus = axes["layout.dp"] * axes["layout.tp"] * axes["layout.pp"] * axes["layout.cp"]
     if gpus <= 8 or gpus % 8 == 0:
         return _assumed(max(1, gpus // 8), min(gpus, 8), notes)

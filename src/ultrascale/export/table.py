@@ -162,7 +162,7 @@ class SettingsReader:
         self._rows = {row.path or id(row): row for row in table}
         self._done: set[str | int] = set()
         self._flat = _flat(data, where)
-        self._asked: set[str] = set()
+        self._used: set[str] = set()
         self._known: set[str] = set()
 
     def read(self) -> None:
@@ -187,7 +187,7 @@ class SettingsReader:
         return self.value(key) is not None
 
     def value(self, key: str, default: Any = None) -> Any:
-        self._asked.add(key)
+        self._used.add(key)
         found = self._flat.get(key)
         return default if found is None else found
 
@@ -259,13 +259,13 @@ class SettingsReader:
 
     def slip(self, key: str) -> str:
         """Of a setting that is not there: the one, never asked for, that may mean it."""
-        unasked = [] if key in self._flat else [name for name in self._flat if name not in self._asked][:MOST_SLIPS]
-        close = get_close_matches(key, unasked, n=1, cutoff=CLOSE)
+        unused = [] if key in self._flat else [name for name in self._flat if name not in self._used][:MOST_SLIPS]
+        close = get_close_matches(key, unused, n=1, cutoff=CLOSE)
         return f" (there is '{close[0]:.80}')" if close else ""
 
     def passed(self, *keys: str) -> None:
         """Known keys that say nothing about a plan."""
-        self._asked.update(keys)
+        self._used.update(keys)
 
     def also_known(self, *keys: str) -> None:
         """Settings that have no place in a plan, but may be meant by a slip."""
@@ -274,19 +274,19 @@ class SettingsReader:
     def unread(self) -> list[str]:
         """What was passed over: slips by name with what they may mean, all others in one line."""
         rest: list[str] = []
-        said: list[str] = []
-        absent = sorted((self._asked | self._known) - set(self._flat))
-        for key in (key for key in self._flat if key not in self._asked):
+        lines: list[str] = []
+        absent = sorted((self._used | self._known) - set(self._flat))
+        for key in (key for key in self._flat if key not in self._used):
             skips = key in self._known or len(rest) > MOST_SLIPS
             close = [] if skips else get_close_matches(key[:80], absent, n=1, cutoff=CLOSE)
             if close:
-                said.append(f"not read: {key:.80}: did you mean '{close[0]}'?")
+                lines.append(f"not read: {key:.80}: did you mean '{close[0]}'?")
             else:
                 rest.append(f"{key:.80}")
         if rest:
             more = f" and {len(rest) - MOST_UNREAD} more" if len(rest) > MOST_UNREAD else ""
-            said.append("not read, since a plan has no place for it: " + ", ".join(rest[:MOST_UNREAD]) + more)
-        return said
+            lines.append("not read, since a plan has no place for it: " + ", ".join(rest[:MOST_UNREAD]) + more)
+        return lines
 
 
 def _flat(data: Mapping[str, Any], where: str, before: str = "", depth: int = 0) -> dict[str, Any]:

@@ -38,20 +38,20 @@ def engine_files(plan: Plan, to: str, style: str | None, folder: str) -> tuple[l
     """Files, what they cannot say (each line once), and the command that comes next."""
     engines = STYLES[style or "both"] if to == "torchtitan" else ENGINES[to]
     files: list[File] = []
-    said: dict[str, None] = {}
+    comments: dict[str, None] = {}
     for engine in engines:
-        made, lines = write.for_engine(engine, plan.job, plan.layout)
-        files += made
-        said |= dict.fromkeys(lines)
-    return files, list(said), engines[-1].next_command(quoted(folder), plan.job)
+        written, lines = write.for_engine(engine, plan.job, plan.layout)
+        files += written
+        comments |= dict.fromkeys(lines)
+    return files, list(comments), engines[-1].next_command(quoted(folder), plan.job)
 
 
 def launcher_files(plan: Plan, to: str, image: str | None, folder: str) -> tuple[list[File], str]:
     """The launcher beside the plan it starts, and the command that comes next."""
     run = name_of(plan.job.model.name)
     if to == "kubernetes":
-        made, follows = launchers.kubernetes_files(plan, run, IMAGE if image is None else image)
+        written, follows = launchers.kubernetes_files(plan, run, IMAGE if image is None else image)
     else:
-        made, follows = launchers.torchrun_files(plan, run) if to == "torchrun" else launchers.slurm_files(plan, run)
+        written, follows = launchers.torchrun_files(plan, run) if to == "torchrun" else launchers.slurm_files(plan, run)
     whole = File("plan.yaml", HEADER + to_yaml(plan.to_mapping()))
-    return [whole, *made], follows.format(folder=quoted(folder))
+    return [whole, *written], follows.format(folder=quoted(folder))

@@ -19,14 +19,14 @@ _SECTIONS = {"TrainingConfig": "training", "ParallelismConfig": "parallelism", "
 _MODES = {"FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "memory_budget"}
 
 
-def toml_files(job: Job, layout: Layout, settings: dict[str, dict[str, Any]], said: list[str]) -> tuple[File, ...]:
+def toml_files(job: Job, layout: Layout, settings: dict[str, dict[str, Any]], comments: list[str]) -> tuple[File, ...]:
     groups = {name: dict(group) for name, group in settings.items() if name != "float8"}
     if settings["float8"]["enable"]:
         groups["model"]["converters"] = ["quantize.linear.float8"]
     groups["training"]["dataset"] = "c4_test"
     if layout.recompute == "selective":
         groups["activation_checkpoint"]["selective_ac_option"] = "op"
-    lines = [header.commented("torchtitan 0.2 (TOML)", said, _DATA)]
+    lines = [header.commented("torchtitan 0.2 (TOML)", comments, _DATA)]
     for name, group in groups.items():
         lines.append(f"[{name}]")
         lines += [f"{key} = {_toml(value)}" for key, value in group.items()]
@@ -83,11 +83,11 @@ def {function}() -> Trainer.Config:
 """
 
 
-def python_files(job: Job, layout: Layout, settings: dict[str, dict[str, Any]], said: list[str]) -> tuple[File, ...]:
+def python_files(job: Job, layout: Layout, settings: dict[str, dict[str, Any]], comments: list[str]) -> tuple[File, ...]:
     eight = settings["float8"]["enable"]
     block = {"full": "FullAC", "selective": "SelectiveAC"}.get(layout.recompute)
     text = _TEMPLATE.format(
-        head=header.commented("torchtitan 0.3 (Python)", said, _DATA),
+        head=header.commented("torchtitan 0.3 (Python)", comments, _DATA),
         converter_import="from torchtitan.components.quantization import Float8LinearConverter\n" if eight else "",
         recompute_import=f"from torchtitan.distributed.activation_checkpoint import {block}\n" if block else "",
         module=settings["model"]["name"],

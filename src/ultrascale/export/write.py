@@ -23,8 +23,8 @@ def for_engine(engine: EngineFormat, job: Job, layout: Layout) -> tuple[tuple[Fi
     missing = fields.missing_fields(wanted, fields.with_defaults(fields.with_derived(found), engine.framework))
     if layout.batch_tokens(job.seq) == job.batch_tokens:
         missing.pop("job.batch_tokens", None)  # it follows
-    said = header.lines(missing, layout, engine.lost, engine.title)
-    return engine.files(job, layout, settings, said), said
+    comments = header.lines(missing, layout, engine.lost, engine.title)
+    return engine.files(job, layout, settings, comments), comments
 
 
 def into(folder: Path, files: Sequence[File], force: bool) -> list[Path]:
@@ -32,12 +32,12 @@ def into(folder: Path, files: Sequence[File], force: bool) -> list[Path]:
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise SpecError(f"-o is {folder}, which is a file: name a folder, such as {folder}-export")
     try:
-        held = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+        existing = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     except OSError as error:
         raise SpecError(f"-o is {folder}, which cannot be read ({(error.strerror or '').lower()}): name another") from None
-    if held and not force:
+    if existing and not force:
         raise SpecError(
-            f"-o is {folder}, which is not empty: {held[0]} is in the way; name a new folder, or write into it with --force"
+            f"-o is {folder}, which is not empty: {existing[0]} is in the way; name a new folder, or write into it with --force"
         )
     try:
         os.makedirs(folder, exist_ok=True)

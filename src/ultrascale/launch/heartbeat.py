@@ -22,7 +22,7 @@ BEAT_S = 1.0
 BEATS_A_SECOND = 500.0  # of all ranks together: the load limit of a store
 READERS = 8  # ranks that read the statuses of all ranks when all hang in the same step
 STORE_TIMEOUT = timedelta(seconds=5)  # a store that does not answer is lost, and so is its host
-KEYS_AT_ONCE = 1024
+KEYS_PER_READ = 1024
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ class StoreHeartbeat:
         if self._ticket(step) > READERS:
             return {}
         found: dict[int, RankStatus] = {}
-        for start in range(0, self._world, KEYS_AT_ONCE):
-            keys = [str(rank) for rank in range(start, min(start + KEYS_AT_ONCE, self._world))]
+        for start in range(0, self._world, KEYS_PER_READ):
+            keys = [str(rank) for rank in range(start, min(start + KEYS_PER_READ, self._world))]
             if not self._store.check(keys):
                 keys = [key for key in keys if self._store.check([key])]
             if keys:

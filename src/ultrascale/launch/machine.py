@@ -83,10 +83,10 @@ def gpu_names() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return names
-    chosen = [word.strip() for word in visible.split(",") if word.strip()]
-    if all(word.isdigit() for word in chosen):
-        return [names[int(word)] for word in chosen if int(word) < len(names)]
-    return names[: len(chosen)]  # given by UUID: the GPUs of one machine are usually of one kind
+    selected = [word.strip() for word in visible.split(",") if word.strip()]
+    if all(word.isdigit() for word in selected):
+        return [names[int(word)] for word in selected if int(word) < len(names)]
+    return names[: len(selected)]  # given by UUID: the GPUs of one machine are usually of one kind
 
 
 def kind_of_gpu(name: str) -> str:

@@ -26,8 +26,8 @@ from ultrascale.parallel.torch_private import op_name
 from ultrascale.specs.printable import printable
 
 NAMED = 8  # ranks that a report names one by one
-LOOKS = 2.5  # minimum beats between two reads before a rank is called silent
-LONGEST_LOOK_S = 10.0  # limit of that time when an error is explained
+BEATS_BETWEEN_READS = 2.5  # minimum beats between two reads before a rank is called silent
+LONGEST_WAIT_S = 10.0  # limit of that time when an error is explained
 SAME = "Every rank lives and says the same"
 LONGEST_READ_S = 20.0  # limit for reading all ranks' statuses from a store
 UNNAMED = "unknown"
@@ -118,7 +118,7 @@ class Watchdog:
     def explain(self, error: BaseException) -> str:
         """The report for an error of gloo, NCCL or the store: where this rank was, and which ranks are lost."""
         status, collective, first = self._status, waits_in(error), self._read()
-        time.sleep(min(LOOKS * self._interval_s, LONGEST_LOOK_S))
+        time.sleep(min(BEATS_BETWEEN_READS * self._interval_s, LONGEST_WAIT_S))
         where = f"step {status.step}, {status.doing}" + (f", in {collective}" if collective else "")
         return "\n".join(
             [
@@ -128,22 +128,22 @@ class Watchdog:
         )
 
     def _watch(self) -> None:
-        looks: list[Mapping[int, RankStatus] | None] = []  # None: the store did not answer
+        reads: list[Mapping[int, RankStatus] | None] = []  # None: the store did not answer
         disk = _Silence(self._timeout_s)
         while not self._sleep():
             still_s = time.monotonic() - self._progress_at
-            if self._waits_for_disk and (gone := disk.ranks(self._read)):
-                self._on_stuck(self._report_silent(gone))
+            if self._waits_for_disk and (silent_ranks := disk.ranks(self._read)):
+                self._on_stuck(self._report_silent(silent_ranks))
                 os._exit(1)
             if still_s < self._timeout_s / 2:
-                looks = []
-            elif not looks:
-                looks = [self._read()]
+                reads = []
+            elif not reads:
+                reads = [self._read()]
             elif still_s >= self._timeout_s:
-                report = self._report(still_s, looks[0])
+                report = self._report(still_s, reads[0])
                 if SAME in report and waits_in() is not None:
                     # A rank that hangs outside of the collective that the others wait in knows best where: it reports first.
-                    time.sleep(min(LOOKS * self._interval_s, LONGEST_LOOK_S))
+                    time.sleep(min(BEATS_BETWEEN_READS * self._interval_s, LONGEST_WAIT_S))
                 self._on_stuck(report)
                 os._exit(1)  # the main thread is in a call that cannot be interrupted
 
@@ -195,7 +195,7 @@ class Watchdog:
             [
                 f"{self._name(self._rank)} waits for ranks that have been silent for {self._timeout_s:.0f} s: {self._status}",
                 *self._lines(ranks, statuses, "is silent: stopped, dead or out of reach; it last said"),
-                _look_at(ranks),
+                _advice(ranks),
             ]
         )
 
@@ -206,22 +206,22 @@ class Watchdog:
         if not now:
             return ["Other ranks of this step say who holds everybody up."]
         others = {rank: status for rank, status in now.items() if rank != self._rank}
-        gone = silent(before, others)
+        silent_ranks = silent(before, others)
         never = [rank for rank in range(self._world) if rank not in now and rank != self._rank]
-        behind = [rank for rank in others if rank not in gone and others[rank].step < self._status.step]
+        late = [rank for rank in others if rank not in silent_ranks and others[rank].step < self._status.step]
         elsewhere = [
             rank
             for rank in others
-            if rank not in gone and others[rank].step == self._status.step and others[rank].doing != self._status.doing
+            if rank not in silent_ranks and others[rank].step == self._status.step and others[rank].doing != self._status.doing
         ]
         lines = [
-            *self._lines(gone, now, "is silent: stopped, dead or out of reach; it last said"),
+            *self._lines(silent_ranks, now, "is silent: stopped, dead or out of reach; it last said"),
             *self._lines(never, now, "never said anything: it did not start, or cannot be reached"),
-            *self._lines(behind, now, "is behind:"),
+            *self._lines(late, now, "is behind:"),
             *self._lines(elsewhere, now, "is elsewhere:"),
         ]
-        if gone or never:
-            lines.append(_look_at(gone + never))
+        if silent_ranks or never:
+            lines.append(_advice(silent_ranks + never))
         elif not lines:
             lines.append(f"{SAME}: the collective itself failed, or ranks disagree about its shape or type.")
         return lines
@@ -262,7 +262,7 @@ class _Silence:
         }
 
 
-def _look_at(ranks: list[int]) -> str:
+def _advice(ranks: list[int]) -> str:
     named = ", ".join(map(str, ranks[:NAMED]))
     return f"Look at rank {named}: its process (a state of T is stopped), its machine's log, its memory, its link."
 

@@ -14,13 +14,13 @@ from ultrascale.show.lines import bullets, heading, notes
 from ultrascale.specs.units import seconds
 
 
-def show_written(console: Console, written: list[Path], said: list[str], follows: str) -> None:
+def show_written(console: Console, written: list[Path], comments: list[str], follows: str) -> None:
     for file in written:
         console.print(f"Wrote {file}", soft_wrap=True)
-    unsaid = [line.removeprefix(f"{NOT_EXPRESSIBLE}: ") for line in said if line.startswith(NOT_EXPRESSIBLE)]
-    if unsaid:
+    lost = [line.removeprefix(f"{NOT_EXPRESSIBLE}: ") for line in comments if line.startswith(NOT_EXPRESSIBLE)]
+    if lost:
         heading(console, "Not expressible there (also in the file)")
-        bullets(console, unsaid)
+        bullets(console, lost)
     console.print(f"Next: {follows}", soft_wrap=True)
 
 
