@@ -10,7 +10,7 @@ import pytest
 
 from conftest import Run
 from ultrascale.cli.bench import kernel_contest
-from ultrascale.cli.common import chosen
+from ultrascale.cli.common import select
 from ultrascale.launch import machine
 from ultrascale.measure import bench_collectives as collectives
 from ultrascale.measure import bench_ladders as ladders
@@ -55,15 +55,15 @@ def test_bad_words_are_refused_before_anything_is_measured(run: Run, words: tupl
 
 
 def test_a_selection_keeps_the_order_of_what_is_known() -> None:
-    assert chosen(None, ladders.LADDERS, "ladder") == list(ladders.LADDERS)
-    assert chosen("pipeline, data", ladders.LADDERS, "ladder") == ["data", "pipeline"]
-    assert chosen(" gate, NORM ", kernel_contest().KERNELS, "kernel") == ["norm", "gate"]
-    assert chosen("all-reduce,Broadcast", collectives.OPS, "collective") == ["broadcast", "all_reduce"]
+    assert select(None, ladders.LADDERS, "ladder") == list(ladders.LADDERS)
+    assert select("pipeline, data", ladders.LADDERS, "ladder") == ["data", "pipeline"]
+    assert select(" gate, NORM ", kernel_contest().KERNELS, "kernel") == ["norm", "gate"]
+    assert select("all-reduce,Broadcast", collectives.OPS, "collective") == ["broadcast", "all_reduce"]
     with pytest.raises(SpecError, match="did you mean 'all_reduce'"):
-        chosen("allreduce", collectives.OPS, "collective")
+        select("allreduce", collectives.OPS, "collective")
     for only in ("", ","):
         with pytest.raises(SpecError, match="names no ladder: try data"):
-            chosen(only, ladders.LADDERS, "ladder")
+            select(only, ladders.LADDERS, "ladder")
 
 
 @pytest.mark.usefixtures("gpu")

@@ -78,7 +78,7 @@ def test_nothing_differs_between_a_plan_and_itself(folders: Path) -> None:
     found = compare.compare(side, side)
     assert all(term.difference in (None, 0) for term in found.terms)
     assert "no part differs" in found.sentences[0]
-    assert not found.apart
+    assert not found.differences
 
 
 def test_what_cannot_be_compared_is_refused(run: Run, folders: Path) -> None:

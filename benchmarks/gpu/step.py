@@ -62,7 +62,8 @@ MBS = {"1b": 8, "3b": 4, "moe": 8}
 # What each way has beyond the one before it: compiled blocks; the loss in chunks with its gradients; AdamW in one pass, masters
 # in halves; gradients left as backward makes them; fused blocks; launches recorded as one, where that is faster; and where
 # they are installed and faster, FlashAttention 4 and gates within matmuls.
-WAYS = {"plain": "compiled", "loss": "loss", "adamw": "adamw", "made": "as_made", "fused": "fused", "recorded": "recorded"}
+WAYS = {"plain": "compiled", "loss": "loss", "adamw": "adamw", "made": "single_microbatch", "fused": "fused"}
+WAYS["recorded"] = "cuda_graphs"
 INSTALLED = {"flash": FLASH_ATTENTION_4, "all": QUACK}
 EVERY = (*WAYS, *INSTALLED)
 

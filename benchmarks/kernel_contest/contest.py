@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from ultrascale.cli.common import chosen, progress, terminal, write_json
+from ultrascale.cli.common import progress, select, terminal, write_json
 from ultrascale.launch import launcher
 from ultrascale.show.lines import labelled, table
 from ultrascale.specs.errors import SpecError
@@ -112,7 +112,7 @@ class KernelsReport:
 
 def run(only: str | None, tokens: str | None, hidden: int | None, json_file: Path | None) -> None:
     """The command."""
-    names, asked = chosen(only, KERNELS, "kernel"), shapes(None if tokens is None else count(tokens, "--tokens", "16k"), hidden)
+    names, asked = select(only, KERNELS, "kernel"), shapes(None if tokens is None else count(tokens, "--tokens", "16k"), hidden)
     if not launcher.has_gpu():
         raise SpecError(
             "bench kernels needs a GPU but nvidia-smi shows none here: run it on a machine that has one; "
@@ -281,7 +281,7 @@ def _choices(shape: KernelShape, device: torch.device) -> Iterator[str]:
     if (found := autotune.time_attention(heads, device)) is not None:
         yield str(found)
     if QUACK.why_not(torch.bfloat16) is None:
-        matmuls = autotune.time_gates(shape.tokens, model.hidden, model.ffn, torch.bfloat16, device)
+        matmuls = autotune.time_mlp(shape.tokens, model.hidden, model.ffn, torch.bfloat16, device)
         if matmuls is not None:
             yield str(matmuls)
 

@@ -156,7 +156,7 @@ def test_an_engine_that_replays_trains_as_one_that_does_not(
     monkeypatch.setattr(CUDAGraphRunner, "_capture", _record)
 
     def engine(recorded: bool) -> Engine:
-        monkeypatch.setattr(selection, "choose", lambda *_: Kernels(as_made=gas == 1, recorded=recorded))
+        monkeypatch.setattr(selection, "choose", lambda *_: Kernels(single_microbatch=gas == 1, cuda_graphs=recorded))
         return engine_of(job_of("llama"), Layout(gas=gas, mbs=2), training_of(steps=8, graphs="always"))
 
     plain, ours = engine(recorded=False), engine(recorded=True)

@@ -35,7 +35,7 @@ def operands(tokens: int = 256, outputs: int = 512, inputs: int = 1024) -> tuple
 
 
 def three(numbers: PlainGemms, x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return numbers.forward(x, weight), numbers.to_input(grad, weight), numbers.to_weight(grad, x)
+    return numbers.forward(x, weight), numbers.grad_input(grad, weight), numbers.grad_weight(grad, x)
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
@@ -147,7 +147,7 @@ def test_a_token_rounds_alike_whatever_stands_beside_it(scaling: Fp8Scaling) -> 
 def test_an_odd_number_of_tokens_falls_back_where_it_is_summed_over() -> None:
     x, weight, grad = operands(tokens=40)
     numbers = Float8Gemms("tensor")
-    assert torch.equal(numbers.to_weight(grad, x), PlainGemms().to_weight(grad, x))
+    assert torch.equal(numbers.grad_weight(grad, x), PlainGemms().grad_weight(grad, x))
     assert error(numbers.forward(x, weight), PlainGemms().forward(x, weight)) > 0.03
 
 

@@ -87,8 +87,8 @@ def test_the_bound_of_a_gate_holds_and_is_not_far() -> None:
 def test_a_tensor_has_the_largest_scale_of_its_rows() -> None:
     x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 1, 5).unsqueeze(1)
     rows = float8_block.cast_rows(x)
-    whole = float8_block.cast_turned(x, float8_block.of_rows(rows))
-    assert whole.scale == rows.scale.max() == float8_block.cast_turned(x, float8_block.largest(x)).scale
+    whole = float8_block.cast_transposed(x, float8_block.of_rows(rows))
+    assert whole.scale == rows.scale.max() == float8_block.cast_transposed(x, float8_block.largest(x)).scale
     assert whole.data.shape == (32, 5)
     assert torch.equal(whole.data.float().t()[-1] * whole.scale, rows.data.float()[-1] * rows.scale[-1])
 

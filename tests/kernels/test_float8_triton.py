@@ -92,9 +92,9 @@ def test_gate_cast(width: int, kernels: ModuleType) -> None:
 def test_casts_of_tiles(rows: int, columns: int, kind: torch.dtype, kernels: ModuleType) -> None:
     x = numbers(rows, columns, size=3e-4, kind=kind)
     largest = float8_block.largest(x)
-    same_operand(*kernels.cast_turned(*there(x, largest), NARROW), float8_block.cast_turned(x, largest))
-    out, turned, scale = kernels.cast_both_ways(*there(x, largest), WIDE)
-    kept, other = float8_block.cast_both_ways(x)
+    same_operand(*kernels.cast_transposed(*there(x, largest), NARROW), float8_block.cast_transposed(x, largest))
+    out, turned, scale = kernels.cast_and_transpose(*there(x, largest), WIDE)
+    kept, other = float8_block.cast_and_transpose(x)
     same_operand(out, scale, kept)
     same_operand(turned, scale, other)
 
@@ -105,7 +105,7 @@ def test_a_norm_is_made_again_transposed(rows: int, columns: int, kind: torch.dt
     x, gain = numbers(rows, columns, kind=kind), numbers(columns, seed=1, kind=kind)
     _, normed, roots = float8_block.norm_cast(x, None, gain, 1e-5)
     largest = float8_block.of_rows(normed)
-    turned, scale = kernels.cast_turned(*there(x, largest), NARROW, norm=tuple(there(roots, gain)))
+    turned, scale = kernels.cast_transposed(*there(x, largest), NARROW, norm=tuple(there(roots, gain)))
     _, _, wanted = float8_block.norm_backward_cast(torch.zeros_like(x), x, roots, gain, x, largest)
     same_operand(turned, scale, wanted, FEW[kind])
 
@@ -130,7 +130,7 @@ def test_what_is_not_a_number_stays_so(kernels: ModuleType) -> None:
     broken = torch.zeros(16, 32, dtype=torch.bool, device=DEVICE)
     broken[3, 5] = broken[4] = True
     assert torch.equal(~torch.isfinite(rows.float() * scale), broken)
-    turned, _ = kernels.cast_turned(x, torch.ones((), device=DEVICE), NARROW)
+    turned, _ = kernels.cast_transposed(x, torch.ones((), device=DEVICE), NARROW)
     assert torch.isnan(turned.float()[5, 3])
 
 

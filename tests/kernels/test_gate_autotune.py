@@ -33,20 +33,20 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
         shapes.append((tokens, hidden, ffn))
         return {name: 8.1 if isinstance(way, gated_gemm.GatedGemmKernel) else 9.0 for name, way in ways.items()}
 
-    monkeypatch.setattr(autotune, "_gates_ms", times_ms)
+    monkeypatch.setattr(autotune, "_mlp_ms", times_ms)
     monkeypatch.setattr(optional_kernels, "installed", lambda _: True)
     return shapes
 
 
-def blocks_of(found: autotune.GateTimes) -> list[GatedMLPKernel]:
+def blocks_of(found: autotune.MLPTimes) -> list[GatedMLPKernel]:
     model = Transformer(job().model)
     fused.apply(model)
     found.apply([model])
-    return [block.gates for block in model.each_block() if isinstance(block, FusedBlock)]
+    return [block.mlp_kernel for block in model.each_block() if isinstance(block, FusedBlock)]
 
 
 def test_the_faster_way_runs_in_every_fused_block(asked: list[tuple[int, int, int]]) -> None:
-    found = autotune.fastest_gates(job(), Layout(mbs=3), training_of(), torch.bfloat16, GPU)
+    found = autotune.fastest_mlp(job(), Layout(mbs=3), training_of(), torch.bfloat16, GPU)
     assert str(found) == "gates: within matmuls 8.10 ms, between them 9.00 ms"
     assert asked == [(3 * job().seq, 128, 256)]
     assert found is not None
@@ -54,30 +54,30 @@ def test_the_faster_way_runs_in_every_fused_block(asked: list[tuple[int, int, in
     assert len(ways) == job().model.layers
     assert all(isinstance(way, gated_gemm.GatedGemmKernel) for way in ways)
     assert all(
-        isinstance(way, gated_gemm.GatedGemmKernel) for way in blocks_of(autotune.GateTimes(8.0, 8.1))
+        isinstance(way, gated_gemm.GatedGemmKernel) for way in blocks_of(autotune.MLPTimes(8.0, 8.1))
     )  # as good as equal
-    assert not any(isinstance(way, gated_gemm.GatedGemmKernel) for way in blocks_of(autotune.GateTimes(8.0, 8.2)))
+    assert not any(isinstance(way, gated_gemm.GatedGemmKernel) for way in blocks_of(autotune.MLPTimes(8.0, 8.2)))
 
 
 @pytest.mark.usefixtures("asked")
 def test_nothing_is_timed_where_there_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     eager = training_of(kernels="eager")
-    assert autotune.fastest_gates(job(), Layout(), training_of(), torch.bfloat16, CPU) is None
-    assert autotune.fastest_gates(job(), Layout(tp=2), training_of(), torch.bfloat16, GPU) is None
-    assert autotune.fastest_gates(job(), Layout(), eager, torch.bfloat16, GPU) is None
-    assert autotune.fastest_gates(job().changed(precision="fp32"), Layout(), training_of(), torch.float32, GPU) is None
-    assert autotune.fastest_gates(job().changed(precision="fp8"), Layout(), training_of(), torch.bfloat16, GPU) is None
+    assert autotune.fastest_mlp(job(), Layout(), training_of(), torch.bfloat16, CPU) is None
+    assert autotune.fastest_mlp(job(), Layout(tp=2), training_of(), torch.bfloat16, GPU) is None
+    assert autotune.fastest_mlp(job(), Layout(), eager, torch.bfloat16, GPU) is None
+    assert autotune.fastest_mlp(job().changed(precision="fp32"), Layout(), training_of(), torch.float32, GPU) is None
+    assert autotune.fastest_mlp(job().changed(precision="fp8"), Layout(), training_of(), torch.bfloat16, GPU) is None
     monkeypatch.setattr(optional_kernels, "installed", lambda _: False)
-    assert autotune.fastest_gates(job(), Layout(), training_of(), torch.bfloat16, GPU) is None
+    assert autotune.fastest_mlp(job(), Layout(), training_of(), torch.bfloat16, GPU) is None
 
 
 def test_a_run_does_without_quack_where_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> dict[str, float]:
         raise TypeError("no such tile\nand more")
 
-    monkeypatch.setattr(autotune, "_gates_ms", fail)
+    monkeypatch.setattr(autotune, "_mlp_ms", fail)
     monkeypatch.setattr(optional_kernels, "installed", lambda _: True)
-    found = autotune.fastest_gates(job(), Layout(), training_of(), torch.bfloat16, GPU)
+    found = autotune.fastest_mlp(job(), Layout(), training_of(), torch.bfloat16, GPU)
     assert str(found) == "gates: between matmuls; quack's kernels do not run here: TypeError: no such tile"
     assert found is not None
     assert not any(isinstance(way, gated_gemm.GatedGemmKernel) for way in blocks_of(found))
@@ -87,9 +87,9 @@ def test_without_memory_for_the_products_nothing_is_chosen(monkeypatch: pytest.M
     def refuse(*_: object) -> dict[str, float]:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(autotune, "_gates_ms", refuse)
+    monkeypatch.setattr(autotune, "_mlp_ms", refuse)
     monkeypatch.setattr(optional_kernels, "installed", lambda _: True)
-    assert autotune.fastest_gates(job(), Layout(), training_of(), torch.bfloat16, GPU) is None
+    assert autotune.fastest_mlp(job(), Layout(), training_of(), torch.bfloat16, GPU) is None
 
 
 def test_pieces_are_timed_in_turns() -> None:

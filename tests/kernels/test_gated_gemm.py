@@ -62,7 +62,7 @@ def test_a_block_with_woven_gates_is_the_plain_block(quack: Quack, joined: bool)
         fused.join(ours)
     for block in ours.each_block():
         assert isinstance(block, fused.FusedBlock)
-        block.gates = gated_gemm.GatedGemmKernel()
+        block.mlp_kernel = gated_gemm.GatedGemmKernel()
     train_alike(plain, ours)
     assert [way for way, _ in quack.asked] == ["forward"] * 2 + ["backward"] * 2
 
@@ -71,7 +71,7 @@ def test_gradients_of_both_weights_lie_whole_in_memory(quack: Quack) -> None:
     """As one-pass AdamW reads them."""
     gates, numbers = gated_gemm.GatedGemmKernel(), torch.Generator().manual_seed(0)
     x, to_both = (torch.randn(5, width, generator=numbers) for width in (8, 12))
-    to_gate, to_up = gates.to_weights(to_both, x)
+    to_gate, to_up = gates.grad_weights(to_both, x)
     assert to_gate.is_contiguous()
     assert to_up.is_contiguous()
     torch.testing.assert_close(to_gate, to_both[:, ::2].t() @ x)

@@ -78,7 +78,7 @@ def test_it_holds_a_chunk_of_logits_at_a_time_and_keeps_none() -> None:
 def test_an_evaluation_makes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, targets = inputs(10, 4, 20)
     wanted = plain(x, weight, targets)
-    monkeypatch.setattr(loss, "add_product", None)
+    monkeypatch.setattr(loss, "accumulate_matmul", None)
     with torch.no_grad():
         found = linear_cross_entropy(x, weight, targets, 3)
     assert not found.requires_grad

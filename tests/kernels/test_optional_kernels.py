@@ -145,7 +145,7 @@ def test_gates_go_on_plainly_and_with_one_note(case: str, install: Any, capfd: p
     fused.apply(ours)
     for block in ours.each_block():
         assert isinstance(block, fused.FusedBlock)
-        block.gates = gated_gemm.GatedGemmKernel()
+        block.mlp_kernel = gated_gemm.GatedGemmKernel()
     train_alike(plain, ours)
     (note,) = notes(capfd)
     assert note.startswith(f"note: quack-kernels failed ({said}")
@@ -180,13 +180,13 @@ def test_a_choice_of_gates_says_what_failed(
     case: str, install: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     install(QUACKS[case][0])
-    times = autotune._gates_ms
+    times = autotune._mlp_ms
     monkeypatch.setattr(autotune, "TimedGraph", Once)
     monkeypatch.setattr(autotune, "in_turns_ms", lambda pieces, *_: dict.fromkeys(pieces, 1.0))
-    monkeypatch.setattr(autotune, "_gates_ms", lambda *given: times(*given[:-1], CPU))
+    monkeypatch.setattr(autotune, "_mlp_ms", lambda *given: times(*given[:-1], CPU))
     small = job_of("llama")
     job = small.changed(model=small.model.model_copy(update={"hidden": 128, "ffn": 256, "head_dim": 32}), precision="bf16")
-    found = autotune.fastest_gates(job, Layout(), training_of(), torch.bfloat16, GPU)
+    found = autotune.fastest_mlp(job, Layout(), training_of(), torch.bfloat16, GPU)
     assert str(found).startswith(f"gates: between matmuls; quack's kernels do not run here: {QUACKS[case][1]}")
     assert notes(capfd) == []
     assert not QUACK.failure

@@ -10,7 +10,7 @@ from parallel.harness import job_of, training_of
 from ultrascale.kernels.selection import Kernels, choose, why_not_fused
 from ultrascale.specs.layout import Layout
 
-ALL = Kernels(fused=True, compiled=True, loss=True, adamw=True, as_made=True, recorded=True)
+ALL = Kernels(fused=True, compiled=True, loss=True, adamw=True, single_microbatch=True, cuda_graphs=True)
 
 
 def test_one_gpu_runs_all_of_them_and_a_cpu_none() -> None:
@@ -24,15 +24,15 @@ def test_one_gpu_runs_all_of_them_and_a_cpu_none() -> None:
 @pytest.mark.parametrize(
     ("fields", "off"),
     [
-        ({"gas": 2}, "as_made"),
-        ({"dp": 2}, "as_made recorded"),
-        ({"tp": 2}, "fused compiled loss as_made recorded"),
-        ({"cp": 2}, "fused compiled as_made recorded"),
-        ({"pp": 2, "gas": 2}, "as_made recorded"),
-        ({"pp": 2, "gas": 2, "schedule": "zero-bubble"}, "fused compiled loss as_made recorded"),
+        ({"gas": 2}, "single_microbatch"),
+        ({"dp": 2}, "single_microbatch cuda_graphs"),
+        ({"tp": 2}, "fused compiled loss single_microbatch cuda_graphs"),
+        ({"cp": 2}, "fused compiled single_microbatch cuda_graphs"),
+        ({"pp": 2, "gas": 2}, "single_microbatch cuda_graphs"),
+        ({"pp": 2, "gas": 2, "schedule": "zero-bubble"}, "fused compiled loss single_microbatch cuda_graphs"),
         ({"recompute": "full"}, "fused"),
         ({"recompute": "selective"}, ""),
-        ({"offload": "optimizer"}, "adamw as_made recorded"),
+        ({"offload": "optimizer"}, "adamw single_microbatch cuda_graphs"),
     ],
     ids=str,
 )

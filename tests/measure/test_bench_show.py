@@ -95,7 +95,7 @@ def watched(asked: CandidateSet, monkeypatch: pytest.MonkeyPatch, **console: Any
             (RECORDS, "", 0, 150.0),
             (RECORDS, "", 0, 150.0),
         ):
-            changed(SimpleNamespace(rows=rows(asked, *records), doing=doing, step=step, asked=asked, eta_s=eta_s))
+            changed(SimpleNamespace(rows=rows(asked, *records), doing=doing, step=step, candidate_set=asked, eta_s=eta_s))
     return text.getvalue()
 
 

@@ -62,16 +62,16 @@ def test_a_stand_in_makes_what_its_twin_makes(name: str) -> None:
 def test_a_stand_in_adds_a_product_without_another_tensor() -> None:
     total = torch.zeros(F, H)
     before = total.data_ptr(), total.shape
-    stand_ins.add_product(total, numbers(F, N), numbers(N, H), fresh=True)
+    stand_ins.accumulate_matmul(total, numbers(F, N), numbers(N, H), fresh=True)
     assert (total.data_ptr(), total.shape) == before
 
 
 def test_everything_is_put_back() -> None:
-    before = selection.choose, fused.norm, loss.add_product, operators.rms_norm
+    before = selection.choose, fused.norm, loss.accumulate_matmul, operators.rms_norm
     with stand_ins.as_on_a_gpu():
         assert fused.norm is stand_ins.norm
         assert selection.choose is not before[0]
-    assert (selection.choose, fused.norm, loss.add_product, operators.rms_norm) == before
+    assert (selection.choose, fused.norm, loss.accumulate_matmul, operators.rms_norm) == before
 
 
 def test_a_gpu_holds_less_than_operators_do() -> None:

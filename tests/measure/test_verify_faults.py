@@ -68,7 +68,7 @@ def experts_not_in_norm(patch: Patch) -> None:
     def around(original, name, parameter, shard, gradients, job, mesh, training, own):
         weight = original(name, parameter, shard, gradients, job, mesh, training, own)
         if ".experts." in name and mesh.tp.rank > 0:
-            weight.shard = replace(weight.shard, counted=False)
+            weight.shard = replace(weight.shard, is_primary=False)
         return weight
 
     wrapped(patch, build, "_weight", around)
@@ -106,7 +106,7 @@ def dropped_microbatch(patch: Patch) -> None:
 def replicated_norm_not_reduced(patch: Patch) -> None:
     def around(original, name, shape, mesh, sequence):
         shard = original(name, shape, mesh, sequence)
-        return tensor.Shard(name, shape, counted=shard.counted) if "q_norm" in name else shard
+        return tensor.Shard(name, shape, is_primary=shard.is_primary) if "q_norm" in name else shard
 
     wrapped(patch, tensor, "_shard", around)
 

@@ -242,7 +242,7 @@ def test_gradients_as_made_fused_blocks_and_a_chunked_loss(family: str, monkeypa
     """What one GPU does with one micro-batch, on a CPU: several steps, so that a gradient left over would be seen."""
     job, layout = job_of(family), Layout(mbs=2)
     reference = one_process(job, 2, training_of())
-    monkeypatch.setattr(selection, "choose", lambda *_: Kernels(as_made=True, loss=True, fused=True))
+    monkeypatch.setattr(selection, "choose", lambda *_: Kernels(single_microbatch=True, loss=True, fused=True))
     monkeypatch.setattr(loss, "linear_cross_entropy", partial(loss.linear_cross_entropy, chunk=7))
     assert_same(in_ranks(train, job, layout, training_of()), reference, job)
 

@@ -18,7 +18,7 @@ from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.transformer import MLP
 from ultrascale.parallel import expert, expert_layer
 from ultrascale.parallel.comm import Axis
-from ultrascale.parallel.expert import DISPATCHERS, AllToAllExchange, LocalTokensFirst, TokenDispatcher, dispatched_forward
+from ultrascale.parallel.expert import DISPATCHERS, AsyncAllToAll, LocalTokensFirst, TokenDispatcher, dispatched_forward
 from ultrascale.parallel.expert_layer import ParallelExperts
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job
@@ -319,7 +319,7 @@ def order_of_events(rank: int, nproc: int, store: str, overlap: ExpertOverlap) -
     axis = Axis("ep", dist.group.WORLD, rank, nproc, tuple(range(nproc)))
     heard: list[str] = []
 
-    class Loud(AllToAllExchange):
+    class Loud(AsyncAllToAll):
         def start(self, way: Any, rows: torch.Tensor) -> None:
             heard.append("begin")
             super().start(way, rows)
@@ -349,7 +349,7 @@ def order_of_events(rank: int, nproc: int, store: str, overlap: ExpertOverlap) -
         module.register_forward_hook(lambda *_, name=name: heard.append(name))
         module.register_full_backward_hook(lambda *_, name=name: heard.append(name))
     x = torch.randn(2, 8, model.hidden, requires_grad=True)
-    patched = mock.patch.object(expert, "AllToAllExchange", Loud)
+    patched = mock.patch.object(expert, "AsyncAllToAll", Loud)
     with patched, told("experts", expert_layer.grouped_gemms), told("their weights", expert_layer.grouped_weight_grad):
         out = layer(x)
         forward = list(heard)

@@ -171,11 +171,11 @@ def test_a_weight_in_fp8_is_multiplied_as_it_is() -> None:
     narrow = Float8Weight(*quantise(weight, "tensor", NARROW), torch.float32)
     numbers = Float8Gemms("tensor")
     assert torch.equal(numbers.forward(x, narrow), numbers.forward(x, weight))
-    assert torch.equal(numbers.to_input(grad, narrow), numbers.to_input(grad, weight))
+    assert torch.equal(numbers.grad_input(grad, narrow), numbers.grad_input(grad, weight))
     parameter = torch.nn.Parameter(narrow)
     numbers.linear(x, parameter, None).backward(grad)  # type: ignore[no-untyped-call]
     assert type(parameter.grad) is torch.Tensor
-    assert torch.equal(parameter.grad, numbers.to_weight(grad, x))
+    assert torch.equal(parameter.grad, numbers.grad_weight(grad, x))
     with pytest.raises(NotImplementedError, match="gathered in fp8"):
         F.linear(x, narrow)
 

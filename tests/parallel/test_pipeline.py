@@ -83,14 +83,14 @@ def test_with_data_parallelism(name: str, data_parallel: str, every: bool) -> No
 
 def _when(engine: Engine) -> list[ActionKind]:
     """What the pipeline was at whenever a weight's gradient was computed."""
-    plain, seen = PlainGemms.to_weight, list[ActionKind]()
+    plain, seen = PlainGemms.grad_weight, list[ActionKind]()
     actions = engine.pipeline.schedule.actions[engine.pipeline.rank]
 
     def watched(self: PlainGemms, grad: Any, x: Any) -> Any:
         seen.append(actions[len(engine.pipeline.ran)].kind)
         return plain(self, grad, x)
 
-    with mock.patch.object(PlainGemms, "to_weight", watched):
+    with mock.patch.object(PlainGemms, "grad_weight", watched):
         engine.backward(engine.read(0))
     assert not any(chunk.deferred.pending or chunk.deferred.open for chunk in engine.pipeline.chunks.values())
     return seen

@@ -65,7 +65,7 @@ def _measured(engine: Engine) -> Held:
             live.track(gradients.gathered(), "gathered")
             watched = gradients.unsharded()
         else:
-            live.track(gradients.held(), "gradients")
+            live.track(gradients.allocated(), "gradients")
             watched = list(gradients.module.parameters())
         for parameter in watched:
             parameter.register_post_accumulate_grad_hook(made)  # type: ignore[no-untyped-call]

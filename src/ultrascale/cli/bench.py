@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ultrascale.cli.common import NO, JsonFileOption, PlanArgument, chosen, progress, terminal, write_json
+from ultrascale.cli.common import NO, JsonFileOption, PlanArgument, progress, select, terminal, write_json
 from ultrascale.specs.errors import RunError, SpecError
 
 app = typer.Typer(
@@ -90,26 +90,26 @@ def layouts(
             say("measuring this machine, for predictions to compare with")
             cluster = launcher.detect_cluster(base.layout.gpus, base.job.precision)
             if vary is not None:
-                asked = measure.varied(loaded, base, vary, cluster)
+                candidates = measure.varied(loaded, base, vary, cluster)
             elif cluster is None:
                 raise SpecError(f"the planner knows no rates of {names[0] if names else 'this machine'}: try --vary tp,mbs")
             else:
                 say("asking the planner")
-                asked = measure.ranked(base, cluster, top)
+                candidates = measure.ranked(base, cluster, top)
         for note in base.notes:
             terminal(to_errors=True).print(f"note: {note}")
         stopped = False
-        with show.watching(asked) as changed:
-            sweep = measure.Sweep(asked, study, folder, cluster, limit_s, budget_s, changed)
+        with show.watching(candidates) as changed:
+            sweep = measure.Sweep(candidates, study, folder, cluster, limit_s, budget_s, changed)
             try:
                 sweep.run()
             except KeyboardInterrupt:
                 stopped = True
     rows, found, file = sweep.rows, measure.verdict(sweep.rows), None
-    if found is not None and asked.ranked:
-        file = measure.winning_plan(asked, found.winner.candidate, cluster).save(folder / "winner.yaml")
-    write_json(json_file, show.layouts_json(asked, rows, found, study.shown, study.name))
-    show.show_layouts(console, asked, rows, found, file)
+    if found is not None and candidates.ranked:
+        file = measure.winning_plan(candidates, found.winner.candidate, cluster).save(folder / "winner.yaml")
+    write_json(json_file, show.layouts_json(candidates, rows, found, study.shown, study.name))
+    show.show_layouts(console, candidates, rows, found, file)
     if stopped:
         raise RunError("stopped by Ctrl-C: measured trials are kept, and the same command continues with the rest")
     if found is None:
@@ -205,7 +205,7 @@ def ladders(
     from ultrascale.specs.units import tokens as count
     from ultrascale.train import import_torch
 
-    names, gpus = chosen(only, measure.LADDERS, "ladder"), len(machine.gpu_names())
+    names, gpus = select(only, measure.LADDERS, "ladder"), len(machine.gpu_names())
     usual = ("llama-3.2-1b", "4096", 8, gpus) if gpus else ("tiny", "128", 2, 2)
     world = nproc or usual[3]
     if gpus and world > gpus:
@@ -263,9 +263,9 @@ def collectives(
         raise SpecError(f"{alone}, so there is nothing to measure: on CPUs try CUDA_VISIBLE_DEVICES= with --nproc 2")
     if mine is None and gpus and world > gpus:
         raise SpecError(f"--nproc is {world} but this machine shows {gpus} GPUs: try {gpus}")
-    asked = chosen(only, measure.OPS, "collective"), measure.sizes(sizes), measure.groups(groups, world)
+    params = select(only, measure.OPS, "collective"), measure.sizes(sizes), measure.groups(groups, world)
     with progress() as say:
-        report = measure.measure_as(mine, *asked, bool(gpus)) if mine else measure.measure(*asked, world, bool(gpus), say)
+        report = measure.measure_as(mine, *params, bool(gpus)) if mine else measure.measure(*params, world, bool(gpus), say)
     if report is None:
         return
     write_json(json_file, show.collectives_json(report))

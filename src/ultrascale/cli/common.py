@@ -108,7 +108,7 @@ def detect_machine(request: Request, first: bool) -> Cluster | None:
         return launcher.detect_cluster(request.layout.gpus, request.job.precision, request.training.timeout_s)
 
 
-def chosen(only: str | None, known: Sequence[str], noun: str) -> list[str]:
+def select(only: str | None, known: Sequence[str], noun: str) -> list[str]:
     """Which of the known words `--only` names, in their order; all of them without it."""
     from ultrascale.specs.validate import shown
 

@@ -86,9 +86,9 @@ def info(
 
     [dim]ultrascale data info data/web[/]
     """
-    from ultrascale.data.sets import info as look
+    from ultrascale.data.sets import info as summarize
 
-    found = look(path)
+    found = summarize(path)
     if as_json:
         print_json(found)
         return
@@ -109,10 +109,10 @@ def _rows(found: TokenSetSummary) -> list[tuple[str, str]]:
         ("vocabulary", vocab),
     ]
     if found.facts is not None:
-        made = found.facts.inputs
+        inputs = found.facts.inputs
         rows += [
             ("tokenizer", f"{found.facts.tokenizer}, documents end with {found.facts.eod}"),
-            ("made from", f"{made.path}: {made.files:,} files, {made.bytes:,} bytes"),
+            ("made from", f"{inputs.path}: {inputs.files:,} files, {inputs.bytes:,} bytes"),
         ]
     return rows
 

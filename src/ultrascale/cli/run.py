@@ -195,8 +195,8 @@ def verify(
     evaluation and expert count, and at its end every weight and optimizer state. Exit 1 if anything differs.
     """
 
-    asked = [words, world is not None, runs is not None, program is not None]
-    if sum(map(bool, asked)) != 1:
+    modes = [words, world is not None, runs is not None, program is not None]
+    if sum(map(bool, modes)) != 1:
         raise SpecError("verify takes a plan, --world, --runs or --program, one of them: try `ultrascale verify --world 4`")
     of_layouts = {"--only": only, "--all": everything, "--model": model != "tiny", "--precision": precision != "fp32"}
     of_drawing = {"--seed": seed, "--processes": processes != 4}
@@ -310,15 +310,15 @@ def convert(
     from ultrascale.train import convert as weights
 
     with progress() as say:
-        made = weights.convert(
+        dest = weights.convert(
             words or [],
             dtype,
             tokenizer,
             progress=lambda done, total: say(f"{done / GIB:,.2f} of {total / GIB:,.2f} GiB"),
             gpu=launcher.has_gpu(),
         )
-    follows = f"ultrascale train --resume {made.folder}" if made.is_run else "transformers loads it with AutoModelForCausalLM"
-    terminal().print(f"Wrote {made.folder}: {made.model.name}, {made.model.parameters:,} parameters; next: {follows}")
+    follows = f"ultrascale train --resume {dest.folder}" if dest.is_run else "transformers loads it with AutoModelForCausalLM"
+    terminal().print(f"Wrote {dest.folder}: {dest.model.name}, {dest.model.parameters:,} parameters; next: {follows}")
 
 
 @app.command(rich_help_panel=RUN)

@@ -72,8 +72,8 @@ def in_turns_ms(pieces: dict[str, TimedGraph], rounds: int, turn_ms: float) -> d
     times: dict[str, list[float]] = {name: [] for name in pieces}
     for _ in range(rounds):
         for name, piece in pieces.items():
-            once = piece.times_ms(1)[0]
-            times[name] += piece.times_ms(max(REPLAYED, round(turn_ms / once / TIMED)))
+            single_ms = piece.times_ms(1)[0]
+            times[name] += piece.times_ms(max(REPLAYED, round(turn_ms / single_ms / TIMED)))
     return {name: statistics.median(each) for name, each in times.items()}
 
 
@@ -159,7 +159,7 @@ def _attention_ms(name: str, shape: AttentionShape, device: torch.device) -> flo
 
 
 @dataclass(frozen=True)
-class GateTimes:
+class MLPTimes:
     """Times of one layer's GEMMs with its gates, forward and backward."""
 
     between_ms: float | None
@@ -176,35 +176,35 @@ class GateTimes:
         if self.within_ms is None or self.between_ms is None or self.within_ms > SLACK * self.between_ms:
             return
         for block in (module for model in models for module in model.modules() if isinstance(module, FusedBlock)):
-            block.gates = gated_gemm.GatedGemmKernel()
+            block.mlp_kernel = gated_gemm.GatedGemmKernel()
 
 
-def fastest_gates(job: Job, layout: Layout, training: Training, dtype: torch.dtype, device: torch.device) -> GateTimes | None:
+def fastest_mlp(job: Job, layout: Layout, training: Training, dtype: torch.dtype, device: torch.device) -> MLPTimes | None:
     """Times both; None if there is no choice: no GPU, no fused block with GEMMs in bf16 or fp16, no quack."""
     if device.type != "cuda" or job.precision == "fp8":
         return None
     if QUACK.why_not(dtype) or why_not_fused(job, layout, training):
         return None
-    return time_gates(layout.mbs * job.seq, job.model.hidden, job.model.ffn, dtype, device)
+    return time_mlp(layout.mbs * job.seq, job.model.hidden, job.model.ffn, dtype, device)
 
 
-def time_gates(tokens: int, hidden: int, ffn: int, dtype: torch.dtype, device: torch.device) -> GateTimes | None:
+def time_mlp(tokens: int, hidden: int, ffn: int, dtype: torch.dtype, device: torch.device) -> MLPTimes | None:
     """Times both for a shape; None if there is not enough memory."""
     try:
         with QUACK.raising():
-            times = _gates_ms(
+            times = _mlp_ms(
                 {"between": GatedMLPKernel(), "within": gated_gemm.GatedGemmKernel()}, tokens, hidden, ffn, dtype, device
             )
     except torch.OutOfMemoryError:
         return None
     except Exception as error:  # it has its own compiler, with errors of many classes: the run continues without it
-        return GateTimes(None, None, one_line(error))
+        return MLPTimes(None, None, one_line(error))
     finally:
         torch.cuda.empty_cache()
-    return GateTimes(times["between"], times["within"])
+    return MLPTimes(times["between"], times["within"])
 
 
-def _gates_ms(
+def _mlp_ms(
     kernels: dict[str, GatedMLPKernel], tokens: int, hidden: int, ffn: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, float]:
     def randn(*shape: int) -> Tensor:
@@ -213,11 +213,11 @@ def _gates_ms(
     x, grad, down = randn(tokens, hidden), randn(tokens, hidden), randn(hidden, ffn)
     gate_, up = randn(2 * ffn, hidden).chunk(2)
 
-    def forward_and_backward(gates: GatedMLPKernel) -> None:
-        both, _ = gates.forward(x, gate_, up)
-        to_both, _ = gates.backward(grad, down, both)
-        gates.to_input(to_both, gate_, up)
-        gates.to_weights(to_both, x)
+    def forward_and_backward(kernel: GatedMLPKernel) -> None:
+        both, _ = kernel.forward(x, gate_, up)
+        grad_both, _ = kernel.backward(grad, down, both)
+        kernel.grad_input(grad_both, gate_, up)
+        kernel.grad_weights(grad_both, x)
 
-    graphs = {name: TimedGraph(partial(forward_and_backward, gates), device) for name, gates in kernels.items()}
+    graphs = {name: TimedGraph(partial(forward_and_backward, kernel), device) for name, kernel in kernels.items()}
     return in_turns_ms(graphs, ROUNDS, TURN_MS)

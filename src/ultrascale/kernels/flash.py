@@ -59,17 +59,17 @@ def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("ultrascale::flash_backward", mutates_args=())
 def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     def kernel() -> tuple[Tensor, Tensor, Tensor]:
-        to_q, to_k, to_v = (x.new_empty(x.shape) for x in (q, k, v))
+        grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in (q, k, v))
         _package()._flash_attn_bwd(
-            q, k, v, out, grad.contiguous(), lse, causal=True, dq=to_q, dk=to_k, dv=to_v,
+            q, k, v, out, grad.contiguous(), lse, causal=True, dq=grad_q, dk=grad_k, dv=grad_v,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
-        return to_q, to_k, to_v
+        return grad_q, grad_k, grad_v
 
     def plain() -> tuple[Tensor, Tensor, Tensor]:
         grads = attention.attend_backward(grad.contiguous(), q, k, v, out, lse, True, q.shape[-1] ** -0.5)
-        to_q, to_k, to_v = (one.contiguous() for one in grads)
-        return to_q, to_k, to_v
+        grad_q, grad_k, grad_v = (one.contiguous() for one in grads)
+        return grad_q, grad_k, grad_v
 
     return FLASH_ATTENTION_4.call(kernel, plain)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ultrascale.kernels import loss
-from ultrascale.kernels.float8_block import Float8Block, cast_rows, cast_turned, of_rows
+from ultrascale.kernels.float8_block import Float8Block, cast_rows, cast_transposed, of_rows
 from ultrascale.kernels.float8_gemm import WIDE, CustomGemmModule, Float8Gemms, GemmOperand, multiply
 from ultrascale.kernels.fused import FusedBlock
 from ultrascale.kernels.loss import ChunkedHead, LinearCrossEntropy
@@ -146,10 +146,10 @@ class _LinearCrossEntropy(LinearCrossEntropy):
             for data, scale, wanted, lost in _split(parts, chunk):
                 loss.loss_and_gradient(multiply(GemmOperand(data, scale), table, hidden.dtype, fast=True), wanted, lost)
             return losses.sum()
-        turned, of_hidden = cast_turned(weight, of_rows(table)), of_rows(narrow)
-        to_hidden, to_weight = torch.empty_like(hidden), None
+        transposed, of_hidden = cast_transposed(weight, of_rows(table)), of_rows(narrow)
+        grad_hidden, grad_weight = torch.empty_like(hidden), None
         back = torch.full((), 1 / FACTOR, device=weight.device)
-        for rows, *group in _split((hidden, *parts, to_hidden), CHUNKS_PER_GEMM * chunk):
+        for rows, *group in _split((hidden, *parts, grad_hidden), CHUNKS_PER_GEMM * chunk):
             gradients = torch.empty(len(weight), len(rows), dtype=WIDE, device=weight.device)
             for columns, (data, scale, wanted, lost, out) in zip(
                 torch.split(gradients, chunk, 1), _split(group, chunk), strict=True
@@ -157,10 +157,10 @@ class _LinearCrossEntropy(LinearCrossEntropy):
                 logits = multiply(GemmOperand(data, scale), table, hidden.dtype, fast=True)
                 gradient = scaled_gradient(logits, wanted, lost, columns)
                 del logits  # before the next chunk's are allocated
-                out.copy_(multiply(GemmOperand(gradient, back), turned, hidden.dtype))
-            part = multiply(GemmOperand(gradients, back), cast_turned(rows, of_hidden), wide)
-            to_weight = part if to_weight is None else to_weight.add_(part)
-        ctx.save_for_backward(to_hidden, to_weight)
+                out.copy_(multiply(GemmOperand(gradient, back), transposed, hidden.dtype))
+            part = multiply(GemmOperand(gradients, back), cast_transposed(rows, of_hidden), wide)
+            grad_weight = part if grad_weight is None else grad_weight.add_(part)
+        ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtype = weight.dtype
         return losses.sum()
 
@@ -171,14 +171,14 @@ class Float8Head(ChunkedHead):
     function = _LinearCrossEntropy
 
 
-def scaled_gradient(logits: Tensor, targets: Tensor, losses: Tensor, turned: Tensor) -> Tensor:
-    """The gradient of the summed loss times FACTOR, in fp8, also written transposed to `turned`; writes each token's loss."""
+def scaled_gradient(logits: Tensor, targets: Tensor, losses: Tensor, transposed: Tensor) -> Tensor:
+    """The gradient of the summed loss times FACTOR, in fp8, also written to `transposed`; writes each token's loss."""
     if logits.is_cuda:
         from ultrascale.kernels import loss_triton
 
-        return loss_triton.loss_and_scaled_gradient(logits, targets, losses, FACTOR, turned)
-    narrow = (loss.loss_and_gradient(logits, targets, losses) * FACTOR).to(turned.dtype)
-    turned.copy_(narrow.t())
+        return loss_triton.loss_and_scaled_gradient(logits, targets, losses, FACTOR, transposed)
+    narrow = (loss.loss_and_gradient(logits, targets, losses) * FACTOR).to(transposed.dtype)
+    transposed.copy_(narrow.t())
     return narrow
 
 

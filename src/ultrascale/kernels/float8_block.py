@@ -43,19 +43,19 @@ class _Float8QKV(torch.autograd.Function):
         heads, kv_heads = len(q) // dim, len(k) // dim
         fused.turn_(joint, heads, kv_heads, (cos, sin))
         ctx.save_for_backward(x, roots, gain, q, k, v, cos, sin, of_rows(normed), of_rows(weight))
-        turned_q, turned_k, values = torch.split(joint.view(*x.shape[:2], -1, dim), [heads, kv_heads, kv_heads], dim=2)
-        return x.view_as(x), turned_q, turned_k, values
+        rotated_q, rotated_k, values = torch.split(joint.view(*x.shape[:2], -1, dim), [heads, kv_heads, kv_heads], dim=2)
+        return x.view_as(x), rotated_q, rotated_k, values
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, past: Tensor, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, roots, gain, q, k, v, cos, sin, of_normed, of_weight = ctx.saved_tensors
-        to_q, to_k, to_v = (grad.contiguous().flatten(0, 1) for grad in grads)
-        kept, turned = cast_both_ways(fused.rotate_back(to_q, to_k, to_v, (cos, sin)).flatten(1))
-        to_normed = multiply(kept, cast_turned(joined(q, k, v), of_weight), x.dtype)
-        to_x, to_gain, normed = norm_backward_cast(to_normed, x.flatten(0, 1), roots, gain, past.flatten(0, 1), of_normed)
-        to_weights = torch.split(multiply(turned, normed, x.dtype), [len(q), len(k), len(v)])
-        return to_x.view_as(x), to_gain, *to_weights, None, None, None, None
+        grad_q, grad_k, grad_v = (grad.contiguous().flatten(0, 1) for grad in grads)
+        kept, transposed = cast_and_transpose(fused.rotate_back(grad_q, grad_k, grad_v, (cos, sin)).flatten(1))
+        grad_normed = multiply(kept, cast_transposed(joined(q, k, v), of_weight), x.dtype)
+        grad_x, grad_gain, normed = norm_backward_cast(grad_normed, x.flatten(0, 1), roots, gain, past.flatten(0, 1), of_normed)
+        grad_weights = torch.split(multiply(transposed, normed, x.dtype), [len(q), len(k), len(v)])
+        return grad_x.view_as(x), grad_gain, *grad_weights, None, None, None, None
 
 
 class _Float8OutputAndMLP(torch.autograd.Function):
@@ -71,11 +71,11 @@ class _Float8OutputAndMLP(torch.autograd.Function):
         total, normed, roots = norm_cast(projected, x.flatten(0, 1), gain, eps)
         both = multiply(normed, weights[1], x.dtype, fast=True)
         gated, of_both = gate_cast(both)
-        made = multiply(gated, weights[2], x.dtype, fast=True)
+        projected_down = multiply(gated, weights[2], x.dtype, fast=True)
         largest = [of_rows(one) for one in (left, normed, gated, *weights)]
         ctx.save_for_backward(rows, total, roots, both, out, gain, gate_, up, down, of_both, *largest)
         ctx.shape = attended.shape
-        return total.view_as(x) + made.view_as(x)
+        return total.view_as(x) + projected_down.view_as(x)
 
     @staticmethod
     @once_differentiable
@@ -83,20 +83,20 @@ class _Float8OutputAndMLP(torch.autograd.Function):
         rows, total, roots, both, out, gain, gate_, up, down, of_both, *largest = ctx.saved_tensors
         of_attended, of_normed, of_gated, of_out, of_inputs, of_down = largest
         flat = grad.contiguous().flatten(0, 1)
-        kept, turned = cast_both_ways(flat)
-        to_gated = multiply(kept, cast_turned(down, of_down), flat.dtype)
-        to_both, both_turned, gated = gate_backward_cast(to_gated, both, of_both, of_gated)
-        del to_gated
-        to_down = multiply(turned, gated, flat.dtype)
-        del gated, turned
-        to_normed = multiply(to_both, cast_turned(joined(gate_, up), of_inputs), flat.dtype)
-        to_total, to_gain, normed = norm_backward_cast(to_normed, total, roots, gain, flat, of_normed)
-        to_gate, to_up = torch.split(multiply(both_turned, normed, flat.dtype), [len(gate_), len(up)])
-        del to_both, both_turned, normed
-        kept, turned = cast_both_ways(to_total)
-        to_attended = multiply(kept, cast_turned(out, of_out), flat.dtype).view(ctx.shape)
-        to_out = multiply(turned, cast_turned(rows, of_attended), flat.dtype)
-        return to_total.view_as(grad), to_attended, to_out, to_gain, to_gate, to_up, to_down, None
+        kept, transposed = cast_and_transpose(flat)
+        grad_gated = multiply(kept, cast_transposed(down, of_down), flat.dtype)
+        grad_both, both_transposed, gated = gate_backward_cast(grad_gated, both, of_both, of_gated)
+        del grad_gated
+        grad_down = multiply(transposed, gated, flat.dtype)
+        del gated, transposed
+        grad_normed = multiply(grad_both, cast_transposed(joined(gate_, up), of_inputs), flat.dtype)
+        grad_total, grad_gain, normed = norm_backward_cast(grad_normed, total, roots, gain, flat, of_normed)
+        grad_gate, grad_up = torch.split(multiply(both_transposed, normed, flat.dtype), [len(gate_), len(up)])
+        del grad_both, both_transposed, normed
+        kept, transposed = cast_and_transpose(grad_total)
+        grad_attended = multiply(kept, cast_transposed(out, of_out), flat.dtype).view(ctx.shape)
+        grad_out = multiply(transposed, cast_transposed(rows, of_attended), flat.dtype)
+        return grad_total.view_as(grad), grad_attended, grad_out, grad_gain, grad_gate, grad_up, grad_down, None
 
 
 def joined(*weights: Tensor) -> Tensor:
@@ -148,27 +148,27 @@ def gate_cast(both: Tensor) -> tuple[GemmOperand, Tensor]:
     return quantise(fused.gate(both), "row", NARROW), largest(both)
 
 
-def cast_turned(x: Tensor, of_x: Tensor) -> GemmOperand:
+def cast_transposed(x: Tensor, of_x: Tensor) -> GemmOperand:
     """x [n, c] in fp8 with one scale, transposed."""
     if isinstance(x, Float8Weight):
-        return _turned(GemmOperand(x.fp8, x.scale))
+        return _transposed(GemmOperand(x.fp8, x.scale))
     if x.is_cuda:
         from ultrascale.kernels import float8_triton
 
-        return GemmOperand(*float8_triton.cast_turned(x, of_x, NARROW))
-    return _turned(to_fp8(x, of_x, NARROW))
+        return GemmOperand(*float8_triton.cast_transposed(x, of_x, NARROW))
+    return _transposed(to_fp8(x, of_x, NARROW))
 
 
-def cast_both_ways(grad: Tensor) -> tuple[GemmOperand, GemmOperand]:
+def cast_and_transpose(grad: Tensor) -> tuple[GemmOperand, GemmOperand]:
     """A gradient [n, c] in fp8 with one scale, not transposed and transposed."""
     of_grad = largest(grad)
     if grad.is_cuda:
         from ultrascale.kernels import float8_triton
 
-        kept, turned, scale = float8_triton.cast_both_ways(grad, of_grad, WIDE)
-        return GemmOperand(kept, scale), GemmOperand(turned, scale)
+        kept, transposed, scale = float8_triton.cast_and_transpose(grad, of_grad, WIDE)
+        return GemmOperand(kept, scale), GemmOperand(transposed, scale)
     narrow = to_fp8(grad, of_grad, WIDE)
-    return narrow, _turned(narrow)
+    return narrow, _transposed(narrow)
 
 
 def norm_backward_cast(
@@ -179,9 +179,9 @@ def norm_backward_cast(
         from ultrascale.kernels import float8_triton, fused_triton
 
         gradients = fused_triton.norm_gradients(grad, x, roots, gain, residual)
-        return *gradients, GemmOperand(*float8_triton.cast_turned(x, of_normed, NARROW, norm=(roots, gain)))
-    to_x, to_gain, normed = fused.norm_backward(grad, x, roots, gain, residual)
-    return to_x, to_gain, cast_turned(normed, of_normed)
+        return *gradients, GemmOperand(*float8_triton.cast_transposed(x, of_normed, NARROW, norm=(roots, gain)))
+    grad_x, grad_gain, normed = fused.norm_backward(grad, x, roots, gain, residual)
+    return grad_x, grad_gain, cast_transposed(normed, of_normed)
 
 
 def gate_backward_cast(
@@ -192,14 +192,14 @@ def gate_backward_cast(
     if both.is_cuda:
         from ultrascale.kernels import float8_triton
 
-        made = float8_triton.gate_backward_cast(grad, both, of_grad, of_both, of_gated, (WIDE, NARROW))
-        kept, turned, gated, scale, gated_scale = made
-        return GemmOperand(kept, scale), GemmOperand(turned, scale), GemmOperand(gated, gated_scale)
-    to_both, output = fused.gate_backward(grad, both)
+        outputs = float8_triton.gate_backward_cast(grad, both, of_grad, of_both, of_gated, (WIDE, NARROW))
+        kept, transposed, gated, scale, gated_scale = outputs
+        return GemmOperand(kept, scale), GemmOperand(transposed, scale), GemmOperand(gated, gated_scale)
+    grad_both, output = fused.gate_backward(grad, both)
     # |silu'| is below 1.1 and |silu(x)| below |x|: one bound for both halves.
-    narrow = to_fp8(to_both, 1.1 * of_grad * of_both, WIDE)
-    return narrow, _turned(narrow), cast_turned(output, of_gated)
+    narrow = to_fp8(grad_both, 1.1 * of_grad * of_both, WIDE)
+    return narrow, _transposed(narrow), cast_transposed(output, of_gated)
 
 
-def _turned(operand: GemmOperand) -> GemmOperand:
+def _transposed(operand: GemmOperand) -> GemmOperand:
     return GemmOperand(operand.data.t().contiguous(), operand.scale)

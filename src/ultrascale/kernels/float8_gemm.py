@@ -82,11 +82,11 @@ class PlainGemms:
         """x [..., i] · weight [o, i]ᵀ + bias [o]."""
         return F.linear(x, weight, bias)
 
-    def to_input(self, grad: Tensor, weight: Tensor) -> Tensor:
+    def grad_input(self, grad: Tensor, weight: Tensor) -> Tensor:
         """grad [..., o] · weight [o, i]."""
         return grad @ weight
 
-    def to_weight(self, grad: Tensor, x: Tensor) -> Tensor:
+    def grad_weight(self, grad: Tensor, x: Tensor) -> Tensor:
         """grad [..., o]ᵀ · x [..., i], summed over tokens."""
         return _rows(grad).t() @ _rows(x)
 
@@ -107,15 +107,15 @@ class Float8Gemms(PlainGemms):
         out = multiply(left, right, x.dtype, fast=self.scaling != "block").view(*x.shape[:-1], -1)
         return out if bias is None else out + bias
 
-    def to_input(self, grad: Tensor, weight: Tensor) -> Tensor:
+    def grad_input(self, grad: Tensor, weight: Tensor) -> Tensor:
         left = quantise(_rows(grad), self.scaling, self._grad_dtype)
         right = quantise_transposed(weight, self.scaling, NARROW, is_weight=True)
         return multiply(left, right, grad.dtype).view(*grad.shape[:-1], -1)
 
-    def to_weight(self, grad: Tensor, x: Tensor) -> Tensor:
+    def grad_weight(self, grad: Tensor, x: Tensor) -> Tensor:
         grads, rows = _rows(grad), _rows(x)
         if len(rows) % FP8_TOKENS[self.scaling]:
-            return super().to_weight(grad, x)
+            return super().grad_weight(grad, x)
         left = quantise_transposed(grads, self.scaling, self._grad_dtype)
         right = quantise_transposed(rows, self.scaling, NARROW)
         return multiply(left, right, grad.dtype)
@@ -138,7 +138,7 @@ class _Float8Gemm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
         gemms = Float8Gemms(ctx.scaling)
-        return gemms.to_input(grad, weight), gemms.to_weight(grad, x), None
+        return gemms.grad_input(grad, weight), gemms.grad_weight(grad, x), None
 
 
 class CustomGemmModule:

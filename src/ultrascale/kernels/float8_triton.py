@@ -119,7 +119,7 @@ def gate_cast(both: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, tor
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _cast(  # type: ignore[no-untyped-def]
-    x, largest, roots, gain, out, turned, scale, rows, columns,
+    x, largest, roots, gain, out, transposed, scale, rows, columns,
     LIMIT: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     factor = _factor(tl.load(largest), LIMIT)
@@ -135,29 +135,29 @@ def _cast(  # type: ignore[no-untyped-def]
     if KEEP:
         tl.store(out + down * columns + across, _rounded(wide, factor, LIMIT, out.dtype.element_ty), mask=inside)
         factor = _factor(tl.load(largest, volatile=True), LIMIT)  # see the docstring of this file
-    narrow = _rounded(wide, factor, LIMIT, turned.dtype.element_ty)
-    tl.store(turned + across.trans() * rows + down.trans(), narrow.trans(), mask=inside.trans())
+    narrow = _rounded(wide, factor, LIMIT, transposed.dtype.element_ty)
+    tl.store(transposed + across.trans() * rows + down.trans(), narrow.trans(), mask=inside.trans())
 
 
-def cast_turned(
+def cast_transposed(
     x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, norm: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [n, c] in fp8 and transposed, and its scale. `norm`: reciprocal roots of the rows and gain, applied first."""
-    turned, scale = torch.empty(x.shape[::-1], dtype=dtype, device=x.device), _scale(x)
+    transposed, scale = torch.empty(x.shape[::-1], dtype=dtype, device=x.device), _scale(x)
     _cast[_tiles(*x.shape)](
-        x, largest, *(norm or (x, x)), x, turned, scale, *x.shape, NORM=norm is not None, KEEP=False, **_tile_options(dtype)
+        x, largest, *(norm or (x, x)), x, transposed, scale, *x.shape, NORM=norm is not None, KEEP=False, **_tile_options(dtype)
     )
-    return turned, scale
+    return transposed, scale
 
 
-def cast_both_ways(
+def cast_and_transpose(
     x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x [n, c] in fp8, not transposed and transposed, and the scale of both."""
-    out, turned = (torch.empty(shape, dtype=dtype, device=x.device) for shape in (x.shape, x.shape[::-1]))
+    out, transposed = (torch.empty(shape, dtype=dtype, device=x.device) for shape in (x.shape, x.shape[::-1]))
     scale = _scale(x)
-    _cast[_tiles(*x.shape)](x, largest, x, x, out, turned, scale, *x.shape, NORM=False, KEEP=True, **_tile_options(dtype))
-    return out, turned, scale
+    _cast[_tiles(*x.shape)](x, largest, x, x, out, transposed, scale, *x.shape, NORM=False, KEEP=True, **_tile_options(dtype))
+    return out, transposed, scale
 
 
 def _scale(x: torch.Tensor) -> torch.Tensor:
@@ -175,7 +175,7 @@ def _tile_options(dtype: torch.dtype) -> dict[str, float]:
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _gate_backward_cast(  # type: ignore[no-untyped-def]
-    grad, both, of_grad, of_both, of_gated, to_both, turned, gated, scale, gated_scale, rows,
+    grad, both, of_grad, of_both, of_gated, grad_both, transposed, gated, scale, gated_scale, rows,
     WIDTH: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     # |silu'| is below 1.1 and |silu(x)| below |x|: one bound for both halves.
@@ -193,15 +193,15 @@ def _gate_backward_cast(  # type: ignore[no-untyped-def]
     u = tl.load(both + down * 2 * WIDTH + WIDTH + across, mask=inside, other=0.0).to(tl.float32)
     open_ = tl.sigmoid(g)
     silu = g * open_
-    to = to_both.dtype.element_ty
+    to = grad_both.dtype.element_ty
     out = _rounded(silu * u, gated_factor, NARROW, gated.dtype.element_ty)
-    to_gate, to_up = d * u * (open_ + silu * (1 - open_)), d * silu
-    tl.store(to_both + down * 2 * WIDTH + across, _rounded(to_gate, factor, WIDE, to), mask=inside)
-    tl.store(to_both + down * 2 * WIDTH + WIDTH + across, _rounded(to_up, factor, WIDE, to), mask=inside)
+    grad_gate, grad_up = d * u * (open_ + silu * (1 - open_)), d * silu
+    tl.store(grad_both + down * 2 * WIDTH + across, _rounded(grad_gate, factor, WIDE, to), mask=inside)
+    tl.store(grad_both + down * 2 * WIDTH + WIDTH + across, _rounded(grad_up, factor, WIDE, to), mask=inside)
     there = across.trans() * rows + down.trans()
     tl.store(gated + there, out.trans(), mask=inside.trans())
-    tl.store(turned + there, _rounded(to_gate, other, WIDE, to).trans(), mask=inside.trans())
-    tl.store(turned + WIDTH * rows.to(tl.int64) + there, _rounded(to_up, other, WIDE, to).trans(), mask=inside.trans())
+    tl.store(transposed + there, _rounded(grad_gate, other, WIDE, to).trans(), mask=inside.trans())
+    tl.store(transposed + WIDTH * rows.to(tl.int64) + there, _rounded(grad_up, other, WIDE, to).trans(), mask=inside.trans())
 
 
 def gate_backward_cast(
@@ -214,11 +214,11 @@ def gate_backward_cast(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradient of both [n, 2·f], not transposed and transposed, the gate's output transposed, and the scales of the two."""
     (rows, width), (wide, narrow) = grad.shape, formats
-    to_both, turned = (torch.empty(shape, dtype=wide, device=both.device) for shape in (both.shape, both.shape[::-1]))
+    grad_both, transposed = (torch.empty(shape, dtype=wide, device=both.device) for shape in (both.shape, both.shape[::-1]))
     gated = torch.empty(width, rows, dtype=narrow, device=both.device)
     scale, gated_scale = _scale(both), _scale(both)
     _gate_backward_cast[_tiles(rows, width)](
-        grad, both, of_grad, of_both, of_gated, to_both, turned, gated, scale, gated_scale, rows, WIDTH=width,
+        grad, both, of_grad, of_both, of_gated, grad_both, transposed, gated, scale, gated_scale, rows, WIDTH=width,
         WIDE=torch.finfo(wide).max, NARROW=torch.finfo(narrow).max, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
     )  # fmt: skip
-    return to_both, turned, gated, scale, gated_scale
+    return grad_both, transposed, gated, scale, gated_scale

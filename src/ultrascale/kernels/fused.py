@@ -50,12 +50,12 @@ class GatedMLPKernel:
         """From the gradient of the MLP's output: the gradient of `both`, and the recomputed output of the gate."""
         return gate_backward(grad @ down, both)
 
-    def to_input(self, to_both: Tensor, gate_: Tensor, up: Tensor) -> Tensor:
-        return to_both @ joined(gate_, up)
+    def grad_input(self, grad_both: Tensor, gate_: Tensor, up: Tensor) -> Tensor:
+        return grad_both @ joined(gate_, up)
 
-    def to_weights(self, to_both: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        to_gate, to_up = (to_both.t() @ x).chunk(2)
-        return to_gate, to_up
+    def grad_weights(self, grad_both: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        grad_gate, grad_up = (grad_both.t() @ x).chunk(2)
+        return grad_gate, grad_up
 
 
 class FusedBlock(Block):
@@ -63,7 +63,7 @@ class FusedBlock(Block):
         nn.Module.__init__(self)  # not Block's: the plain module's parameters are taken over
         self.attention_norm, self.attention = plain.attention_norm, plain.attention
         self.mlp_norm, self.mlp = plain.mlp_norm, plain.mlp
-        self.gates = GatedMLPKernel()
+        self.mlp_kernel = GatedMLPKernel()
 
     def join(self) -> None:
         """Makes the weights of each joined GEMM contiguous in memory."""
@@ -84,7 +84,7 @@ class FusedBlock(Block):
 
     def rest(self, *arguments: Any) -> Tensor:
         """The part of the block after attention."""
-        return _FusedOutputAndMLP.apply(*arguments, self.gates)  # type: ignore[no-untyped-call, no-any-return]
+        return _FusedOutputAndMLP.apply(*arguments, self.mlp_kernel)  # type: ignore[no-untyped-call, no-any-return]
 
     def forward(self, x: Tensor, rope: Rope | None, bias: Tensor | None = None) -> Tensor:
         if bias is not None or rope is None:
@@ -110,19 +110,19 @@ class _FusedQKV(torch.autograd.Function):
         heads, kv_heads = len(q) // dim, len(k) // dim
         turn_(joint, heads, kv_heads, (cos, sin))
         ctx.save_for_backward(x, scales, gain, q, k, v, cos, sin)
-        turned_q, turned_k, values = torch.split(joint.view(*x.shape[:2], -1, dim), [heads, kv_heads, kv_heads], dim=2)
-        return x.view_as(x), turned_q, turned_k, values
+        rotated_q, rotated_k, values = torch.split(joint.view(*x.shape[:2], -1, dim), [heads, kv_heads, kv_heads], dim=2)
+        return x.view_as(x), rotated_q, rotated_k, values
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, past: Tensor, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, scales, gain, q, k, v, cos, sin = ctx.saved_tensors
-        to_q, to_k, to_v = (grad.contiguous().flatten(0, 1) for grad in grads)
-        joint = rotate_back(to_q, to_k, to_v, (cos, sin)).flatten(1)
-        to_normed = joint @ joined(q, k, v)
-        to_x, to_gain, normed = norm_backward(to_normed, x.flatten(0, 1), scales, gain, past.flatten(0, 1))
-        to_weights = torch.split(joint.t() @ normed, [len(q), len(k), len(v)])
-        return to_x.view_as(x), to_gain, *to_weights, None, None, None, None
+        grad_q, grad_k, grad_v = (grad.contiguous().flatten(0, 1) for grad in grads)
+        joint = rotate_back(grad_q, grad_k, grad_v, (cos, sin)).flatten(1)
+        grad_normed = joint @ joined(q, k, v)
+        grad_x, grad_gain, normed = norm_backward(grad_normed, x.flatten(0, 1), scales, gain, past.flatten(0, 1))
+        grad_weights = torch.split(joint.t() @ normed, [len(q), len(k), len(v)])
+        return grad_x.view_as(x), grad_gain, *grad_weights, None, None, None, None
 
 
 class _FusedOutputAndMLP(torch.autograd.Function):
@@ -131,28 +131,28 @@ class _FusedOutputAndMLP(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, attended: Tensor, out: Tensor, gain: Tensor, gate_: Tensor, up: Tensor, down: Tensor, eps: float,
-        gates: GatedMLPKernel,
+        mlp_kernel: GatedMLPKernel,
     ) -> Tensor:  # fmt: skip
         rows = attended.flatten(2).flatten(0, 1)
         total, normed, scales = norm(rows @ out.t(), x.flatten(0, 1), gain, eps)
-        both, gated = gates.forward(normed, gate_, up)
+        both, gated = mlp_kernel.forward(normed, gate_, up)
         ctx.save_for_backward(rows, total, scales, both, out, gain, gate_, up, down)
-        ctx.shape, ctx.gates = attended.shape, gates
+        ctx.shape, ctx.mlp_kernel = attended.shape, mlp_kernel
         return total.view_as(x) + (gated @ down.t()).view_as(x)  # not a view: FSDP2 registers its hook on it
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, total, scales, both, out, gain, gate_, up, down = ctx.saved_tensors
-        flat, gates = grad.contiguous().flatten(0, 1), ctx.gates
-        to_both, gated = gates.backward(flat, down, both)
-        to_down = flat.t() @ gated
+        flat, mlp_kernel = grad.contiguous().flatten(0, 1), ctx.mlp_kernel
+        grad_both, gated = mlp_kernel.backward(flat, down, both)
+        grad_down = flat.t() @ gated
         del gated
-        to_total, to_gain, normed = norm_backward(gates.to_input(to_both, gate_, up), total, scales, gain, flat)
-        to_gate, to_up = gates.to_weights(to_both, normed)
-        del to_both, normed
-        to_attended = (to_total @ out).view(ctx.shape)
-        return to_total.view_as(grad), to_attended, to_total.t() @ rows, to_gain, to_gate, to_up, to_down, None, None
+        grad_total, grad_gain, normed = norm_backward(mlp_kernel.grad_input(grad_both, gate_, up), total, scales, gain, flat)
+        grad_gate, grad_up = mlp_kernel.grad_weights(grad_both, normed)
+        del grad_both, normed
+        grad_inputs = grad_total.view_as(grad), (grad_total @ out).view(ctx.shape)
+        return *grad_inputs, grad_total.t() @ rows, grad_gain, grad_gate, grad_up, grad_down, None, None
 
 
 def joined(*weights: Tensor) -> Tensor:
@@ -188,10 +188,10 @@ def norm_backward(grad: Tensor, x: Tensor, scales: Tensor, weight: Tensor, resid
 
         return fused_triton.norm_backward(grad, x, scales, weight, residual)
     unit, wide = at_least_fp32(x) * scales.unsqueeze(-1), at_least_fp32(grad)
-    to_unit = wide * at_least_fp32(weight)
-    to_x = scales.unsqueeze(-1) * (to_unit - unit * (to_unit * unit).mean(-1, keepdim=True))
+    grad_unit = wide * at_least_fp32(weight)
+    grad_x = scales.unsqueeze(-1) * (grad_unit - unit * (grad_unit * unit).mean(-1, keepdim=True))
     out = (unit * at_least_fp32(weight)).to(x.dtype)
-    return (at_least_fp32(residual) + to_x).to(x.dtype), (wide * unit).sum(0).to(weight.dtype), out
+    return (at_least_fp32(residual) + grad_x).to(x.dtype), (wide * unit).sum(0).to(weight.dtype), out
 
 
 def turn_(qkv: Tensor, heads: int, kv_heads: int, rope: Rope) -> None:
@@ -201,8 +201,8 @@ def turn_(qkv: Tensor, heads: int, kv_heads: int, rope: Rope) -> None:
 
         fused_triton.turn_(qkv, heads, kv_heads, *rope)
         return
-    turned = qkv.view(-1, len(rope[0]), *qkv.shape[1:])[:, :, : heads + kv_heads]
-    turned.copy_(rotate(turned, rope))
+    rotated = qkv.view(-1, len(rope[0]), *qkv.shape[1:])[:, :, : heads + kv_heads]
+    rotated.copy_(rotate(rotated, rope))
 
 
 def rotate_back(q: Tensor, k: Tensor, v: Tensor, rope: Rope) -> Tensor:
@@ -213,8 +213,8 @@ def rotate_back(q: Tensor, k: Tensor, v: Tensor, rope: Rope) -> Tensor:
         return fused_triton.rotate_back(q, k, v, *rope)
     cos, sin = rope
     both = torch.cat((q, k), dim=1)
-    turned = both.view(-1, len(cos), *both.shape[1:])
-    return torch.cat((rotate(turned, (cos, -sin)).flatten(0, 1), v), dim=1)
+    rotated = both.view(-1, len(cos), *both.shape[1:])
+    return torch.cat((rotate(rotated, (cos, -sin)).flatten(0, 1), v), dim=1)
 
 
 def gate(both: Tensor) -> Tensor:

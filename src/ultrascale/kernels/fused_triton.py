@@ -46,7 +46,7 @@ def norm(
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _norm_backward(  # type: ignore[no-untyped-def]
-    grad, x, scales, weight, residual, to_x, to_weight, out, rows, each,
+    grad, x, scales, weight, residual, grad_x, grad_weight, out, rows, each,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, WRITE_OUT: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
@@ -65,10 +65,10 @@ def _norm_backward(  # type: ignore[no-untyped-def]
         sums += g * unit
         g = g * gain
         inner = tl.sum(g * unit, 0) / WIDTH
-        tl.store(to_x + start + at, (past + scale * (g - unit * inner)).to(to_x.dtype.element_ty), mask=inside)
+        tl.store(grad_x + start + at, (past + scale * (g - unit * inner)).to(grad_x.dtype.element_ty), mask=inside)
         if WRITE_OUT:
             tl.store(out + start + at, (unit * gain).to(out.dtype.element_ty), mask=inside)
-    tl.store(to_weight + program * WIDTH + at, sums, mask=inside)
+    tl.store(grad_weight + program * WIDTH + at, sums, mask=inside)
 
 
 def norm_backward(
@@ -91,13 +91,13 @@ def norm_gradients(
     rows, width = x.shape
     each = triton.cdiv(rows, PROGRAMS * _processors(x.device))
     programs = triton.cdiv(rows, each)
-    to_x = torch.empty_like(x)
-    to_weight = torch.empty(programs, width, dtype=torch.float32, device=x.device)
+    grad_x = torch.empty_like(x)
+    grad_weight = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     _norm_backward[(programs,)](
-        grad, x, scales, weight, residual, to_x, to_weight, to_x if out is None else out, rows, each,
+        grad, x, scales, weight, residual, grad_x, grad_weight, grad_x if out is None else out, rows, each,
         WIDTH=width, BLOCK=triton.next_power_of_2(width), STAGES=STAGES, WRITE_OUT=out is not None, num_warps=WARPS,
     )  # fmt: skip
-    return to_x, to_weight.sum(0).to(weight.dtype)
+    return grad_x, grad_weight.sum(0).to(weight.dtype)
 
 
 def _processors(device: torch.device) -> int:
@@ -170,7 +170,7 @@ def gate(both: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _gate_backward(grad, both, to_both, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _gate_backward(grad, both, grad_both, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < WIDTH
@@ -179,15 +179,15 @@ def _gate_backward(grad, both, to_both, out, WIDTH: tl.constexpr, BLOCK: tl.cons
     u = tl.load(both + row * 2 * WIDTH + WIDTH + at, mask=inside).to(tl.float32)
     open_ = tl.sigmoid(g)
     silu = g * open_
-    to = to_both.dtype.element_ty
+    to = grad_both.dtype.element_ty
     tl.store(out + row * WIDTH + at, (silu * u).to(to), mask=inside)
-    tl.store(to_both + row * 2 * WIDTH + at, (d * u * (open_ + silu * (1 - open_))).to(to), mask=inside)
-    tl.store(to_both + row * 2 * WIDTH + WIDTH + at, (d * silu).to(to), mask=inside)
+    tl.store(grad_both + row * 2 * WIDTH + at, (d * u * (open_ + silu * (1 - open_))).to(to), mask=inside)
+    tl.store(grad_both + row * 2 * WIDTH + WIDTH + at, (d * silu).to(to), mask=inside)
 
 
 def gate_backward(grad: torch.Tensor, both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradient of both, and the recomputed output of the gate."""
     rows, width = grad.shape
-    to_both, out = torch.empty_like(both), torch.empty_like(grad)
-    _gate_backward[(rows, triton.cdiv(width, BLOCK))](grad, both, to_both, out, WIDTH=width, BLOCK=BLOCK, num_warps=WARPS)
-    return to_both, out
+    grad_both, out = torch.empty_like(both), torch.empty_like(grad)
+    _gate_backward[(rows, triton.cdiv(width, BLOCK))](grad, both, grad_both, out, WIDTH=width, BLOCK=BLOCK, num_warps=WARPS)
+    return grad_both, out

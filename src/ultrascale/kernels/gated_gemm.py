@@ -27,16 +27,16 @@ class GatedGemmKernel(GatedMLPKernel):
         return both, gated
 
     def backward(self, grad: Tensor, down: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
-        to_both, gated = _backward(grad, down, both)
-        return to_both, gated
+        grad_both, gated = _backward(grad, down, both)
+        return grad_both, gated
 
-    def to_input(self, to_both: Tensor, gate_: Tensor, up: Tensor) -> Tensor:
-        return to_both @ torch.stack((gate_, up), dim=1).flatten(0, 1)
+    def grad_input(self, grad_both: Tensor, gate_: Tensor, up: Tensor) -> Tensor:
+        return grad_both @ torch.stack((gate_, up), dim=1).flatten(0, 1)
 
-    def to_weights(self, to_both: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        interleaved = to_both.t() @ x
-        to_gate, to_up = interleaved.view(-1, 2, interleaved.shape[1]).transpose(0, 1).contiguous()
-        return to_gate, to_up
+    def grad_weights(self, grad_both: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        interleaved = grad_both.t() @ x
+        grad_gate, grad_up = interleaved.view(-1, 2, interleaved.shape[1]).transpose(0, 1).contiguous()
+        return grad_gate, grad_up
 
 
 def _options(tile: tuple[int, int], device: torch.device) -> dict[str, Any]:
@@ -77,14 +77,14 @@ def _backward(grad: Tensor, weight: Tensor, both: Tensor) -> tuple[Tensor, Tenso
     def kernel() -> tuple[Tensor, Tensor]:
         from quack.gemm_interface import gemm_dgated
 
-        to_both, gated = gemm_dgated(grad, weight, both, **_options(_BACKWARD, grad.device))
-        return to_both, gated
+        grad_both, gated = gemm_dgated(grad, weight, both, **_options(_BACKWARD, grad.device))
+        return grad_both, gated
 
     def plain() -> tuple[Tensor, Tensor]:
         gate_, up = both.reshape(len(both), -1, 2).unbind(-1)
-        to_gated, silu = grad @ weight, F.silu(gate_)
-        to_opened = torch.ops.aten.silu_backward(to_gated * up, gate_)
-        return torch.stack((to_opened, to_gated * silu), dim=-1).flatten(-2), silu * up
+        grad_gated, silu = grad @ weight, F.silu(gate_)
+        grad_opened = torch.ops.aten.silu_backward(grad_gated * up, gate_)
+        return torch.stack((grad_opened, grad_gated * silu), dim=-1).flatten(-2), silu * up
 
     return QUACK.call(kernel, plain)
 

@@ -62,22 +62,22 @@ class LinearCrossEntropy(torch.autograd.Function):
             for some, wanted, lost in zip(*parts, strict=True):
                 loss_and_gradient(some @ weight.t(), wanted, lost)
             return losses.sum()
-        to_hidden = torch.empty_like(hidden)
-        to_weight = torch.empty(weight.shape, dtype=_wide(weight.dtype), device=weight.device)
-        for number, (some, wanted, lost, out) in enumerate(zip(*parts, torch.split(to_hidden, chunk), strict=True)):
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.empty(weight.shape, dtype=_wide(weight.dtype), device=weight.device)
+        for number, (some, wanted, lost, out) in enumerate(zip(*parts, torch.split(grad_hidden, chunk), strict=True)):
             gradient = loss_and_gradient(some @ weight.t(), wanted, lost)
             torch.mm(gradient, weight, out=out)
-            add_product(to_weight, gradient.t(), some, fresh=number == 0)
+            accumulate_matmul(grad_weight, gradient.t(), some, fresh=number == 0)
             del gradient  # before the next chunk's logits are allocated
-        ctx.save_for_backward(to_hidden, to_weight)
+        ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtype = weight.dtype
         return losses.sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        to_hidden, to_weight = ctx.saved_tensors
-        return to_hidden * grad, scaled(to_weight, grad, ctx.dtype), None, None, None
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad_hidden * grad, scaled(grad_weight, grad, ctx.dtype), None, None, None
 
 
 def loss_and_gradient(logits: Tensor, targets: Tensor, losses: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return (x * factor).to(dtype)
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor, fresh: bool) -> None:
+def accumulate_matmul(total: Tensor, left: Tensor, right: Tensor, fresh: bool) -> None:
     """total += left · right, accumulated in the dtype of `total`; a fresh total is overwritten."""
     beta = 0 if fresh else 1
     if total.dtype == left.dtype:

@@ -54,7 +54,7 @@ def loss_and_gradient_(logits: torch.Tensor, targets: torch.Tensor, losses: torc
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _softmax_tile(  # type: ignore[no-untyped-def]
-    logits, targets, sums, out, turned, factors, rows, columns, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    logits, targets, sums, out, transposed, factors, rows, columns, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     down = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     across = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -68,23 +68,23 @@ def _softmax_tile(  # type: ignore[no-untyped-def]
     tl.store(out + here, (shares - own).to(out.dtype.element_ty), mask=inside)
     # Converted twice, with a factor that is loaded twice: see kernels/float8_triton.py.
     own = tl.where(across == target, tl.load(factors, volatile=True), 0.0)
-    narrow = (shares - own).to(turned.dtype.element_ty)
-    tl.store(turned + across.trans().to(tl.int64) * stride + down.trans(), narrow.trans(), mask=inside.trans())
+    narrow = (shares - own).to(transposed.dtype.element_ty)
+    tl.store(transposed + across.trans().to(tl.int64) * stride + down.trans(), narrow.trans(), mask=inside.trans())
 
 
 def loss_and_scaled_gradient(
-    logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor, factor: float, turned: torch.Tensor
+    logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor, factor: float, transposed: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of the summed loss of logits [n, v], times `factor`, in the dtype of `turned`; writes losses [n].
+    """The gradient of the summed loss of logits [n, v], times `factor`, in the dtype of `transposed`; writes losses [n].
 
-    `turned`: columns [v, n] of a matrix, to which the gradient is written transposed.
+    `transposed`: columns [v, n] of a matrix, to which the gradient is written transposed.
     """
     rows, columns = logits.shape
     sums = torch.empty(rows, dtype=torch.float32, device=logits.device)
     _row[(rows,)](logits, targets, losses, sums, factor, IGNORED, COLUMNS=columns, BLOCK=BLOCK, OVER=False, num_warps=WARPS)
-    out = torch.empty(logits.shape, dtype=turned.dtype, device=logits.device)
+    out = torch.empty(logits.shape, dtype=transposed.dtype, device=logits.device)
     _softmax_tile[(triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS))](
-        logits, targets, sums, out, turned, torch.full_like(sums[:1], factor), rows, columns, turned.stride(0),
+        logits, targets, sums, out, transposed, torch.full_like(sums[:1], factor), rows, columns, transposed.stride(0),
         ROWS=ROWS, COLUMNS=COLUMNS, num_warps=TILE_WARPS,
     )  # fmt: skip
     return out

@@ -26,9 +26,9 @@ class Kernels:
     """the loss in chunks, together with its gradients (kernels/loss.py)"""
     adamw: bool = False
     """fused AdamW with split masters (kernels/adamw_triton.py, kernels/split_master.py)"""
-    as_made: bool = False
+    single_microbatch: bool = False
     """gradients stay in autograd's tensors, without buckets (SingleMicrobatchGrads in parallel/data.py)"""
-    recorded: bool = False
+    cuda_graphs: bool = False
     """steps are CUDA graphs (kernels/cuda_graphs.py)"""
 
 
@@ -47,8 +47,8 @@ def choose(job: Job, layout: Layout, training: Training, device: str) -> Kernels
         loss=layout.tp == 1 and job.precision != "fp16" and not split,
         adamw=adamw,
         # One micro-batch on one GPU: nothing is accumulated, and our AdamW reads gradients in any dtype.
-        as_made=adamw and layout.gpus == layout.gas == 1,
-        recorded=why_not_graphed(job, layout, training) is None,
+        single_microbatch=adamw and layout.gpus == layout.gas == 1,
+        cuda_graphs=why_not_graphed(job, layout, training) is None,
     )
 
 

@@ -140,7 +140,7 @@ def _train(
             if recorder is not None:
                 recorder.close()
     watchdog.at(loop.done, "gathering measurements")
-    measured = None if loop.stopped or loop.watch.memory is None else measurement(engine, loop.watch, peak_flops)
+    measured = None if loop.stopped or loop.stats.memory is None else measurement(engine, loop.stats, peak_flops)
     kept = None if checkpoints is None or out is None else checkpoint.newest(out)
     observed = loop.observer.report()
     return RunOutcome(loop.done, measured, loop.stopped, kept, observed) if rank_info.rank == 0 else None

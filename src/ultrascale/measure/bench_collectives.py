@@ -271,8 +271,8 @@ def _timed(op: str, size: int, ranks: int, rank: int, group: ProcessGroup, devic
         dist.all_reduce(times, dist.ReduceOp.MAX, group)
         return [float(value) for value in times.tolist()]
 
-    (once,) = slowest([min(seconds(1) for _ in range(WARM))])
-    repeats = max(1, min(MOST_REPEATS, round(ROUND_S / once)))
+    (single_s,) = slowest([min(seconds(1) for _ in range(WARM))])
+    repeats = max(1, min(MOST_REPEATS, round(ROUND_S / single_s)))
     rounds = slowest([seconds(repeats) for _ in range(ROUNDS)])
     tenths = statistics.quantiles(rounds, n=10, method="inclusive")
     return CollectiveTiming(op, ranks, ELEMENT * each * ranks, statistics.median(rounds), tenths[0], tenths[-1])

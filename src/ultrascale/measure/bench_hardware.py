@@ -62,8 +62,8 @@ def efficiency(cluster: Cluster, times: HardwareTimes) -> Efficiency:
     """Constants for which the laws predict the measured times; those that were not measured stay."""
     gpu = cluster.gpu
     as_measured = cluster.model_copy(update={"efficiency": cluster.efficiency.model_copy(update={"matmul": 1.0})})
-    asked = {"model": Model.load("llama-3-8b"), "cluster": as_measured, "seq": SEQ, "batch_tokens": SEQ * cluster.gpus}
-    machine = ClusterRates(build(Job, asked, "job"))
+    fields = {"model": Model.load("llama-3-8b"), "cluster": as_measured, "seq": SEQ, "batch_tokens": SEQ * cluster.gpus}
+    machine = ClusterRates(build(Job, fields, "job"))
     m, n, k = np.array([(one.m, one.n, one.k) for one, _ in times.matmuls], dtype=float).T
     alone = machine.matmul_s(m, n, k)
     scores = 2 * TOKENS * SEQ * HEADS * HEAD  # FLOPs of two GEMMs, of which the causal mask leaves half

@@ -138,14 +138,14 @@ def planned(ladder: str, world: int) -> list[PlannedRung]:
         shape = {"dp": world, "gas": ACCUMULATED}
         each = {name: {} if name == "last only" else {"reduce_every_microbatch": True} for name in _DATA}
         return [
-            PlannedRung(name, what, world, {**shape, "data_parallel": way}, each[name]) for name, (what, way) in _DATA.items()
+            PlannedRung(name, what, world, {**shape, "data_parallel": mode}, each[name]) for name, (what, mode) in _DATA.items()
         ]
     if ladder == "zero":
         return [PlannedRung(f"ZeRO-{stage}", what, world, {"dp": world, "zero": stage}) for stage, what in enumerate(_ZERO)]
     if ladder == "tensor":
         return [PlannedRung(name, _TENSOR[name], world, {"tp": world, "sequence_parallel": "SP" in name}) for name in _TENSOR]
     if ladder == "context":
-        return [PlannedRung(way, what, world, {"cp": world, "context_parallel": way}) for way, what in _CONTEXT.items()]
+        return [PlannedRung(mode, what, world, {"cp": world, "context_parallel": mode}) for mode, what in _CONTEXT.items()]
     if ladder == "pipeline":
         shape = {"pp": world, "gas": IN_FLIGHT * world}
         schedules = [(spec, *spec.ladder) for spec in REGISTRY.values() if spec.ladder is not None]
@@ -157,7 +157,7 @@ def planned(ladder: str, world: int) -> list[PlannedRung]:
         return [PlannedRung(policy, what, layout={"recompute": policy}) for policy, what in _RECOMPUTE.items()]
     if ladder == "precision":
         return [PlannedRung(precision, what, precision=precision) for precision, what in _PRECISION.items()]
-    return [PlannedRung(way, what, train={"kernels": way}, needs_gpu=way != "eager") for way, what in _KERNELS.items()]
+    return [PlannedRung(name, what, train={"kernels": name}, needs_gpu=name != "eager") for name, what in _KERNELS.items()]
 
 
 def climb(name: str, here: LadderMachine, say: Callable[[str], None] = lambda text: None) -> Ladder:
@@ -166,10 +166,10 @@ def climb(name: str, here: LadderMachine, say: Callable[[str], None] = lambda te
     for number, one in enumerate(wanted, 1):
         say(f"{name}, rung {number} of {len(wanted)}: {one.name}")
         rungs.append(_run(one, here))
-    counted = f"{here.steps} steps after {WARM_UP}" if here.steps > 1 else f"1 step after {WARM_UP}"
+    timed = f"{here.steps} steps after {WARM_UP}" if here.steps > 1 else f"1 step after {WARM_UP}"
     gas = wanted[0].layout.get("gas", 1)
     batch = f"{gas} × {here.mbs} × {here.seq:,} tokens a replica and step"
-    return Ladder(name, f"{here.model.name}, {batch}, {counted}", tuple(rungs))
+    return Ladder(name, f"{here.model.name}, {batch}, {timed}", tuple(rungs))
 
 
 def requested(one: PlannedRung, here: LadderMachine) -> Request:

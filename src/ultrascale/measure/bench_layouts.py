@@ -148,10 +148,10 @@ def varied(plan: Plan, base: Request, words: str, cluster: Cluster | None) -> Ca
 
 def _requested(words: str, base: Request) -> Iterator[tuple[str, list[Any]]]:
     """The fields of `tp,mbs=1:2:4`, each with its values."""
-    asked = [word.strip() for word in words.split(",") if word.strip()]
-    if not asked:
+    parts = [word.strip() for word in words.split(",") if word.strip()]
+    if not parts:
         raise SpecError("--vary names no field of the layout: try --vary tp,mbs,recompute")
-    for word in asked:
+    for word in parts:
         name, equals, given = word.partition("=")
         if name not in VARIED:
             raise SpecError(f"--vary is {shown(words)}: {nearest(name, VARIED)}, such as --vary tp,mbs or --vary mbs=1:2:4")
@@ -201,7 +201,7 @@ class Sweep:
 
     def __init__(
         self,
-        asked: CandidateSet,
+        candidate_set: CandidateSet,
         study: Study,
         out: Path,
         cluster: Cluster | None,
@@ -209,10 +209,10 @@ class Sweep:
         budget_s: float | None = None,
         changed: Callable[[Sweep], None] = lambda sweep: None,
     ) -> None:
-        """`changed` is called with the sweep after every look at its trials."""
-        self.asked, self.study, self.out, self.cluster, self.changed = asked, study, out, cluster, changed
+        """`changed` is called with the sweep after every read of its trials."""
+        self.candidate_set, self.study, self.out, self.cluster, self.changed = candidate_set, study, out, cluster, changed
         self.limit_s, self.budget_s = limit_s, budget_s
-        self.by_layout = {one.layout: one for one in asked.candidates}
+        self.by_layout = {one.layout: one for one in candidate_set.candidates}
         self.started = time.monotonic()
         self.spent: list[float] = []
         self.records: dict[Layout, TrialRecord] = {}
@@ -220,7 +220,7 @@ class Sweep:
 
     def run(self) -> tuple[TrialRow, ...]:
         """Measure what waits. Trials of other processes, and those without budget, stay in the rows as they are."""
-        self.study.offer(self.asked.candidates, pruned_is_done=self.asked.ranked)
+        self.study.offer(self.candidate_set.candidates, pruned_is_done=self.candidate_set.ranked)
         self._read_records()
         while self._time_for_another():
             claimed = self.study.claim(self.by_layout)
@@ -233,7 +233,7 @@ class Sweep:
 
     @property
     def rows(self) -> tuple[TrialRow, ...]:
-        return tuple(TrialRow(one, self.records.get(one.layout, NOT_OFFERED)) for one in self.asked.candidates)
+        return tuple(TrialRow(one, self.records.get(one.layout, NOT_OFFERED)) for one in self.candidate_set.candidates)
 
     @property
     def eta_s(self) -> float | None:
@@ -253,19 +253,19 @@ class Sweep:
         began = last_beat = time.monotonic()
         self.doing = candidate.name
 
-        def look(steps: list[TrialStep]) -> bool:
+        def on_steps(steps: list[TrialStep]) -> bool:
             nonlocal last_beat
             if time.monotonic() - last_beat > self.study.beat_s:
                 last_beat = time.monotonic()
                 self.study.beat(number)
             self.step = steps[-1].number if steps else self.step
             self.changed(self)
-            return self.study.report(number, steps) and self.asked.ranked
+            return self.study.report(number, steps) and self.candidate_set.ranked
 
         left = self._left()
         limit = self.limit_s if left is None else min(self.limit_s, left)
         try:
-            ended = bench_trial.run(candidate.request, folder, self.cluster, limit, look)
+            ended = bench_trial.run(candidate.request, folder, self.cluster, limit, on_steps)
         except KeyboardInterrupt:
             self.study.finish(number, TrialFailure("interrupted", "stopped by Ctrl-C"), time.monotonic() - began, folder)
             self._read_records()
@@ -305,9 +305,9 @@ def verdict(rows: tuple[TrialRow, ...]) -> SweepVerdict | None:
     return SweepVerdict(best, first, rates[0] / rates[1] - 1 if rates[1] else None)
 
 
-def winning_plan(asked: CandidateSet, winner: LayoutCandidate, cluster: Cluster | None) -> Plan:
+def winning_plan(candidate_set: CandidateSet, winner: LayoutCandidate, cluster: Cluster | None) -> Plan:
     """The fastest as a plan for this machine, or for the plan's own where this one's rates are not known."""
-    request = asked.base if cluster is None else asked.base.on(cluster)
+    request = candidate_set.base if cluster is None else candidate_set.base.on(cluster)
     predicted = winner.predicted or estimate(request.job, winner.layout)
     return Plan(job=request.job, layout=winner.layout, estimate=predicted)
 

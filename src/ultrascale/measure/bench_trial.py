@@ -35,7 +35,7 @@ from ultrascale.train.request import Request
 
 Kind = Literal["out of memory", "timed out", "killed", "crashed", "refused", "stopped", "interrupted"]
 LOG = "log.txt"
-LOOK_S = 0.2  # between looks at a trial's metrics
+POLL_S = 0.2  # between reads of a trial's metrics
 SETTLED = 2  # steps that say nothing of speed: the first warms up, in the second memory is measured
 _KINDS: dict[str, Kind] = {
     "ran out of memory|out-of-memory killer": "out of memory",
@@ -80,11 +80,11 @@ def run(
     folder: Path,
     predict: Cluster | None = None,
     limit_s: float | None = None,
-    look: Callable[[list[TrialStep]], bool] = lambda steps: False,
+    on_steps: Callable[[list[TrialStep]], bool] = lambda steps: False,
 ) -> TrialResult | TrialFailure:
     """Run the request in a fresh process, with as many ranks as its layout has.
 
-    `look` is called every so often with the settled steps since its last call, also with none; True stops the trial.
+    `on_steps` is called every so often with the settled steps since its last call, also with none; True stops the trial.
     """
     import_torch()
     context = multiprocessing.get_context("fork")
@@ -96,7 +96,7 @@ def run(
         process.start()
         try:
             sending.close()
-            return _wait(process, receiving, kills, _MetricsTail(folder / METRICS, request), limit_s, look)
+            return _wait(process, receiving, kills, _MetricsTail(folder / METRICS, request), limit_s, on_steps)
         finally:
             _end(process)
             receiving.close()
@@ -108,11 +108,11 @@ def _wait(
     kills: int | None,
     tail: _MetricsTail,
     limit_s: float | None,
-    look: Callable[[list[TrialStep]], bool],
+    on_steps: Callable[[list[TrialStep]], bool],
 ) -> TrialResult | TrialFailure:
     until = None if limit_s is None else time.monotonic() + limit_s
-    while not wait([pipe], timeout=LOOK_S):
-        if look(tail.new()):
+    while not wait([pipe], timeout=POLL_S):
+        if on_steps(tail.new()):
             return TrialFailure("stopped", f"stopped after step {tail.done}")
         if until is not None and time.monotonic() > until:
             return TrialFailure("timed out", f"no end within {limit_s:,.0f} s; it had done {tail.done} of {tail.steps} steps")
@@ -122,7 +122,7 @@ def _wait(
         process.join()
         how = ending(process.exitcode, kills)
         return TrialFailure(_kind(how), f"the trial ended without a word ({how})")
-    look(tail.new())
+    on_steps(tail.new())
     assert isinstance(answer, TrialResult | TrialFailure)
     return answer
 

@@ -22,7 +22,7 @@ from ultrascale.specs.units import GIB
 
 FEWEST = 3  # runs: with two, each would be judged by one other
 FOLDS = 8  # of cross-validation
-STEP, HELD = "step_s", "held_gib"  # what a run measures: step time, memory
+STEP, MEMORY = "step_s", "held_gib"  # what a run measures: step time, memory
 FIELDS = ("workspace_gib", "allocator_slack")
 CONTEXT = "a run sees what its allocator holds, not what CUDA holds beside it; what would: nvidia-smi, less that"
 NO_BETTER = "on runs left out what was fitted is no better"
@@ -88,7 +88,7 @@ class Calibration:
 
     def judges(self, of: str = STEP) -> tuple[CalibratedRun, ...]:
         """Runs whose constants others determine as well; for memory all are."""
-        return tuple(run for run in self.runs if of == HELD or not run.alone)
+        return tuple(run for run in self.runs if of == MEMORY or not run.alone)
 
 
 def _errors(runs: Sequence[CalibratedRun], when: str, of: str = STEP) -> CalibrationErrors | None:
@@ -109,8 +109,8 @@ def calibrate(runs: Sequence[CalibrationRun], say: Callable[[str], None] = lambd
     everyone = range(len(runs))
     say(f"fitting to {len(runs)} runs")
     found = fit(model, everyone)
-    held = [measured_peak(base, run) for run in runs]
-    efficiency = _with_memory(base, found.moves, [one for one in held if one is not None])
+    peaks = [measured_peak(base, run) for run in runs]
+    efficiency = _with_memory(base, found.moves, [one for one in peaks if one is not None])
     without: dict[int, tuple[Efficiency, list[Constant]]] = {}
     folds = min(len(runs), FOLDS)
     for first in range(folds):
@@ -118,40 +118,40 @@ def calibrate(runs: Sequence[CalibrationRun], say: Callable[[str], None] = lambd
         fold = everyone[first::folds]  # left out together
         kept = [index for index in everyone if index not in fold]
         moves, lost = refit(model, kept, found)
-        changed = _with_memory(base, moves, [one for index in kept if (one := held[index]) is not None])
+        changed = _with_memory(base, moves, [one for index in kept if (one := peaks[index]) is not None])
         without |= dict.fromkeys(fold, (changed, lost))
 
     def judged(after: Efficiency, left_out: Callable[[Efficiency], Efficiency]) -> tuple[CalibratedRun, ...]:
         return tuple(
             _judged(base, run, one, after, left_out(without[index][0]), without[index][1])
-            for index, (run, one) in enumerate(zip(runs, held, strict=True))
+            for index, (run, one) in enumerate(zip(runs, peaks, strict=True))
         )
 
-    verdicts = _verdicts(base, found, efficiency, any(one is not None and one.holes is not None for one in held))
+    verdicts = _verdicts(base, found, efficiency, any(one is not None and one.holes is not None for one in peaks))
     result = Calibration(base.cluster, base.cluster, tuple(verdicts), judged(efficiency, lambda each: each))
-    taken = {of: _better(result, of) for of in (STEP, HELD)}
+    taken = {of: _better(result, of) for of in (STEP, MEMORY)}
     if not any(taken.values()):
         return result
 
     def as_taken(each: Efficiency) -> Efficiency:
         """With the new constants of times, of memory, or of both."""
-        times, of_memory = (each if taken[of] else base.cluster.efficiency for of in (STEP, HELD))
+        times, of_memory = (each if taken[of] else base.cluster.efficiency for of in (STEP, MEMORY))
         return times.model_copy(update={name: getattr(of_memory, name) for name in FIELDS})
 
     why_not = {of: NO_BETTER if result.judges(of) else NO_JUDGE for of in taken}
-    verdicts = [_kept(one, taken[of], why_not[of]) for one in verdicts for of in (HELD if one.name in FIELDS else STEP,)]
+    verdicts = [_kept(one, taken[of], why_not[of]) for one in verdicts for of in (MEMORY if one.name in FIELDS else STEP,)]
     result = Calibration(base.cluster, base.cluster, tuple(verdicts), judged(as_taken(efficiency), as_taken))
     return replace(result, cluster=_signed(result, as_taken(efficiency)))
 
 
-def _with_memory(base: Base, moves: Moves, held: Sequence[MeasuredPeak]) -> Efficiency:
-    return base.changed(moves).model_copy(update=fit_memory(held))
+def _with_memory(base: Base, moves: Moves, peaks: Sequence[MeasuredPeak]) -> Efficiency:
+    return base.changed(moves).model_copy(update=fit_memory(peaks))
 
 
 def _judged(
     base: Base,
     run: CalibrationRun,
-    held: MeasuredPeak | None,
+    peak: MeasuredPeak | None,
     after: Efficiency,
     without: Efficiency,
     lost: Sequence[Constant],
@@ -160,12 +160,12 @@ def _judged(
     before_s, after_s, without_s = (estimate(base.job(run.job, each), run.layout).step_time_s for each in constants)
     alone = tuple(constant.name for constant in lost)
     judged = CalibratedRun(run.name, run.step_s, before_s, after_s, without_s, run.spread, alone)
-    if held is None:
+    if peak is None:
         return judged
-    before, after_fit, without_it = (peak_bytes(held, each) / GIB for each in constants)
+    before, after_fit, without_it = (peak_bytes(peak, each) / GIB for each in constants)
     return replace(
         judged,
-        held_gib=held.measured / GIB,
+        held_gib=peak.measured / GIB,
         held_before_gib=before,
         held_after_gib=after_fit,
         held_left_out_gib=without_it,
@@ -187,7 +187,7 @@ def _kept(verdict: ConstantVerdict, taken: bool, why_not: str) -> ConstantVerdic
 def _signed(found: Calibration, efficiency: Efficiency) -> Cluster:
     """The new cluster, with the origin of its constants."""
     # If every run alone determines some constant, the constants of time stay, and are judged by their own predictions.
-    time, held = found.errors("left_out") or found.errors("after"), found.errors("left_out", HELD)
+    time, memory = found.errors("left_out") or found.errors("after"), found.errors("left_out", MEMORY)
     assert time is not None  # there are runs
     origin = Calibrated(
         runs=len(found.runs),
@@ -196,7 +196,7 @@ def _signed(found: Calibration, efficiency: Efficiency) -> Cluster:
         constants=tuple(verdict.name for verdict in found.verdicts if verdict.known is not None),
         step_time_error=float(f"{time.middle:.3g}"),
         step_time_worst=float(f"{time.worst:.3g}"),
-        memory_error=float(f"{held.middle:.3g}") if held is not None else None,
+        memory_error=float(f"{memory.middle:.3g}") if memory is not None else None,
     )
     return found.base.model_copy(update={"efficiency": efficiency, "calibrated": origin})
 

@@ -148,7 +148,7 @@ class StepTimeModel:
         self._known: dict[tuple[int, Efficiency], float] = {}
         everyone = range(len(runs))
         still = self.logs({}, everyone)
-        self.followed = tuple(
+        self.influential = tuple(
             constant for constant in CONSTANTS if np.abs(self.logs({constant: self._far(constant)}, everyone) - still).max() > 0
         )
         """constants on which some step time depends"""
@@ -180,18 +180,18 @@ class FitResult:
 def fit(model: StepTimeModel, of: Sequence[int]) -> FitResult:
     """Fit to the runs `of`."""
     moves = _looked_for(model, of)
-    chosen, _, _ = _chosen(model, of, moves)
-    moves = _solved(model, of, {constant: moves.get(constant, 0.0) for constant in chosen})
+    selected, _, _ = _determined(model, of, moves)
+    moves = _solved(model, of, {constant: moves.get(constant, 0.0) for constant in selected})
     # Sensitivities at the solution differ from those at the start.
-    again, known, why = _chosen(model, of, moves)
-    if set(again) != set(chosen):
+    again, known, why = _determined(model, of, moves)
+    if set(again) != set(selected):
         moves = _solved(model, of, {constant: moves.get(constant, 0.0) for constant in again})
     return FitResult({constant: moves[constant] for constant in again}, known, why)
 
 
 def refit(model: StepTimeModel, of: Sequence[int], found: FitResult) -> tuple[Moves, list[Constant]]:
     """The same constants from fewer runs, and those that these runs no longer determine, which keep their old values."""
-    determined, _, _ = _chosen(model, of, found.moves, most=len(of))
+    determined, _, _ = _determined(model, of, found.moves, most=len(of))
     lost = [constant for constant in found.moves if constant not in determined]
     return _solved(model, of, {constant: by for constant, by in found.moves.items() if constant not in lost}, AGAIN), lost
 
@@ -219,7 +219,7 @@ def _looked_for(model: StepTimeModel, of: Sequence[int]) -> Moves:
     The constant that explains most goes first, so that an operator's overhead does not stand for a latency of communication.
     """
     moves: Moves = {}
-    wide = [constant for constant in model.followed if model.base.prior(constant) >= 1]
+    wide = [constant for constant in model.influential if model.base.prior(constant) >= 1]
     cost = _cost(model, of, moves)
     places = [
         (constant, by)
@@ -247,7 +247,7 @@ def _sensitivities(model: StepTimeModel, of: Sequence[int], moves: Moves, consta
     return np.stack(columns, axis=1) if columns else np.zeros((len(of), 0))
 
 
-def _chosen(
+def _determined(
     model: StepTimeModel, of: Sequence[int], moves: Moves, most: int | None = None
 ) -> tuple[list[Constant], dict[Constant, float], dict[Constant, str]]:
     """The constants that the runs determine, the uncertainty of each, and why the others are not determined.
@@ -255,7 +255,7 @@ def _chosen(
     `most`: how many there may be; one fewer than there are runs unless given.
     """
     most = len(of) - 1 if most is None else most
-    constants = model.followed
+    constants = model.influential
     every = _sensitivities(model, of, moves, constants)
     info = (every.T * _weights(model, of, np.zeros(len(of)))) @ every
     share = np.abs(every).max(axis=0) if constants else []

@@ -89,7 +89,7 @@ class Comparison:
     first: ComparisonSide
     second: ComparisonSide
     terms: tuple[ComparedTerm, ...]
-    apart: tuple[str, ...]
+    differences: tuple[str, ...]
     """settings in which the two differ"""
 
     @property
@@ -128,9 +128,9 @@ def load(path: Path) -> ComparisonSide:
 
 def load_run(path: Path, consequence: str, advice: str) -> tuple[Plan, Measurement]:
     """The plan and the measurement of a run's folder; SpecError with the consequence and the advice if one is missing."""
-    for name, made in ((PLAN, "`ultrascale train --out` writes it"), (MEASUREMENT, "a run has it once all its steps are done")):
+    for name, hint in ((PLAN, "`ultrascale train --out` writes it"), (MEASUREMENT, "a run has it once all its steps are done")):
         if not (path / name).is_file():
-            raise SpecError(f"{path} has no {name}, so {consequence} ({made}): {advice}")
+            raise SpecError(f"{path} has no {name}, so {consequence} ({hint}): {advice}")
     return Plan.load(path / PLAN), Measurement.load(path / MEASUREMENT)
 
 
@@ -146,7 +146,7 @@ def compare(first: ComparisonSide, second: ComparisonSide) -> Comparison:
     if one and other:
         place = next((number for number, term in enumerate(found) if term.name == "computing"), len(found) - 1) + 1
         found.insert(place, ComparedTerm("attention", "s", one, other, part=True))
-    return Comparison(first, second, tuple(found), tuple(_apart(first.plan, second.plan)))
+    return Comparison(first, second, tuple(found), tuple(_differences(first.plan, second.plan)))
 
 
 def _attention_s(side: ComparisonSide) -> float | None:
@@ -174,13 +174,13 @@ def terms(first: Estimate | Measurement | None, second: Estimate | Measurement |
     for name in TIMES:
         yield from both(name, "s", (_time(first, name), _time(second, name)))
     stage = next((side.peak_stage for side in sides if isinstance(side, Measurement)), None)
-    held = [_held(side, stage) for side in sides]
-    totals = [sum(one.values()) if one else None for one in held]
+    bytes_by_owner = [_bytes_by_owner(side, stage) for side in sides]
+    totals = [sum(one.values()) if one else None for one in bytes_by_owner]
     many = any(side is not None and len(side.memory) > 1 for side in sides)
     where = f", stage {stage}" if many and stage is not None else ""
     yield from both(f"tensors at the peak{where}", "B", (totals[0], totals[1]), part=False)
     for owner in OWNER_TERMS:
-        yield from both(owner, "B", (held[0].get(owner), held[1].get(owner)))
+        yield from both(owner, "B", (bytes_by_owner[0].get(owner), bytes_by_owner[1].get(owner)))
 
 
 def _time(side: Estimate | Measurement | None, name: str) -> float | None:
@@ -190,7 +190,7 @@ def _time(side: Estimate | Measurement | None, name: str) -> float | None:
     return sum(getattr(side.time, cause) for cause in causes) if side is not None and causes else None
 
 
-def _held(side: Estimate | Measurement | None, stage: int | None) -> dict[str, float]:
+def _bytes_by_owner(side: Estimate | Measurement | None, stage: int | None) -> dict[str, float]:
     """Tensors only, without CUDA context and allocator."""
     if side is None:
         return {}
@@ -199,7 +199,7 @@ def _held(side: Estimate | Measurement | None, stage: int | None) -> dict[str, f
     return {name: sum(getattr(memory, owner) for owner in owners) for name, owners in OWNER_TERMS.items()}
 
 
-def _apart(first: Plan, second: Plan) -> Iterator[str]:
+def _differences(first: Plan, second: Plan) -> Iterator[str]:
     """`layout.tp 2 and 1` for each setting that differs."""
     for what, one, other in (("layout", first.layout, second.layout), ("job", first.job, second.job)):
         for field in type(one).model_fields:

@@ -62,11 +62,11 @@ def parse_gpus(answer: str, visible: str | None = None) -> tuple[GPUFact, ...]:
     rows = [
         [cell.strip() for cell in line.split(",")] for line in answer.splitlines() if line.count(",") == len(_GPU_FIELDS) - 1
     ]
-    chosen = None if visible is None else [word.strip() for word in visible.split(",") if word.strip()]
+    selected = None if visible is None else [word.strip() for word in visible.split(",") if word.strip()]
     return tuple(
         GPUFact(index, name, driver, _mib(total), _mib(free))
         for index, uuid, name, driver, total, free in rows
-        if chosen is None or index in chosen or any(uuid.startswith(word) for word in chosen if not word.isdigit())
+        if selected is None or index in selected or any(uuid.startswith(word) for word in selected if not word.isdigit())
     )
 
 
@@ -285,14 +285,14 @@ def resolves(host: str, within_s: float = 2.0) -> str:
     """Why the name has no address, or ""; does not wait for a name server that is silent."""
     problem = [f"{host} was not resolved in {within_s:.0f} s"]
 
-    def look() -> None:
+    def resolve() -> None:
         try:
             socket.getaddrinfo(host, None)
             problem[0] = ""
         except (OSError, UnicodeError) as error:
             problem[0] = f"{host} has no address ({getattr(error, 'strerror', None) or error})"
 
-    thread = threading.Thread(target=look, daemon=True)
+    thread = threading.Thread(target=resolve, daemon=True)
     thread.start()
     thread.join(within_s)
     return problem[0]

@@ -67,7 +67,7 @@ class Profiler(Observer):
         self._profile.start()
 
     def account(self, step: Callable[[], StepResult]) -> tuple[MeasuredMemory, StepResult]:
-        memory, result, self.memory = profile_memory.followed(self.engine, step)
+        memory, result, self.memory = profile_memory.track_step(self.engine, step)
         return memory, result
 
     def stepped(self) -> None:
@@ -159,7 +159,7 @@ def facts(engine: Engine) -> dict[str, Any]:
         "precision": job.precision,
         "layout": mesh.layout.model_dump(mode="json"),
         "place": {"pp": mesh.place.pp, "dp": mesh.place.dp, "cp": mesh.place.cp, "tp": mesh.place.tp},
-        "gradient_bytes": sum(one.nbytes for chunk in engine.pipeline.chunks.values() for one in chunk.gradients.held()),
+        "gradient_bytes": sum(one.nbytes for chunk in engine.pipeline.chunks.values() for one in chunk.gradients.allocated()),
     }
 
 

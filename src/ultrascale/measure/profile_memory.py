@@ -126,14 +126,14 @@ def _size(value: float) -> str:
     return f"{value / GIB:,.2f} GiB" if value >= GIB / 10 else f"{value / 2**20:,.2f} MiB"
 
 
-RECORDED = 1_000_000  # of the allocator's events in one step, the last so many
-FOLLOWED = "while every tensor was followed, which slows a step down"
+MAX_EVENTS = 1_000_000  # of the allocator's events in one step, the last so many
+TRACKED = "while every tensor was followed, which slows a step down"
 RECORD = "from the allocator's record; what is no state counts as activations"
 
 T = TypeVar("T")
 
 
-def followed(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T, MemoryTimeline]:
+def track_step(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T, MemoryTimeline]:
     """Run a step and record its memory."""
     return _on_cpu(engine, step) if engine.mesh.device.type == "cpu" else _on_gpu(engine, step)
 
@@ -158,26 +158,26 @@ class _Recorder(LiveBytes):  # type: ignore[no-untyped-call]
 
     def _write(self) -> None:
         assert self._began is not None
-        held = self._by_owner
-        self.rows.append((time.perf_counter() - self._began, *(held.get(owner, 0) for owner in MEASURED_OWNERS)))
+        by_owner = self._by_owner
+        self.rows.append((time.perf_counter() - self._began, *(by_owner.get(owner, 0) for owner in MEASURED_OWNERS)))
 
 
 def _on_cpu(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T, MemoryTimeline]:
     live = _Recorder()
 
-    def recorded() -> T:
+    def recording_step() -> T:
         live.begin()
         return step()
 
-    memory, result = account(engine, recorded, live)
-    return memory, result, MemoryTimeline(MEASURED_OWNERS, thinned(live.rows), FOLLOWED)
+    memory, result = account(engine, recording_step, live)
+    return memory, result, MemoryTimeline(MEASURED_OWNERS, thinned(live.rows), TRACKED)
 
 
 def _on_gpu(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T, MemoryTimeline]:
     device = engine.mesh.device
     before = _addresses(states(engine), device)
     base = torch.cuda.memory_allocated(device)
-    torch_private.record_memory_history(stacks="python", max_entries=RECORDED)
+    torch_private.record_memory_history(stacks="python", max_entries=MAX_EVENTS)
     memory, result = account(engine, step)
     snapshot = torch_private.memory_snapshot(device)
     torch_private.record_memory_history(enabled=None)
@@ -188,7 +188,7 @@ def _on_gpu(engine: Engine, step: Callable[[], T]) -> tuple[MeasuredMemory, T, M
     return memory, result, MemoryTimeline(MEASURED_OWNERS, thinned(rows), RECORD, snapshot)
 
 
-Held = Mapping[int, tuple[str, int]]
+Addresses = Mapping[int, tuple[str, int]]
 """owner and size of the memory at an address"""
 
 
@@ -202,12 +202,12 @@ def _addresses(owned: Mapping[str, Iterable[torch.Tensor]], device: torch.device
     return found
 
 
-def from_record(events: Iterable[Mapping[str, Any]], before: Held, after: Held, base: int) -> list[tuple[float, ...]]:
+def from_record(events: Iterable[Mapping[str, Any]], before: Addresses, after: Addresses, base: int) -> list[tuple[float, ...]]:
     """Rows of time and bytes by owner. `before`, `after`: states around the step; `base`: bytes allocated at its start."""
-    held = dict.fromkeys(MEASURED_OWNERS, 0)
+    by_owner = dict.fromkeys(MEASURED_OWNERS, 0)
     for owner, size in before.values():
-        held[owner] += size
-    held["activations"] += max(0, base - sum(held.values()))
+        by_owner[owner] += size
+    by_owner["activations"] += max(0, base - sum(by_owner.values()))
     living = dict(before)
     rows: list[tuple[float, ...]] = []
     began: float | None = None
@@ -218,11 +218,11 @@ def from_record(events: Iterable[Mapping[str, Any]], before: Held, after: Held, 
         if action == "alloc":
             owner = after[address][0] if address in after else "activations"
             living[address] = (owner, size)
-            held[owner] += size
+            by_owner[owner] += size
         else:
             owner, size = living.pop(address, ("activations", size))
-            held[owner] = max(0, held[owner] - size)
+            by_owner[owner] = max(0, by_owner[owner] - size)
         now = event.get("time_us", len(rows)) / 1e6
         began = now if began is None else began
-        rows.append((now - began, *held.values()))
+        rows.append((now - began, *by_owner.values()))
     return rows

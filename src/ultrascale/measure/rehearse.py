@@ -130,16 +130,16 @@ def _announce(one: Rehearsal, done: int, of: int, progress: Callable[[str], None
     return one
 
 
-def kernels_of(job: Job, device: str, asked: str | None = None) -> str:
+def kernels_of(job: Job, device: str, given: str | None = None) -> str:
     """fused or eager: as asked, or fused where the plan has GPUs. Emulated fp8 has no fused kernels."""
-    if asked is not None and asked not in KERNELS:
-        raise SpecError(f"--kernels is {asked!r} but a rehearsal runs the engine's fused kernels or eager operators: try fused")
+    if given is not None and given not in KERNELS:
+        raise SpecError(f"--kernels is {given!r} but a rehearsal runs the engine's fused kernels or eager operators: try fused")
     emulated = device == "meta" and job.precision == "fp8"
-    if emulated and asked == "fused":
+    if emulated and given == "fused":
         raise SpecError(
             "--kernels is fused but without a GPU fp8 is emulated operator by operator: try eager, or --device cuda"
         )
-    return asked or ("eager" if emulated or job.cluster.gpu.name == "cpu" else "fused")
+    return given or ("eager" if emulated or job.cluster.gpu.name == "cpu" else "fused")
 
 
 def engine_of(kernels: str) -> Framework:
@@ -280,8 +280,8 @@ def notes(job: Job, layout: Layout, device: str, kernels: str) -> list[str]:
     else:
         from ultrascale.kernels.selection import choose
 
-        chosen = choose(job, layout, Training(), "cuda")
-        found += [COMPILED] if chosen.compiled and not chosen.fused else []
+        selected = choose(job, layout, Training(), "cuda")
+        found += [COMPILED] if selected.compiled and not selected.fused else []
     if job.precision == "fp8":
         found.append(EMULATED)
     if job.model.moe is not None:
@@ -294,13 +294,13 @@ def compared(job: Job, layout: Layout, predicted: Estimate, rehearsed: Rehearsal
     law = predicted.memory[rehearsed.place.pp].memory
     job = even(job).changed(framework=engine_of(rehearsed.kernels))
     # Gradients are compared when all of them exist, which need not be at the peak.
-    as_made = job.framework.fused_blocks and bool(accumulates_nothing(job, LayoutColumns.of([layout]))[0])
-    held = law.model_copy(update={"gradients": 0.0 if as_made else whole_gradients(job, layout, rehearsed.place.pp)})
-    terms = [RehearsedTerm(owner, getattr(held, owner), getattr(rehearsed.memory, owner), "B") for owner in STATES]
+    single = job.framework.fused_blocks and bool(accumulates_nothing(job, LayoutColumns.of([layout]))[0])
+    states = law.model_copy(update={"gradients": 0.0 if single else whole_gradients(job, layout, rehearsed.place.pp)})
+    terms = [RehearsedTerm(owner, getattr(states, owner), getattr(rehearsed.memory, owner), "B") for owner in STATES]
     # A rehearsal cannot tell buffers from activations: they are compared together. Parameters that are freed at the peak are
     # compared at their maximum, and the law's buffers exclude them.
     freed = peaks(LayoutRows.of(job, layout))[rehearsed.place.pp].freed_parameters
-    moving = law.activations + law.buffers + freed + as_made * law.gradients
+    moving = law.activations + law.buffers + freed + single * law.gradients
     terms.append(RehearsedTerm("activations, buffers", moving, rehearsed.memory.activations + rehearsed.memory.buffers, "B"))
     tensors = sum(getattr(law, owner) for owner in (*STATES, "activations", "buffers"))
     terms.append(RehearsedTerm("all tensors at the peak", tensors, rehearsed.peak, "B"))

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from ultrascale.measure.rehearse import Collective, Rehearsal
-from ultrascale.measure.rehearse_tracker import OperatorTracker, StepPosition, watched
+from ultrascale.measure.rehearse_tracker import OperatorTracker, StepPosition, attach
 from ultrascale.measure.rehearse_world import (
     ConstantBatches,
     QuickFakeTensorMode,
@@ -83,14 +83,14 @@ def _rehearsed(
         job, mesh, Training.model_validate({"steps": 1, "kernels": kernels}), cast(Batches, ConstantBatches(job.seq))
     )
     engine.optimizer.continued(1)  # so that its states exist
-    _gather_once(engine)
+    _warm_up_gather(engine)
     if device != "meta":
         without_values(engine)
     kernels_s = None
     if device == "cuda":
         engine.step(0)  # compiles and selects kernels
         kernels_s = kernel_times(lambda: engine.step(0))
-    memory, watch = _accounted(engine, techniques, fake)
+    memory, tracker = _accounted(engine, techniques, fake)
     # A step reads inputs and targets of all its micro-batches before it computes.
     unread = (layout.gas - short.microbatches) * layout.mbs * len(engine.here) * 2 * torch.int64.itemsize
     return Rehearsal(
@@ -99,10 +99,10 @@ def _rehearsed(
         alike=layout.gpus // layout.pp,
         layers=len({weight.shard.name.split(".")[1] for weight in engine.weights if "blocks." in weight.shard.name}),
         memory=memory.model_copy(update={"activations": memory.activations + unread}),
-        peak=(watch.peak if device != "cuda" else memory.total - (memory.runtime or 0)) + unread,
-        moment=_words(watch.peak_moment, engine),
-        flops=_flops(watch, short),
-        collectives=_collectives(watch, short),
+        peak=(tracker.peak if device != "cuda" else memory.total - (memory.runtime or 0)) + unread,
+        moment=_words(tracker.peak_position, engine),
+        flops=_flops(tracker, short),
+        collectives=_collectives(tracker, short),
         microbatches=short.microbatches,
         kernels=kernels,
         kernels_s=kernels_s,
@@ -114,21 +114,21 @@ def _accounted(
 ) -> tuple[MeasuredMemory, OperatorTracker]:
     """Memory and operators of a step; on a GPU of two steps, since the tracker would change what is allocated."""
     gc.collect()
-    watch = OperatorTracker(engine, techniques, fake)
+    tracker = OperatorTracker(engine, techniques, fake)
     if engine.mesh.device.type == "cpu":
-        watched(engine, watch)
-        memory, _ = account(engine, lambda: engine.step(0), watch)
-        come_and_go = {owner: max(getattr(memory, owner), watch.most[owner]) for owner in ("parameters", "gradients")}
-        return memory.model_copy(update=come_and_go), watch
+        attach(engine, tracker)
+        memory, _ = account(engine, lambda: engine.step(0), tracker)
+        come_and_go = {owner: max(getattr(memory, owner), tracker.most[owner]) for owner in ("parameters", "gradients")}
+        return memory.model_copy(update=come_and_go), tracker
     memory, _ = account(engine, lambda: engine.step(0))
-    watched(engine, watch)
-    with watch:
+    attach(engine, tracker)
+    with tracker:
         engine.step(0)
-    return memory, watch
+    return memory, tracker
 
 
 @torch.no_grad()
-def _gather_once(engine: Engine) -> None:
+def _warm_up_gather(engine: Engine) -> None:
     """FSDP2 allocates buffers in the first forward; run one before the step, so that their owner is known."""
     job, mesh = engine.job, engine.mesh
     for stage, chunk in engine.pipeline.chunks.items():
@@ -143,16 +143,16 @@ def _gather_once(engine: Engine) -> None:
                 part.reshard()
 
 
-def _flops(watch: OperatorTracker, short: ShortSchedule) -> dict[str, int]:
+def _flops(tracker: OperatorTracker, short: ShortSchedule) -> dict[str, int]:
     total: Counter[str] = Counter()
-    for (place, name), count in watch.flops.items():
+    for (place, name), count in tracker.flops.items():
         total[name] += count * short.weight(place)
     return dict(total.most_common())
 
 
-def _collectives(watch: OperatorTracker, short: ShortSchedule) -> tuple[Collective, ...]:
+def _collectives(tracker: OperatorTracker, short: ShortSchedule) -> tuple[Collective, ...]:
     together: dict[tuple[str, str, int, str], tuple[int, float]] = {}
-    for (place, where, call), count in watch.calls.items():
+    for (place, where, call), count in tracker.calls.items():
         key = call.technique, call.kind, call.group, where
         number, sent = together.get(key, (0, 0.0))
         times = count * short.weight(place)
@@ -163,15 +163,15 @@ def _collectives(watch: OperatorTracker, short: ShortSchedule) -> tuple[Collecti
     )
 
 
-def _words(moment: StepPosition, engine: Engine) -> str:
+def _words(at: StepPosition, engine: Engine) -> str:
     """`backward of micro-batch 3, layer 17`."""
     actions = engine.pipeline.schedule.actions[engine.pipeline.rank]
-    if moment.place is None or moment.place >= len(actions):
-        return {"pipeline": "end of the last backward", "reading": "before the first forward"}.get(moment.phase, moment.phase)
-    action = actions[moment.place]
+    if at.place is None or at.place >= len(actions):
+        return {"pipeline": "end of the last backward", "reading": "before the first forward"}.get(at.phase, at.phase)
+    action = actions[at.place]
     names = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
     chunk = f" of stage {action.stage}" if len(engine.pipeline.chunks) > 1 else ""
-    return f"{names[action.kind.value]} of micro-batch {action.microbatch}{chunk}, {moment.layer}"
+    return f"{names[action.kind.value]} of micro-batch {action.microbatch}{chunk}, {at.layer}"
 
 
 Step = tuple[ActionKind, int]
@@ -198,11 +198,11 @@ def shorten(layout: Layout, rank: int) -> ShortSchedule:
     full = _steps(whole.actions[rank])
     # HSDP keeps its reduced gradients from a chunk's second backward on: the maximum after that must be the same, too.
     replicas = layout.zero > 0 and layout.shards < layout.dp * layout.cp
-    moments = (0, 2 * layout.virtual_stages) if replicas else (0,)
+    starts = (0, 2 * layout.virtual_stages) if replicas else (0,)
     for count in range(1, layout.gas):
         short = _steps(cut(whole, count).actions[rank])
         if (
-            all(_maxima(short, ended) == _maxima(full, ended) for ended in moments)
+            all(_maxima(short, ended) == _maxima(full, ended) for ended in starts)
             and (found := _repeated_part(short, full)) is not None
         ):
             return ShortSchedule(count, *found)

@@ -81,7 +81,7 @@ class OperatorTracker(LiveBytes):  # type: ignore[no-untyped-call]
         self.techniques = dict(techniques) | {str(group.group_name): "pipeline" for group in links}
         """by the name of a process group"""
         self.phase, self.layer = "reading", ""
-        self.peak_moment = StepPosition("", None, "")
+        self.peak_position = StepPosition("", None, "")
         self.most: Counter[str] = Counter()
         """maximum of each owner, at the peak or not"""
         self.calls: Counter[tuple[int | None, str, CollectiveCall]] = Counter()
@@ -94,7 +94,7 @@ class OperatorTracker(LiveBytes):  # type: ignore[no-untyped-call]
         self.most |= Counter(self.by_owner)
 
     @property
-    def moment(self) -> StepPosition:
+    def position(self) -> StepPosition:
         pipeline = self.engine.pipeline
         place = len(pipeline.ran) if self.phase == "pipeline" else None
         return StepPosition(self.phase, place, self.layer)
@@ -103,7 +103,7 @@ class OperatorTracker(LiveBytes):  # type: ignore[no-untyped-call]
         if self.phase == "optimizer" and self.engine.mesh.layout.offload != "none":
             return  # its copies of gradients are on the host, which is the same device here
         super().reset_peak()
-        self.peak_moment = self.moment
+        self.peak_position = self.position
         self.most |= Counter(self.peak_by_owner)
 
     def _begin(self) -> None:
@@ -126,7 +126,7 @@ class OperatorTracker(LiveBytes):  # type: ignore[no-untyped-call]
         formula = _formula(func)
         if formula is not None:
             name = "attention" if func._overloadpacket in _ATTENTION else str(func._opname)
-            self.flops[self.moment.place, name] += int(formula(args, kwargs, result))
+            self.flops[self.position.place, name] += int(formula(args, kwargs, result))
         elif func.namespace == "c10d":
             self._count_collective(func, args)
 
@@ -136,7 +136,7 @@ class OperatorTracker(LiveBytes):  # type: ignore[no-untyped-call]
             return
         kind, buffer = found
         group = next(group for group in map(_group, args) if group is not None)
-        place = self.moment.place
+        place = self.position.place
         tensors = [args[buffer]] if isinstance(args[buffer], Tensor) else args[buffer]
         sent = float(wire_bytes(kind, sum(tensor.nbytes for tensor in tensors), group.size()))
         self.calls[place, self._where(place), CollectiveCall(self.techniques[group.group_name], kind, group.size(), sent)] += 1
@@ -152,18 +152,18 @@ class OperatorTracker(LiveBytes):  # type: ignore[no-untyped-call]
 _WHERE = {ActionKind.F: "forward", ActionKind.B: "backward", ActionKind.I: "backward", ActionKind.W: "backward"}
 
 
-def watched(engine: Engine, watch: OperatorTracker) -> None:
+def attach(engine: Engine, tracker: OperatorTracker) -> None:
     """Tell the tracker the phase of the step and the layer, in forward and backward."""
 
     def within(owner: Any, name: str, phase: str) -> None:
         inner: Callable[..., Any] = getattr(owner, name)
 
         def outer(*args: Any, **kwargs: Any) -> Any:
-            before, watch.phase = watch.phase, phase
+            before, tracker.phase = tracker.phase, phase
             try:
                 return inner(*args, **kwargs)
             finally:
-                watch.phase = before
+                tracker.phase = before
 
         setattr(owner, name, outer)
 
@@ -180,15 +180,15 @@ def watched(engine: Engine, watch: OperatorTracker) -> None:
         parts = {f"layer {index}": block for index, block in module.blocks.items()}  # type: ignore[operator,union-attr]
         parts |= {name: part for name in ("embed", "head") if (part := getattr(module, name)) is not None}
         for name, part in parts.items():
-            _track_layer(part, _LABELS.get(name, name), watch)
+            _track_layer(part, _LABELS.get(name, name), tracker)
 
 
 _LABELS = {"embed": "the embedding", "head": "the head and the loss"}
 
 
-def _track_layer(part: torch.nn.Module, name: str, watch: OperatorTracker) -> None:
+def _track_layer(part: torch.nn.Module, name: str, tracker: OperatorTracker) -> None:
     def there(*_: Any) -> None:
-        watch.layer = name
+        tracker.layer = name
 
     def back(_: Any, __: Any, out: Tensor) -> None:
         if out.requires_grad:

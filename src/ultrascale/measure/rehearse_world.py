@@ -150,14 +150,14 @@ def as_on_a_gpu() -> Iterator[None]:
     """
     choose = selection.choose
 
-    def chosen(job: Job, layout: Layout, training: Training, _: str) -> selection.Kernels:
-        return replace(choose(job, layout, training, "cuda"), compiled=False, recorded=False)
+    def choose_for_gpu(job: Job, layout: Layout, training: Training, _: str) -> selection.Kernels:
+        return replace(choose(job, layout, training, "cuda"), compiled=False, cuda_graphs=False)
 
     with ExitStack() as stack:
         for owner, name, value in (
-            (selection, "choose", chosen),
+            (selection, "choose", choose_for_gpu),
             *((fused, one.__name__, one) for one in (norm, norm_backward, turn_, rotate_back, gate, gate_backward)),
-            *((loss, one.__name__, one) for one in (loss_and_gradient, scaled, add_product)),
+            *((loss, one.__name__, one) for one in (loss_and_gradient, scaled, accumulate_matmul)),
             (operators, "rms_norm", rms_norm),
             (attention, "_expand", _few_heads),
             (attention, "_gather", _few_heads),
@@ -200,7 +200,7 @@ def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype)
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor, fresh: bool) -> None:
+def accumulate_matmul(total: Tensor, left: Tensor, right: Tensor, fresh: bool) -> None:
     """A GEMM that adds to `total`; here with the same FLOPs, into as much of its memory as the operands' format takes."""
     torch.mm(left, right, out=total.view(left.dtype)[:, : total.shape[1]])
 
@@ -316,16 +316,16 @@ class QuickFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             watcher.saw(func, args, kwargs, result)
         return result
 
-    def _make(self, made: _OutputRecipe, args: Sequence[Any]) -> Any:
-        if made.shape is None:
-            return args[made.of]
-        if made.of < 0:
-            meta = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
+    def _make(self, recipe: _OutputRecipe, args: Sequence[Any]) -> Any:
+        if recipe.shape is None:
+            return args[recipe.of]
+        if recipe.of < 0:
+            meta = torch.empty_strided(recipe.shape, recipe.stride, dtype=recipe.dtype, device="meta")
             if self.watcher is not None:
-                self.watcher.follow(meta.untyped_storage())
+                self.watcher.track_storage(meta.untyped_storage())
         else:
-            meta = torch.empty(0, dtype=made.dtype, device="meta")
-            meta.set_(args[made.of].untyped_storage(), made.offset, made.shape, made.stride)
+            meta = torch.empty(0, dtype=recipe.dtype, device="meta")
+            meta.set_(args[recipe.of].untyped_storage(), recipe.offset, recipe.shape, recipe.stride)
         if self._attributes is None:
             self._attributes = dict(vars(FakeTensor(self, meta, CPU)))
         fake = make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=CPU)
@@ -360,24 +360,24 @@ def _recipe(func: Any, result: Any, args: Sequence[Any]) -> Any:
     else:
         return _SLOW
     storages = [id(arg.untyped_storage()) if isinstance(arg, Tensor) else None for arg in args]
-    made, fresh = [], set()
+    recipes, fresh = [], set()
     for out in outputs:
         if type(out) is not FakeTensor or out.fake_device != CPU or out.constant is not None:
             return _SLOW
         storage = out.untyped_storage()
         same = next((place for place, arg in enumerate(args) if arg is out), None)
         if same is not None:
-            made.append(_OutputRecipe(same, None, (), out.dtype, 0))
+            recipes.append(_OutputRecipe(same, None, (), out.dtype, 0))
         elif id(storage) in storages:
-            made.append(
+            recipes.append(
                 _OutputRecipe(storages.index(id(storage)), tuple(out.shape), out.stride(), out.dtype, int(out.storage_offset()))
             )
         elif id(storage) in fresh or out.storage_offset() or storage.nbytes() != _span(out):
             return _SLOW
         else:
             fresh.add(id(storage))
-            made.append(_OutputRecipe(-1, tuple(out.shape), out.stride(), out.dtype, 0))
-    return tuple(made), pack
+            recipes.append(_OutputRecipe(-1, tuple(out.shape), out.stride(), out.dtype, 0))
+    return tuple(recipes), pack
 
 
 def _span(tensor: Tensor) -> int:

@@ -88,7 +88,7 @@ def _buckets(ranks: Sequence[RankTime]) -> Iterator[str]:
     layout = run.get("layout", {})
     number = max(1, round(last.calls))
     what = f"{number:,} {'bucket' if number == 1 else 'buckets'}"
-    behind_s = None if last.backward_s is None else last.backward_s / max(1, layout.get("gas", 1))
+    backward_s = None if last.backward_s is None else last.backward_s / max(1, layout.get("gas", 1))
     if open_s < WORTH * step:
         return
     if layout.get("data_parallel") == "naive":
@@ -98,15 +98,15 @@ def _buckets(ranks: Sequence[RankTime]) -> Iterator[str]:
             f"Gradient reduction leaves {seconds(open_s)} exposed ({open_s / step:.0%}) but takes {seconds(last.time_s)} "
             f"on the rank that comes last ({what}): data ranks are out of step; look for what slows that one down"
         )
-    elif behind_s is not None and last.time_s > behind_s:
+    elif backward_s is not None and last.time_s > backward_s:
         yield (
             f"Gradient reduction takes {seconds(last.time_s)} ({what}), longer than the backward of the last micro-batch that "
-            f"could hide it ({seconds(behind_s)}): try {ADVICE['data']}"
+            f"could hide it ({seconds(backward_s)}): try {ADVICE['data']}"
         )
     elif open_s > last.time_s / 2:
         better = min(MOST_BUCKETS, max(4 * number, math.ceil(last.time_s / (WORTH * step))))
-        held = run.get("gradient_bytes") or last.bytes
-        how = f" (train.bucket_mb={max(0.1, held / better / 1e6):.2g})" if run and held else " (bucket_cap_mb of torch's DDP)"
+        total = run.get("gradient_bytes") or last.bytes
+        how = f" (train.bucket_mb={max(0.1, total / better / 1e6):.2g})" if run and total else " (bucket_cap_mb of torch's DDP)"
         yield (
             f"Gradient reduction bunches at the end: {what}, {seconds(open_s)} of {seconds(last.time_s)} exposed, "
             f"try {better}{how}"
@@ -260,9 +260,9 @@ def _plan_notes(ranks: Sequence[RankTime], plan: Plan) -> Iterator[str]:
             )
     layout = (ranks[0].run or {}).get("layout", {})
     planned = plan.layout.model_dump(mode="json")
-    apart = [f"layout.{name} {value} and {layout[name]}" for name, value in planned.items() if layout.get(name, value) != value]
-    if apart:
-        yield f"the plan and the run differ: {'; '.join(apart)}"
+    pairs = [f"layout.{name} {value} and {layout[name]}" for name, value in planned.items() if layout.get(name, value) != value]
+    if pairs:
+        yield f"the plan and the run differ: {'; '.join(pairs)}"
     gpu = plan.job.cluster.gpu.name
     if (gpu == "cpu") != (ranks[0].device == "cpu"):
         yield f"the plan is for {gpu}, the trace is of a {ranks[0].device.upper()}: only shares compare"

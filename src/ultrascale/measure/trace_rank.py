@@ -272,8 +272,8 @@ class EnclosingRanges:
         for one in sorted(ranges, key=lambda one: one.start):
             self._by_thread[one.thread].append(one)
 
-    def innermost(self, thread: Thread, moment: float) -> TraceEvent | None:
+    def innermost(self, thread: Thread, time: float) -> TraceEvent | None:
         """The range that began last and has not ended."""
         found = self._by_thread.get(thread, [])
-        place = bisect_right(found, moment, key=lambda one: one.start)
-        return next((one for one in reversed(found[max(0, place - _DEPTH) : place]) if one.end > moment), None)
+        place = bisect_right(found, time, key=lambda one: one.start)
+        return next((one for one in reversed(found[max(0, place - _DEPTH) : place]) if one.end > time), None)

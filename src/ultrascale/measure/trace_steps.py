@@ -160,8 +160,8 @@ def _of_cpu(trace: RankTrace) -> StepIntervals:
     technique_of, main = _TechniqueOf(trace), _main_thread(trace)
     pairs = trace.ops.get(main, array("d"))
     operators = merged(zip(pairs[::2], pairs[1::2], strict=True))
-    held = [(one, our_comm_range(one.name)) for one in trace.ranges if one.thread == main]
-    waits = [CommInterval(one.start, one.end, *comm) for one, comm in held if comm is not None]
+    ranges = [(one, our_comm_range(one.name)) for one in trace.ranges if one.thread == main]
+    waits = [CommInterval(one.start, one.end, *comm) for one, comm in ranges if comm is not None]
     calls = [technique_of.call(one) for one in trace.calls if one.thread == main]
     # A message of gloo lasts until it is asked for, so that the host's waits say more, where they are known.
     running = [one for one in trace.background if not waits or kind_of(one.name) != "send_recv"]

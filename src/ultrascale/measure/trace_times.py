@@ -120,9 +120,9 @@ def _ended_in(waits: list[Interval], begin: float, end: float) -> bool:
     return any(begin <= done <= end for _, done in waits[max(0, place - 4) : place])
 
 
-def _phase(phases: EnclosingRanges, threads: Iterable[Thread], moment: float) -> str:
+def _phase(phases: EnclosingRanges, threads: Iterable[Thread], time: float) -> str:
     """The innermost range on one of these threads: a pipeline action, the optimizer. Backward has a thread of its own."""
-    for one in (phases.innermost(thread, moment) for thread in threads):
+    for one in (phases.innermost(thread, time) for thread in threads):
         if one is not None:
             found = ACTION.match(one.name)
             return found[1] if found else str(one.name).split(" (")[0]

@@ -161,7 +161,7 @@ def _rank(rank: int, nproc: int, store: str, job: Job, layout: Layout, reference
     whole = reference.whole()
     runner, result = StepRunner(engine, any(step.trace for step in steps)), RankResult()
     result.elements = sum(step.gradients for step in steps) * sum(
-        weight.master.numel() for weight in engine.weights if weight.shard.counted and _first_replica(weight)
+        weight.master.numel() for weight in engine.weights if weight.shard.is_primary and _first_replica(weight)
     )
     for step in steps:
         compare_items(runner.run(step), reference, whole, result)

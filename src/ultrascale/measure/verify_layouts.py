@@ -46,17 +46,17 @@ def _of_axes(job: Job, axes: tuple[int, int, int, int]) -> Iterable[Layout]:
     alone = sum(size > 1 for size in axes) == 1  # with one axis, the rest is crossed in full as well
     for turn, (ep, zero, schedule, context) in enumerate(product(_expert_ranks(job, dp * cp), stages, schedules, contexts)):
         turn += 3 * dp + 5 * tp + 7 * pp + 11 * cp  # start at another value for each combination of axes
-        ways = _DATA if zero == 0 and dp * cp > 1 else ("bucketed",)
-        rests = product(_RECOMPUTE, (True, False) if tp > 1 else (True,), ways)
-        for recompute, sequence, way in (
-            rests if alone else [(_RECOMPUTE[turn % 3], bool(turn % 2) or tp == 1, ways[turn % len(ways)])]
+        variants = _DATA if zero == 0 and dp * cp > 1 else ("bucketed",)
+        rests = product(_RECOMPUTE, (True, False) if tp > 1 else (True,), variants)
+        for recompute, sp, variant in (
+            rests if alone else [(_RECOMPUTE[turn % 3], bool(turn % 2) or tp == 1, variants[turn % len(variants)])]
         ):
             hsdp = zero and dp * cp >= 4 and dp * cp // 2 % ep == 0 and turn % 4 == 1
             fields: dict[str, Any] = {"schedule": schedule, "virtual_stages": REGISTRY[schedule].least_stages}
-            fields |= {"context_parallel": context, "sequence_parallel": sequence, "recompute": recompute, "data_parallel": way}
+            fields |= {"context_parallel": context, "sequence_parallel": sp, "recompute": recompute, "data_parallel": variant}
             fields |= {"zero_shards": dp * cp // 2 if hsdp else None, "keep_gathered": zero == 3 and turn % 5 == 0}
             layout = _with_batch(job, Layout(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero=zero, **fields))
-            if way == "ddp" and layout_problem(job, layout, Training()) is not None:
+            if variant == "ddp" and layout_problem(job, layout, Training()) is not None:
                 layout = layout.model_copy(update={"data_parallel": "bucketed"})
             if layout_problem(job, layout, Training()) is None:
                 yield layout
@@ -83,14 +83,14 @@ def _uses(layout: Layout, technique: str) -> bool:
 def spread(layouts: Sequence[Layout], most: int) -> list[Layout]:
     """A few layouts that together cover as many pairs of values as possible: greedy pairwise testing."""
     left = list(layouts)
-    chosen: list[Layout] = []
-    seen: set[tuple[Any, ...]] = set()
-    while left and len(chosen) < most:
-        best = max(left, key=lambda layout: len(_pairs(layout) - seen))
-        chosen.append(best)
-        seen |= _pairs(best)
+    selected: list[Layout] = []
+    covered: set[tuple[Any, ...]] = set()
+    while left and len(selected) < most:
+        best = max(left, key=lambda layout: len(_pairs(layout) - covered))
+        selected.append(best)
+        covered |= _pairs(best)
         left.remove(best)
-    return chosen
+    return selected
 
 
 def _pairs(layout: Layout) -> set[tuple[Any, ...]]:

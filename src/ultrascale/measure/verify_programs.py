@@ -151,8 +151,8 @@ class Program(BaseModel):
     def words(self, number: int) -> list[str]:
         """The overrides of launch `number`: what differs from the defaults, in this launch or one before it."""
         plain = Layout().model_dump()
-        seen = [launch.layout.model_dump() for launch in self.launches[: number + 1]]
-        fields = [name for name in plain if any(layout[name] != plain[name] for layout in seen)]
+        layouts = [launch.layout.model_dump() for launch in self.launches[: number + 1]]
+        fields = [name for name in plain if any(layout[name] != plain[name] for layout in layouts)]
         launch = self.launches[number]
         common = []
         if number == 0:

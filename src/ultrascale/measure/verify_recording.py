@@ -202,7 +202,7 @@ def items_of(engine: Engine, at: int, trace: ModuleTrace, gradients: bool, loss:
 def _norms(engine: Engine, at: int) -> Iterator[Item]:
     """Each weight's share in the squared gradient norm, over the ranks whose squares the norm adds up."""
     weights, parts = reversed(engine.weights), engine.mesh.parts
-    own = {weight.shard.name: float(weight.gradient.double().square().sum()) * weight.shard.counted for weight in weights}
+    own = {weight.shard.name: float(weight.gradient.double().square().sum()) * weight.shard.is_primary for weight in weights}
     everyone = [own] * parts.size
     if parts.group is not None:
         dist.all_gather_object(everyone, own, parts.group)
@@ -246,10 +246,10 @@ class Perturbation:
             weight.gradient.copy_(self._moved(self.eps, weight.gradient))
 
     def _hook(self, eps: float, module: nn.Module, inputs: Any, output: Any) -> Any:
-        moved = tuple(self._both_ways(eps, tensor) for _, tensor in tensors_of("", output))
+        moved = tuple(self._perturb(eps, tensor) for _, tensor in tensors_of("", output))
         return moved[0] if isinstance(output, Tensor) else moved
 
-    def _both_ways(self, eps: float, tensor: Tensor) -> Tensor:
+    def _perturb(self, eps: float, tensor: Tensor) -> Tensor:
         moved = tensor + (self._moved(eps, tensor) - tensor).detach()
         if moved.requires_grad:
             moved.register_hook(partial(self._moved, eps))  # type: ignore[no-untyped-call]

@@ -215,13 +215,13 @@ def _judge(
                 found = (*reference.bounds.excess(key, value, whole[key]), history.launch_of(int(key.split("/")[0])))
                 errors[key] = max(found, errors.get(key, found))
 
-    final = [*_recorded(rows), *_kept(checkpoint.latest(run), STEPS)]
+    final = [*_metrics(rows), *_kept(checkpoint.latest(run), STEPS)]
     if unknown := sorted({key for key, _ in final} ^ set(whole)):
         return ProgramResult(program, math.inf, problem=f"of the run and one process, only one has {unknown[0]}")
     compare(history, final)
     for earlier in histories[:-1]:  # what a kill or roll-back discarded, while its learning rates are the same
         same = takewhile(lambda row: row["lr"] == rates[row["step"] - 1], earlier.rows)
-        compare(earlier, _recorded(list(same)))
+        compare(earlier, _metrics(list(same)))
     worst = max(errors, key=lambda key: errors[key][1])
     first = next((key for key in reference.keys if errors[key][1] > 1), None)
     if first is None:
@@ -229,8 +229,8 @@ def _judge(
     step, section, *name = first.split("/")
     error, _, number = errors[first]
     what = " ".join([section, *name]) + ("" if name else f" (in one process {float(whole[first].max()):.6g})")
-    told = f"step {step} of launch {number + 1}: {what} is off by {error:.1e} of its largest entry"
-    return ProgramResult(program, errors[worst][1], worst, difference=told, first=(int(step), number))
+    difference = f"step {step} of launch {number + 1}: {what} is off by {error:.1e} of its largest entry"
+    return ProgramResult(program, errors[worst][1], worst, difference=difference, first=(int(step), number))
 
 
 def step_plans(program: Program, history: History, traced: int | None = None) -> list[StepPlan]:
@@ -245,7 +245,7 @@ def step_plans(program: Program, history: History, traced: int | None = None) ->
     return plans
 
 
-def _recorded(rows: Sequence[dict[str, Any]]) -> list[tuple[str, torch.Tensor]]:
+def _metrics(rows: Sequence[dict[str, Any]]) -> list[tuple[str, torch.Tensor]]:
     found = []
     for row in rows:
         for name in ("loss", "grad_norm", "expert_tokens", "eval_loss"):

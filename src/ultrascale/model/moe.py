@@ -108,9 +108,9 @@ class _BF16GemmToFP32(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         # By bit mask: a compiler would remove a cast to bf16 and back.
         high = (grad.contiguous().view(torch.int32) & HIGH).view(torch.float32)
-        halves = torch.cat([high, grad - high], 1).to(x.dtype)
-        to_weight = _gemm_to_fp32(halves.t(), x).view(2, *weight.shape).sum(0)
-        return halves @ torch.cat([weight, weight]), to_weight.to(weight.dtype)
+        high_low = torch.cat([high, grad - high], 1).to(x.dtype)
+        grad_weight = _gemm_to_fp32(high_low.t(), x).view(2, *weight.shape).sum(0)
+        return high_low @ torch.cat([weight, weight]), grad_weight.to(weight.dtype)
 
 
 def _gemm_to_fp32(a: Tensor, b: Tensor) -> Tensor:
@@ -122,8 +122,8 @@ def choose(scores: Tensor, moe: MoE) -> Tensor:
     if moe.groups > moe.top_groups:
         grouped = scores.view(*scores.shape[:-1], moe.groups, -1)
         # The score of a group is the sum of its two best experts (DeepSeek-V3, section 2.1.2), in V2 its best one.
-        counted = min(2 if moe.router == "sigmoid" else 1, grouped.shape[-1])
-        best = grouped.topk(counted, dim=-1).values.sum(-1).topk(moe.top_groups, dim=-1).indices
+        per_group = min(2 if moe.router == "sigmoid" else 1, grouped.shape[-1])
+        best = grouped.topk(per_group, dim=-1).values.sum(-1).topk(moe.top_groups, dim=-1).indices
         excluded = torch.ones(grouped.shape[:-1], dtype=torch.bool, device=scores.device).scatter(-1, best, False)
         scores = grouped.masked_fill(excluded.unsqueeze(-1), -torch.inf).flatten(-2)
     return scores.topk(moe.top_k, dim=-1).indices
@@ -142,12 +142,12 @@ def first(experts: Tensor, capacity: int) -> Tensor:
 
     By position, not by score: otherwise whether a token is dropped would depend on later tokens.
     """
-    chosen = experts.flatten(1)
-    order = chosen.argsort(dim=1, stable=True)
-    sorted_ = chosen.gather(1, order)
+    selected = experts.flatten(1)
+    order = selected.argsort(dim=1, stable=True)
+    sorted_ = selected.gather(1, order)
     starts = torch.searchsorted(sorted_, sorted_)  # where the run of equal experts begins
-    rank = torch.arange(chosen.shape[1], device=chosen.device) - starts
-    return torch.empty_like(chosen).scatter_(1, order, rank).lt(capacity).view_as(experts)
+    rank = torch.arange(selected.shape[1], device=selected.device) - starts
+    return torch.empty_like(selected).scatter_(1, order, rank).lt(capacity).view_as(experts)
 
 
 class RouterStats(torch.autograd.Function):
@@ -218,8 +218,8 @@ class ExpertPermutation:
         """Sorted rows [n, h] -> each token's sum of its rows weighted by weights [t, k]: [t, h]."""
         if self.kept is not None:
             weights = weights * self.kept
-        chosen: Tensor = _UnpermuteRows.apply(rows, self.sorted, self.positions)  # type: ignore[no-untyped-call]
-        return (chosen * weights.unsqueeze(-1)).sum(-2)
+        outputs: Tensor = _UnpermuteRows.apply(rows, self.sorted, self.positions)  # type: ignore[no-untyped-call]
+        return (outputs * weights.unsqueeze(-1)).sum(-2)
 
 
 class _PermuteRows(torch.autograd.Function):

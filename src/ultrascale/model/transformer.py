@@ -238,8 +238,8 @@ class Transformer(nn.Module):
 
 def within(documents: Tensor, dtype: torch.dtype) -> Tensor:
     """[b, 1, s, s]: 0 where the second token is in the first's document and not later, else minus infinity."""
-    seen = (documents.unsqueeze(2) == documents.unsqueeze(1)).tril()
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -math.inf).unsqueeze(1)
+    visible = (documents.unsqueeze(2) == documents.unsqueeze(1)).tril()
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -math.inf).unsqueeze(1)
 
 
 def _experts(model: Model) -> MixtureOfExperts:

@@ -54,7 +54,7 @@ class GradientReducer(ABC):
     def grad_for(self, parameter: nn.Parameter) -> torch.Tensor:
         """The gradient for the optimizer step."""
 
-    def held(self) -> list[torch.Tensor]:
+    def allocated(self) -> list[torch.Tensor]:
         """Gradient tensors in memory now, for the memory report."""
         return [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
 
@@ -83,7 +83,7 @@ class SingleMicrobatchGrads(GradientReducer):
             parameter.grad = torch.zeros_like(parameter)
         return parameter.grad
 
-    def held(self) -> list[torch.Tensor]:
+    def allocated(self) -> list[torch.Tensor]:
         return []  # none at peak memory: gradients are allocated after it, in memory that activations have freed
 
 
@@ -112,8 +112,8 @@ class BucketedGrads(GradientReducer):
         # Backward reaches the last parameter first: buckets in that order are completed one after the other.
         backward_order = list(module.parameters())[::-1]
         limit = bucket_mb * MEGABYTE / dtype.itemsize if variant == "bucketed" else 1
-        apart = {id(parameter) for parameter in experts}
-        own, rest = ([one for one in backward_order if (id(one) in apart) == is_own] for is_own in (True, False))
+        expert_ids = {id(parameter) for parameter in experts}
+        own, rest = ([one for one in backward_order if (id(one) in expert_ids) == is_own] for is_own in (True, False))
         self.buckets = [_bucket(group, dtype, expert_axis or axis) for group in groups_up_to(limit, own, nn.Parameter.numel)]
         self.buckets += [_bucket(group, dtype, axis) for group in groups_up_to(limit, rest, nn.Parameter.numel)]
         self.bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
@@ -174,7 +174,7 @@ class BucketedGrads(GradientReducer):
     def grad_for(self, parameter: nn.Parameter) -> torch.Tensor:
         return self.views[parameter]
 
-    def held(self) -> list[torch.Tensor]:
+    def allocated(self) -> list[torch.Tensor]:
         return [bucket.flat for bucket in self.buckets]
 
     def _reduces(self, last: bool) -> bool:

@@ -83,7 +83,7 @@ class SplitSizes:
         return SplitSizes(self.axis, self.received, self.sent)
 
 
-class AllToAllExchange:
+class AsyncAllToAll:
     """An all-to-all of rows, and in backward of their gradients with reversed split sizes.
 
     `begin` and `end` are two autograd nodes. Autograd runs nodes in reverse order of creation: what is computed between the two
@@ -114,25 +114,25 @@ class AllToAllExchange:
 
 class BeginAllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: AllToAllExchange) -> Tensor:
-        ctx.exchange = exchange
-        exchange.start(exchange.splits, rows)
-        return rows.new_empty(1, 1).expand(sum(exchange.splits.received), rows.shape[1])
+    def forward(ctx: Any, rows: Tensor, all_to_all: AsyncAllToAll) -> Tensor:
+        ctx.all_to_all = all_to_all
+        all_to_all.start(all_to_all.splits, rows)
+        return rows.new_empty(1, 1).expand(sum(all_to_all.splits.received), rows.shape[1])
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.wait(), None
+        return ctx.all_to_all.wait(), None
 
 
 class _EndAllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, incoming: Tensor, exchange: AllToAllExchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.wait()
+    def forward(ctx: Any, incoming: Tensor, all_to_all: AsyncAllToAll) -> Tensor:
+        ctx.all_to_all = all_to_all
+        return all_to_all.wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        ctx.exchange.start(ctx.exchange.splits.reversed, grads[0])
+        ctx.all_to_all.start(ctx.all_to_all.splits.reversed, grads[0])
         return grads[0], None  # the placeholder has no values: any gradient of its shape is valid
 
 
@@ -144,16 +144,16 @@ class TokenDispatcher:
         outgoing = counts.view(axis.size, -1)
         incoming = comm.all_to_all(counts, axis, 0, 0).view(axis.size, -1)
         sent, received = torch.stack([outgoing.sum(1), incoming.sum(1)]).tolist()
-        self.exchange = AllToAllExchange(SplitSizes(axis, sent, received))
+        self.all_to_all = AsyncAllToAll(SplitSizes(axis, sent, received))
         self.dispatch(rows, outgoing, incoming)
 
     def dispatch(self, rows: Tensor, outgoing: Tensor, incoming: Tensor) -> None:
         """Starts sending rows. outgoing, incoming: row counts by rank and expert, [ranks, experts of a rank]."""
-        self.counts, self.order = incoming.sum(0), by_expert(incoming, sum(self.exchange.splits.received))
-        self.rows = self.exchange.begin(rows)
+        self.counts, self.order = incoming.sum(0), by_expert(incoming, sum(self.all_to_all.splits.received))
+        self.rows = self.all_to_all.begin(rows)
 
     def receive(self, incoming: Tensor) -> Sorted:
-        return self.exchange.end(incoming)[self.order], self.counts
+        return self.all_to_all.end(incoming)[self.order], self.counts
 
     def run_experts(self, experts: nn.Module) -> None:
         """Runs the local experts on their rows, and starts to send back their outputs."""
@@ -161,12 +161,12 @@ class TokenDispatcher:
 
     def begin_combine(self, rows: Tensor) -> None:
         """Starts sending back the outputs of experts, in the order in which the rows were received."""
-        self.exchange = AllToAllExchange(self.exchange.splits.reversed)
-        self.rows = self.exchange.begin(rows)
+        self.all_to_all = AsyncAllToAll(self.all_to_all.splits.reversed)
+        self.rows = self.all_to_all.begin(rows)
 
     def combine(self) -> Tensor:
         """The outputs, in the order of the dispatched rows."""
-        return self.exchange.end(self.rows)
+        return self.all_to_all.end(self.rows)
 
 
 def by_expert(counts: Tensor, rows: int) -> Tensor:
@@ -202,18 +202,18 @@ class LocalTokensFirst(OverlapWeightGrads):
     """
 
     def dispatch(self, rows: Tensor, outgoing: Tensor, incoming: Tensor) -> None:
-        splits = self.exchange.splits
+        splits = self.all_to_all.splits
         own_rank, own = splits.axis.rank, splits.sent[splits.axis.rank]
         start, rows_received = sum(splits.received[:own_rank]), sum(splits.received)
         others = incoming.index_fill(0, torch.tensor([own_rank], device=incoming.device), 0)
         order = by_expert(others, rows_received - own)
         self.parts = _LocalRemoteSplit(start, start + own, order + own * (order >= start), rows_received)
         first = sum(splits.sent[:own_rank])
-        self.rows, local_rows = _DispatchRemote.apply(rows, self.exchange, first, first + own)  # type: ignore[no-untyped-call]
+        self.rows, local_rows = _DispatchRemote.apply(rows, self.all_to_all, first, first + own)  # type: ignore[no-untyped-call]
         self.counts, self.local_rows = others.sum(0), (local_rows, outgoing[own_rank])
 
     def receive(self, incoming: Tensor) -> Sorted:
-        rows: Tensor = _TakeRemote.apply(self.exchange.end(incoming), self.parts)  # type: ignore[no-untyped-call]
+        rows: Tensor = _TakeRemote.apply(self.all_to_all.end(incoming), self.parts)  # type: ignore[no-untyped-call]
         return rows, self.counts
 
     def run_experts(self, experts: nn.Module) -> None:
@@ -225,9 +225,9 @@ class _DispatchRemote(BeginAllToAll):
     """Starts the all-to-all and returns a copy of the local rows: a view would keep all rows alive until backward."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: AllToAllExchange, start: int, end: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(ctx: Any, rows: Tensor, all_to_all: AsyncAllToAll, start: int, end: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         ctx.own = slice(start, end)
-        return BeginAllToAll.forward(ctx, rows, exchange), rows[start:end].clone()
+        return BeginAllToAll.forward(ctx, rows, all_to_all), rows[start:end].clone()
 
     @staticmethod
     def backward(ctx: Any, _: Tensor, local_rows: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]

@@ -207,8 +207,8 @@ class Shard:
     length: int = 0
     partial: Axis | None = None
     """ranks whose gradients of this part are partial sums: the gradient is their sum"""
-    counted: bool = True
-    """whether this copy counts in the gradient norm: one of several equal copies does"""
+    is_primary: bool = True
+    """whether this copy counts in the gradient norm and is saved: one of several equal copies does"""
     rows: tuple[int, int] | None = None
     """experts under ep: the first one that this rank holds and their number, along the first dimension"""
     pieces: Axis | None = None

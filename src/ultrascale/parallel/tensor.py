@@ -75,9 +75,9 @@ class _MultiLinearFunction(torch.autograd.Function):
         gathering = comm.all_gather_start(x, axis, SEQUENCE) if ctx.sequence and not deferred.open else None
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = gemms.to_input(grads[0], weights[0])
+            dx = gemms.grad_input(grads[0], weights[0])
             for grad, weight in zip(grads[1:], weights[1:], strict=True):
-                dx += gemms.to_input(grad, weight)
+                dx += gemms.grad_input(grad, weight)
         whole = gathering.wait() if gathering is not None else x
         reduction = None
         if dx is not None:
@@ -86,7 +86,7 @@ class _MultiLinearFunction(torch.autograd.Function):
             deferred.pending.append(_deferred_grads(x, axis if ctx.sequence else ALONE, grads, ctx.parameters, gemms))
             dw: list[torch.Tensor | None] = [None] * len(weights)
         else:
-            dw = [gemms.to_weight(grad, whole) for grad in grads]
+            dw = [gemms.grad_weight(grad, whole) for grad in grads]
         db = [grad.flatten(0, -2).sum(0) if has else None for grad, has in zip(grads, ctx.has_bias, strict=True)]
         if reduction is not None:
             dx = reduction.wait()
@@ -111,10 +111,10 @@ class _RowParallelFunction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         gemms, deferred = ctx.gemms, ctx.deferred
         grad = comm.all_gather(grads[0], ctx.axis, SEQUENCE) if ctx.sequence else grads[0]
-        dx = gemms.to_input(grad, weight) if ctx.needs_input_grad[0] else None
+        dx = gemms.grad_input(grad, weight) if ctx.needs_input_grad[0] else None
         if deferred.open:
             deferred.pending.append(_deferred_grads(x, ALONE, [grad], [ctx.parameter], gemms))
-        dw = None if deferred.open else gemms.to_weight(grad, x)
+        dw = None if deferred.open else gemms.grad_weight(grad, x)
         return dx, dw, None, None, None, None, None
 
 
@@ -125,7 +125,7 @@ def _deferred_grads(
     def run() -> None:
         whole = comm.all_gather(x, axis, SEQUENCE)
         for grad, parameter in zip(grads, parameters, strict=True):
-            add_gradient(parameter, gemms.to_weight(grad, whole))
+            add_gradient(parameter, gemms.grad_weight(grad, whole))
 
     return run
 
@@ -301,7 +301,7 @@ def _shard(name: str, shape: tuple[int, ...], mesh: Mesh, sequence: bool) -> Sha
         partial = kv if kv.size > 1 else None
         return Shard(name, shape, 0, axis.rank // kv.size * length, length, partial, kv.rank == 0)
     if path[-2] in ("router", "shared_gate"):
-        return Shard(name, shape, partial=axis, counted=axis.rank == 0)
+        return Shard(name, shape, partial=axis, is_primary=axis.rank == 0)
     if path[-2] == "experts":
         dim = 2 if path[-1] == "down" else 1
         length = shape[dim] // axis.size
@@ -314,7 +314,7 @@ def _shard(name: str, shape: tuple[int, ...], mesh: Mesh, sequence: bool) -> Sha
         return Shard(name, shape, 1, axis.rank * length, length)
     # Norms of queries and keys process only this rank's heads; all others its slice of the sequence under sequence parallelism.
     partial_input = sequence or path[-2] in ("q_norm", "k_norm")
-    return Shard(name, shape, partial=axis if partial_input else None, counted=axis.rank == 0)
+    return Shard(name, shape, partial=axis if partial_input else None, is_primary=axis.rank == 0)
 
 
 def _shrink(model: Transformer, name: str, shard: Shard) -> None:

@@ -100,7 +100,7 @@ class FSDPGrads(GradientReducer):
         self.fsdp: FSDPModule = module
         self.gather_again = mesh.layout.zero == 3
         self.every_microbatch = every_microbatch or mesh.layout.zero >= 2
-        self.replicas_once_a_step = not every_microbatch
+        self.all_reduce_at_step_end = not every_microbatch
         """HSDP replicas are all-reduced once a step, however often shards are reduce-scattered"""
 
     def begin(self) -> None:
@@ -135,7 +135,7 @@ class FSDPGrads(GradientReducer):
         assert isinstance(parameter.grad, DTensor)
         return parameter.grad.to_local()
 
-    def held(self) -> list[torch.Tensor]:
+    def allocated(self) -> list[torch.Tensor]:
         # Not through the module: while parameters are gathered, its parameters have no gradients.
         shards = [parameter.sharded_param.grad for parameter in self._parameters()]
         waiting = map(torch_private.fsdp_unreduced, torch_private.fsdp_param_groups(self.module))
@@ -169,7 +169,7 @@ class FSDPGrads(GradientReducer):
 
     def _set(self, sync: bool, last: bool, reshard: bool) -> None:
         self.fsdp.set_requires_gradient_sync(sync)
-        self.fsdp.set_requires_all_reduce(last or not self.replicas_once_a_step)
+        self.fsdp.set_requires_all_reduce(last or not self.all_reduce_at_step_end)
         self.fsdp.set_is_last_backward(last)
         self.fsdp.set_reshard_after_backward(reshard)
 

@@ -89,12 +89,12 @@ def show(console: Console, scored: Sequence[ScoredRun], left_out: Sequence[Score
     figures = summary(scored, left_out)
     console.print(f"{figures['rows']} rows, {figures['modelled']} modelled; speed is predicted over measured tokens/s/GPU")
     title = "Errors, rows of trust A; one configuration of one source is one sample"
-    made = table(title, "what", "samples", "mean", "median", "bias", "mean, source left out")
+    grid = table(title, "what", "samples", "mean", "median", "bias", "mean, source left out")
     for label, key in (("dense", "dense"), ("experts", "experts"), ("small, one node", "small_single_node")):
         here, there = figures[key]["in_sample"], figures[key]["leave_one_source_out"]
         if here:
-            made.add_row(label, *_cells(here)[1:], f"{there.mape:.1%}" if there else "–")
-    console.print(made)
+            grid.add_row(label, *_cells(here)[1:], f"{there.mape:.1%}" if there else "–")
+    console.print(grid)
     _show_rest(console, figures)
     console.print(group_table(accuracy.by(scored, GROUPS[group]), group))
     console.print(worst_table(scored, worst))
@@ -123,10 +123,10 @@ def _show_rest(console: Console, figures: dict[str, Any]) -> None:
 
 
 def group_table(groups: Any, title: str) -> Table:
-    made = table(f"By {title}", title, "rows", "samples", "mean", "median", "bias")
+    grid = table(f"By {title}", title, "rows", "samples", "mean", "median", "bias")
     for name, one in groups.items():
-        made.add_row(name, *_cells(one))
-    return made
+        grid.add_row(name, *_cells(one))
+    return grid
 
 
 def _cells(one: ErrorSummary) -> tuple[str, ...]:
@@ -135,13 +135,13 @@ def _cells(one: ErrorSummary) -> tuple[str, ...]:
 
 def worst_table(scored: Sequence[ScoredRun], worst: int) -> Table:
     columns = ("id", "system", "model", "layout", "measured", "predicted", "error")
-    made = table(f"Worst {worst}", *columns, left=columns[:4])
+    grid = table(f"Worst {worst}", *columns, left=columns[:4])
     rows = [one for one in scored if one.error is not None]
     for one in sorted(rows, key=lambda row: -(row.error or 0))[:worst]:
         run = one.run
         speeds = f"{one.measured or 0:,.0f}", f"{one.tokens_per_s_per_gpu or 0:,.0f}", f"{(one.ratio or 1) - 1:+.1%}"
-        made.add_row(run.id, run.system, run.values.get("model", ""), str(run.layout), *speeds)
-    return made
+        grid.add_row(run.id, run.system, run.values.get("model", ""), str(run.layout), *speeds)
+    return grid
 
 
 def show_row(console: Console, one: ScoredRun) -> None:
@@ -154,16 +154,16 @@ def show_row(console: Console, one: ScoredRun) -> None:
         return
     console.print(f"{count(run.job.model.parameters)} parameters, {run.job.precision}, {run.job.framework.name}: {run.layout}")
     bullets(console, (f"assumed: {text}" for text in run.assumptions))
-    made, ratio = table("Predicted and measured", "", "predicted", "measured", "difference"), one.ratio or 1
+    grid, ratio = table("Predicted and measured", "", "predicted", "measured", "difference"), one.ratio or 1
     if one.measured is not None:
-        made.add_row("tokens/s/GPU", f"{one.tokens_per_s_per_gpu or 0:,.0f}", f"{one.measured:,.0f}", f"{ratio - 1:+.1%}")
+        grid.add_row("tokens/s/GPU", f"{one.tokens_per_s_per_gpu or 0:,.0f}", f"{one.measured:,.0f}", f"{ratio - 1:+.1%}")
         assert one.iter_time_s is not None
-        made.add_row("step", seconds(one.iter_time_s), seconds(one.iter_time_s * ratio), f"{1 / ratio - 1:+.1%}")
+        grid.add_row("step", seconds(one.iter_time_s), seconds(one.iter_time_s * ratio), f"{1 / ratio - 1:+.1%}")
     if run.peak_mem_gib and one.peak_mem_gib:
         name = f"peak memory ({run.mem_kind or 'kind not stated'})"
         difference = f"{one.peak_mem_gib / run.peak_mem_gib - 1:+.1%}"
-        made.add_row(name, f"{one.peak_mem_gib:,.1f} GiB", f"{run.peak_mem_gib:,.1f} GiB", difference)
-    console.print(made)
+        grid.add_row(name, f"{one.peak_mem_gib:,.1f} GiB", f"{run.peak_mem_gib:,.1f} GiB", difference)
+    console.print(grid)
     if one.estimate.range is not None:
         span = one.estimate.range
         console.print(

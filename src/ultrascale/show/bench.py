@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 def show_hardware(console: Console, cluster: Cluster, file: Path | None) -> None:
     gpu, constants = cluster.gpu, cluster.efficiency
     heading(console, f"{cluster.label}, measured")
-    made = Table(box=None, pad_edge=False)
+    grid = Table(box=None, pad_edge=False)
     for name in ("what", "measured", "of"):
-        made.add_column(name, justify="right" if name == "measured" else "left")
+        grid.add_column(name, justify="right" if name == "measured" else "left")
     if gpu.surface is None:
         flops = max(gpu.peak_tflops.values()) * UNMEASURED_MATMUL * (constants.matmul or 1.0)
-        made.add_row("matmuls", f"{flops:,.3g} TFLOP/s", "each process, while all work")
-        made.add_row("memory", f"{gpu.memory_bandwidth_gb_s * constants.memory_bandwidth:,.0f} GB/s", "read and written")
+        grid.add_row("matmuls", f"{flops:,.3g} TFLOP/s", "each process, while all work")
+        grid.add_row("memory", f"{gpu.memory_bandwidth_gb_s * constants.memory_bandwidth:,.0f} GB/s", "read and written")
     else:
         usual = sustained(gpu)["bf16"]
-        made.add_row("matmuls", f"{100 * (constants.matmul or usual):.0f} %", f"the GPU kind's table; long runs {usual:.0%}")
-        made.add_row("memory", f"{100 * constants.memory_bandwidth:.0f} %", f"{gpu.memory_bandwidth_gb_s:,.0f} GB/s")
+        grid.add_row("matmuls", f"{100 * (constants.matmul or usual):.0f} %", f"the GPU kind's table; long runs {usual:.0%}")
+        grid.add_row("memory", f"{100 * constants.memory_bandwidth:.0f} %", f"{gpu.memory_bandwidth_gb_s:,.0f} GB/s")
     for name, share in (("forward", constants.attention_forward), ("backward", constants.attention_backward)):
         if share is not None:
-            made.add_row(f"attention, {name}", f"{100 * share:.0f} %", "the matmul peak, in long rows")
-    made.add_row("kernel launch", f"{1e6 * constants.kernel_launch_s:.1f} µs", "host time")
-    console.print(made)
+            grid.add_row(f"attention, {name}", f"{100 * share:.0f} %", "the matmul peak, in long rows")
+    grid.add_row("kernel launch", f"{1e6 * constants.kernel_launch_s:.1f} µs", "host time")
+    console.print(grid)
     if file is not None:
         console.print(f"written to {file}: `ultrascale plan --cluster {file} …` plans with it")
 
@@ -53,13 +53,13 @@ def show_hardware(console: Console, cluster: Cluster, file: Path | None) -> None
 
 def show_collectives(console: Console, report: CollectivesReport) -> None:
     columns = ("collective", "ranks", "bytes", "median", "one in ten below", "one in ten above", "algorithm GB/s", "bus GB/s")
-    made, before = table(f"collectives: {report.where}", *columns), None
+    grid, before = table(f"collectives: {report.where}", *columns), None
     for point in report.points:
         if before is not None and before != (point.op, point.ranks):
-            made.add_section()
+            grid.add_section()
         before = point.op, point.ranks
-        made.add_row(*_timing_cells(point))
-    console.print(made)
+        grid.add_row(*_timing_cells(point))
+    console.print(grid)
     title = "latency and bandwidth: time = alpha + bytes on the wire / beta"
     fitted = table(title, "collective", "ranks", "alpha", "beta GB/s", "median error")
     for fit in report.fits:
@@ -100,13 +100,13 @@ FIGURES = {"step_s": "step", "tensors_gib": "tensors", "exposed_s": "exposed com
 
 def show_ladder(console: Console, ladder: Ladder) -> None:
     columns = ("rung", "what it is", *(f"{name} (predicted)" for name in FIGURES.values()), "loss", "gain")
-    made = table(f"{ladder.name}: {ladder.what}", *columns, left=("rung", "what it is", "gain"))
+    grid = table(f"{ladder.name}: {ladder.what}", *columns, left=("rung", "what it is", "gain"))
     for rung, gain in zip(ladder.rungs, gains(ladder.rungs), strict=True):
         if rung.measured is None:
-            made.add_row(rung.name, rung.what, *("–" for _ in range(len(FIGURES) + 1)), rung.problem)
+            grid.add_row(rung.name, rung.what, *("–" for _ in range(len(FIGURES) + 1)), rung.problem)
         else:
-            made.add_row(rung.name, rung.what, *_ladder_cells(rung.measured, rung.predicted), f"{rung.loss:.4f}", gain)
-    console.print(made)
+            grid.add_row(rung.name, rung.what, *_ladder_cells(rung.measured, rung.predicted), f"{rung.loss:.4f}", gain)
+    console.print(grid)
 
 
 def gains(rungs: Sequence[Rung]) -> list[str]:
@@ -140,7 +140,7 @@ TRIAL_STYLES = {"measured": "green", "running": "yellow", "stopped early": "cyan
 
 
 @contextmanager
-def watching(asked: CandidateSet) -> Iterator[Callable[[Sweep], None]]:
+def watching(candidates: CandidateSet) -> Iterator[Callable[[Sweep], None]]:
     """On a terminal a table that is redrawn; elsewhere a line for each trial that ends. Both on the error stream."""
     console = terminal(to_errors=True)
     if not console.is_terminal:
@@ -148,7 +148,7 @@ def watching(asked: CandidateSet) -> Iterator[Callable[[Sweep], None]]:
         return
     # Drawn by us alone: a thread that draws would be forked with the trials.
     with Live(console=console, auto_refresh=False, transient=True) as live:
-        yield lambda sweep: live.update(Group(_trial_table(asked, sweep.rows), _status(sweep)), refresh=True)
+        yield lambda sweep: live.update(Group(_trial_table(candidates, sweep.rows), _status(sweep)), refresh=True)
 
 
 class _TrialLines:
@@ -179,7 +179,7 @@ def _remaining(sweep: Sweep) -> str:
 
 
 def _status(sweep: Sweep) -> Text:
-    doing = f"{sweep.doing}: step {sweep.step} of {sweep.asked.base.training.steps}" if sweep.doing else "looking"
+    doing = f"{sweep.doing}: step {sweep.step} of {sweep.candidate_set.base.training.steps}" if sweep.doing else "looking"
     return Text(f"{doing}{_remaining(sweep)}")
 
 
@@ -191,19 +191,19 @@ def _outcome(record: TrialRecord) -> str:
 
 
 def show_layouts(
-    console: Console, asked: CandidateSet, rows: Sequence[TrialRow], found: SweepVerdict | None, winner: Path | None
+    console: Console, candidates: CandidateSet, rows: Sequence[TrialRow], found: SweepVerdict | None, winner: Path | None
 ) -> None:
-    console.print(_trial_table(asked, rows))
+    console.print(_trial_table(candidates, rows))
     for row in rows:
         if row.record.state == "failed":
             labelled(console, f"{row.candidate.name}:", "bold red", f"{row.record.kind}: {row.record.reason}")
-    if asked.left_out:
+    if candidates.left_out:
         labelled(console, "left out", "yellow", "since the engine does not run them here:")
-        bullets(console, asked.left_out)
+        bullets(console, candidates.left_out)
     if found is None:
         labelled(console, "nothing", "bold red", "was measured to its end")
         return
-    console.print(_verdict(asked, found))
+    console.print(_verdict(candidates, found))
     waiting = sum(not row.record.finished for row in rows)
     if waiting:
         console.print(f"{waiting} of {len(rows)} are still to measure: the same command continues with them")
@@ -211,9 +211,9 @@ def show_layouts(
         console.print(f"The winner is in {winner}: ultrascale train {winner}", soft_wrap=True)
 
 
-def _verdict(asked: CandidateSet, found: SweepVerdict) -> str:
+def _verdict(candidates: CandidateSet, found: SweepVerdict) -> str:
     best, first = found.winner.candidate, found.first.candidate
-    which = "the planner's first choice" if asked.ranked else "the plan"
+    which = "the planner's first choice" if candidates.ranked else "the plan"
     if best is first:
         return f"Fastest: {best.layout}. It is {which}: no regret."
     if found.regret is None:
@@ -224,16 +224,16 @@ def _verdict(asked: CandidateSet, found: SweepVerdict) -> str:
     return f"Fastest: {best.name}, {best.layout}. {which.capitalize()} is {slower} slower: its regret."
 
 
-def _trial_table(asked: CandidateSet, rows: Sequence[TrialRow]) -> Table:
-    job, training = asked.base.job, asked.base.training
-    title = f"{job.model.name}, {job.sequences} × {job.seq:,} tokens per step, {asked.base.layout.gpus} processes, "
+def _trial_table(candidates: CandidateSet, rows: Sequence[TrialRow]) -> Table:
+    job, training = candidates.base.job, candidates.base.training
+    title = f"{job.model.name}, {job.sequences} × {job.seq:,} tokens per step, {candidates.base.layout.gpus} processes, "
     figures = ("tokens/s predicted", "measured", "error", f"over {rows[0].candidate.name}", "GiB predicted", "measured")
-    made = table(f"{title}{training.steps} steps", "", "layout", *figures, "state", left=("", "layout", "state"))
+    grid = table(f"{title}{training.steps} steps", "", "layout", *figures, "state", left=("", "layout", "state"))
     for row in rows:
-        made.add_row(
+        grid.add_row(
             row.candidate.name, str(row.candidate.layout), *_trial_cells(row, rows[0].record.tokens_per_s), _state(row.record)
         )
-    return made
+    return grid
 
 
 def _trial_cells(row: TrialRow, base: float | None) -> tuple[str, ...]:
@@ -261,13 +261,13 @@ def _state(record: TrialRecord) -> Text:
 
 
 def layouts_json(
-    asked: CandidateSet, rows: Sequence[TrialRow], found: SweepVerdict | None, storage: str, study: str
+    candidates: CandidateSet, rows: Sequence[TrialRow], found: SweepVerdict | None, storage: str, study: str
 ) -> dict[str, Any]:
     return {
         "storage": storage,
         "study": study,
         "trials": [_trial_json(row) for row in rows],
-        "left_out": asked.left_out,
+        "left_out": candidates.left_out,
         "winner": found and found.winner.candidate.name,
         "first": rows[0].candidate.name,
         "regret": found and found.regret,

@@ -40,25 +40,25 @@ def show_calibration(console: Console, found: Calibration, file: Path | None) ->
 
 
 def _constants(console: Console, fitted: list[ConstantVerdict]) -> None:
-    made = table(None, "constant", "before", "after", "uncertainty")
-    made.box, made.pad_edge = None, False
+    grid = table(None, "constant", "before", "after", "uncertainty")
+    grid.box, grid.pad_edge = None, False
     for one in fitted:
-        made.add_row(one.name, f"{one.before:.4g}", f"{one.after:.4g}", f"±{one.known:.1%}" if one.known else "")
-    console.print(made)
+        grid.add_row(one.name, f"{one.before:.4g}", f"{one.after:.4g}", f"±{one.known:.1%}" if one.known else "")
+    console.print(grid)
 
 
 def show_runs(console: Console, runs: tuple[CalibratedRun, ...]) -> None:
     columns = ("run", "step", "before", "after", "left out", "peak GiB", "before", "after", "left out")
-    made = table("error: predicted over measured, less one", *columns)
+    grid = table("error: predicted over measured, less one", *columns)
     for run in runs:
         marked = f"{seconds(run.step_s)}{f' ±{run.spread:.0%}' if run.spread > UNSTEADY else ''}"
         times = (f"{getattr(run, f'{when}_s') / run.step_s - 1:+.1%}" for when in TIMES)
-        held = ("–",) * 4
+        memory = ("–",) * 4
         if run.held_gib:
             peaks = (getattr(run, f"held_{when}_gib") / run.held_gib - 1 for when in TIMES)
-            held = (f"{run.held_gib:.3g}", *(f"{peak:+.1%}" for peak in peaks))  # type: ignore[assignment]
-        made.add_row(run.name, marked, *times, *held)
-    console.print(made)
+            memory = (f"{run.held_gib:.3g}", *(f"{peak:+.1%}" for peak in peaks))  # type: ignore[assignment]
+        grid.add_row(run.name, marked, *times, *memory)
+    console.print(grid)
 
 
 def summary(found: Calibration) -> list[str]:

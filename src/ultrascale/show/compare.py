@@ -23,15 +23,15 @@ def show_compare(console: Console, found: Comparison) -> None:
     heads = words if words[0] != words[1] else [side.name for side in sides]
     show_terms(console, f"{found.first.name} and {found.second.name}, one step", (heads[0], heads[1]), found.terms)
     bullets(console, found.sentences)
-    if found.apart:
-        labelled(console, "the two differ in", "yellow", "; ".join(found.apart))
+    if found.differences:
+        labelled(console, "the two differ in", "yellow", "; ".join(found.differences))
 
 
 def show_terms(console: Console, title: str, sides: tuple[str, str], compared: Iterable[ComparedTerm]) -> None:
-    made, found = table(title, "", *sides, "difference"), tuple(compared)
+    grid, found = table(title, "", *sides, "difference"), tuple(compared)
     for term, (name, *cells) in zip(found, rows(found, sides), strict=True):
-        made.add_row(f"{'  ' * term.part}{name}", *cells)
-    console.print(made)
+        grid.add_row(f"{'  ' * term.part}{name}", *cells)
+    console.print(grid)
 
 
 def rows(terms: Iterable[ComparedTerm], sides: tuple[str, str]) -> list[tuple[str, str, str, str]]:
@@ -52,7 +52,7 @@ def compare_json(found: Comparison) -> dict[str, Any]:
         "sides": [{"name": side.name, "is": side.word} for side in (found.first, found.second)],
         "terms": [{**vars(term), "difference": term.difference} for term in found.terms],
         "largest": found.sentences,
-        "apart": found.apart,
+        "apart": found.differences,
     }
 
 

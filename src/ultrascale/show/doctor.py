@@ -15,10 +15,10 @@ STYLES = {"ok": "green", "warn": "yellow", "bad": "bold red"}
 
 def show_findings(console: Console, findings: Sequence[Finding], plan: str | None = None) -> None:
     columns = ("", "what", "found")
-    made = table(f"this machine, and {plan} on it" if plan else "this machine", *columns, left=columns)
+    grid = table(f"this machine, and {plan} on it" if plan else "this machine", *columns, left=columns)
     for finding in findings:
-        made.add_row(Text(finding.level, style=STYLES[finding.level]), Text(finding.name), Text(finding.text))
-    console.print(made)
+        grid.add_row(Text(finding.level, style=STYLES[finding.level]), Text(finding.name), Text(finding.text))
+    console.print(grid)
     for finding in findings:
         if finding.level != "ok" and finding.advice:
             labelled(console, f"{finding.name}:", STYLES[finding.level], finding.advice)

@@ -73,10 +73,10 @@ def memory_table(e: Estimate, narrow: bool = False) -> Table:
     owners = [NARROW_WORDS[owner] if narrow else words.replace(" ", "\n") for owner, words in OWNERS.items()]
     at = () if narrow else ("peak at",)
     columns = ("stage", "layers", "in\nflight", *owners, "total", *at)
-    made = table("Memory at the peak of each pipeline stage, GiB", *columns, left=at)
+    grid = table("Memory at the peak of each pipeline stage, GiB", *columns, left=at)
     for stage in e.memory:
         peak = stage.stage == e.peak_stage
-        made.add_row(
+        grid.add_row(
             str(stage.stage),
             str(stage.layers),
             f"{stage.in_flight:.3g}",
@@ -85,15 +85,15 @@ def memory_table(e: Estimate, narrow: bool = False) -> Table:
             *([] if narrow else [stage.moment.split(",")[0] + (" ← peak" if peak else "")]),
             style="bold" if peak else None,
         )
-    return compact(made) if narrow else made
+    return compact(grid) if narrow else grid
 
 
 def activation_table(e: Estimate) -> Table:
-    made = table("Activations on the peak stage", "module", "GiB", "share")
+    grid = table("Activations on the peak stage", "module", "GiB", "share")
     total = sum(item.bytes for item in e.activations) or 1.0
     for item in e.activations[:MODULES]:
-        made.add_row(item.module, f"{item.bytes / GIB:,.2f}", f"{item.bytes / total:.0%}")
-    return made
+        grid.add_row(item.module, f"{item.bytes / GIB:,.2f}", f"{item.bytes / total:.0%}")
+    return grid
 
 
 def timeline_table(plan: Plan) -> Table:
@@ -101,46 +101,46 @@ def timeline_table(plan: Plan) -> Table:
     points = memory_timeline(plan.job, plan.layout, plan.estimate.peak_stage)
     step = max(1, (len(points) - 1) // (TIMELINE_ROWS - 2))
     top = max(range(len(points)), key=lambda index: points[index].total_bytes)
-    chosen = sorted({*range(0, len(points), step), top, len(points) - 1})
+    selected = sorted({*range(0, len(points), step), top, len(points) - 1})
     title = f"Memory over one step, stage {plan.estimate.peak_stage} ({len(points)} actions, without runtime)"
-    made = table(title, "at", "action", "GiB", "", left=("action", ""))
-    for index in chosen:
+    grid = table(title, "at", "action", "GiB", "", left=("action", ""))
+    for index in selected:
         point = points[index]
         bar = "█" * max(1, round(min(60.0, 30 * point.total_bytes / (plan.estimate.capacity_gib * GIB))))
         action = point.action + (" ← peak" if index == top else "")
-        made.add_row(seconds(point.start_s), action, f"{point.total_bytes / GIB:,.2f}", bar[:40])
-    return made
+        grid.add_row(seconds(point.start_s), action, f"{point.total_bytes / GIB:,.2f}", bar[:40])
+    return grid
 
 
 def time_table(e: Estimate) -> Table:
-    made = table("Time of one step (slowest stage)", "cause", "time", "share")
+    grid = table("Time of one step (slowest stage)", "cause", "time", "share")
     for cause in sorted(CAUSES, key=lambda name: -getattr(e.time, name)):
         value = getattr(e.time, cause)
         if value > 0:
-            made.add_row(CAUSE_WORDS[cause], seconds(value), f"{value / e.step_time_s:.1%}")
-    made.add_row("step", seconds(e.step_time_s), "100.0%", style="bold")
-    return made
+            grid.add_row(CAUSE_WORDS[cause], seconds(value), f"{value / e.step_time_s:.1%}")
+    grid.add_row("step", seconds(e.step_time_s), "100.0%", style="bold")
+    return grid
 
 
 def traffic_table(e: Estimate) -> Table:
-    made = table(
+    grid = table(
         "Communication of one GPU in one step",
         *("technique", "collective", "group", "inside the fast domain", "calls", "sent", "time", "exposed"),
         left=("technique", "collective"),
     )
     for one in e.traffic:
         name, sizes = one.collective.replace("_", "-"), (str(one.group), str(one.per_domain), f"{one.calls:,.0f}")
-        made.add_row(one.technique, name, *sizes, gib(one.bytes), seconds(one.time_s), seconds(one.exposed_s))
+        grid.add_row(one.technique, name, *sizes, gib(one.bytes), seconds(one.time_s), seconds(one.exposed_s))
     if not e.traffic:
-        made.add_row("none")
-    return made
+        grid.add_row("none")
+    return grid
 
 
 def rejected_table(plan: Plan) -> Table:
-    made = table("One step away, and why not", "change", "step", "peak GiB", "verdict", left=("change", "verdict"))
+    grid = table("One step away, and why not", "change", "step", "peak GiB", "verdict", left=("change", "verdict"))
     for one in plan.rejected:
-        made.add_row(one.change, seconds(one.step_time_s), f"{one.peak_gib:,.1f}", one.verdict)
-    return made
+        grid.add_row(one.change, seconds(one.step_time_s), f"{one.peak_gib:,.1f}", one.verdict)
+    return grid
 
 
 def show_cheatsheet(console: Console, plan: Plan) -> None:
@@ -148,14 +148,14 @@ def show_cheatsheet(console: Console, plan: Plan) -> None:
     console.print(f"Layout: {plan.layout}")
     sizes = ("batch size", "memory reduction", "compute reduction", "communication in a step")
     columns = ("strategy", "here", *sizes, "overlap: transfer / compute")
-    made = table("The cheat-sheet with this plan's numbers", *columns, left=columns)
+    grid = table("The cheat-sheet with this plan's numbers", *columns, left=columns)
     for row in cheatsheet.strategies(plan):
         ratio = row.overlap
         printed = "–" if ratio.printed is None else f"{ratio.printed:.3g}"
         overlap = f"{row.verdict}\n= {ratio.corrected_form}\nprinted: {ratio.printed_form} = {printed}"
-        made.add_row(row.name, row.degree, row.batch, row.memory, row.compute, row.communication, overlap)
-        made.add_section()
-    console.print(made)
+        grid.add_row(row.name, row.degree, row.batch, row.memory, row.compute, row.communication, overlap)
+        grid.add_section()
+    console.print(grid)
     heading(console, "Errors of the printed ratios")
     slips = {row.overlap.technique: row.overlap.slip for row in cheatsheet.strategies(plan)}
     bullets(console, [f"{technique}: {slip}" for technique, slip in slips.items()])
@@ -176,20 +176,20 @@ def show_what_if(console: Console, plan: Plan, answers: list[WhatIf]) -> None:
             console.print(f"{answer.change}: {answer.layout}")
     if not legal:
         return
-    made = table("Each change beside the plan; memory is the peak stage's", "", "plan", *(answer.change for answer in legal))
+    grid = table("Each change beside the plan; memory is the peak stage's", "", "plan", *(answer.change for answer in legal))
     estimates = [plan.estimate, *(answer.estimate for answer in legal if answer.estimate is not None)]
 
     def row(name: str, values: list[float], unit: str, digits: int = 2, bold: bool = False) -> None:
         now = values[0]
         cells = [f"{now:,.{digits}f} {unit}".strip()]
         cells += [f"{value:,.{digits}f} ({value - now:+,.{digits}f})" for value in values[1:]]
-        made.add_row(name, *cells, style="bold" if bold else None)
+        grid.add_row(name, *cells, style="bold" if bold else None)
 
     for owner in OWNERS:
         row(OWNERS[owner], [getattr(e.memory[e.peak_stage].memory, owner) / GIB for e in estimates], "GiB")
     row("peak", [e.peak_gib for e in estimates], "GiB", bold=True)
-    made.add_row("fits", *("yes" if e.fits else "NO" for e in estimates))
-    made.add_section()
+    grid.add_row("fits", *("yes" if e.fits else "NO" for e in estimates))
+    grid.add_section()
     for cause in CAUSES:
         values = [getattr(e.time, cause) for e in estimates]
         if max(values) > 0:
@@ -197,7 +197,7 @@ def show_what_if(console: Console, plan: Plan, answers: list[WhatIf]) -> None:
     row("step", [e.step_time_s for e in estimates], "s", 3, bold=True)
     row("tokens/s/GPU", [e.tokens_per_s_per_gpu for e in estimates], "", 0, bold=True)
     row("tokens/s", [e.tokens_per_s for e in estimates], "", 0)
-    console.print(made)
+    console.print(grid)
 
 
 def show_largest(console: Console, plan: Plan, answer: Largest) -> None:

@@ -85,17 +85,17 @@ def bullets(console: Console, lines: Iterable[str]) -> None:
 
 def table(title: str | None, *columns: str, left: Collection[str] | None = None, no_wrap: bool = False) -> Table:
     """A table with a bold title; columns are right-aligned except the first, or those in `left`."""
-    made = Table(title=title, title_justify="left", title_style="bold")
+    grid = Table(title=title, title_justify="left", title_style="bold")
     for column in columns:
         aligned = "left" if column in (columns[:1] if left is None else left) else "right"
-        made.add_column(column, justify=aligned, overflow="fold", no_wrap=no_wrap)  # type: ignore[arg-type]
-    return made
+        grid.add_column(column, justify=aligned, overflow="fold", no_wrap=no_wrap)  # type: ignore[arg-type]
+    return grid
 
 
-def compact(made: Table) -> Table:
+def compact(grid: Table) -> Table:
     """The table without lines, for narrow terminals."""
-    made.box, made.pad_edge, made.padding = None, False, (0, 1, 0, 0)
-    return made
+    grid.box, grid.pad_edge, grid.padding = None, False, (0, 1, 0, 0)
+    return grid
 
 
 def picked(value: object, *names: str) -> dict[str, Any]:

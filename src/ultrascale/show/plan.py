@@ -65,7 +65,7 @@ def ranking(plans: tuple[Plan, ...], narrow: bool = False) -> Table:
     mfu = ("MFU",) if all(knows_peak(plan.job) for plan in plans) else ()
     degrees = ("dp", "tp", "pp", "cp", "ep", "zero", "mbs", "gas", "schedule", "recompute")
     layout = ("layout",) if narrow else degrees
-    made = table(
+    grid = table(
         "Layouts, best first",
         *("#", *gpus, *layout, "step", "tok/s/GPU", *mfu, "peak GiB", *(() if narrow else ("free GiB",))),
         left=("layout", "schedule", "recompute"),
@@ -78,7 +78,7 @@ def ranking(plans: tuple[Plan, ...], narrow: bool = False) -> Table:
         cp = f"{x.cp} {x.context_parallel}" if x.cp > 1 else "1"
         recompute = x.recompute + (f", {x.offload} offload" if x.offload != "none" else "")
         cells = (x,) if narrow else (x.dp, x.tp, x.pp, cp, x.ep, zero, x.mbs, x.gas, schedule, recompute)
-        made.add_row(
+        grid.add_row(
             str(position),
             *([str(plan.job.cluster.gpus)] if gpus else []),
             *map(str, cells),
@@ -88,7 +88,7 @@ def ranking(plans: tuple[Plan, ...], narrow: bool = False) -> Table:
             f"{e.peak_gib:,.1f}",
             *([] if narrow else [f"{e.headroom_gib:,.1f}"]),
         )
-    return compact(made) if narrow else made
+    return compact(grid) if narrow else grid
 
 
 def show_no_fit(console: Console, result: Result) -> None:

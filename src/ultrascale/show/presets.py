@@ -85,17 +85,17 @@ def show_one(console: Console, name: str) -> None:
     found = _find(name)
     if isinstance(found, GPU):
         gpu = found
-        made = table(gpu.name, "field", "value", "source", left=("field", "value", "source"))
+        grid = table(gpu.name, "field", "value", "source", left=("field", "value", "source"))
         for field, value in gpu.model_dump().items():
             if field not in ("sources", "name"):
-                made.add_row(field, str(value), gpu.sources.get(field, ""))
-        console.print(made)
+                grid.add_row(field, str(value), gpu.sources.get(field, ""))
+        console.print(grid)
         return
     model = found
-    made = table(f"{name}: {model.parameters:,} parameters", "field", "value", left=("field", "value"))
+    grid = table(f"{name}: {model.parameters:,} parameters", "field", "value", left=("field", "value"))
     for field, value in model.model_dump().items():
-        made.add_row(field, str(value))
-    console.print(made)
+        grid.add_row(field, str(value))
+    console.print(grid)
 
 
 def presets_json(name: str | None) -> dict[str, Any]:

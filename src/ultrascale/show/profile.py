@@ -34,16 +34,16 @@ def _ranks(ranks: Sequence[RankTime]) -> Table:
     parts = ("step", "computing", "exchanging", "both", "neither", "optimizer")
     words = ("step", "computing", "exposed comm.", "overlapped", "idle", "optimizer")
     title = f"one step of each rank, mean of {count_of(len(ranks[0].steps), 'step')}"
-    made = table(title, "rank", "on", *words, left=())
+    grid = table(title, "rank", "on", *words, left=())
     for one in ranks[:MOST_RANKS]:
         means = (seconds(one.mean(f"{part}_s")) for part in parts)
-        made.add_row("–" if one.rank is None else str(one.rank), one.device.upper(), *means)
-    return made
+        grid.add_row("–" if one.rank is None else str(one.rank), one.device.upper(), *means)
+    return grid
 
 
 def _techniques(ranks: Sequence[RankTime]) -> Table:
     columns = ("technique", "collectives", "calls", "time", "exposed")
-    made = table("communication per step, mean over ranks", *columns, left=columns[:2])
+    grid = table("communication per step, mean over ranks", *columns, left=columns[:2])
     order = list(dict.fromkeys(each.technique for one in ranks for each in one.techniques))
     for technique in order:
         mine = [each for one in ranks for each in one.techniques if each.technique == technique]
@@ -54,8 +54,8 @@ def _techniques(ranks: Sequence[RankTime]) -> Table:
             sum(values) / len(ranks)
             for values in zip(*((each.calls, each.time_s, each.exposed_s) for each in mine), strict=True)
         ]
-        made.add_row(technique, words, f"{sums[0]:,.0f}", seconds(sums[1]), seconds(sums[2]))
-    return made
+        grid.add_row(technique, words, f"{sums[0]:,.0f}", seconds(sums[1]), seconds(sums[2]))
+    return grid
 
 
 def as_json(found: Analysis) -> dict[str, Any]:

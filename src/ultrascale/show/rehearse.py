@@ -45,11 +45,11 @@ def _room(console: Console, report: RehearsalReport) -> None:
 
 def _stages(report: RehearsalReport) -> Table:
     columns = ("stage", "ranks", "layers", "predicted", "rehearsed", "difference", "peak at")
-    made = table("one rank of each stage, tensors at its peak", *columns, left=("peak at",))
+    grid = table("one rank of each stage, tensors at its peak", *columns, left=("peak at",))
     for one in report.found:
         whole = next(term for term in report.compared(one) if term.label == "all tensors at the peak")
-        made.add_row(str(one.place.pp), f"{one.alike:,}", str(one.layers), *_cells(whole), one.moment)
-    return made
+        grid.add_row(str(one.place.pp), f"{one.alike:,}", str(one.layers), *_cells(whole), one.moment)
+    return grid
 
 
 def _one(console: Console, layout: Layout, one: Rehearsal, terms: Sequence[RehearsedTerm]) -> None:
@@ -58,10 +58,10 @@ def _one(console: Console, layout: Layout, one: Rehearsal, terms: Sequence[Rehea
     again = "" if one.microbatches == layout.gas else "; the others repeat part of these"
     ran = f"{one.microbatches} of {layout.gas} micro-batches run in {one.seconds:.1f} s{again}"
     console.print(f"{count_of(one.layers, 'layer')}; {ran}; peak: {one.moment}")
-    made = table(None, "one step", "predicted", "rehearsed", "difference")
+    grid = table(None, "one step", "predicted", "rehearsed", "difference")
     for term in terms:
-        made.add_row(term.label, *_cells(term))
-    console.print(made)
+        grid.add_row(term.label, *_cells(term))
+    console.print(grid)
     total = sum(one.flops.values())
     shares = ", ".join(f"{name} {count / total:.1%}" for name, count in one.flops.items())
     console.print(f"FLOPs by operator: {shares}")
@@ -73,17 +73,17 @@ def _one(console: Console, layout: Layout, one: Rehearsal, terms: Sequence[Rehea
 
 def _collectives(one: Rehearsal) -> Table:
     columns = ("technique", "collective", "where", "ranks", "calls", "sent")
-    made = table("collectives of one step", *columns, left=columns[:3])
+    grid = table("collectives of one step", *columns, left=columns[:3])
     for each in one.collectives:
-        made.add_row(each.technique, each.kind, each.where, f"{each.group:,}", f"{each.calls:,}", byte_size(each.bytes))
-    return made
+        grid.add_row(each.technique, each.kind, each.where, f"{each.group:,}", f"{each.calls:,}", byte_size(each.bytes))
+    return grid
 
 
 def _kernels(times: dict[str, float]) -> Table:
-    made = table(f"kernels, {seconds(sum(times.values()))} in total", "kernel", "time", no_wrap=True)
+    grid = table(f"kernels, {seconds(sum(times.values()))} in total", "kernel", "time", no_wrap=True)
     for name, time_s in list(times.items())[:KERNELS_SHOWN]:
-        made.add_row(shorten(name), seconds(time_s))
-    return made
+        grid.add_row(shorten(name), seconds(time_s))
+    return grid
 
 
 def shorten(name: str, most: int = 60) -> str:

@@ -65,9 +65,9 @@ def program_row(verdict: ProgramResult) -> str:
     """A program's answer in a line, and its launches in one each."""
     program = verdict.program
     kind = " ".join([program.model, program.precision, program.optimizer, *program.training])
-    told = "" if verdict.ok else f"\n    {verdict.problem or verdict.difference}"
+    problem = "" if verdict.ok else f"\n    {verdict.problem or verdict.difference}"
     launches = "".join(f"\n    {line}" for launch in program.launches for line in _launch(launch))
-    return f"{_mark(verdict.ok)} {verdict.excess:7.2g}  {verdict.seconds:5.1f} s  {kind}{launches}{told}"
+    return f"{_mark(verdict.ok)} {verdict.excess:7.2g}  {verdict.seconds:5.1f} s  {kind}{launches}{problem}"
 
 
 def _launch(launch: Launch) -> list[str]:

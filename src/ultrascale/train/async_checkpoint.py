@@ -276,7 +276,7 @@ def _writes(weight: Weight, number: int) -> bool:
     """Ranks with the same values take turns, parameter by parameter."""
     axis = weight.shard.copies
     assert axis is not None
-    return weight.shard.counted and number % axis.size == axis.rank
+    return weight.shard.is_primary and number % axis.size == axis.rank
 
 
 def _stored_name(weight: Weight, engine: Engine) -> str:

@@ -49,8 +49,8 @@ def build_engine(job: Job, mesh: Mesh, training: Training, batches: Batches) -> 
     layout, dtype, device = mesh.layout, compute_format(job, mesh), mesh.device
     # Autotuned before the model is built, while there is free memory for it.
     attention = None if training.document_mask else autotune.fastest_attention(job, layout, dtype, device)
-    gates = autotune.fastest_gates(job, layout, training, dtype, device)
-    autotuned = tuple(times for times in (attention, gates) if times is not None)
+    mlp = autotune.fastest_mlp(job, layout, training, dtype, device)
+    autotuned = tuple(times for times in (attention, mlp) if times is not None)
     schedule = schedule_of(layout)
     ends = [0, *accumulate(chunk_layers(job, schedule.ranks, schedule.virtual_stages))]
     chunks, weights, routers = [], list[Weight](), dict[int, Router]()
@@ -120,7 +120,7 @@ def _chunk(
     gradients: GradientReducer
     if sharded:
         gradients = zero.FSDPGrads(module, mesh, training.reduce_every_microbatch)
-    elif own.as_made:
+    elif own.single_microbatch:
         gradients = SingleMicrobatchGrads(module)
     elif layout.data_parallel == "ddp" and mesh.data.size > 1:
         gradients = DDPGrads(module, mesh.data, training.bucket_mb, training.reduce_every_microbatch)
@@ -173,7 +173,7 @@ def _weight(
         master = part.to("cpu" if host else local.device, torch.float32, copy=True)
     # A tied head on its own stage is a second copy of the embedding.
     copy_of_embedding = name == "head.linear.weight" and job.model.tied_embeddings
-    shard = replace(shard, counted=shard.counted and not copy_of_embedding)
+    shard = replace(shard, is_primary=shard.is_primary and not copy_of_embedding)
     return Weight(shard, parameter, local, master, gradients)
 
 
@@ -185,7 +185,7 @@ def _with_zero_axes(shard: Shard, sharded: bool, mesh: Mesh) -> Shard:
     if mesh.layout.zero:
         return replace(shard, copies=mesh.data)
     # Only one rank of the ep axis counts replicated parameters, so that the norm can be summed over ep for all parameters.
-    return replace(shard, copies=mesh.expert_data, counted=shard.counted and (is_expert or mesh.ep.rank == 0))
+    return replace(shard, copies=mesh.expert_data, is_primary=shard.is_primary and (is_expert or mesh.ep.rank == 0))
 
 
 def _bias(layer: int, router: Router, job: Job, mesh: Mesh, training: Training, own: Kernels) -> Weight:
@@ -193,7 +193,7 @@ def _bias(layer: int, router: Router, job: Job, mesh: Mesh, training: Training, 
     name, shape = bias_name(layer), (router.moe.experts,)
     router.bias = full_weight(name, torch.Size(shape), training.seed, job.model, mesh.device)
     parameter = nn.Parameter(router.bias, requires_grad=False)
-    shard = Shard(name, shape, counted=mesh.tp.rank == 0)
+    shard = Shard(name, shape, is_primary=mesh.tp.rank == 0)
     return _weight(name, parameter, shard, SingleMicrobatchGrads(router), job, mesh, training, own)
 
 

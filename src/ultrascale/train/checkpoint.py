@@ -98,7 +98,7 @@ class Checkpoint(CheckpointState):
         return whole
 
 
-RecordedName = Annotated[str, Field(pattern=r"^((abandoned-\d{3,}/)?step-\d{6,}|metrics(\.abandoned-\d{3,})?\.jsonl)$")]
+RunFileName = Annotated[str, Field(pattern=r"^((abandoned-\d{3,}/)?step-\d{6,}|metrics(\.abandoned-\d{3,})?\.jsonl)$")]
 """a name in a roll-back's record: never a path outside the run's folder"""
 
 
@@ -107,13 +107,13 @@ class Rollback(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    source: RecordedName
+    source: RunFileName
     """the checkpoint to resume from, where it was before: `step-000002`, or `abandoned-001/step-000006`"""
-    moves: tuple[tuple[RecordedName, RecordedName], ...]
+    moves: tuple[tuple[RunFileName, RunFileName], ...]
     """renames in order: the later checkpoints out of the current branch, then those of the source's branch into it"""
-    history: RecordedName
+    history: RunFileName
     """the metrics file with the steps up to the source, in the run's folder"""
-    abandoned_metrics: RecordedName | None
+    abandoned_metrics: RunFileName | None
     """the name under which the current metrics file is saved, in the run's folder"""
 
     @property

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ultrascale.kernels.autotune import AttentionTimes, GateTimes
+from ultrascale.kernels.autotune import AttentionTimes, MLPTimes
 from ultrascale.kernels.cuda_graphs import CUDAGraphPool, graphed
 from ultrascale.kernels.selection import Kernels
 from ultrascale.model.moe import Router
@@ -57,12 +57,12 @@ class Engine:
         weights: list[Weight],
         routers: dict[int, Router],
         kernels: Kernels,
-        autotuned: tuple[AttentionTimes | GateTimes, ...] = (),
+        autotuned: tuple[AttentionTimes | MLPTimes, ...] = (),
     ) -> None:
         """`routers`: of MoE layers, by layer index in the whole model. `autotuned`: measured to select kernels, on a GPU."""
         self.job, self.mesh, self.training, self.batches = job, mesh, training, batches
         self.pipeline, self.weights, self.autotuned = pipeline, weights, autotuned
-        self.cuda_graphs = CUDAGraphPool(mesh.device, training.graphs) if kernels.recorded else None
+        self.cuda_graphs = CUDAGraphPool(mesh.device, training.graphs) if kernels.cuda_graphs else None
         """CUDA graphs of the step, if every step launches the same kernels"""
         self.optimizer = Optimizer(self.weights, job, training, mesh, kernels.adamw, self.cuda_graphs)
         self.balance = RouterBalance(routers, self.weights, job, mesh, training) if job.model.moe is not None else None
@@ -72,7 +72,7 @@ class Engine:
         self.here = context.positions(job.seq, mesh.cp, mesh.layout.context_parallel)
         self.positions = self.here.to(mesh.device)
         self._prefetcher = BatchPrefetcher(self._host_rows, end=training.steps)
-        self.asked_to_stop = False
+        self.stop_requested = False
         """set on a rank that received a stop signal; the result of the next step has `stop` on every rank"""
         self._stop = torch.zeros(())
         self._batch: Batch | None = None
@@ -196,7 +196,7 @@ class Engine:
 
     def _mean_loss(self, total: torch.Tensor) -> torch.Tensor:
         """All-reduces loss and stop request. Only last stages have a loss, which is the same on each of their tp ranks."""
-        sent = torch.stack([total, torch.full_like(total, float(self.asked_to_stop))])
+        sent = torch.stack([total, torch.full_like(total, float(self.stop_requested))])
         loss, self._stop = comm.all_reduce(sent, self.mesh.world).unbind()
         return loss / (self.mesh.tp.size * self.tokens)
 

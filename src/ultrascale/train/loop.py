@@ -26,7 +26,7 @@ from ultrascale.train.engine import Engine, NotFiniteError, StepResult
 from ultrascale.train.log import MetricsRecorder
 
 UNSEEN = "communication between data ranks is torch's own here (FSDP2 or DDP) and was not timed apart: it is part of computing"
-RECORDED = "a step's kernels were recorded and launched as one"
+GRAPHED = "a step's kernels were recorded and launched as one"
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Loop:
         self.observer = observer or Observer(engine)
         self.engine, self.recorder, self.checkpoints = engine, recorder, checkpoints
         self.stop_signal, self.watchdog = stop_signal, watchdog
-        self.watch = StepStats()
+        self.stats = StepStats()
         self.done = 0
         if checkpoints is not None:
             checkpoints.moving = lambda: watchdog.waits_for_disk(self.done, "saving")
@@ -105,19 +105,19 @@ class Loop:
         accounted = min(start + 1, training.steps - 1)
         slowed = StepStats()  # of the step slowed by memory tracking: its times are discarded
         for number in range(start, training.steps):
-            self.engine.asked_to_stop = self.stop_signal() is not None
+            self.engine.stop_requested = self.stop_signal() is not None
             if number == accounted:
-                self.watch.memory, result = self.observer.account(partial(self._step, number, slowed))
+                self.stats.memory, result = self.observer.account(partial(self._step, number, slowed))
             else:
-                result = self._step(number, self.watch)
+                result = self._step(number, self.stats)
             self.done = number + 1
-            self._after(result, slowed if number == accounted else self.watch)
+            self._after(result, slowed if number == accounted else self.stats)
             self.observer.stepped()
             if result.stop:
                 self.stopped = self.stop_signal() or "another rank's signal"
                 break
-        if not self.watch.step_s:  # the run has only one step
-            self.watch = replace(slowed, memory=self.watch.memory)
+        if not self.stats.step_s:  # the run has only one step
+            self.stats = replace(slowed, memory=self.stats.memory)
         if self.checkpoints is not None and self.done > start:
             self.at(self.done, "saving")
             if self.recorder is not None:
@@ -148,7 +148,7 @@ class Loop:
         if self.engine.mesh.device.type == "cpu" and self.done % memory.TRIM_EVERY == 0:
             memory.trim_heap()
 
-    def _step(self, number: int, watch: StepStats) -> StepResult:
+    def _step(self, number: int, stats: StepStats) -> StepResult:
         engine = self.engine
         engine.mesh.clock.take()
         start = time.perf_counter()
@@ -166,10 +166,10 @@ class Loop:
             result = self._update(number, loss)
         end = time.perf_counter()
         self._stalled += stalled
-        watch.step_s.append(end - start)
-        watch.data_s.append(read - start)
-        watch.optimizer_s.append(end - backward - stalled)
-        watch.waits_s.append(waits)
+        stats.step_s.append(end - start)
+        stats.data_s.append(read - start)
+        stats.optimizer_s.append(end - backward - stalled)
+        stats.waits_s.append(waits)
         return result
 
     def _update(self, number: int, loss: torch.Tensor) -> StepResult:
@@ -182,16 +182,16 @@ class Loop:
             raise NotFiniteError(f"{error}. They are kept in {checkpoint.newest(self.checkpoints.run)}") from None
 
 
-def measurement(engine: Engine, watch: StepStats, peak_flops: float | None) -> Measurement | None:
+def measurement(engine: Engine, stats: StepStats, peak_flops: float | None) -> Measurement | None:
     """Gathers the statistics of all ranks; returns the measurement on rank 0."""
     mesh, job, layout = engine.mesh, engine.job, engine.mesh.layout
-    everyone: list[tuple[StepStats, int, int]] = [(watch, mesh.place.pp, _layers(engine))]
+    everyone: list[tuple[StepStats, int, int]] = [(stats, mesh.place.pp, _layers(engine))]
     if mesh.world.size > 1:
         everyone = [everyone[0]] * mesh.world.size
-        dist.all_gather_object(everyone, (watch, mesh.place.pp, _layers(engine)))
+        dist.all_gather_object(everyone, (stats, mesh.place.pp, _layers(engine)))
     if mesh.rank:
         return None
-    warm = watch.step_s[1:] or watch.step_s  # the first step includes compilation and first touches of memory
+    warm = stats.step_s[1:] or stats.step_s  # the first step includes compilation and first touches of memory
     step_s = statistics.median(warm)
     tokens = layout.batch_tokens(job.seq)
     rate = tokens / step_s
@@ -231,7 +231,7 @@ def _notes(engine: Engine, untimed: bool) -> Iterator[str]:
         yield UNSEEN
     yield from map(str, engine.autotuned)
     if engine.cuda_graphs is not None and engine.cuda_graphs.used:
-        yield RECORDED
+        yield GRAPHED
 
 
 def _layers(engine: Engine) -> int:
@@ -241,23 +241,23 @@ def _layers(engine: Engine) -> int:
 def _stages(everyone: list[tuple[StepStats, int, int]]) -> list[MeasuredStage]:
     """The rank with the highest peak memory of each pipeline stage."""
     fullest: dict[int, MeasuredStage] = {}
-    for watch, stage, layers in everyone:
-        assert watch.memory is not None
-        measured = MeasuredStage(stage=stage, layers=layers, memory=watch.memory)
+    for stats, stage, layers in everyone:
+        assert stats.memory is not None
+        measured = MeasuredStage(stage=stage, layers=layers, memory=stats.memory)
         if stage not in fullest or fullest[stage].memory.total < measured.memory.total:
             fullest[stage] = measured
     return [fullest[stage] for stage in sorted(fullest)]
 
 
-def _time(watches: list[StepStats], step_s: float, waits_timed: bool, data_timed: bool) -> MeasuredTime:
+def _time(ranks: list[StepStats], step_s: float, waits_timed: bool, data_timed: bool) -> MeasuredTime:
     def typical(values: Callable[[StepStats], list[float]]) -> float:
-        return statistics.mean(statistics.median(values(watch)) for watch in watches)
+        return statistics.mean(statistics.median(values(stats)) for stats in ranks)
 
-    optimizer_s, data_s = typical(lambda watch: watch.optimizer_s), typical(lambda watch: watch.data_s)
+    optimizer_s, data_s = typical(lambda stats: stats.optimizer_s), typical(lambda stats: stats.data_s)
     if not waits_timed:  # on a GPU the host does not block when the device waits
         return MeasuredTime(overhead_s=data_s)
     axes = ("tp", "cp", "ep", "pp", "dp") if data_timed else ("tp", "cp", "ep", "pp")
-    waits = {axis: typical(lambda watch: [one.get(axis, 0.0) for one in watch.waits_s]) for axis in axes}  # noqa: B023
+    waits = {axis: typical(lambda stats: [one.get(axis, 0.0) for one in stats.waits_s]) for axis in axes}  # noqa: B023
     computing = step_s - sum(waits.values()) - optimizer_s - data_s
     return MeasuredTime(
         computing_s=max(0.0, computing),

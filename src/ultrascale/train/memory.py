@@ -56,7 +56,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Counts the storages of these tensors, including those inside DTensors, as the owner's."""
         for tensor in tensors:
             for plain in _plain(tensor):
-                self.follow(plain.untyped_storage(), owner)
+                self.track_storage(plain.untyped_storage(), owner)
 
     def reset_peak(self) -> None:
         self.peak, self.peak_by_owner = self.current, self.by_owner
@@ -94,9 +94,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if (tracked := self._tracked.get(id(storage))) is not None:
                 self._resize(tracked, storage.nbytes())
             elif func is torch.ops.aten.lift_fresh.default or not _among(storage, args, kwargs):
-                self.follow(storage)  # otherwise it is a view of an argument
+                self.track_storage(storage)  # otherwise it is a view of an argument
 
-    def follow(self, storage: UntypedStorage, owner: str = UNLABELLED) -> None:
+    def track_storage(self, storage: UntypedStorage, owner: str = UNLABELLED) -> None:
         """Counts a storage from now on as this owner's."""
         tracked = self._tracked.get(id(storage))
         if tracked is None:
@@ -113,7 +113,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _resized(self, storage: UntypedStorage) -> None:
         tracked = self._tracked.get(id(storage))
-        self.follow(storage, UNLABELLED if tracked is None else tracked.owner)
+        self.track_storage(storage, UNLABELLED if tracked is None else tracked.owner)
 
     def _resize(self, tracked: _TrackedStorage, size: int) -> None:
         more = size - tracked.size
@@ -208,7 +208,7 @@ def states(engine: Engine) -> dict[str, list[Tensor]]:
             found["master"].append(weight.master)
     found["optimizer"] = engine.optimizer.state_tensors()
     for chunk in engine.pipeline.chunks.values():
-        found["gradients"] += chunk.gradients.held()
+        found["gradients"] += chunk.gradients.allocated()
     for gradients in _sharded(engine):
         found["parameters" if layout.zero < 3 or layout.keep_gathered else "buffers"] += gradients.gathered()
     if layout.offload != "none":
@@ -225,7 +225,7 @@ def _by_storages(engine: Engine, step: Callable[[], T], live: LiveBytes) -> tupl
 
     def label_accumulated(gradients: FSDPGrads, split: bool) -> None:
         """Labels accumulated gradients, sharded or not: FSDP2 computes them without calling hooks."""
-        live.track(gradients.held(), "gradients")
+        live.track(gradients.allocated(), "gradients")
         # Hooks do not fire for deferred weight gradients, which stay in the dtype of backward.
         deferred = [parameter.grad for parameter in gradients.unsharded() if split and parameter.grad is not None]
         live.track([*gradients.accumulated(), *deferred], unsharded)

@@ -85,14 +85,14 @@ class Optimizer:
 
     def _norm(self) -> torch.Tensor:
         """The norm of the whole gradient, the same value on every rank of every layout."""
-        counted = [weight.gradient for weight in self.weights if weight.shard.counted and weight.gradient.numel()]
+        gradients = [weight.gradient for weight in self.weights if weight.shard.is_primary and weight.gradient.numel()]
         squares = torch.zeros((), device=self.mesh.device)
-        if counted and self.inner is None:
+        if gradients and self.inner is None:
             from ultrascale.kernels import adamw_triton
 
-            squares = adamw_triton.sum_of_squares([gradient.contiguous() for gradient in counted])
-        elif counted:
-            squares = torch.stack(foreach_norm(counted, dtype=torch.float32)).to(self.mesh.device).square().sum()
+            squares = adamw_triton.sum_of_squares([gradient.contiguous() for gradient in gradients])
+        elif gradients:
+            squares = torch.stack(foreach_norm(gradients, dtype=torch.float32)).to(self.mesh.device).square().sum()
         return comm.all_reduce(squares, self.mesh.parts).sqrt()
 
     def scale_gradients(self, factor: float) -> None:

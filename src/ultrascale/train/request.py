@@ -231,13 +231,13 @@ def from_model(model: Model, overrides: Overrides, world: int, precision: str = 
         },
         "job",
     )
-    asked = overrides.layout
-    if "batch_tokens" not in overrides.job and "gas" in asked:
+    fixed = overrides.layout
+    if "batch_tokens" not in overrides.job and "gas" in fixed:
         # With both given, they set the batch. With gas alone, the batch stays if some micro-batch size gives it.
-        dp = _data_parallel(Layout().changed(**asked), asked, world)
-        mbs = asked.get("mbs", 1)
-        if "mbs" in asked or TRY_SEQUENCES % (dp * asked["gas"]):
-            job = job.changed(batch_tokens=dp * mbs * asked["gas"] * seq)
+        dp = _data_parallel(Layout().changed(**fixed), fixed, world)
+        mbs = fixed.get("mbs", 1)
+        if "mbs" in fixed or TRY_SEQUENCES % (dp * fixed["gas"]):
+            job = job.changed(batch_tokens=dp * mbs * fixed["gas"] * seq)
     return _request(job, Layout(), overrides, world, Training(), [])
 
 
@@ -249,16 +249,16 @@ def _request(job: Job, base: Layout, overrides: Overrides, world: int, training:
     job = job.changed(**overrides.job)
     if job.cluster.gpus != world:
         job = job.changed(cluster=_resized(job.cluster, world))
-    asked = overrides.layout
-    layout = base.changed(**asked)
-    follows: dict[str, Any] = {"dp": _data_parallel(layout, asked, world)}
-    if layout.pp == 1 and "schedule" not in asked:
+    fixed = overrides.layout
+    layout = base.changed(**fixed)
+    follows: dict[str, Any] = {"dp": _data_parallel(layout, fixed, world)}
+    if layout.pp == 1 and "schedule" not in fixed:
         follows |= {"schedule": DEFAULT_SCHEDULE, "virtual_stages": 1}
-    elif "virtual_stages" not in asked and "schedule" in asked:
+    elif "virtual_stages" not in fixed and "schedule" in fixed:
         follows["virtual_stages"] = REGISTRY[layout.schedule].least_stages
     layout = layout.changed(**follows)
-    layout = layout.changed(**_batch(job, layout, asked, base == Layout()))
-    changed = {name: value for name, value in layout.model_dump().items() if value != getattr(base, name) and name not in asked}
+    layout = layout.changed(**_batch(job, layout, fixed, base == Layout()))
+    changed = {name: value for name, value in layout.model_dump().items() if value != getattr(base, name) and name not in fixed}
     if changed and base != Layout():
         notes.append("to fit: " + ", ".join(f"layout.{name}={value}" for name, value in changed.items()))
     if layout.gpus != world:
@@ -270,11 +270,11 @@ def _request(job: Job, base: Layout, overrides: Overrides, world: int, training:
     return Request(job, layout, training, Checkpointing().changed(**overrides.checkpoint), notes=tuple(notes))
 
 
-def _processes(layout: Layout, asked: Mapping[str, Any]) -> int:
+def _processes(layout: Layout, fixed: Mapping[str, Any]) -> int:
     """The same number of processes as before if the new layout divides it, else as many as the new layout needs."""
-    new = layout.changed(**asked)
+    new = layout.changed(**fixed)
     rest = new.tp * new.pp * new.cp
-    if "dp" in asked:
+    if "dp" in fixed:
         return new.gpus
     return layout.gpus if layout.gpus % rest == 0 else rest
 
@@ -352,22 +352,22 @@ def _continues(given: Request, source: Checkpoint) -> None:
             )
 
 
-def _data_parallel(layout: Layout, asked: Mapping[str, Any], world: int) -> int:
+def _data_parallel(layout: Layout, fixed: Mapping[str, Any], world: int) -> int:
     rest = layout.tp * layout.pp * layout.cp
-    return layout.dp if "dp" in asked or world % rest else world // rest
+    return layout.dp if "dp" in fixed or world % rest else world // rest
 
 
-def _batch(job: Job, layout: Layout, asked: Mapping[str, Any], base_is_a_try: bool) -> dict[str, int]:
+def _batch(job: Job, layout: Layout, fixed: Mapping[str, Any], base_is_a_try: bool) -> dict[str, int]:
     """Micro-batch size and accumulation that give the job's batch; values given by the user stay."""
     sequences, dp = job.sequences, layout.dp
-    if base_is_a_try and not {"gas", "mbs"} & set(asked) and layout.pp == 1 and sequences % dp == 0:
+    if base_is_a_try and not {"gas", "mbs"} & set(fixed) and layout.pp == 1 and sequences % dp == 0:
         return {"mbs": sequences // dp, "gas": 1}  # only a pipeline needs smaller micro-batches
-    if "gas" not in asked:
+    if "gas" not in fixed:
         gas, rest = divmod(sequences, dp * layout.mbs)
-        if "mbs" in asked:
+        if "mbs" in fixed:
             return {} if rest else {"gas": gas}
         return _smaller(layout, sequences) if rest or gas < layout.pp else {"gas": gas}
-    if "mbs" not in asked:
+    if "mbs" not in fixed:
         return {"mbs": sequences // (dp * layout.gas)} if sequences % (dp * layout.gas) == 0 else {}
     return {}
 
@@ -395,8 +395,8 @@ def _resized(cluster: Cluster, world: int) -> Cluster:
 def _world_sentence(job: Job, layout: Layout, training: Training, world: int) -> str:
     found = [str(one) for one in islice(supported.alternatives(job, layout, training), 2)]
     here = "one process" if world == 1 else f"{world} processes"
-    ways = f"; with {here} these work: {'; '.join(found)}" if found else ""
+    hint = f"; with {here} these work: {'; '.join(found)}" if found else ""
     return (
         f"layout.dp·tp·pp·cp is {layout.dp}·{layout.tp}·{layout.pp}·{layout.cp} = {layout.gpus} but there "
-        f"{'is' if world == 1 else 'are'} {here}: start {layout.gpus} with --nproc {layout.gpus} (or torchrun){ways}"
+        f"{'is' if world == 1 else 'are'} {here}: start {layout.gpus} with --nproc {layout.gpus} (or torchrun){hint}"
     )

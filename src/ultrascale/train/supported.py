@@ -149,19 +149,19 @@ def alternatives(job: Job, layout: Layout, training: Training) -> Iterator[Layou
     world, sequences = job.cluster.gpus, job.sequences
 
     def distance(axes: tuple[int, int, int, int]) -> int:
-        asked = (layout.dp, layout.tp, layout.pp, layout.cp)
-        return sum(abs(a.bit_length() - b.bit_length()) for a, b in zip(axes, asked, strict=True))
+        target = (layout.dp, layout.tp, layout.pp, layout.cp)
+        return sum(abs(a.bit_length() - b.bit_length()) for a, b in zip(axes, target, strict=True))
 
     one_stage = [(name, 1) for name, spec in REGISTRY.items() if spec.most_stages == 1]
     schedules = dict.fromkeys([(layout.schedule, layout.virtual_stages), (DEFAULT_SCHEDULE, 1), *one_stage])
-    seen = set()
+    tried = set()
     for dp, tp, pp, cp in sorted(factors(world), key=distance):
         for mbs, (schedule, virtual) in product((layout.mbs, 1), schedules):
             fields = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "mbs": mbs, "gas": max(1, sequences // (dp * mbs))}
             fields |= {"schedule": schedule, "virtual_stages": virtual, "zero_shards": None}
             candidate = layout.model_copy(update=fields)
-            if candidate not in seen and layout_problem(job, candidate, training) is None:
-                seen.add(candidate)
+            if candidate not in tried and layout_problem(job, candidate, training) is None:
+                tried.add(candidate)
                 yield candidate
 
 

@@ -84,13 +84,13 @@ def read(path: Path) -> tuple[list[MeasuredRun], list[str]]:
     if missing:
         raise SpecError(f"runs file {path} lacks the columns {', '.join(missing)}: it needs at least {', '.join(REQUIRED)}")
     problems = [f"column '{name}' is unknown and ignored: {nearest(name, COLUMNS)}" for name in header if name not in COLUMNS]
-    runs, seen = [], set()
+    runs, ids = [], set()
     for line, values in enumerate(lines, start=2):
         cleaned = {(k or "").strip(): (v or "").strip() for k, v in values.items() if isinstance(v, str) or v is None}
         run = read_row(cleaned, line)
-        if run.id in seen:
+        if run.id in ids:
             problems.append(f"line {line}: id '{run.id}' stands twice")
-        seen.add(run.id)
+        ids.add(run.id)
         runs.append(run)
     if not runs:
         raise SpecError(f"runs file {path} has a header and no rows")
@@ -167,7 +167,7 @@ def _model(values: Mapping[str, str], assumptions: list[str]) -> tuple[Job, Layo
         "job",
     )
     recompute, half = _recompute(values)
-    layout = {
+    settings = {
         **degrees,
         **batch,
         "zero": _zero(values, degrees, framework, assumptions),
@@ -176,10 +176,10 @@ def _model(values: Mapping[str, str], assumptions: list[str]) -> tuple[Job, Layo
         "sequence_parallel": _sequence_parallel(values, assumptions, degrees),
         **_schedule(values, degrees, batch),
     }
-    chosen = build(Layout, layout, "layout")
+    layout = build(Layout, settings, "layout")
     if recompute is None:
-        chosen = _least_recompute(job, chosen, assumptions)
-    return job, chosen, half
+        layout = _least_recompute(job, layout, assumptions)
+    return job, layout, half
 
 
 def _degrees(values: Mapping[str, str], gpus: int) -> dict[str, int]:
@@ -246,11 +246,11 @@ def _least_recompute(job: Job, layout: Layout, assumptions: list[str]) -> Layout
 
 
 def _sequence_parallel(values: Mapping[str, str], assumptions: list[str], degrees: dict[str, int]) -> bool:
-    said = flag(values, "sequence_parallel")
+    stated = flag(values, "sequence_parallel")
     if degrees["tp"] == 1:
         return True
-    if said is not None:
-        return said
+    if stated is not None:
+        return stated
     system = values.get("system", "").lower()
     if re.search(r"20(19|20|21)", system) or "ptd-p" in system:
         return False

@@ -166,10 +166,10 @@ def comparable_peak_gib(predicted: Estimate, run: MeasuredRun, workspace_gib: fl
     """The peak as the row's figure means it: tensors alone, the allocator's reserve, or the whole process; in its unit."""
     memory = predicted.memory[predicted.peak_stage].memory
     kind = run.mem_kind.lower()
-    held = memory.total
+    peak = memory.total
     if any(word in kind for word in ALLOCATED):
-        held = memory.total - memory.runtime + workspace_gib * GIB
-    return held / run.mem_unit
+        peak = memory.total - memory.runtime + workspace_gib * GIB
+    return peak / run.mem_unit
 
 
 def source_group(run: MeasuredRun) -> str:
