@@ -27,12 +27,12 @@ def memory_by_stage(plan: Plan) -> go.Figure:
     stages = [str(one.stage) for one in found.memory]
     figure = style.new_figure("Memory at the peak, by owner", "pipeline stage", "GiB on each GPU of the stage")
     for owner in OWNERS:
-        held = [getattr(one.memory, owner) / GIB for one in found.memory]
-        if any(held):
+        sizes_gib = [getattr(one.memory, owner) / GIB for one in found.memory]
+        if any(sizes_gib):
             figure.add_bar(
                 name=OWNER_WORDS.get(owner, owner),
                 x=stages,
-                y=held,
+                y=sizes_gib,
                 marker_color=style.OWNER_COLORS[owner],
                 hovertemplate="stage %{x}: %{y:.2f} GiB<extra>%{fullData.name}</extra>",
             )
@@ -46,23 +46,23 @@ def memory_by_stage(plan: Plan) -> go.Figure:
 def memory_over_step(plan: Plan, stage: int | None = None) -> go.Figure:
     """What one stage holds while each of its actions runs; the fullest stage unless told otherwise."""
     place = plan.estimate.peak_stage if stage is None else stage
-    moments = memory_timeline(plan.job, plan.layout, place)
-    unit, factor = ("s", 1.0) if moments[-1].end_s >= 1 else ("ms", 1e3)
+    points = memory_timeline(plan.job, plan.layout, place)
+    unit, factor = ("s", 1.0) if points[-1].end_s >= 1 else ("ms", 1e3)
     figure = style.new_figure(f"Memory over one step on stage {place}", f"time in the step ({unit})", "GiB")
     parts = (
         ("weights, gradients, optimizer", "static_bytes", style.BLUE),
         ("activations", "activation_bytes", style.ORANGE),
         ("buffers", "buffer_bytes", style.PINK),
     )
-    times = [edge * factor for one in moments for edge in (one.start_s, one.end_s)]
-    actions = [one.action for one in moments for _ in range(2)]
+    times = [edge * factor for one in points for edge in (one.start_s, one.end_s)]
+    actions = [one.action for one in points for _ in range(2)]
     for name, field, colour in parts:
-        held = [getattr(one, field) / GIB for one in moments for _ in range(2)]
-        if any(held):
+        sizes_gib = [getattr(one, field) / GIB for one in points for _ in range(2)]
+        if any(sizes_gib):
             figure.add_scatter(
                 name=name,
                 x=times,
-                y=held,
+                y=sizes_gib,
                 customdata=actions,
                 stackgroup="held",
                 mode="lines",
@@ -72,7 +72,7 @@ def memory_over_step(plan: Plan, stage: int | None = None) -> go.Figure:
             )
     capacity = plan.estimate.capacity_gib
     runtime = plan.estimate.memory[place].memory.runtime / GIB
-    figure.update_yaxes(range=[0, 1.12 * max(capacity, max(one.total_bytes for one in moments) / GIB)])
+    figure.update_yaxes(range=[0, 1.12 * max(capacity, max(one.total_bytes for one in points) / GIB)])
     style.mark_level(figure, capacity - runtime, f"{capacity - runtime:,.1f} GiB left by the runtime's {runtime:,.1f}")
     return figure
 
@@ -114,14 +114,14 @@ def time_by_cause(plan: Plan) -> go.Figure:
 
 def predicted_and_measured(found: Comparison) -> go.Figure:
     """Each term of a comparison twice, times in ms and memory in GiB side by side."""
-    look = style.new_figure("").layout  # before Plotly is imported: it says what to install
+    layout = style.new_figure("").layout  # before Plotly is imported: it says what to install
     from plotly.subplots import make_subplots
 
-    halves = (("time (ms)", "s", 1e3), ("memory at the peak (GiB)", "B", 1 / GIB))
-    figure = make_subplots(rows=1, cols=2, subplot_titles=[title for title, _, _ in halves], horizontal_spacing=0.2)
-    figure.layout.update(look)
+    panels = (("time (ms)", "s", 1e3), ("memory at the peak (GiB)", "B", 1 / GIB))
+    figure = make_subplots(rows=1, cols=2, subplot_titles=[title for title, _, _ in panels], horizontal_spacing=0.2)
+    figure.layout.update(layout)
     figure.update_layout(title_text=f"{found.first.name} and {found.second.name}", height=460)
-    for column, (_, unit, factor) in enumerate(halves, 1):
+    for column, (_, unit, factor) in enumerate(panels, 1):
         terms = [one for one in found.terms if one.unit == unit]
         for side, which, colour in ((found.first, "first", style.SKY), (found.second, "second", style.RED)):
             name, values = f"{side.word}: {side.name}", [getattr(one, which) for one in terms]

@@ -89,12 +89,12 @@ def accuracy(scored: Sequence[ScoredRun], by: str = "gpu") -> go.Figure:
     return figure
 
 
-def lanes(seen: StepIntervals, step: int = 0) -> go.Figure:
+def lanes(intervals: StepIntervals, step: int = 0) -> go.Figure:
     """One recorded step: computation, and communication by technique, one lane each."""
-    name, (start, end) = seen.steps[step]
-    found: dict[str, Intervals] = {"computing": seen.computing, "of it the optimizer": seen.optimizer}
-    for technique in dict.fromkeys(one.technique for one in seen.communication):
-        found[technique] = [(one.start, one.end) for one in seen.communication if one.technique == technique]
+    name, (start, end) = intervals.steps[step]
+    found: dict[str, Intervals] = {"computing": intervals.computing, "of it the optimizer": intervals.optimizer}
+    for technique in dict.fromkeys(one.technique for one in intervals.communication):
+        found[technique] = [(one.start, one.end) for one in intervals.communication if one.technique == technique]
     figure = style.new_figure(f"{name}: computation and communication", "time in the step (ms)", height=180 + 44 * len(found))
     for (lane, times), colour in zip(found.items(), cycle(style.SERIES), strict=False):
         drawn = _joined(both(times, [(start, end)]), FINEST * (end - start))

@@ -96,7 +96,7 @@ def scaling(points: Sequence[ScalingPoint], cluster: Cluster, title: str) -> go.
     return figure
 
 
-def pareto(front: Sequence[tuple[Layout, Estimate]], chosen: Estimate | None = None) -> go.Figure:
+def pareto(front: Sequence[tuple[Layout, Estimate]], selected: Estimate | None = None) -> go.Figure:
     """The Pareto front: step time against free memory."""
     figure = style.new_figure("Pareto front of step time and free memory", "step time (s)", "free memory (GiB)")
     costs = [found.cost_usd_per_billion_tokens for _, found in front]
@@ -115,11 +115,11 @@ def pareto(front: Sequence[tuple[Layout, Estimate]], chosen: Estimate | None = N
         hovertemplate="%{customdata}<br>%{x:.3f} s, %{y:.1f} GiB free<extra></extra>",
     )
     figure.update_xaxes(type="log")
-    if chosen is not None:
+    if selected is not None:
         figure.add_scatter(
             name="this plan",
-            x=[chosen.step_time_s],
-            y=[chosen.headroom_gib],
+            x=[selected.step_time_s],
+            y=[selected.headroom_gib],
             mode="markers",
             marker={"size": 14, "color": style.RED, "symbol": "star"},
             hovertemplate="this plan: %{x:.3f} s, %{y:.1f} GiB free<extra></extra>",
@@ -129,14 +129,14 @@ def pareto(front: Sequence[tuple[Layout, Estimate]], chosen: Estimate | None = N
 
 def sensitivity(plan: Plan, most: int = 14) -> go.Figure:
     """What one step in each field of the layout would change, fastest first; what does not fit is hatched."""
-    chosen = plan.estimate
+    selected = plan.estimate
     others = plan.rejected[:most]
     figure = style.new_figure(
-        f"One step away from this layout ({seconds(chosen.step_time_s)})",
+        f"One step away from this layout ({seconds(selected.step_time_s)})",
         "step time, % more than this plan",
         height=160 + 28 * len(others),
     )
-    changes = [100 * (other.step_time_s / chosen.step_time_s - 1) for other in others]
+    changes = [100 * (other.step_time_s / selected.step_time_s - 1) for other in others]
     figure.add_bar(
         orientation="h",
         y=[other.change for other in others],

@@ -80,9 +80,9 @@ def last_loss(rows: list[dict[str, Any]]) -> str:
 
 def _run_sections(folder: Path, plan: Plan, rows: list[dict[str, Any]]) -> Iterator[Section]:
     parts: list[str] = []
-    seen = Measurement.load(folder / MEASUREMENT) if (folder / MEASUREMENT).is_file() else None
-    if seen is not None:
-        parts.append(tiles(list(_headline(seen, rows))))
+    measured = Measurement.load(folder / MEASUREMENT) if (folder / MEASUREMENT).is_file() else None
+    if measured is not None:
+        parts.append(tiles(list(_headline(measured, rows))))
     else:
         parts.append(words(f"There is no {MEASUREMENT}: the run is not finished, or ended before its last step."))
     if rows:
@@ -93,8 +93,8 @@ def _run_sections(folder: Path, plan: Plan, rows: list[dict[str, Any]]) -> Itera
     else:
         parts.append(words("No step has been written yet."))
     yield Section("Run", tuple(parts))
-    if seen is not None:
-        sides = compare.ComparisonSide("plan", plan, plan.estimate), compare.ComparisonSide(folder.name, plan, seen)
+    if measured is not None:
+        sides = compare.ComparisonSide("plan", plan, plan.estimate), compare.ComparisonSide(folder.name, plan, measured)
         found = compare.compare(*sides)
         head = ("term", "predicted", "measured", "difference")
         lines = compared(found.terms, ("predicted", "measured"))
@@ -128,11 +128,11 @@ def _lanes(folder: Path) -> Iterator[str]:
         yield words(str(error))
 
 
-def _headline(seen: Measurement, rows: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    yield "one step, measured", seconds(seen.step_time_s)
-    yield "tokens/s on every GPU" if "cuda" in seen.device else "tokens/s of every process", f"{seen.tokens_per_s_per_gpu:,.0f}"
-    if seen.mfu is not None:
-        yield "MFU", f"{seen.mfu:.1%}"
-    yield "peak memory", f"{seen.peak_gib:,.2f} GiB"
+def _headline(run: Measurement, rows: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    yield "one step, measured", seconds(run.step_time_s)
+    yield "tokens/s on every GPU" if "cuda" in run.device else "tokens/s of every process", f"{run.tokens_per_s_per_gpu:,.0f}"
+    if run.mfu is not None:
+        yield "MFU", f"{run.mfu:.1%}"
+    yield "peak memory", f"{run.peak_gib:,.2f} GiB"
     if rows:
         yield f"loss at step {rows[-1]['step']:,}", last_loss(rows)

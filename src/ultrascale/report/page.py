@@ -91,11 +91,11 @@ def page(title: str, subtitle: str, sections: Sequence[Section], footer: str) ->
 
 
 def _flat(theme: style.Theme) -> dict[str, str]:
-    look = style.layout_of(theme)
+    layout = style.layout_of(theme)
     return {
-        "paper_bgcolor": look["paper_bgcolor"],
-        "plot_bgcolor": look["plot_bgcolor"],
-        "font.color": look["font"]["color"],
+        "paper_bgcolor": layout["paper_bgcolor"],
+        "plot_bgcolor": layout["plot_bgcolor"],
+        "font.color": layout["font"]["color"],
     }
 
 

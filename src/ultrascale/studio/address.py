@@ -81,7 +81,7 @@ class Ask:
         if self.framework not in frameworks:
             raise SpecError(f"framework is '{self.framework:.40}': {nearest(self.framework, list(frameworks))}")
         engine = frameworks[self.framework]
-        asked = {
+        settings = {
             "model": self.the_model(),
             "cluster": self.the_cluster(),
             "seq": units.tokens(self.seq, "seq", "8192 or 8k"),
@@ -90,7 +90,7 @@ class Ask:
             "framework": engine,
             "attention": "plain" if engine.attention.startswith("plain") else "flash",
         }
-        return build(Job, asked, "job")
+        return build(Job, settings, "job")
 
     def own_layout(self, job: Job, best: Layout) -> Layout | None:
         """The best layout with what the user changed; None when that cannot be cut so."""

@@ -119,6 +119,6 @@ def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], marker: str) -
     """A plain table, left-aligned."""
     columns = [{"name": str(n), "label": label, "field": str(n), "align": "left"} for n, label in enumerate(head)]
     data = [{str(n): value for n, value in enumerate(row)} for row in rows]
-    made = ui.table(columns=columns, rows=data).classes("w-full").mark(marker)
-    made.props("flat dense wrap-cells hide-pagination").props(":rows-per-page-options=[0]")
-    return made
+    grid = ui.table(columns=columns, rows=data).classes("w-full").mark(marker)
+    grid.props("flat dense wrap-cells hide-pagination").props(":rows-per-page-options=[0]")
+    return grid

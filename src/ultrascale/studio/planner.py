@@ -60,7 +60,7 @@ class SupersededError(Exception):
 class Planner:
     def __init__(self, ask: Ask) -> None:
         self.frame = Frame("/", ask)
-        self.asked = self.answered = 0
+        self.requested = self.answered = 0
         self.result: Result | None = None
         self.plan: Plan | None = None
         with ui.row().classes("w-full no-wrap items-start gap-6"):
@@ -173,10 +173,10 @@ class Planner:
 
         The numbers are sent first; controls of the layout, reasons and figures follow.
         """
-        self.asked += 1
-        mine = self.asked
+        self.requested += 1
+        mine = self.requested
         await asyncio.sleep(REST_S)
-        if mine != self.asked:
+        if mine != self.requested:
             return
         with self.frame.show_errors():
             ask = self.frame.ask
@@ -191,14 +191,14 @@ class Planner:
                 page.call_soon_threadsafe(page.call_later, SOON_S, self.show_preview, mine, job, ranked)
 
             def go_on(_: str) -> None:
-                if mine != self.asked:
+                if mine != self.requested:
                     raise SupersededError
 
             try:
                 found = await run.io_bound(search, job, top=SHOWN, explain=False, progress=go_on, preview=preview, **options)
             except SupersededError:
                 return
-            if mine != self.asked or found is None or self.frame.closed:
+            if mine != self.requested or found is None or self.frame.closed:
                 return
             self.frame.say("")
             self.answered, self.result = mine, found
@@ -207,12 +207,12 @@ class Planner:
                 return
             shown = self.plan
             await asyncio.sleep(SENT_S)
-            if mine != self.asked or self.frame.closed:
+            if mine != self.requested or self.frame.closed:
                 return
             if self.plan is shown:  # else the user went on to another
                 self.by_hand.begin(found.plans[0])
             plans = await run.io_bound(explained, found.plans, **options)
-            if mine != self.asked or plans is None or self.frame.closed:
+            if mine != self.requested or plans is None or self.frame.closed:
                 return
             self.result = replace(found, plans=tuple(plans))
             if self.plan is found.plans[0]:
@@ -220,7 +220,7 @@ class Planner:
 
     def show_preview(self, mine: int, job: Job, ranked: list[LayoutPreview]) -> None:
         """The closed-form ranking, until the best layouts are simulated."""
-        if mine != self.asked or mine == self.answered or self.frame.closed:
+        if mine != self.requested or mine == self.answered or self.frame.closed:
             return
         self.summary.text = "ranked by closed forms; the best are being simulated"
         self.layouts.selected = []
@@ -259,11 +259,11 @@ class Planner:
 
     def picked(self, event: events.TableSelectionEventArguments) -> None:
         if self.result is not None and event.selection and event.selection[0]["number"] >= 0:
-            chosen = self.result.plans[event.selection[0]["number"]]
+            selected = self.result.plans[event.selection[0]["number"]]
             best = dict(self.result.plans[0].layout)
-            self.frame.changed(layout=changes_text({n: value for n, value in chosen.layout if value != best[n]}))
-            self.by_hand.begin(chosen)
-            self.show_plan(chosen)
+            self.frame.changed(layout=changes_text({n: value for n, value in selected.layout if value != best[n]}))
+            self.by_hand.begin(selected)
+            self.show_plan(selected)
 
     def cut(self, layout: Layout, changes: str) -> str | None:
         """Show the edited layout, or why it is not legal."""
@@ -359,9 +359,9 @@ def _row(number: int, layout: Layout, *cells: str) -> dict[str, Any]:
 
 def _zipped(files: Sequence[File]) -> bytes:
     archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as made:
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as bundle:
         for file in files:
-            made.writestr(file.name, file.text)
+            bundle.writestr(file.name, file.text)
     return archive.getvalue()
 
 

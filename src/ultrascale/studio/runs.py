@@ -39,20 +39,20 @@ class Runs:
     def __init__(self, ask: Ask, query: Mapping[str, str], folder: Path) -> None:
         self.frame, self.folder = Frame("/runs", ask), folder
         known = names(folder)
-        chosen = [name for name in query.get("run", "").split("|") if name in known] or known[:1]
+        selected = [name for name in query.get("run", "").split("|") if name in known] or known[:1]
         ui.label(f"Runs in {folder}").classes("text-base font-bold")
-        self.select = ui.select(known, label="runs", value=chosen, multiple=True, on_change=self.picked)
+        self.select = ui.select(known, label="runs", value=selected, multiple=True, on_change=self.picked)
         self.select.classes("w-full").props('use-chips outlined dense aria-label="runs"').mark("runs")
         self.state = ui.label("").mark("run-state")
         self.loss, self.speed = Chart(self.frame, "loss"), Chart(self.frame, "speed")
         self.beside = Chart(self.frame, "beside")
         self.terms = ui.column().classes("w-full")
-        self.seen: dict[str, float] = {}
+        self.drawn: dict[str, float] = {}
         self.refresh()
         ui.timer(EVERY_S, self.refresh)
 
     def picked(self, event: Any) -> None:
-        self.seen = {}
+        self.drawn = {}
         words = urlencode({"run": "|".join(event.value), **({"theme": "dark"} if self.frame.theme == "dark" else {})})
         ui.navigate.history.replace(f"/runs?{words}")
         self.refresh()
@@ -62,20 +62,20 @@ class Runs:
         known = names(self.folder)
         if known != list(self.select.options):
             self.select.set_options(known, value=[name for name in self.select.value if name in known])
-        chosen = [name for name in self.select.value if name in known]
+        selected = [name for name in self.select.value if name in known]
         if not known:
             self.state.text = "There is no run here yet: `ultrascale train --out` writes one."
             return
-        stamps = {name: _stamp(self.folder / name) for name in chosen}
-        if stamps == self.seen and self.seen:
+        stamps = {name: _stamp(self.folder / name) for name in selected}
+        if stamps == self.drawn and self.drawn:
             return
-        self.seen = stamps
+        self.drawn = stamps
         self.frame.say("")
         with self.frame.show_errors():
-            self.draw(chosen)
+            self.draw(selected)
 
-    def draw(self, chosen: list[str]) -> None:
-        rows = {name: metrics(self.folder / name / METRICS) for name in chosen}
+    def draw(self, selected: list[str]) -> None:
+        rows = {name: metrics(self.folder / name / METRICS) for name in selected}
         steps = [
             f"{name}: {len(found):,} steps" + (f", loss {last_loss(found)}" if found else "") for name, found in rows.items()
         ]
@@ -84,7 +84,7 @@ class Runs:
         self.loss.show(run_figures.losses(rows) if some else None)
         self.speed.show(run_figures.throughput(rows) if some else None)
         self.terms.clear()
-        found = self.compared(chosen)
+        found = self.compared(selected)
         self.beside.show(plan_figures.predicted_and_measured(found) if found is not None else None)
         if found is not None:
             sides = found.first, found.second
@@ -95,14 +95,14 @@ class Runs:
                     ui.label(sentence)
                 table(heads, lines, "terms")
 
-    def compared(self, chosen: list[str]) -> compare.Comparison | None:
+    def compared(self, selected: list[str]) -> compare.Comparison | None:
         """One run beside its plan, or two beside each other, once they have been measured."""
-        done = [name for name in chosen if (self.folder / name / MEASUREMENT).is_file()]
-        if len(chosen) not in (1, 2) or len(done) != len(chosen):
+        done = [name for name in selected if (self.folder / name / MEASUREMENT).is_file()]
+        if len(selected) not in (1, 2) or len(done) != len(selected):
             return None
         try:
-            sides = [compare.load(self.folder / name) for name in chosen]
-            sides = [compare.ComparisonSide(name, side.plan, side.result) for name, side in zip(chosen, sides, strict=True)]
+            sides = [compare.load(self.folder / name) for name in selected]
+            sides = [compare.ComparisonSide(name, side.plan, side.result) for name, side in zip(selected, sides, strict=True)]
             if len(sides) == 1:
                 sides = [compare.ComparisonSide("its plan", sides[0].plan, sides[0].plan.estimate), sides[0]]
             return compare.compare(sides[0], sides[1])

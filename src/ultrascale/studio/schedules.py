@@ -101,8 +101,8 @@ class Schedules:
 
     def show(self) -> None:
         ranks, batches = int(self.values["ranks"]), int(self.values["microbatches"])
-        spec, asked = REGISTRY[self.name], int(self.values["chunks"])
-        chunks = max(spec.least_stages, min(spec.most_stages or asked, asked))
+        spec, requested = REGISTRY[self.name], int(self.values["chunks"])
+        chunks = max(spec.least_stages, min(spec.most_stages or requested, requested))
         self.what.text = spec.label
         sentence = legal(self.name, ranks, batches, chunks)
         if sentence is not None:
