@@ -59,9 +59,8 @@ MODELS = {
 }  # fmt: skip
 MBS = {"1b": 8, "3b": 4, "moe": 8}
 
-# What each way has beyond the one before it: compiled blocks; the loss in chunks with its gradients; AdamW in one pass, masters
-# in halves; gradients left as backward makes them; fused blocks; launches recorded as one, where that is faster; and where
-# they are installed and faster, FlashAttention 4 and gates within matmuls.
+# What each adds to the one before: compiled blocks; the chunked loss; fused AdamW with split masters; gradients left in
+# autograd's tensors; fused blocks; CUDA graphs; FlashAttention 4 and gates within matmuls, where installed and faster.
 WAYS = {"plain": "compiled", "loss": "loss", "adamw": "adamw", "made": "single_microbatch", "fused": "fused"}
 WAYS["recorded"] = "cuda_graphs"
 INSTALLED = {"flash": FLASH_ATTENTION_4, "all": QUACK}
@@ -73,7 +72,7 @@ KINDS = {
     "matmuls": ("gemm", "nvjet", "cutlass", "xmma", "splitk"),
     "casts to fp8, with what is fused to them": ("_scaled_mm", "_abs_", "_cast", "absmax", "maxnan"),
     "loss": ("softmax", "nll", "_row", "_scale"),
-    "norms, rotations, gates": ("_norm", "_turn", "_gate"),
+    "norms, rotations, gates": ("_norm", "_rotate", "_gate"),
     "optimizer": ("multi_tensor", "foreach", "adam", "_step", "_squares"),
     "fused by inductor": ("triton",),
     "embedding": ("embedding", "gather", "scatter", "compute_grad_weight", "sort"),

@@ -123,7 +123,7 @@ def rotary(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> Kern
         own = joint.clone()
 
         def run() -> tuple[Tensor, ...]:
-            fused.turn_(own.view(rows, -1, dim), heads, kv_heads, (cos, sin))
+            fused.rotate_(own.view(rows, -1, dim), heads, kv_heads, (cos, sin))
             q, k, v = (part.view(rows, -1, dim) for part in (to_q, to_k, to_v))
             return *torch.split(own, cut, dim=2)[:2], fused.rotate_back(q, k, v, (cos, sin)).view_as(own)
 

@@ -73,14 +73,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Names are imported when first asked for, so that `ultrascale --help` does not wait for numpy and pydantic."""
+    """Names are imported when first used, so that `ultrascale --help` does not wait for numpy and pydantic."""
     if name not in _HOME:
         raise AttributeError(f"module 'ultrascale' has no attribute '{name}'")
     return getattr(import_module(_HOME[name]), name)
 
 
 class _Package(ModuleType):
-    """`plan` is a folder and a function. Who asks the package gets the function; `from ultrascale.plan import …` the folder."""
+    """`plan` is a folder and a function. As an attribute it is the function; `from ultrascale.plan import …` the folder."""
 
     @property
     def plan(self) -> Any:

@@ -72,7 +72,7 @@ def test_products_are_joined_in_fused_blocks_alone() -> None:
     job = job_of("smollm2-135m", 1024, 4, boost=1.0)
     rows = LayoutColumns.of([Layout(mbs=4), Layout(mbs=4, recompute="full")])
     matmuls = operators.layer_matmuls(job, rows, moe=False)
-    run = operators.as_run(job, rows, matmuls)
+    run = operators.engine_matmuls(job, rows, matmuls)
     flops = sum(matmul.flops for matmul in run)
     assert np.broadcast_to(flops, 2) == pytest.approx(np.broadcast_to(sum(matmul.flops for matmul in matmuls), 2))
     kv = [matmul for matmul in run if np.max(matmul.n) == job.model.kv_dim]
@@ -80,4 +80,4 @@ def test_products_are_joined_in_fused_blocks_alone() -> None:
     fused, plain = operators.layer(job, rows, ClusterRates(job), moe=False).matmul.total
     assert plain > 1.05 * fused
     others = job.changed(framework=Framework.load("torchtitan"))
-    assert operators.as_run(others, rows, matmuls) is matmuls
+    assert operators.engine_matmuls(others, rows, matmuls) is matmuls

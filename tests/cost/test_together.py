@@ -7,7 +7,7 @@ from random import Random
 import pytest
 from random_layouts import JOBS, from_choices, job_of
 
-from ultrascale.cost.estimate import drafts, estimate, whole
+from ultrascale.cost.estimate import drafts, estimate, full_estimate
 from ultrascale.specs.layout import Layout
 
 
@@ -31,7 +31,7 @@ def test_together_as_alone(index: int) -> None:
         assert draft.step_time_s == pytest.approx(alone.step_time_s, rel=1e-12)
         assert draft.peak_gib == pytest.approx(alone.peak_gib, rel=1e-12)
         assert (draft.fits, draft.peak_stage) == (alone.fits, alone.peak_stage)
-        found = whole(draft)
+        found = full_estimate(draft)
         assert found.time.model_dump() == pytest.approx(alone.time.model_dump(), rel=1e-9, abs=1e-12)
         for here, there in zip(found.memory, alone.memory, strict=True):
             assert here.memory.model_dump() == pytest.approx(there.memory.model_dump(), rel=1e-12)

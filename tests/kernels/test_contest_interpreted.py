@@ -37,7 +37,7 @@ def test_ours(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("norm", "norm_backward", "gate", "gate_backward"):
         monkeypatch.setattr(fused, name, getattr(fused_triton, name))
-    monkeypatch.setattr(fused, "turn_", lambda qkv, heads, kv_heads, rope: fused_triton.turn_(qkv, heads, kv_heads, *rope))
+    monkeypatch.setattr(fused, "rotate_", lambda qkv, heads, kv_heads, rope: fused_triton.rotate_(qkv, heads, kv_heads, *rope))
     monkeypatch.setattr(fused, "rotate_back", lambda q, k, v, rope: fused_triton.rotate_back(q, k, v, *rope))
     assert difference(kernel, "ours", torch.float32) < 1e-5
 

@@ -219,7 +219,7 @@ def test_who_watches_is_told_of_new_memory_and_of_whole_operators(monkeypatch: p
         def ran(self, func: Any, *_: Any) -> None:
             self.operators.append(func._opname)
 
-        def saw(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        def after_operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
             self.operators.append(f"{func._opname}, unknown")
 
     with QuickFakeTensorMode() as fake:

@@ -10,20 +10,20 @@ from urllib.parse import parse_qsl
 import pytest
 
 from ultrascale import Layout, Model, SpecError
-from ultrascale.studio.address import LONGEST, Ask, pasted
+from ultrascale.studio.address import LONGEST, PlannerQuery, pasted
 
 
 def test_an_address_goes_there_and_back() -> None:
-    ask = Ask(model="llama-3-70b", nodes="16", seq="4096", fix="tp=8,pp=2", layout="mbs=2", theme="dark")
-    assert Ask.from_query(dict(parse_qsl(ask.query()))) == ask
-    assert Ask().query() == ""
-    assert Ask.from_query({"unknown": "x"}) == Ask()
+    ask = PlannerQuery(model="llama-3-70b", nodes="16", seq="4096", fix="tp=8,pp=2", layout="mbs=2", theme="dark")
+    assert PlannerQuery.from_query(dict(parse_qsl(ask.query()))) == ask
+    assert PlannerQuery().query() == ""
+    assert PlannerQuery.from_query({"unknown": "x"}) == PlannerQuery()
 
 
 def test_the_job_is_what_was_asked() -> None:
-    job = Ask(model="llama-3.2-1b", gpu="h200", nodes="2", per_node="4", batch="512k", seq="4k").job()
+    job = PlannerQuery(model="llama-3.2-1b", gpu="h200", nodes="2", per_node="4", batch="512k", seq="4k").job()
     assert (job.cluster.gpus, job.batch_tokens, job.seq, job.cluster.gpu.name) == (8, 2**19, 4096, "h200")
-    layout = Ask(layout="tp=2, recompute=full").own_layout(job, Layout(dp=8, gas=16))
+    layout = PlannerQuery(layout="tp=2, recompute=full").own_layout(job, Layout(dp=8, gas=16))
     assert layout is not None
     assert (layout.tp, layout.dp, layout.recompute, layout.gas) == (2, 4, "full", 32)
 
@@ -39,18 +39,18 @@ def test_pasted_models() -> None:
 @pytest.mark.parametrize(
     ("ask", "word"),
     [
-        (Ask(model="lama-3-8b"), "llama-3-8b"),
-        (Ask(gpu="h1000"), "h100"),
-        (Ask(nodes="-1"), "nodes"),
-        (Ask(nodes="99999999"), "nodes"),
-        (Ask(nodes="60000"), "at most"),
-        (Ask(seq="long"), "seq"),
-        (Ask(framework="x"), "framework"),
-        (Ask(shape="[1, 2"), "pasted model"),
-        (Ask(shape="layers: many"), "layers"),
+        (PlannerQuery(model="lama-3-8b"), "llama-3-8b"),
+        (PlannerQuery(gpu="h1000"), "h100"),
+        (PlannerQuery(nodes="-1"), "nodes"),
+        (PlannerQuery(nodes="99999999"), "nodes"),
+        (PlannerQuery(nodes="60000"), "at most"),
+        (PlannerQuery(seq="long"), "seq"),
+        (PlannerQuery(framework="x"), "framework"),
+        (PlannerQuery(shape="[1, 2"), "pasted model"),
+        (PlannerQuery(shape="layers: many"), "layers"),
     ],
 )
-def test_a_bad_question_gets_a_sentence(ask: Ask, word: str) -> None:
+def test_a_bad_question_gets_a_sentence(ask: PlannerQuery, word: str) -> None:
     with pytest.raises(SpecError, match=word):
         ask.job()
 
@@ -59,28 +59,28 @@ def test_a_file_is_not_a_model(tmp_path: Path) -> None:
     file = tmp_path / "model.yaml"
     file.write_text("layers: 2\n")
     with pytest.raises(SpecError, match="model is"):
-        Ask(model=str(file)).job()
+        PlannerQuery(model=str(file)).job()
     with pytest.raises(SpecError, match="gpu is"):
-        Ask(gpu=str(file)).job()
+        PlannerQuery(gpu=str(file)).job()
 
 
 def test_fields_are_bounded() -> None:
-    assert len(Ask.from_query({"shape": "x" * 10**6}).shape) == LONGEST
+    assert len(PlannerQuery.from_query({"shape": "x" * 10**6}).shape) == LONGEST
 
 
 @pytest.mark.parametrize("name", ["nodes", "per_node"])
 @pytest.mark.parametrize("text", ["9" * 5000, "9" * 4000, "65537", "000001", "²", "٣", "-1", "+1", "1e3", "", " 1", "nan"])
 def test_a_number_of_nodes_that_is_none_is_a_sentence(name: str, text: str) -> None:
     with pytest.raises(SpecError, match=rf"{name} is '.*' but must be a whole number from 1 to 65,536, such as 8") as caught:
-        Ask.from_query({name: text}).job()
+        PlannerQuery.from_query({name: text}).job()
     assert len(str(caught.value)) < 120
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(Ask)])
+@pytest.mark.parametrize("name", [field.name for field in fields(PlannerQuery)])
 @pytest.mark.parametrize("text", ["9" * 5000, "=" * 5000, "\0\x1b", "[" * 5000, "nan", "a=b,c=d", "tp=" + "9" * 4000, "²"])
 def test_every_field_of_an_address_is_used_or_refused_in_a_sentence(name: str, text: str) -> None:
-    ask = Ask.from_query({name: text})
-    assert Ask.from_query(dict(parse_qsl(ask.query()))) == ask
+    ask = PlannerQuery.from_query({name: text})
+    assert PlannerQuery.from_query(dict(parse_qsl(ask.query()))) == ask
     try:
         job = ask.job()
         ask.own_layout(job, Layout(dp=64, mbs=1, gas=2))

@@ -19,7 +19,7 @@ from ultrascale.specs.hf import WRITTEN
 from ultrascale.specs.model import RopeType
 from ultrascale.specs.plan import Plan
 from ultrascale.train import checkpoint
-from ultrascale.train.convert import Converted, convert
+from ultrascale.train.convert import ConversionResult, convert
 
 CONFIGS = {
     "qwen2": transformers.Qwen2Config(
@@ -75,10 +75,10 @@ def test_in_and_out_again_is_the_same_to_the_bit(theirs: Path, tmp_path: Path) -
     done: list[tuple[int, int]] = []
     run, out = tmp_path / "runs" / "x", tmp_path / "out"
     made = convert(["hf", str(theirs), str(run)], progress=lambda *bytes_done: done.append(bytes_done))
-    assert made == Converted(made.model, run, is_run=True)
+    assert made == ConversionResult(made.model, run, is_run=True)
     assert done[-1] == (4 * made.model.parameters,) * 2
     back = convert([str(run), "hf", str(out)], dtype="fp32")
-    assert back == Converted(made.model, out, is_run=False)
+    assert back == ConversionResult(made.model, out, is_run=False)
     before, after = weights(theirs), weights(out)
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())

@@ -64,11 +64,11 @@ def strategies(plan: Plan) -> list[Strategy]:
     stage_share = stages.share_of(job, row, np.zeros(1, dtype=np.int64))
     own = on_rank(model, row, stage_share)
     rank_parameters = float(own.total[0])
-    # Of a MoE layer only the parameters that a token meets compute, while gradients of all that a rank holds travel.
+    # Of a MoE layer only the parameters that a token uses compute, while gradients of all that a rank holds travel.
     layer = flops.layer_matmul_flops(model, moe=model.moe_layers > 0) / 2
     effective_tokens = tokens * model.active_parameters / _parameters_per_replica(model, x)
 
-    def talk(technique: str, pattern: str) -> str:
+    def communication(technique: str, pattern: str) -> str:
         calls = [one for one in plan.estimate.traffic if one.technique == technique]
         moved, took, exposed_s = (sum(getattr(one, name) for one in calls) for name in ("bytes", "time_s", "exposed_s"))
         return f"{pattern}: {gib(moved)} in {took:.3g} s, {exposed_s:.3g} s exposed" if moved else f"{pattern}: none here"
@@ -106,11 +106,11 @@ def strategies(plan: Plan) -> list[Strategy]:
             gbs,
             f"activations only, through mbs={x.mbs}",
             split_batch,
-            talk("data", "backward: all-reduce of gradients"),
+            communication("data", "backward: all-reduce of gradients"),
             data_ratio(x.data_ranks, rank_parameters, effective_tokens, peak, data_bw),
         ),
         *(
-            (name, f"zero={x.zero}", gbs, memory, split_batch, talk("zero", pattern), ratio)
+            (name, f"zero={x.zero}", gbs, memory, split_batch, communication("zero", pattern), ratio)
             for name, memory, pattern, ratio in zero
         ),
         (
@@ -119,7 +119,7 @@ def strategies(plan: Plan) -> list[Strategy]:
             "no effect",
             f"parameters, states and activations / {x.tp}",
             f"matmuls / {x.tp}",
-            talk("tensor", "4 per layer and direction: all-gather, reduce-scatter of activations"),
+            communication("tensor", "4 per layer and direction: all-gather, reduce-scatter of activations"),
             tensor_ratio(x.tp, model.hidden, layer, peak, bandwidth(machine, places.tensor)),
         ),
         (
@@ -128,7 +128,7 @@ def strategies(plan: Plan) -> list[Strategy]:
             f"prefers large gas ({x.gas}) to shrink the bubble ({plan.estimate.bubble_fraction:.1%})",
             f"parameters and states / {x.pp}",
             f"layers / {x.pp}",
-            talk("pipeline", "per micro-batch: send and receive activations and gradients"),
+            communication("pipeline", "per micro-batch: send and receive activations and gradients"),
             pipeline_ratio(x.pp, model.hidden, model.layers, layer, peak, bandwidth(machine, places.pipeline)),
         ),
         (
@@ -137,7 +137,7 @@ def strategies(plan: Plan) -> list[Strategy]:
             "prefers long sequences",
             f"activations / {x.cp}",
             f"sequence / {x.cp} = {job.seq // x.cp:,} tokens",
-            talk("context", "per layer, cp−1 times: keys and values forward, and their gradients backward"),
+            communication("context", "per layer, cp−1 times: keys and values forward, and their gradients backward"),
             context_ratio(x.cp, job.seq, x.mbs, model.kv_dim, model.q_dim, peak, bandwidth(machine, places.context)),
         ),
     ]
@@ -145,7 +145,7 @@ def strategies(plan: Plan) -> list[Strategy]:
         rows.append(
             ("Expert parallelism", f"ep={x.ep}", "data parallel for the rest of the model",
              f"experts / {x.ep}", f"{model.moe.experts // x.ep} of {model.moe.experts} experts a rank",
-             talk("expert", "per MoE layer: all-to-all, twice forward and twice backward"),
+             communication("expert", "per MoE layer: all-to-all, twice forward and twice backward"),
              expert_ratio(x.ep, model.moe.experts, model.hidden, model.expert_parameters, peak,
                           bandwidth(machine, places.expert)))
         )  # fmt: skip

@@ -77,7 +77,7 @@ class LayoutColumns:
 
     @property
     def split_backward(self) -> Array:
-        """Rows whose schedule computes weight gradients apart from input gradients."""
+        """Rows whose schedule computes weight gradients separately from input gradients."""
         return self.schedule_has("split_backward")
 
     def distinct(self, names: Sequence[str]) -> tuple[LayoutColumns, Array]:

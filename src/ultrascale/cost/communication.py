@@ -299,7 +299,7 @@ def _overlapped(work: Workload, all_to_all: CollectiveTransfer, both: Array, win
 def _node_wise_s(work: Workload) -> Array:
     """One all-to-all in which a token crosses to each other domain at most once and is handed on there over the fast link.
 
-    Of D domains a token with k choices meets D·(1 − (1 − 1/D)^k) in the mean; all but its own lie across the network.
+    Of D domains a token with k choices reaches D·(1 − (1 − 1/D)^k) in the mean; all but its own lie across the network.
     """
     job, columns, machine = work.job, work.columns, work.machine
     moe = job.model.moe

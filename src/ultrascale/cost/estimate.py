@@ -80,12 +80,12 @@ class DraftEstimate(StageFill):
 
 def estimate(job: Job, layout: Layout) -> Estimate:
     """Memory by owner and stage, step time by cause, traffic, utilisation, cost. Raises SpecError for an illegal layout."""
-    return whole(drafts(job, [layout])[0])
+    return full_estimate(drafts(job, [layout])[0])
 
 
 def drafts(job: Job, layouts: Sequence[Layout]) -> list[DraftEstimate]:
     """Of each layout, all at once. Raises SpecError for an illegal one."""
-    return timed(memory_drafts(job, layouts))
+    return add_times(memory_drafts(job, layouts))
 
 
 def memory_drafts(job: Job, layouts: Sequence[Layout]) -> list[StageFill]:
@@ -96,7 +96,7 @@ def memory_drafts(job: Job, layouts: Sequence[Layout]) -> list[StageFill]:
     return [StageFill(view, peaks(view)) for view in views(job, layouts)]
 
 
-def timed(found: Sequence[StageFill]) -> list[DraftEstimate]:
+def add_times(found: Sequence[StageFill]) -> list[DraftEstimate]:
     """The same with their time, all pipelines simulated together, be they of one job or of several."""
     pipelines = [one.view for one in found if one.view.layout.pp > 1]
     took = iter(pipelines_s(pipelines))
@@ -105,7 +105,7 @@ def timed(found: Sequence[StageFill]) -> list[DraftEstimate]:
     ]
 
 
-def whole(draft: DraftEstimate) -> Estimate:
+def full_estimate(draft: DraftEstimate) -> Estimate:
     view, time, step_s, rate = draft.view, draft.time, draft.step_time_s, draft.tokens_per_s
     job, layout, stage_memory = view.job, view.layout, _memory(draft)
     peak = stage_memory[draft.peak_stage]

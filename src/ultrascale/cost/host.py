@@ -39,12 +39,12 @@ class PassCounts(NamedTuple):
         return self.forward + self.backward
 
 
-class _Sourced(BaseModel):
+class _SourcedConstants(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     source: str
 
 
-class CPUOperators(_Sourced):
+class CPUOperators(_SourcedConstants):
     """In units of one small addition."""
 
     layer: PassCounts
@@ -56,7 +56,7 @@ class CPUOperators(_Sourced):
     weight: float
 
 
-class CPUTensors(_Sourced):
+class CPUTensors(_SourcedConstants):
     """Tensors that operators between GEMMs read or write."""
 
     rmsnorm: PassCounts
@@ -70,7 +70,7 @@ class CPUTensors(_Sourced):
     loss: PassCounts
 
 
-class CompiledLayer(_Sourced):
+class CompiledLayer(_SourcedConstants):
     """Kernels of a compiled layer, forward."""
 
     kernels: int
@@ -78,7 +78,7 @@ class CompiledLayer(_Sourced):
     local_tokens_first: int
 
 
-class LaunchQueue(_Sourced):
+class LaunchQueue(_SourcedConstants):
     """Launches of our engine on a GPU."""
 
     layer: PassCounts
@@ -97,7 +97,7 @@ class RoutingHost(BaseModel):
     kernels_per_expert: int
 
 
-class Routing(_Sourced):
+class Routing(_SourcedConstants):
     dropless: RoutingHost
     graphed: RoutingHost
     capacity: RoutingHost

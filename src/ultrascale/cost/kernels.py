@@ -268,7 +268,7 @@ def _plain_attention(job: Job, columns: LayoutColumns, machine: ClusterRates, wo
     scores = columns.tokens(job.seq) * job.seq * job.model.heads / columns.tp
     full_work = 2 * work  # without a kernel that skips it, the masked half is computed too
     each_pass = machine.stream_s(4.0 * scores)
-    # Written by the first matmul and read by the second: one pass. Softmax: one more, or scale, mask and softmax apart.
+    # Written by the first matmul and read by the second: one pass. Softmax: one more, or scale, mask and softmax alone.
     softmax = ((2 if job.framework.attention == "plain-fused" else 4) + job.dropout) * each_pass
     matmuls = full_work / (0.5 * machine.attention_peak_flops)
     return Passes(matmuls + softmax, 2 * matmuls + 1.5 * softmax)

@@ -97,7 +97,7 @@ def layer_matmuls(job: Job, columns: LayoutColumns, moe: bool) -> list[Matmul]:
     return matmuls
 
 
-def as_run(job: Job, columns: LayoutColumns, matmuls: list[Matmul]) -> list[Matmul]:
+def engine_matmuls(job: Job, columns: LayoutColumns, matmuls: list[Matmul]) -> list[Matmul]:
     """The matmuls of a layer as the engine makes them: joined in fused blocks, each by itself where it runs or compiles the
     plain model. Other engines are taken to join theirs.
     """
@@ -233,7 +233,7 @@ def layer(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool, at
 def _busy(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool) -> LayerTime:
     """A layer that nothing waits for, at the clock of matmuls in a row."""
     matmuls = layer_matmuls(job, columns, moe)
-    matmul = matmul_passes(machine, as_run(job, columns, matmuls))
+    matmul = matmul_passes(machine, engine_matmuls(job, columns, matmuls))
     scores = kernels.attention_passes(job, columns, machine)
     moved = machine.stream_s(permuted_bytes(job, columns, moe)) * job.framework.elementwise
     forward = machine.stream_s(memory_bound_bytes(job, columns, moe)) * job.framework.elementwise + moved

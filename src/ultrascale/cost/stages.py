@@ -1,6 +1,6 @@
 """Which layers sit on which pipeline rank, and layouts as the laws want them: tables with a row for each rank or chunk.
 
-Layouts that are asked about together share their tables: a law costs as much for thirty rows as for one.
+Layouts that are evaluated together share their tables: a law costs as much for thirty rows as for one.
 """
 
 from __future__ import annotations
@@ -141,11 +141,11 @@ class ChunkGradients:
 
 @dataclass(frozen=True)
 class LayoutRows:
-    """One layout seen as rows: one per pipeline rank, and one per chunk."""
+    """One layout as rows: one per pipeline rank, and one per chunk."""
 
     layout: Layout
-    together: _Together
-    """the layouts among which it was asked about"""
+    group: _LayoutGroup
+    """the layouts that it is evaluated with"""
     number: int
     """its place among them"""
 
@@ -155,28 +155,28 @@ class LayoutRows:
 
     @property
     def job(self) -> Job:
-        return self.together.job
+        return self.group.job
 
     @property
     def machine(self) -> ClusterRates:
-        return self.together.machine
+        return self.group.machine
 
     @cached_property
     def row(self) -> LayoutColumns:
-        return self.together.rows.take(self._row)
+        return self.group.rows.take(self._row)
 
     @cached_property
     def share(self) -> RankShare:
-        return rows_of(self.together.share, self._ranks)
+        return rows_of(self.group.share, self._ranks)
 
     @cached_property
     def rank_passes(self) -> Passes:
         """Of one micro-batch, on every rank."""
-        return rows_of(self.together.rank_passes, self._ranks)
+        return rows_of(self.group.rank_passes, self._ranks)
 
     def causes(self, rank: int) -> dict[str, float]:
         """Seconds of one micro-batch on a rank, by cause."""
-        return {name: float(seconds[self._ranks][rank]) for name, seconds in self.together.rank_causes.items()}
+        return {name: float(seconds[self._ranks][rank]) for name, seconds in self.group.rank_causes.items()}
 
     @property
     def chunks(self) -> Array:
@@ -186,32 +186,32 @@ class LayoutRows:
     @property
     def chunk_share(self) -> RankShare:
         """Every chunk as if it were a rank of its own."""
-        return rows_of(self.together.chunk_share, self._chunks)
+        return rows_of(self.group.chunk_share, self._chunks)
 
     def parts(self, first: bool = False) -> ChunkParts:
         """What every chunk holds, beside the states of its rank; `first`: until a step's first backward is over."""
-        return rows_of(self.together.first_parts if first else self.together.steady_parts, self._chunks)
+        return rows_of(self.group.first_parts if first else self.group.steady_parts, self._chunks)
 
     def chunk_gradients(self) -> ChunkGradients:
-        return rows_of(self.together.chunk_gradients, self._chunks)
+        return rows_of(self.group.chunk_gradients, self._chunks)
 
     @cached_property
     def state(self) -> StateBytes:
         """Of every rank."""
-        return rows_of(self.together.state, self._ranks)
+        return rows_of(self.group.state, self._ranks)
 
     @cached_property
     def after(self) -> EndOfStep:
         """What the first rank does after its last backward."""
-        return rows_of(self.together.after, self._row)
+        return rows_of(self.group.after, self._row)
 
     @property
     def hop_s(self) -> float:
         """From one stage to the next; 0 without a pipeline."""
-        return float(self.together.hop_s[self.number])
+        return float(self.group.hop_s[self.number])
 
     def stage_times(self) -> StageTimes:
-        times = rows_of(self.together.chunk_passes, self._chunks)
+        times = rows_of(self.group.chunk_passes, self._chunks)
         if self.layout.pp > 1:
             times = times.delayed(self.machine.efficiency.action_overhead_s)
         else:  # where one queue runs through the step, its idle time is all passes' alike
@@ -229,7 +229,7 @@ class LayoutRows:
 
     @property
     def _chunks(self) -> slice:
-        return slice(*self.together.chunk_start[self.number : self.number + 2])
+        return slice(*self.group.chunk_start[self.number : self.number + 2])
 
 
 def views(job: Job, layouts: Sequence[Layout]) -> list[LayoutRows]:
@@ -237,8 +237,8 @@ def views(job: Job, layouts: Sequence[Layout]) -> list[LayoutRows]:
     found: dict[int, LayoutRows] = {}
     for pp in {layout.pp for layout in layouts}:
         numbers = [number for number, layout in enumerate(layouts) if layout.pp == pp]
-        together = _Together(job, tuple(layouts[number] for number in numbers))
-        found.update({number: LayoutRows(layouts[number], together, place) for place, number in enumerate(numbers)})
+        group = _LayoutGroup(job, tuple(layouts[number] for number in numbers))
+        found.update({number: LayoutRows(layouts[number], group, place) for place, number in enumerate(numbers)})
     return [found[number] for number in range(len(layouts))]
 
 
@@ -252,7 +252,7 @@ def pipelines_s(rows: Sequence[LayoutRows]) -> list[float]:
 
 
 @dataclass(frozen=True)
-class _Together:
+class _LayoutGroup:
     """Layouts of one job with one number of pipeline ranks, row after row; each table is made when it is first wanted."""
 
     job: Job

@@ -37,10 +37,10 @@ class Table:
     fits: Array
     """legal and within capacity"""
     step_s: Array
-    """infinite where it does not fit, or takes longer than was asked about"""
+    """infinite where it does not fit, or takes longer than `longest_s`"""
 
     def layouts(self, core: Array, variant: Array) -> LayoutColumns:
-        """The chosen cells as rows."""
+        """The selected cells as rows."""
         rows = {name: getattr(self.cores, name)[core] for name in self.cores.__dataclass_fields__}
         rows["schedule"] = np.asarray([encode("schedule", name) for name, _ in self.variants])[variant]
         rows["virtual_stages"] = np.asarray([loops for _, loops in self.variants])[variant]
@@ -115,7 +115,7 @@ def _fullest(job: Job, pp: int, variant: Variant) -> list[tuple[int, tuple[int, 
 
 
 def _peaks(job: Job, cores: LayoutColumns, variants: Sequence[Variant], legal: Array, capacity_bytes: float) -> Array:
-    """Variants × cores. Share after share; cores that no variant makes fit any more are not asked about the rest."""
+    """Variants × cores. Share after share; cores that no variant makes fit any more are not evaluated for the rest."""
     pp = int(cores.pp[0])
     gas, of = np.unique(cores.gas, return_inverse=True)
     peak = found = np.zeros(legal.shape)
@@ -124,7 +124,7 @@ def _peaks(job: Job, cores: LayoutColumns, variants: Sequence[Variant], legal: A
         parts = peak_parts(job, cores, RankShare.constant(share, len(cores)))
         for number, rank in holders:
             name, loops = variants[number]
-            here = rows_of(waiting(job, name, pp, rank, gas, loops), of)
+            here = rows_of(microbatches_in_flight(job, name, pp, rank, gas, loops), of)
             np.maximum(found[number], parts.total(job, here), out=found[number])
         if rows is not None:
             peak[:, rows] = found
@@ -154,7 +154,7 @@ def _by_share(job: Job, pp: int, variants: Sequence[Variant]) -> list[tuple[tupl
     return ordered
 
 
-def waiting(job: Job, name: str, pp: int, rank: int, gas: Array, loops: int) -> InFlightMicrobatches:
+def microbatches_in_flight(job: Job, name: str, pp: int, rank: int, gas: Array, loops: int) -> InFlightMicrobatches:
     """The closed forms of schedules/registry.py in micro-batches' worth of the rank's layers."""
     one, none = np.ones(len(gas)), np.zeros(len(gas))
     if pp == 1:

@@ -109,7 +109,7 @@ class Stage:
 
     @property
     def last_gradient(self) -> float:
-        """Bytes of an element's gradient where those meet at the end: ZeRO has cut it in parts, FSDP's are in fp32."""
+        """Bytes of an element's gradient when they are reduced at the end: ZeRO has cut it in parts, FSDP's are in fp32."""
         if self.layout.zero and self.layout.shards > 1:
             return sharded_gradient_bytes(self.job) / self.layout.shards
         return gradient_bytes(self.job)
@@ -241,7 +241,7 @@ def _pipeline(stage: Stage) -> Calls:
     both = group(np.asarray([2]), row.tp * row.data_ranks, stage.machine.cluster)
     yield replace(hop, group=both), float(hops(stage.layout, stage.index) * stage.layout.gas)
     if model.tied_embeddings and stage.embedding != stage.head:
-        # Two stages hold a copy each, whose gradients meet.
+        # Two stages hold a copy each, whose gradients are summed.
         elements = states.on_tp_rank([weights.vocabulary(model)], model, row, stage.shards)
         whole = stage.last_gradient * elements
         yield transfer(stage.machine, "pipeline", "all_reduce", whole, both), 1
@@ -280,7 +280,7 @@ def _zero(stage: Stage) -> Calls:
             yield moved.expert_gather, gathers
             yield moved.expert_scatter, scatters
     if layout.data_ranks > layout.shards:
-        # Replicas meet once a step; after a split backward with every scatter, since not every one has all weights.
+        # Replicas are all-reduced once a step; after a split backward with every scatter, since not every one has all weights.
         split = job.framework.states == "fp32" and layout.zero >= 2 and layout.shards > 1 and bool(stage.row.split_backward[0])
         # Of experts fewer ranks of a replica have parts.
         experts = params.experts * layout.shards / moved.expert_gather.group.size

@@ -51,7 +51,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportedPlan:
     plan: Plan
     engine: EngineFormat
     notes: tuple[str, ...] = field(default=())
@@ -67,7 +67,7 @@ class Imported:
         return Plan(job=there, layout=self.plan.layout, estimate=estimate(there, self.plan.layout))
 
 
-def plan_from(path: Path, given: Given | None = None) -> Imported:
+def plan_from(path: Path, given: Given | None = None) -> ImportedPlan:
     given = given or Given()
     text, where = text_of(path), path.name
     engine = engine_of(path, text)
@@ -89,7 +89,7 @@ def plan_from(path: Path, given: Given | None = None) -> Imported:
         check(job, layout)
     notes += found.notes if not extra else [note for note in found.notes if note.startswith("not read:")]
     reasons = (f"read from {where}, a file for {engine.title}", *notes)
-    return Imported(Plan(job=job, layout=layout, estimate=estimate(job, layout), reasons=reasons), engine, tuple(notes))
+    return ImportedPlan(Plan(job=job, layout=layout, estimate=estimate(job, layout), reasons=reasons), engine, tuple(notes))
 
 
 @contextmanager

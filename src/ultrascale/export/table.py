@@ -258,7 +258,7 @@ class SettingsReader:
         return SpecError(f"{self.where}: {sentence}")
 
     def slip(self, key: str) -> str:
-        """Of a setting that is not there: the one, never asked for, that may mean it."""
+        """Of a setting that is not there: the one, never read, that may mean it."""
         unused = [] if key in self._flat else [name for name in self._flat if name not in self._used][:MOST_SLIPS]
         close = get_close_matches(key, unused, n=1, cutoff=CLOSE)
         return f" (there is '{close[0]:.80}')" if close else ""

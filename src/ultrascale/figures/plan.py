@@ -44,7 +44,7 @@ def memory_by_stage(plan: Plan) -> go.Figure:
 
 
 def memory_over_step(plan: Plan, stage: int | None = None) -> go.Figure:
-    """What one stage holds while each of its actions runs; the fullest stage unless told otherwise."""
+    """What one stage holds while each of its actions runs; the fullest stage by default."""
     place = plan.estimate.peak_stage if stage is None else stage
     points = memory_timeline(plan.job, plan.layout, place)
     unit, factor = ("s", 1.0) if points[-1].end_s >= 1 else ("ms", 1e3)

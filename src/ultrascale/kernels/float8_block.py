@@ -23,10 +23,10 @@ from ultrascale.kernels.fused import FusedBlock
 class Float8Block(FusedBlock):
     """A fused block in fp8, with the parameters of the plain one under the same names."""
 
-    def queries(self, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def qkv_rotary(self, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return _Float8QKV.apply(*given)  # type: ignore[no-untyped-call, no-any-return]
 
-    def rest(self, *given: Any) -> Tensor:
+    def out_mlp(self, *given: Any) -> Tensor:
         return _Float8OutputAndMLP.apply(*given)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -41,7 +41,7 @@ class _Float8QKV(torch.autograd.Function):
         weight = cast_rows(joined(q, k, v))
         joint = multiply(normed, weight, x.dtype, fast=True).view(len(roots), -1, dim)
         heads, kv_heads = len(q) // dim, len(k) // dim
-        fused.turn_(joint, heads, kv_heads, (cos, sin))
+        fused.rotate_(joint, heads, kv_heads, (cos, sin))
         ctx.save_for_backward(x, roots, gain, q, k, v, cos, sin, of_rows(normed), of_rows(weight))
         rotated_q, rotated_k, values = torch.split(joint.view(*x.shape[:2], -1, dim), [heads, kv_heads, kv_heads], dim=2)
         return x.view_as(x), rotated_q, rotated_k, values

@@ -5,7 +5,7 @@ Backward kernels read a tile once and write it both transposed and not, with one
 implementations are in kernels/float8_block.py, the gain of each in docs/fp8.md.
 
 If one conversion to e5m2 is both stored in a row and shuffled to be transposed, ptxas 12.8 loses every fourth value. So what is
-written both ways is converted twice, with a scale that is loaded twice, so that the compiler cannot merge the conversions.
+written in both orders is converted twice, with a scale that is loaded twice, so that the compiler cannot merge the conversions.
 """
 
 # No postponed annotations: Triton reads them.

@@ -78,11 +78,11 @@ class FusedBlock(Block):
         assert isinstance(self.mlp, MLP)
         return self.attention.qkv, self.mlp.inputs
 
-    def queries(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def qkv_rotary(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The part of the block before attention, with a custom backward."""
         return _FusedQKV.apply(*arguments)  # type: ignore[no-untyped-call, no-any-return]
 
-    def rest(self, *arguments: Any) -> Tensor:
+    def out_mlp(self, *arguments: Any) -> Tensor:
         """The part of the block after attention."""
         return _FusedOutputAndMLP.apply(*arguments, self.mlp_kernel)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -92,10 +92,10 @@ class FusedBlock(Block):
         attention, (qkv, inputs) = self.attention, self.joined_linears()
         first, second = cast(RMSNorm, self.attention_norm), cast(RMSNorm, self.mlp_norm)
         weights = (*qkv.parameters(), *inputs.parameters())  # without biases: one matrix each
-        x, q, k, v = self.queries(x, first.weight, *weights[:3], *rope, first.eps, attention.head_dim)
+        x, q, k, v = self.qkv_rotary(x, first.weight, *weights[:3], *rope, first.eps, attention.head_dim)
         attended = attention.core(q, k, v)
         assert isinstance(self.mlp, MLP)
-        return self.rest(x, attended, attention.out.weight, second.weight, *weights[3:], self.mlp.down.weight, second.eps)
+        return self.out_mlp(x, attended, attention.out.weight, second.weight, *weights[3:], self.mlp.down.weight, second.eps)
 
 
 class _FusedQKV(torch.autograd.Function):
@@ -108,7 +108,7 @@ class _FusedQKV(torch.autograd.Function):
         _, normed, scales = norm(x.flatten(0, 1), None, gain, eps)
         joint = (normed @ joined(q, k, v).t()).view(len(normed), -1, dim)
         heads, kv_heads = len(q) // dim, len(k) // dim
-        turn_(joint, heads, kv_heads, (cos, sin))
+        rotate_(joint, heads, kv_heads, (cos, sin))
         ctx.save_for_backward(x, scales, gain, q, k, v, cos, sin)
         rotated_q, rotated_k, values = torch.split(joint.view(*x.shape[:2], -1, dim), [heads, kv_heads, kv_heads], dim=2)
         return x.view_as(x), rotated_q, rotated_k, values
@@ -194,12 +194,12 @@ def norm_backward(grad: Tensor, x: Tensor, scales: Tensor, weight: Tensor, resid
     return (at_least_fp32(residual) + grad_x).to(x.dtype), (wide * unit).sum(0).to(weight.dtype), out
 
 
-def turn_(qkv: Tensor, heads: int, kv_heads: int, rope: Rope) -> None:
+def rotate_(qkv: Tensor, heads: int, kv_heads: int, rope: Rope) -> None:
     """Rotates the queries and keys of qkv [n, heads + 2·kv_heads, d] in place; rows are whole sequences."""
     if qkv.is_cuda:
         from ultrascale.kernels import fused_triton
 
-        fused_triton.turn_(qkv, heads, kv_heads, *rope)
+        fused_triton.rotate_(qkv, heads, kv_heads, *rope)
         return
     rotated = qkv.view(-1, len(rope[0]), *qkv.shape[1:])[:, :, : heads + kv_heads]
     rotated.copy_(rotate(rotated, rope))

@@ -105,7 +105,7 @@ def _processors(device: torch.device) -> int:
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _turn(  # type: ignore[no-untyped-def]
+def _rotate(  # type: ignore[no-untyped-def]
     q, k, v, cos, sin, length, q_row, k_row, to,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, BOTH: tl.constexpr, VALUES: tl.constexpr, HALF: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
@@ -131,18 +131,18 @@ def _turn(  # type: ignore[no-untyped-def]
         tl.store(end + (QUERIES + KEYS) * 2 * HALF + across, values, mask=own < KEYS)
 
 
-def turn_(qkv: torch.Tensor, heads: int, kv_heads: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
+def rotate_(qkv: torch.Tensor, heads: int, kv_heads: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """Rotates the queries and keys of qkv [n, heads + 2·kv_heads, d] in place; cos and sin [s, d]."""
-    rows, together, dim = qkv.shape
+    rows, n_heads, dim = qkv.shape
     parts = qkv, qkv[:, heads:], qkv
-    _turn[(rows,)](*parts, cos, sin, len(cos), together * dim, together * dim, qkv, BACK=False, **_heads(heads, kv_heads, dim))
+    _rotate[(rows,)](*parts, cos, sin, len(cos), n_heads * dim, n_heads * dim, qkv, BACK=False, **_heads(heads, kv_heads, dim))
 
 
 def rotate_back(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Gradients of q, k and v [n, heads, d] as one [n, heads + 2·kv_heads, d], before the rotation."""
     (rows, heads, dim), kv_heads = q.shape, k.shape[1]
     out = torch.empty(rows, heads + 2 * kv_heads, dim, dtype=q.dtype, device=q.device)
-    _turn[(rows,)](q, k, v, cos, sin, len(cos), heads * dim, kv_heads * dim, out, BACK=True, **_heads(heads, kv_heads, dim))
+    _rotate[(rows,)](q, k, v, cos, sin, len(cos), heads * dim, kv_heads * dim, out, BACK=True, **_heads(heads, kv_heads, dim))
     return out
 
 

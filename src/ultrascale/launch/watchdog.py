@@ -129,7 +129,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         reads: list[Mapping[int, RankStatus] | None] = []  # None: the store did not answer
-        disk = _Silence(self._timeout_s)
+        disk = _SilenceDetector(self._timeout_s)
         while not self._sleep():
             still_s = time.monotonic() - self._progress_at
             if self._waits_for_disk and (silent_ranks := disk.ranks(self._read)):
@@ -238,7 +238,7 @@ class Watchdog:
         return f"rank {rank} ({place})" if place else f"rank {rank}"
 
 
-class _Silence:
+class _SilenceDetector:
     """Finds ranks whose beat has not changed for `timeout_s`, from occasional reads."""
 
     def __init__(self, timeout_s: float) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from ultrascale.cost.estimate import estimate
 from ultrascale.measure.calibrate_fit import CONSTANTS, Base, Constant, FitResult, Moves, StepTimeModel, bounds, fit, refit
 from ultrascale.measure.calibrate_runs import CalibrationRun
-from ultrascale.specs.cluster import Calibrated, Cluster
+from ultrascale.specs.cluster import CalibrationSource, Cluster
 from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.units import GIB
@@ -189,7 +189,7 @@ def _signed(found: Calibration, efficiency: Efficiency) -> Cluster:
     # If every run alone determines some constant, the constants of time stay, and are judged by their own predictions.
     time, memory = found.errors("left_out") or found.errors("after"), found.errors("left_out", MEMORY)
     assert time is not None  # there are runs
-    origin = Calibrated(
+    origin = CalibrationSource(
         runs=len(found.runs),
         date=datetime.now(UTC).date().isoformat(),
         processes=found.base.gpus,

@@ -98,7 +98,7 @@ class Comparison:
         return tuple(_largest(self, whole, unit) for whole, unit in (("step time", "s"), ("tensors at the peak", "B")))
 
     def cause(self, term: str, gap: float) -> str | None:
-        """The likely one; None: unknown. Two runs, or two plans, differ in what `apart` lists. `gap`: first minus second."""
+        """The likely one; None: unknown. Two runs, or two plans, differ in `differences`. `gap`: first minus second."""
         sides = {side.word: side for side in (self.first, self.second)}
         if len(sides) < 2:
             return None

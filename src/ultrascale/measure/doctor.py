@@ -234,9 +234,9 @@ def disk(facts: MachineFacts) -> Verdict:
 
 
 def clock(facts: MachineFacts) -> Verdict:
-    behind_s, ahead = facts.newest_file_s - facts.now_s, facts.disk.clock_ahead_s
-    if behind_s > A_DAY_S:
-        text = f"the clock stands {behind_s / A_DAY_S:,.0f} days before this program was installed"
+    skew_s, ahead = facts.newest_file_s - facts.now_s, facts.disk.clock_ahead_s
+    if skew_s > A_DAY_S:
+        text = f"the clock stands {skew_s / A_DAY_S:,.0f} days before this program was installed"
         return "warn", text, "set the clock: certificates, logs and the ages of checkpoints depend on it"
     if abs(ahead) > SKEW_S:
         text = f"the disk's clock is {ahead:+,.0f} s from this machine's"

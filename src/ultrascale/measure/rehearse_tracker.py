@@ -118,8 +118,8 @@ class OperatorTracker(LiveBytes):  # type: ignore[no-untyped-call]
         else:
             self.fake.watcher = None
 
-    def saw(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        super().saw(func, args, kwargs, result)
+    def after_operator(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        super().after_operator(func, args, kwargs, result)
         self.ran(func, args, kwargs, result)
 
     def ran(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:

@@ -156,7 +156,7 @@ def as_on_a_gpu() -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, value in (
             (selection, "choose", choose_for_gpu),
-            *((fused, one.__name__, one) for one in (norm, norm_backward, turn_, rotate_back, gate, gate_backward)),
+            *((fused, one.__name__, one) for one in (norm, norm_backward, rotate_, rotate_back, gate, gate_backward)),
             *((loss, one.__name__, one) for one in (loss_and_gradient, scaled, accumulate_matmul)),
             (operators, "rms_norm", rms_norm),
             (attention, "_expand", _few_heads),
@@ -176,7 +176,7 @@ def norm_backward(grad: Tensor, x: Tensor, scales: Tensor, weight: Tensor, resid
     return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(x)
 
 
-def turn_(qkv: Tensor, heads: int, kv_heads: int, rope: Rope) -> None:
+def rotate_(qkv: Tensor, heads: int, kv_heads: int, rope: Rope) -> None:
     pass  # in place
 
 
@@ -246,7 +246,7 @@ class _OutputRecipe(NamedTuple):
     offset: int
 
 
-class _Unusual(Exception):  # falls back to torch
+class _UncacheableError(Exception):  # falls back to torch
     pass
 
 
@@ -287,11 +287,11 @@ class QuickFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             with in_kernel_invocation_manager(self):
                 result = func(*args, **kwargs)
             if self.watcher is not None:
-                self.watcher.saw(func, args, kwargs, result)
+                self.watcher.after_operator(func, args, kwargs, result)
             return result
         try:
             key = (func, _key(args), _key(tuple(kwargs.items())) if kwargs else None)
-        except _Unusual:
+        except _UncacheableError:
             return self._slowly(func, types, args, kwargs)
         known = self._known.get(key)
         if known is None:
@@ -313,7 +313,7 @@ class QuickFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         finally:
             self.watcher = watcher
         if watcher is not None and result is not NotImplemented:
-            watcher.saw(func, args, kwargs, result)
+            watcher.after_operator(func, args, kwargs, result)
         return result
 
     def _make(self, recipe: _OutputRecipe, args: Sequence[Any]) -> Any:
@@ -339,11 +339,11 @@ def _key(value: Any) -> Any:
         return tuple([_key(one) for one in value])
     if isinstance(value, Tensor):
         if not isinstance(value, FakeTensor) or value.constant is not None or value.fake_device != CPU:
-            raise _Unusual
+            raise _UncacheableError
         return value.shape, value.stride(), value.dtype, value.storage_offset()
     if kind in _PLAIN:
         return kind, value
-    raise _Unusual
+    raise _UncacheableError
 
 
 def _recipe(func: Any, result: Any, args: Sequence[Any]) -> Any:

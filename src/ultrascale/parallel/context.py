@@ -119,7 +119,7 @@ class _OnlineSoftmax:
 
 
 @dataclass(frozen=True)
-class _Saved:
+class _SavedTensors:
     """Saved tensors of this rank: the gradient of each tile needs the merged output and log-sum-exp."""
 
     q: Tensor
@@ -156,7 +156,7 @@ class _TiledAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
-        saved = _Saved(q, k, v, out, lse, grad_out.contiguous())
+        saved = _SavedTensors(q, k, v, out, lse, grad_out.contiguous())
         if ctx.variant == "allgather":
             return *_gathered_backward(saved, ctx.axis), None, None
         return *_ring_backward(saved, ctx.axis, ctx.variant), None, None
@@ -172,7 +172,7 @@ def _gathered_forward(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> _OnlineSof
     return merged
 
 
-def _gathered_backward(saved: _Saved, axis: Axis) -> Gradients:
+def _gathered_backward(saved: _SavedTensors, axis: Axis) -> Gradients:
     length = saved.k.shape[1]
     pending = [comm.all_gather_start(x, axis, dim=1) for x in (saved.k, saved.v)]
     dq, *own = saved.backward(OWN, saved.k, saved.v)
@@ -206,7 +206,7 @@ def _ring_forward(q: Tensor, k: Tensor, v: Tensor, axis: Axis, variant: ContextP
     return merged
 
 
-def _ring_backward(saved: _Saved, axis: Axis, variant: ContextParallel) -> Gradients:
+def _ring_backward(saved: _SavedTensors, axis: Axis, variant: ContextParallel) -> Gradients:
     """The sums of dk and dv follow their keys one step behind; after the last step they are one hop from the owner.
 
     The owner adds its own contribution locally, which saves a hop: sums are sent cp − 1 times, like keys and values. They are

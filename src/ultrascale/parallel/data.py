@@ -29,7 +29,7 @@ BLOCK = 256  # elements per int8 scale: one scale for a whole bucket would round
 class GradientReducer(ABC):
     """Accumulates and reduces the gradients of one pipeline chunk. The pipeline calls it around every backward.
 
-    `last`: no other backward of the chunk follows in this step. `split`: weight gradients are computed apart from input
+    `last`: no other backward of the chunk follows in this step. `split`: weight gradients are separate from input
     gradients, outside autograd, so that gradient hooks do not fire.
     """
 

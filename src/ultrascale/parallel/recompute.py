@@ -51,7 +51,7 @@ _ATTENTION = {
 _SAVED = _GEMMS | _ATTENTION
 
 
-class _OnlySaved(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _SavedOpsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Passes saved operators to torch's selective-checkpoint mode and runs all others directly.
 
     FSDP2 gathers experts within a region, with other operators in backward than in forward, which torch would report as a
@@ -115,7 +115,7 @@ def _last(mlp: MLP | MixtureOfExperts) -> nn.Linear | None:
 
 def _contexts(is_last_weight: IsLastWeight | None, experts: bool) -> Any:
     first, again = create_selective_checkpoint_contexts(partial(_policy, is_last_weight))  # type: ignore[no-untyped-call]
-    return first, _OnlySaved(again) if experts else again
+    return first, _SavedOpsMode(again) if experts else again
 
 
 def _parallel_contexts(contexts: Callable[[], Any] | None) -> Any:
@@ -125,7 +125,7 @@ def _parallel_contexts(contexts: Callable[[], Any] | None) -> Any:
     if contexts is None:
         return passes
     first, again = contexts()
-    return _both(_OnlySaved(first, region), passes[0]), _both(_OnlySaved(again), passes[1])
+    return _both(_SavedOpsMode(first, region), passes[0]), _both(_SavedOpsMode(again), passes[1])
 
 
 @contextmanager

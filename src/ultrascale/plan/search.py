@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ultrascale.cost.estimate import DraftEstimate, StageFill, memory_drafts, timed, whole
+from ultrascale.cost.estimate import DraftEstimate, StageFill, add_times, full_estimate, memory_drafts
 from ultrascale.cost.legality import check
 from ultrascale.plan import advice, reasons
 from ultrascale.plan.candidates import OBJECTIVES, LayoutConstraints, Objective, RankedLayouts, rank, why_empty
@@ -92,7 +92,7 @@ def plan(
     say(f"simulating the best {min(wanted, len(best))} of {evaluated:,}")
     simulated = _simulate(best, wanted)
     simulated.sort(key=lambda draft: _score(draft, objective))
-    plans = [Plan(job=draft.view.job, layout=draft.view.layout, estimate=whole(draft)) for draft in simulated[:top]]
+    plans = [Plan(job=draft.view.job, layout=draft.view.layout, estimate=full_estimate(draft)) for draft in simulated[:top]]
     notes += advice.batch_notes(job, plans[0].layout)
     notes += advice.engine_notes(plans[0].job, plans[0].layout)
     if explain:
@@ -123,7 +123,7 @@ def _simulate(best: list[tuple[float, RankedLayouts, int]], wanted: int) -> list
         for found in _memory_drafts([(ranked.job, ranked.rows.layout(row)) for _, ranked, row in best[:count]]):
             (fitting if found.fits else over).append(found)
         best = best[count:]
-    return timed(fitting or over)
+    return add_times(fitting or over)
 
 
 def _memory_drafts(layouts: list[tuple[Job, Layout]]) -> list[StageFill]:

@@ -24,7 +24,7 @@ from ultrascale.specs.units import GIB
 from ultrascale.specs.validate import build
 
 Say = Callable[[str], None]
-SEQUENCES = 4  # a GPU, in scaling curves: enough to fill a pipeline, few enough to show what exchange costs
+SEQUENCES = 4  # a GPU, in scaling curves: enough to fill a pipeline, few enough to show what communication costs
 
 
 @dataclass(frozen=True)

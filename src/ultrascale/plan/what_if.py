@@ -82,7 +82,7 @@ def _changed_job(job: Job, fields: dict[str, Any]) -> Job:
 
 
 @dataclass(frozen=True)
-class Largest:
+class LargestFit:
     """How far one axis goes: the largest value that fits, and what stops the next."""
 
     axis: str
@@ -92,7 +92,7 @@ class Largest:
     stopped_by: str
 
 
-def largest(plan: Plan, axis: str) -> Largest:
+def largest(plan: Plan, axis: str) -> LargestFit:
     """The largest micro-batch, sequence or model (same shape, more layers) that this layout still holds."""
     if axis not in AXES:
         raise SpecError(f"--largest is '{axis}' but must be one of {', '.join(AXES)}")
@@ -111,7 +111,7 @@ def largest(plan: Plan, axis: str) -> Largest:
     value, fitting = best[0] * unit, best[1]
     beyond = attempt(plan, value + unit)
     stopped_by = _stop(plan, axis, fitting, beyond, value + unit)
-    return Largest(axis, _name(plan, axis, start), _name(plan, axis, value), fitting, stopped_by)
+    return LargestFit(axis, _name(plan, axis, start), _name(plan, axis, value), fitting, stopped_by)
 
 
 def _bisect(attempt: Callable[[int], Estimate | None], start: int) -> tuple[int, Estimate] | None:

@@ -9,7 +9,7 @@ from ultrascale.cost import cheatsheet
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.timeline import memory_timeline
 from ultrascale.plan.reasons import CAUSE_WORDS
-from ultrascale.plan.what_if import Largest, WhatIf
+from ultrascale.plan.what_if import LargestFit, WhatIf
 from ultrascale.show.lines import NARROW, bullets, compact, heading, labelled, table
 from ultrascale.show.plan import job_line, knows_peak, show_costs
 from ultrascale.specs.estimate import CAUSES, OWNERS, Estimate
@@ -200,7 +200,7 @@ def show_what_if(console: Console, plan: Plan, answers: list[WhatIf]) -> None:
     console.print(grid)
 
 
-def show_largest(console: Console, plan: Plan, answer: Largest) -> None:
+def show_largest(console: Console, plan: Plan, answer: LargestFit) -> None:
     console.print(job_line(plan.job))
     console.print(f"Layout: {plan.layout}")
     console.print(f"Plan: {answer.today}")

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from ultrascale.export.header import NOT_EXPRESSIBLE
-from ultrascale.export.read import Imported
+from ultrascale.export.read import ImportedPlan
 from ultrascale.show.explain import show_plan
 from ultrascale.show.lines import bullets, heading, notes
 from ultrascale.specs.units import seconds
@@ -24,7 +24,7 @@ def show_written(console: Console, written: list[Path], comments: list[str], fol
     console.print(f"Next: {follows}", soft_wrap=True)
 
 
-def show_imported(console: Console, found: Imported) -> None:
+def show_imported(console: Console, found: ImportedPlan) -> None:
     console.print(f"A file for {found.engine.title}.")
     notes(console, found.notes)
     show_plan(console, found.plan)
@@ -38,7 +38,7 @@ def show_imported(console: Console, found: Imported) -> None:
         )
 
 
-def imported_json(found: Imported) -> dict[str, Any]:
+def imported_json(found: ImportedPlan) -> dict[str, Any]:
     there = found.native
     return {
         "engine": found.engine.name,

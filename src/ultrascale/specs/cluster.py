@@ -22,7 +22,7 @@ EXAMPLES = "such as 64xh100, '8x8 h100' or cluster.yaml"
 Bandwidth = Annotated[float, Field(strict=True, ge=1e-3, le=1e9, allow_inf_nan=False)]
 
 
-class Calibrated(FrozenSpec):
+class CalibrationSource(FrozenSpec):
     """Where a cluster's constants come from: runs of that machine."""
 
     runs: int = Field(ge=1, strict=True, examples=[6])
@@ -55,7 +55,7 @@ class Cluster(FrozenSpec):
     network_gb_s: Bandwidth = Field(examples=[50])
     price_per_gpu_hour_usd: float | None = Field(None, ge=0, le=1e6, strict=True, allow_inf_nan=False, examples=[2.5])
     efficiency: Efficiency = Field(Efficiency(), examples=[{"matmul": 0.95}])
-    calibrated: Calibrated | None = Field(None, description="where the constants come from, if not from here")
+    calibrated: CalibrationSource | None = Field(None, description="where the constants come from, if not from here")
 
     @model_validator(mode="after")
     def _domain_holds_whole_nodes(self) -> Self:

@@ -14,7 +14,7 @@ class SpecError(ValueError):
 
 
 class RunError(RuntimeError):
-    """A run that cannot go on, told in a sentence: no traceback would add to it. Exit code 1."""
+    """A run that cannot continue, explained in one sentence: no traceback would add to it. Exit code 1."""
 
 
 def nearest(given: str, known: Iterable[str]) -> str:

@@ -117,11 +117,11 @@ class _Loader(yaml.SafeLoader):
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
-        seen: set[str] = set()
+        keys: set[str] = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if key.value in seen:
+            if key.value in keys:
                 raise yaml.MarkedYAMLError(problem=f"the field '{key.value}' is given twice", problem_mark=key.start_mark)
-            seen.add(key.value)
+            keys.add(key.value)
         return node
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:

@@ -23,7 +23,7 @@ else:
 
 
 class Layout(FrozenSpec):
-    """dp × tp × pp × cp GPUs; ep lives inside dp × cp. Which layouts are legal for a job is said by cost/legality.py."""
+    """dp × tp × pp × cp GPUs; ep lives inside dp × cp. Which layouts are legal for a job is decided by cost/legality.py."""
 
     dp: int = Field(1, ge=1, le=2**20, strict=True, description="data parallelism: replicas of the model")
     tp: int = Field(1, ge=1, le=2**20, strict=True, description="tensor parallelism: every matrix cut in this many parts")

@@ -1,4 +1,4 @@
-"""Measurement: what a run was seen to do. The fields are the Estimate's, so that comparing is a subtraction; unseen is null."""
+"""Measurement: what was measured of a run. Its fields are those of the Estimate, so that the two can be subtracted."""
 
 from __future__ import annotations
 

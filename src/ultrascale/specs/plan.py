@@ -20,7 +20,7 @@ from ultrascale.specs.validate import FrozenSpec, build, shown
 
 
 class Neighbour(FrozenSpec):
-    """A layout one step away from the chosen one, and why it was not taken."""
+    """A layout one step away from the selected one, and why it was not taken."""
 
     change: str
     """`tp=16`, with what had to follow: `tp=16 (dp=1)`"""

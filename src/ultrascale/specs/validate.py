@@ -1,4 +1,4 @@
-"""From plain data to a validated noun, with problems told as one sentence each.
+"""From plain data to a validated noun, with problems reported as one sentence each.
 
 `build` is the only door from mappings to pydantic classes. It turns pydantic's error list into a `SpecError` that names
 the dotted field, what was given, what is allowed and, where the field has an example or a default, a value that works.

@@ -9,14 +9,14 @@ from nicegui import run, ui
 from ultrascale.figures import runs as run_figures
 from ultrascale.measure.accuracy.runs import read
 from ultrascale.measure.accuracy.scores import ScoredRun, score
-from ultrascale.studio.address import Ask
+from ultrascale.studio.address import PlannerQuery
 from ultrascale.studio.frame import Chart, Frame, table
 
 WORST = 15
 
 
 class Accuracy:
-    def __init__(self, ask: Ask, file: Path | None) -> None:
+    def __init__(self, ask: PlannerQuery, file: Path | None) -> None:
         self.frame, self.file = Frame("/accuracy", ask), file
         self.scored: list[ScoredRun] = []
         self.state = ui.label("").mark("accuracy-state")

@@ -27,7 +27,7 @@ MOST_GPUS = 65_536
 
 
 @dataclass(frozen=True)
-class Ask:
+class PlannerQuery:
     model: str = "llama-3-8b"
     shape: str = ""
     """a pasted model, YAML or config.json; empty: the preset"""
@@ -46,17 +46,17 @@ class Ask:
     theme: str = "light"
 
     @classmethod
-    def from_query(cls, query: Mapping[str, str]) -> Ask:
+    def from_query(cls, query: Mapping[str, str]) -> PlannerQuery:
         known = {field.name for field in fields(cls)}
         return cls(**{name: value[:LONGEST] for name, value in query.items() if name in known})
 
     def query(self) -> str:
         """Only settings that differ from the default."""
-        plain = Ask()
+        plain = PlannerQuery()
         changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != getattr(plain, f.name)}
         return urlencode(changed)
 
-    def changed(self, **values: str) -> Ask:
+    def changed(self, **values: str) -> PlannerQuery:
         return replace(self, **{name: value[:LONGEST] for name, value in values.items()})
 
     def the_model(self) -> Model:

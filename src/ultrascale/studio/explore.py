@@ -9,7 +9,7 @@ from ultrascale.plan import survey
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.model import Model
 from ultrascale.specs.units import tokens
-from ultrascale.studio.address import Ask
+from ultrascale.studio.address import PlannerQuery
 from ultrascale.studio.frame import Chart, Frame
 
 MODELS = ("llama-3.2-1b", "llama-3.2-3b", "llama-3-8b", "llama-3-70b")
@@ -18,7 +18,7 @@ MOST_CELLS = 60
 
 
 class Explore:
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: PlannerQuery) -> None:
         self.frame = Frame("/explore", ask)
         self.state = ui.label("").mark("explore-state")
         self.front, self.scaling = Chart(self.frame, "front"), Chart(self.frame, "scaling")

@@ -10,7 +10,7 @@ from nicegui import ui
 
 from ultrascale.figures import style
 from ultrascale.specs.errors import RunError, SpecError
-from ultrascale.studio.address import Ask
+from ultrascale.studio.address import PlannerQuery
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -21,7 +21,7 @@ PAGES = {"/": "Plan", "/explore": "Explore", "/schedules": "Schedules", "/runs":
 class Frame:
     """Header, address, theme and message line of a page."""
 
-    def __init__(self, path: str, ask: Ask) -> None:
+    def __init__(self, path: str, ask: PlannerQuery) -> None:
         self.path, self.ask = path, ask
         self.charts: list[Chart] = []
         self.links: dict[str, ui.link] = {}

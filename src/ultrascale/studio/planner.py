@@ -32,7 +32,7 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 from ultrascale.specs.plan import HEADER, Plan
 from ultrascale.specs.units import seconds
-from ultrascale.studio.address import LONGEST, Ask, changes_text, pasted
+from ultrascale.studio.address import LONGEST, PlannerQuery, changes_text, pasted
 from ultrascale.studio.frame import Chart, Frame, table
 from ultrascale.studio.layout_editor import LayoutEditor
 
@@ -58,7 +58,7 @@ class SupersededError(Exception):
 
 
 class Planner:
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: PlannerQuery) -> None:
         self.frame = Frame("/", ask)
         self.requested = self.answered = 0
         self.result: Result | None = None
@@ -253,7 +253,7 @@ class Planner:
         best = found.plans[0]
         own = self.frame.ask.own_layout(best.job, best.layout) if self.frame.ask.layout else best.layout
         if own is None or own == best.layout:
-            self.show_plan(best, reasons_follow=True)
+            self.show_plan(best, reasons_pending=True)
         else:
             self.show_plan(self.planned(best, own))
 
@@ -284,7 +284,7 @@ class Planner:
             job=best.job, layout=layout, estimate=found, reasons=(f"Cut by hand: a step takes {faster:+.1%} of the best's",)
         )
 
-    def show_plan(self, plan: Plan, reasons_follow: bool = False) -> None:
+    def show_plan(self, plan: Plan, reasons_pending: bool = False) -> None:
         """The numbers at once, the figures after them; where its reasons follow, so do they."""
         self.plan = plan
         self.tiles.clear()
@@ -297,7 +297,7 @@ class Planner:
         first = (
             self.charts["memory-by-stage"].element is None
         )  # Plotly's script comes with the first figures, and with it all that moves
-        if reasons_follow and not first:
+        if reasons_pending and not first:
             return
         self.reasons.clear()
         with self.reasons:

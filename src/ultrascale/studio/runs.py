@@ -16,7 +16,7 @@ from ultrascale.report.of_run import last_loss, metrics
 from ultrascale.show.compare import rows as compared
 from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.folders import MEASUREMENT, METRICS, PLAN
-from ultrascale.studio.address import Ask
+from ultrascale.studio.address import PlannerQuery
 from ultrascale.studio.frame import Chart, Frame, table
 
 MOST = 200  # runs in the list, newest first
@@ -36,7 +36,7 @@ def names(folder: Path) -> list[str]:
 
 
 class Runs:
-    def __init__(self, ask: Ask, query: Mapping[str, str], folder: Path) -> None:
+    def __init__(self, ask: PlannerQuery, query: Mapping[str, str], folder: Path) -> None:
         self.frame, self.folder = Frame("/runs", ask), folder
         known = names(folder)
         selected = [name for name in query.get("run", "").split("|") if name in known] or known[:1]

@@ -13,7 +13,7 @@ from ultrascale.figures import style
 from ultrascale.figures.plan import gantt
 from ultrascale.schedules import REGISTRY, StageTimes, Timeline, build, legal, simulate
 from ultrascale.specs.errors import SpecError
-from ultrascale.studio.address import Ask
+from ultrascale.studio.address import PlannerQuery
 from ultrascale.studio.frame import Chart, Frame
 
 PLAYED_S, TICK_S = 6.0, 0.1
@@ -52,7 +52,7 @@ SLIDERS = (
 
 
 class Schedules:
-    def __init__(self, ask: Ask, query: Mapping[str, str]) -> None:
+    def __init__(self, ask: PlannerQuery, query: Mapping[str, str]) -> None:
         self.frame = Frame("/schedules", ask)
         name = query.get("schedule", "1f1b")
         self.name = name if name in REGISTRY else "1f1b"

@@ -46,13 +46,13 @@ def pages(folder: Path, accuracy: Path | None) -> None:
     from starlette.requests import Request
 
     from ultrascale.studio.accuracy import Accuracy
-    from ultrascale.studio.address import Ask
+    from ultrascale.studio.address import PlannerQuery
     from ultrascale.studio.explore import Explore
     from ultrascale.studio.planner import Planner
     from ultrascale.studio.runs import Runs
     from ultrascale.studio.schedules import Schedules
 
-    built: dict[str, Callable[[Ask, dict[str, str]], Any]] = {
+    built: dict[str, Callable[[PlannerQuery, dict[str, str]], Any]] = {
         "/": lambda ask, query: Planner(ask),
         "/explore": lambda ask, query: Explore(ask),
         "/schedules": Schedules,
@@ -60,10 +60,10 @@ def pages(folder: Path, accuracy: Path | None) -> None:
         "/accuracy": lambda ask, query: Accuracy(ask, accuracy),
     }
 
-    def register(path: str, build: Callable[[Ask, dict[str, str]], Any]) -> None:
+    def register(path: str, build: Callable[[PlannerQuery, dict[str, str]], Any]) -> None:
         async def show(request: Request) -> None:
             query = dict(request.query_params)
-            page = build(Ask.from_query(query), query)
+            page = build(PlannerQuery.from_query(query), query)
             if hasattr(page, "load"):
                 await ui.context.client.connected()
                 await page.load()

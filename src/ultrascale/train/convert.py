@@ -29,7 +29,7 @@ FORMS = "`ultrascale convert hf ./llama-dir runs/x` or `ultrascale convert runs/
 
 
 @dataclass(frozen=True)
-class Converted:
+class ConversionResult:
     """The model that was converted and the folder that was written."""
 
     model: Model
@@ -43,7 +43,7 @@ def convert(
     tokenizer: Path | None = None,
     progress: Progress | None = None,
     gpu: bool = False,
-) -> Converted:
+) -> ConversionResult:
     """`hf FOLDER RUN` reads Hugging Face weights, `RUN hf FOLDER` writes them, as `dtype` and with the tokenizer given.
 
     `gpu`: whether the run is made for a machine with a GPU.
@@ -60,7 +60,7 @@ def convert(
     return to_hf(Path(given[0]), Path(given[2]), dtype, tokenizer, progress)
 
 
-def from_hf(source: Path, run: Path, progress: Progress | None = None, gpu: bool = False) -> Converted:
+def from_hf(source: Path, run: Path, progress: Progress | None = None, gpu: bool = False) -> ConversionResult:
     """Writes a run at step 0 with these weights and a short job for one process, for `train --resume`."""
     refuse_used(run)
     _need_safetensors()
@@ -92,12 +92,12 @@ def from_hf(source: Path, run: Path, progress: Progress | None = None, gpu: bool
     with new_folder(run) as new_run:
         Plan(job=request.job, layout=request.layout, estimate=estimate(request.job, request.layout)).save(new_run / PLAN)
         checkpoint.write_weights(new_run, request.job, request.layout, request.training, shapes, weight)
-    return Converted(model, run, is_run=True)
+    return ConversionResult(model, run, is_run=True)
 
 
 def to_hf(
     run: Path, out: Path, dtype: str = "bf16", tokenizer: Path | None = None, progress: Progress | None = None
-) -> Converted:
+) -> ConversionResult:
     """Writes the newest checkpoint of a run, or the checkpoint given, as a folder that `transformers` loads."""
     refuse_used(out)
     if not os.path.isdir(run):
@@ -111,7 +111,7 @@ def to_hf(
     if shapes != whole_shapes(model):
         raise SpecError(f"checkpoint {source.folder} does not hold the weights that its own model has: try another")
     write(out, model, source.tensor, dtype, tokenizer=tokenizer, progress=progress)
-    return Converted(model, out, is_run=False)
+    return ConversionResult(model, out, is_run=False)
 
 
 def _need_safetensors() -> None:

@@ -25,7 +25,7 @@ from ultrascale.train.async_checkpoint import CheckpointManager
 from ultrascale.train.engine import Engine, NotFiniteError, StepResult
 from ultrascale.train.log import MetricsRecorder
 
-UNSEEN = "communication between data ranks is torch's own here (FSDP2 or DDP) and was not timed apart: it is part of computing"
+UNTIMED = "communication between data ranks is torch's own here (FSDP2 or DDP) and was not timed apart: it is part of computing"
 GRAPHED = "a step's kernels were recorded and launched as one"
 
 
@@ -228,7 +228,7 @@ def measurement(engine: Engine, stats: StepStats, peak_flops: float | None) -> M
 
 def _notes(engine: Engine, untimed: bool) -> Iterator[str]:
     if untimed:
-        yield UNSEEN
+        yield UNTIMED
     yield from map(str, engine.autotuned)
     if engine.cuda_graphs is not None and engine.cuda_graphs.used:
         yield GRAPHED

@@ -84,10 +84,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a DTensor is first decomposed into operators on its local tensors, which come back here
         result = func(*args, **(kwargs or {}))
-        self.saw(func, args, kwargs or {}, result)
+        self.after_operator(func, args, kwargs or {}, result)
         return result
 
-    def saw(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+    def after_operator(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """Called after an operator has run."""
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()

@@ -186,7 +186,7 @@ class HeadActivations:
     peak: Array
     """at the start of backward: those and the gradient of the logits"""
     forward: Array
-    """the fullest of forward, where that was followed"""
+    """the peak of forward, where that was traced"""
 
 
 def head(job: Job, columns: LayoutColumns) -> HeadActivations:

@@ -79,13 +79,13 @@ def fullest(one: MemoryPoint, *others: MemoryPoint) -> MemoryPoint:
 
 
 @dataclass(frozen=True)
-class Live:
+class LiveMemory:
     """Live bytes: owners × events × rows."""
 
     bytes: Array
 
-    def __add__(self, other: Live) -> Live:
-        return Live(self.bytes + other.bytes)
+    def __add__(self, other: LiveMemory) -> LiveMemory:
+        return LiveMemory(self.bytes + other.bytes)
 
     def at(self, event: int) -> MemoryPoint:
         return MemoryPoint(*self.bytes[:, event])
@@ -99,7 +99,7 @@ class Live:
         return MemoryPoint(*np.take_along_axis(self.bytes, fullest_event, axis=1)[:, 0])
 
 
-def walk(tensors: Iterable[TensorLifetime], events: int, rows: int, split: Array | bool = False) -> Live:
+def walk(tensors: Iterable[TensorLifetime], events: int, rows: int, split: Array | bool = False) -> LiveMemory:
     """`split`: rows whose backward is split."""
     by_lifetime: dict[tuple[Owner, int, int], Array] = {}
     for tensor in tensors:
@@ -114,7 +114,7 @@ def walk(tensors: Iterable[TensorLifetime], events: int, rows: int, split: Array
     live = np.zeros((len(OWNERS), events, rows))
     for (owner, allocated, freed), size in by_lifetime.items():
         live[OWNERS.index(owner), allocated:freed] += size
-    return Live(live)
+    return LiveMemory(live)
 
 
 # ----------------------------------------------------------------------------------------------------------------- sizes

@@ -175,7 +175,7 @@ def _peak_parts(chunk: ChunkMemory) -> PeakParts:
         layer_gradients = np.where(single, at_last, layer.gradients)
         layer = replace(layer, activations=layer.activations + uncounted, gradients=layer_gradients)
     if traced:
-        # A search gives the schedule apart from the rows: none of them is split in itself.
+        # A search gives the schedule separately from the rows: none of them is split in itself.
         split = columns.split_backward.any()
         split_layer = tensors.layer_backward(chunk, state.gradients, split=True) if split else layer
     return PeakParts(

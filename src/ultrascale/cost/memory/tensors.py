@@ -13,7 +13,7 @@ import numpy as np
 
 from ultrascale.cost.columns import Array, where
 from ultrascale.cost.memory.activations import LayerActivations
-from ultrascale.cost.memory.chunk import ChunkMemory, Live, MemoryPoint, TensorLifetime, activation, buffer, fullest, walk
+from ultrascale.cost.memory.chunk import ChunkMemory, LiveMemory, MemoryPoint, TensorLifetime, activation, buffer, fullest, walk
 from ultrascale.cost.memory.states import FP32, compute_bytes, gradient_bytes, uncut, uses_fused_blocks
 
 
@@ -318,7 +318,7 @@ def _beside_layer(
     yield TensorLifetime("gradients", "gradients", np.where(chunk.single_backward, accumulated, gradients), start, end)
 
 
-def chunk_events(chunk: ChunkMemory, gradients: Array) -> Live:
+def chunk_events(chunk: ChunkMemory, gradients: Array) -> LiveMemory:
     """A chunk of a traced engine outside its layers' backward."""
     return walk(_chunk_tensors(chunk, gradients), ChunkEvent.END, len(chunk.columns))
 
@@ -425,7 +425,7 @@ def _backward_end(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     yield TensorLifetime("freed parameters", "parameters", np.where(chunk.frees_gathered, -b * own.total, 0.0), root, end)
 
 
-def backward_end(chunk: ChunkMemory, live: Live) -> MemoryPoint:
+def backward_end(chunk: ChunkMemory, live: LiveMemory) -> MemoryPoint:
     """The fuller of the reduce-scatters that end a backward, where it has any."""
     late = chunk.columns.split_backward
     point = live.at(ChunkEvent.ROOT_REDUCE_SCATTER)
