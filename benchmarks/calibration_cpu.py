@@ -151,9 +151,9 @@ def in_turns(rank: int, world: int, store: str, wanted: Sequence[Asked], turns: 
     seen: dict[str, Any] = {"rates": [], "links": [], "steps": {name: [] for name in engines}}
     names, began = list(engines), time.monotonic()
     for turn in range(turns + 1):
-        cpu_rates.one_turn(todo)  # caches and heap were another's
-        took = cpu_rates.one_turn(todo)
-        link = [asdict(cpu_rates.link_now())] if world > 1 else []
+        cpu_rates.time_actions(todo)  # caches and heap were another's
+        took = cpu_rates.time_actions(todo)
+        link = [asdict(cpu_rates.measure_link())] if world > 1 else []
         if turn:  # the first warms up, and tells how many steps of a run count
             seen["rates"].append(took)
             seen["links"] += link

@@ -21,7 +21,7 @@ from ultrascale.kernels import fused, split_master
 from ultrascale.kernels.loss import linear_cross_entropy
 from ultrascale.model import flex
 from ultrascale.model.rotary import rotate, tables
-from ultrascale.model.transformer import IGNORED, CausalAttention, CrossEntropy, within
+from ultrascale.model.transformer import IGNORED, CausalAttention, CrossEntropy, document_bias
 from ultrascale.parallel.torch_private import foreach_copy_, foreach_mul_
 
 EPS = 1e-5
@@ -312,7 +312,7 @@ def _attention(
     inputs = leaves(*(numbers(device, dtype, *rows, count, model.head_dim, seed=seed) for seed, count in enumerate(heads)))
     run = partial(both_ways, inputs=inputs, grads=(numbers(device, dtype, *rows, model.heads, model.head_dim, seed=3),))
     core = CausalAttention(reach)
-    bias = None if numbered is None else within(numbered, dtype)
+    bias = None if numbered is None else document_bias(numbered, dtype)
     mask = flex.mask(shape.seq, reach, numbered, device)
 
     def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

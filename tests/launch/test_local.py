@@ -220,9 +220,9 @@ def test_what_the_kernel_says_is_read() -> None:
     assert exit_reason.state(2**30) == ""
     left = exit_reason.memory_left()
     assert left is None or 0 < left < 1
-    assert exit_reason.ending(3, None) == "exit code 3"
-    assert exit_reason.ending(-signal.SIGSEGV, None) == "signal SIGSEGV"
-    assert exit_reason.ending(None, None) == "still running"
+    assert exit_reason.describe_exit(3, None) == "exit code 3"
+    assert exit_reason.describe_exit(-signal.SIGSEGV, None) == "signal SIGSEGV"
+    assert exit_reason.describe_exit(None, None) == "still running"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.traffic import of_stage
-from ultrascale.measure.rehearse import Rehearsal, RehearsedTerm, compared, engine_of, even, prediction
+from ultrascale.measure.rehearse import Rehearsal, RehearsedTerm, compared, engine_of, prediction, without_imbalance
 from ultrascale.measure.rehearse_rank import rehearse_rank
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job
@@ -259,7 +259,7 @@ def terms(job: Job, layout: Layout, kernels: str = "eager") -> Iterator[tuple[in
 
 def _sent(job: Job, layout: Layout, seen: Rehearsal) -> Iterator[RehearsedTerm]:
     """By kind and by group, too."""
-    law, found, job = Counter[tuple[str, str, int]](), Counter[tuple[str, str, int]](), even(job)
+    law, found, job = Counter[tuple[str, str, int]](), Counter[tuple[str, str, int]](), without_imbalance(job)
     for moved in of_stage(job, layout, ClusterRates(job), seen.place.pp):
         law[moved.technique, moved.collective, moved.group] += moved.bytes  # type: ignore[assignment]
     for one in seen.collectives:

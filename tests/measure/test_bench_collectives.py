@@ -113,10 +113,10 @@ def test_links_get_constants_that_give_back_what_was_seen() -> None:
         time = float(collective_time_s("all_reduce", size, 8, per_node=8, intra=link, inter=link))
         return CollectiveTiming("all_reduce", 8, size, time, time, time)
 
-    found = collectives.linked(cluster, [seen(1024), seen(2**20), seen(2**28)]).efficiency
+    found = collectives.fit_link(cluster, [seen(1024), seen(2**20), seen(2**28)]).efficiency
     assert found.link_bandwidth == pytest.approx(0.6, rel=1e-3)
     assert found.link_latency_s == pytest.approx(5e-6, rel=1e-2)
-    assert collectives.linked(cluster, []) == cluster
+    assert collectives.fit_link(cluster, []) == cluster
 
 
 def test_the_command(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from ultrascale.measure import rehearse_tracker as operator_tracker
 from ultrascale.measure import rehearse_world
 from ultrascale.measure.rehearse import Rehearsal, check, compared, engine_of, prediction, ranks_of, rehearse, whole_gradients
 from ultrascale.measure.rehearse_rank import ShortSchedule, cut, rehearse_rank, shorten
-from ultrascale.measure.rehearse_world import QuickFakeTensorMode, even
+from ultrascale.measure.rehearse_world import QuickFakeTensorMode, split_evenly
 from ultrascale.schedules import ActionKind, lint
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
@@ -152,7 +152,7 @@ def test_a_schedule_is_cut_where_it_repeats_itself() -> None:
 
 
 def test_experts_that_are_chosen_equally_often() -> None:
-    assert even(10, 4) == [3, 3, 2, 2]
+    assert split_evenly(10, 4) == [3, 3, 2, 2]
     one = rehearse_rank(*asked({"dp": 2, "ep": 2}, EXPERTS), rank=0)
     rows = 2 * SEQ * 64 * 2 // 2  # two choices a token, in bf16, half of them to the other rank
     assert calls(one, "expert")["all_to_all", "backward"] == (4 * 2, 4 * 2 * rows)
@@ -213,10 +213,10 @@ def test_who_watches_is_told_of_new_memory_and_of_whole_operators(monkeypatch: p
         def __init__(self) -> None:
             self.bytes, self.operators = 0, list[str]()
 
-        def follow(self, storage: torch.UntypedStorage) -> None:
+        def track_storage(self, storage: torch.UntypedStorage) -> None:
             self.bytes += storage.nbytes()
 
-        def ran(self, func: Any, *_: Any) -> None:
+        def count(self, func: Any, *_: Any) -> None:
             self.operators.append(func._opname)
 
         def after_operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:

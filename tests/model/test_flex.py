@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, flex_attention
 from torch.nn.attention.flex_attention import BlockMask
 
 from ultrascale.model import flex
-from ultrascale.model.transformer import CausalAttention, Transformer, within
+from ultrascale.model.transformer import CausalAttention, Transformer, document_bias
 from ultrascale.specs.model import Model
 
 LENGTH = 150  # more than one block, and not a whole number of them
@@ -57,7 +57,7 @@ def test_values_and_gradients_are_those_of_the_dense_mask(window: int | None, pa
     found = documents() if packed else None
     inputs = [numbers(2, LENGTH, heads, 16, seed=heads + seed).requires_grad_() for seed, heads in enumerate((4, 2, 2))]
     grad = numbers(2, LENGTH, 4, 16, seed=9)
-    dense = CausalAttention(window)(*inputs, None if found is None else within(found, torch.float32))
+    dense = CausalAttention(window)(*inputs, None if found is None else document_bias(found, torch.float32))
     ours = CausalAttention(window)(*inputs, flex.mask(LENGTH, window, found, CPU))
     torch.testing.assert_close(ours, dense, rtol=1e-5, atol=1e-5)
     wanted, mine = (torch.autograd.grad(out, inputs, grad) for out in (dense, ours))

@@ -6,7 +6,7 @@ import pytest
 
 from ultrascale import Cluster, Job, Model
 from ultrascale.plan import plan
-from ultrascale.plan.survey import beside
+from ultrascale.plan.survey import heat_map_around
 
 
 def asked(model: str, cluster: str, **fields: object) -> Job:
@@ -18,7 +18,7 @@ def asked(model: str, cluster: str, **fields: object) -> Job:
 def test_the_map_about_a_job_holds_its_own_plan() -> None:
     job = asked("llama-3.2-1b", "16xh100", precision="fp8", optimizer="sgd")
     said: list[str] = []
-    cells = beside(job, said.append)
+    cells = heat_map_around(job, said.append)
     assert sorted({cell.nodes for cell in cells}) == [1, 2, 4, 8]
     smaller, own, larger = dict.fromkeys(cell.model for cell in cells)
     sizes = [Model.load(name).parameters for name in (smaller, own, larger)]
@@ -32,11 +32,11 @@ def test_the_map_about_a_job_holds_its_own_plan() -> None:
 
 @pytest.mark.slow
 def test_neighbours_are_of_the_jobs_kind() -> None:
-    cells = beside(asked("mixtral-8x7b", "8xh100"))
+    cells = heat_map_around(asked("mixtral-8x7b", "8xh100"))
     assert all(Model.load(cell.model).moe for cell in cells)
 
 
 def test_a_neighbour_with_too_few_positions_has_no_plan() -> None:
     long = Model.load("gpt3-2.7b").model_copy(update={"name": "gpt-long", "max_positions": 8192})
-    cells = beside(asked("gpt3-2.7b", "8xh100").changed(model=long, seq=8192))
+    cells = heat_map_around(asked("gpt3-2.7b", "8xh100").changed(model=long, seq=8192))
     assert {cell.model for cell in cells if cell.layout} == {"gpt-long"}

@@ -300,14 +300,14 @@ def hardware(
         say("measuring this machine, some ten seconds")
         import_torch()
         from ultrascale.launch.machine import detect
-        from ultrascale.measure.bench_collectives import linked, measure, sizes
+        from ultrascale.measure.bench_collectives import fit_link, measure, sizes
 
         found = detect(nproc)
         if launcher.has_gpu():
             found = bench_hardware.measured(found)
             if nproc > 1:
                 say(f"timing all-reduces between {nproc} GPUs")
-                found = linked(found, measure(["all_reduce"], sizes("1k..256M"), [nproc], nproc, True, say).points)
+                found = fit_link(found, measure(["all_reduce"], sizes("1k..256M"), [nproc], nproc, True, say).points)
     if out is not None:
         found.save(out)
     write_json(json_file, {"cluster": found.to_mapping()})

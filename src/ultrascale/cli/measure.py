@@ -208,7 +208,7 @@ def _profiled(words: list[str], steps: int, nproc: int | None, out: Path | None)
         announce(request)
     machine = detect_machine(request, first)
     run = launcher.train(request, folder, nproc, machine, observe=partial(measure.Profiler, out=folder, steps=steps))
-    return None if run is None else measure.together(run)
+    return None if run is None else measure.combine_ranks(run)
 
 
 app.add_typer(bench_verbs, rich_help_panel=MEASURE)

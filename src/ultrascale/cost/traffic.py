@@ -130,7 +130,7 @@ def calls_of(stage: Stage) -> Calls:
         yield from _zero(stage) if layout.zero else _data(stage)
 
 
-def _anew(stage: Stage) -> tuple[int, int]:
+def _recompute_entries(stage: Stage) -> tuple[int, int]:
     """How often recomputation enters the regions of a stage's layers anew, and leaves them.
 
     Selective recomputation keeps matmuls with their collectives, but what experts are sent is gathered to be sorted again.
@@ -151,7 +151,7 @@ def _repeats(stage: Stage) -> bool:
 def _tensor(stage: Stage) -> Calls:
     job, layout, gas = stage.job, stage.layout, stage.layout.gas
     inside = communication.tensor_traffic(stage.work)
-    entered, left = _anew(stage)
+    entered, left = _recompute_entries(stage)
     regions = communication.REGIONS * stage.layers
     dense = stage.layers - stage.moe_layers
     if layout.sequence_parallel:

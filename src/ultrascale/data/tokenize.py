@@ -26,7 +26,7 @@ from ultrascale.data.tokenizer import Tokenizer, load
 from ultrascale.data.worker_pool import WorkerPool, WorkerReport, WorkerTask
 from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.files import read_mapping, write_text
-from ultrascale.specs.folders import alone
+from ultrascale.specs.folders import locked
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def _locked(work: Path) -> Iterator[None]:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise SpecError(f"-o: no folder can be made at {work} ({reason}): name another, such as data/tokens") from None
-    with alone(work / LOCK, f"-o: another process is writing {work}: wait for it, or name another folder"):
+    with locked(work / LOCK, f"-o: another process is writing {work}: wait for it, or name another folder"):
         try:
             yield
         except OSError as error:

@@ -77,10 +77,10 @@ def in_new_thread(rank: int, nproc: int, store: str, measure: Callable[[], objec
         return pool.submit(joined).result()
 
 
-def rates_now() -> CPURates:
+def measure_rates() -> CPURates:
     """Measures the rates of the processes of the current process group."""
     timed = actions()
-    turns = [one_turn(timed) for _ in range(_TURNS + 1)][1:]  # the first warms up
+    turns = [time_actions(timed) for _ in range(_TURNS + 1)][1:]  # the first warms up
     return from_times({name: median(turn[name] for turn in turns) for name in timed})
 
 
@@ -96,7 +96,7 @@ def actions() -> dict[str, Callable[[], object]]:
     }
 
 
-def one_turn(timed: dict[str, Callable[[], object]]) -> dict[str, float]:
+def time_actions(timed: dict[str, Callable[[], object]]) -> dict[str, float]:
     """Seconds of each action; all processes run it at once, as ranks do."""
     times_s = {}
     for name, action in timed.items():
@@ -165,7 +165,7 @@ def _attention(width: int) -> dict[str, Callable[[], object]]:
     return {"forward": attend, "both": lambda: attend().backward(query.detach())}  # type: ignore[no-untyped-call]
 
 
-def link_now() -> LinkRate:
+def measure_link() -> LinkRate:
     """Measures the link between the processes of the current process group."""
 
     rank, nproc = dist.get_rank(), dist.get_world_size()

@@ -28,7 +28,7 @@ LOST = (
 )
 
 
-def ending(code: int | None, kills_before: int | None) -> str:
+def describe_exit(code: int | None, kills_before: int | None) -> str:
     """Describes a `Process.exitcode`; `kills_before`: the value of `oom_kills` when the process was started."""
     if code is None:
         return "still running"

@@ -17,7 +17,7 @@ from ultrascale.specs.checkpointing import Checkpointing
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.estimate import Estimate
-from ultrascale.specs.folders import CHECKPOINTS, LOCK, MEASUREMENT, METRICS, PLAN, alone, free_bytes
+from ultrascale.specs.folders import CHECKPOINTS, LOCK, MEASUREMENT, METRICS, PLAN, free_bytes, locked
 from ultrascale.specs.job import OPTIMIZERS
 from ultrascale.specs.measurement import Measurement
 from ultrascale.specs.plan import Plan
@@ -106,7 +106,7 @@ def _folder(out: Path) -> Iterator[None]:
         (out / LOCK).touch()
     except OSError as error:
         raise SpecError(f"--out is {out} but no folder can be made there ({error.strerror}): try runs/first") from None
-    with alone(out / LOCK, f"{out} is being trained by another process: wait for it, or give another --out"):
+    with locked(out / LOCK, f"{out} is being trained by another process: wait for it, or give another --out"):
         try:
             yield
         except RunError as error:
@@ -173,7 +173,7 @@ def _start(
         rank_info = RankInfo(number, world, number, world, store)
         return rank.run_rank(request, rank_info, out, peak, quiet, heartbeat, local.report, observe)
 
-    describe = partial(rank.described, request.layout)
+    describe = partial(rank.describe_rank, request.layout)
     last_s = 2 * request.training.timeout_s  # a rank stopped after its last collective blocks no other, so no watchdog fires
     results: list[RunOutcome | None] = local.run(
         run_local_rank, request.layout.gpus, heartbeat=heartbeat, describe=describe, stoppable=True, last_s=last_s

@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from ultrascale.launch.exit_reason import LOST, ending, oom_kills, state
+from ultrascale.launch.exit_reason import LOST, describe_exit, oom_kills, state
 from ultrascale.launch.heartbeat import SharedMemoryHeartbeat
 from ultrascale.launch.signals import forward_signals
 from ultrascale.specs.errors import RunError, SpecError
@@ -106,14 +106,14 @@ class _Ranks:
     heartbeat: SharedMemoryHeartbeat | None
     describe: Callable[[int], str]
 
-    def died(self, rank: int) -> _Failure:
+    def exit_failure(self, rank: int) -> _Failure:
         process = self.processes[rank]
         process.join(GRACE_S)
-        text = f"the process ended without a word ({ending(process.exitcode, self.kills_before)})"
+        text = f"the process ended without a word ({describe_exit(process.exitcode, self.kills_before)})"
         status = self.heartbeat.last(rank) if self.heartbeat is not None else ""
         return _Failure(rank, f"{text}; it was at {status}" if status else text)
 
-    def unanswered(self, ranks: list[int], timeout_s: float) -> str:
+    def timeout_message(self, ranks: list[int], timeout_s: float) -> str:
         """The error message for ranks that have not returned in time, with their last status."""
         status = {rank: self.heartbeat.last(rank) if self.heartbeat is not None else "" for rank in ranks}
         waiting = ", ".join(f"{rank} (at {last})" if last else str(rank) for rank, last in status.items())
@@ -180,7 +180,7 @@ def _collect(ranks: _Ranks, timeout_s: float | None, last_s: float | None) -> li
         left = None if limit is None else max(0.0, limit - time.monotonic())
         ready = wait(list(open_pipes), timeout=left)
         if not ready:
-            raise RankError(min(open_pipes.values()), ranks.unanswered(sorted(open_pipes.values()), timeout_s or 0.0))
+            raise RankError(min(open_pipes.values()), ranks.timeout_message(sorted(open_pipes.values()), timeout_s or 0.0))
         time.sleep(0.01)  # so that the rank that failed and those that failed because of it are read together
         for pipe in wait(list(open_pipes), timeout=0):
             assert isinstance(pipe, Connection)
@@ -188,7 +188,7 @@ def _collect(ranks: _Ranks, timeout_s: float | None, last_s: float | None) -> li
             try:
                 ok, value = pickle.loads(pipe.recv_bytes())
             except (EOFError, OSError):  # no message, or a truncated one
-                ok, value = False, ranks.died(rank)
+                ok, value = False, ranks.exit_failure(rank)
             if ok:
                 if not results and last_s is not None:
                     timeout_s, limit = last_s, time.monotonic() + last_s

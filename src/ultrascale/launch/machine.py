@@ -105,12 +105,12 @@ _measured: dict[int, Cluster] = {}  # by the number of processes
 
 def measure_cpu(nproc: int, timeout_s: float) -> tuple[CPURates, LinkRate]:
     """The mean rates of `nproc` processes that use this CPU at once, and the rate of the link between two of them."""
-    from ultrascale.launch.cpu_rates import CPURates, in_new_thread, link_now, rates_now  # before the processes fork
+    from ultrascale.launch.cpu_rates import CPURates, in_new_thread, measure_link, measure_rates  # before the processes fork
     from ultrascale.launch.local import run
 
-    each: list[CPURates] = run(in_new_thread, nproc, rates_now, max(1, cores() // nproc), timeout_s=timeout_s / 2)
+    each: list[CPURates] = run(in_new_thread, nproc, measure_rates, max(1, cores() // nproc), timeout_s=timeout_s / 2)
     together = CPURates(*(mean(getattr(one, field.name) for one in each) for field in fields(CPURates)))
-    return together, run(in_new_thread, 2, link_now, 1, timeout_s=timeout_s / 2)[0]
+    return together, run(in_new_thread, 2, measure_link, 1, timeout_s=timeout_s / 2)[0]
 
 
 def cpu_cluster(nproc: int, rates: CPURates, link: LinkRate, memory: float) -> Cluster:

@@ -68,7 +68,7 @@ def run_rank(
     by default torch's store and the error stream. `observe`: creates the hooks called around each step.
     """
     threads = torch.get_num_threads()
-    limit_s, describe = request.training.timeout_s, partial(described, request.layout)
+    limit_s, describe = request.training.timeout_s, partial(describe_rank, request.layout)
     # Without a shared heartbeat, a local one until there is a store.
     watchdog = Watchdog(
         heartbeat or SharedMemoryHeartbeat(rank_info.world), rank_info.rank, rank_info.world, limit_s, describe, on_stuck
@@ -102,7 +102,7 @@ def run_rank(
         torch.set_num_threads(threads)  # restores the setting of a caller that runs in this process
 
 
-def described(layout: Layout, rank: int) -> str:
+def describe_rank(layout: Layout, rank: int) -> str:
     return RankCoordinates.of(layout, rank).words(layout)
 
 

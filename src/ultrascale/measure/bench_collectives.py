@@ -150,7 +150,7 @@ def groups(text: str | None, world: int) -> list[int]:
     return sorted(set(found))
 
 
-def linked(cluster: Cluster, points: Iterable[CollectiveTiming]) -> Cluster:
+def fit_link(cluster: Cluster, points: Iterable[CollectiveTiming]) -> Cluster:
     """The cluster with link constants for which the law predicts its smallest and largest all-reduce."""
     all_reduces = [point for point in points if point.op == "all_reduce" and point.ranks <= cluster.fast_domain]
     if not all_reduces:
@@ -159,8 +159,8 @@ def linked(cluster: Cluster, points: Iterable[CollectiveTiming]) -> Cluster:
     small, *_, large = sorted((point for point in all_reduces if point.ranks == ranks), key=lambda point: point.bytes) * 2
     latency = share = 0.0
     for _ in range(3):  # either moves the other a little
-        share = _searched(lambda value: _law_s(cluster, large, latency, value), large.median_s, 1e-3, 1.0)  # noqa: B023
-        latency = _searched(lambda value: _law_s(cluster, small, value, share), small.median_s, 0.0, 1e-2)  # noqa: B023
+        share = _bisect(lambda value: _law_s(cluster, large, latency, value), large.median_s, 1e-3, 1.0)  # noqa: B023
+        latency = _bisect(lambda value: _law_s(cluster, small, value, share), small.median_s, 0.0, 1e-2)  # noqa: B023
     constants = {"link_bandwidth": float(f"{share:.4g}"), "link_latency_s": float(f"{latency:.4g}")}
     return cluster.model_copy(update={"efficiency": cluster.efficiency.model_copy(update=constants)})
 
@@ -173,7 +173,7 @@ def _law_s(cluster: Cluster, point: CollectiveTiming, latency_s: float, share: f
     return float(law.collective_time_s("all_reduce", point.bytes, point.ranks, per_node=point.ranks, intra=link, inter=link))
 
 
-def _searched(time_s: Callable[[float], float], wanted_s: float, low: float, high: float) -> float:
+def _bisect(time_s: Callable[[float], float], wanted_s: float, low: float, high: float) -> float:
     """Bisection: where a monotone law has this time, or the nearer end."""
     rising = time_s(high) > time_s(low)
     for _ in range(50):

@@ -30,7 +30,7 @@ from ultrascale.measure import bench_layouts
 from ultrascale.measure.bench_layouts import LayoutCandidate, TrialRecord
 from ultrascale.measure.bench_trial import TrialFailure, TrialResult, TrialStep, tensors_gib
 from ultrascale.specs.errors import RunError, SpecError
-from ultrascale.specs.folders import alone
+from ultrascale.specs.folders import locked
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.validate import shown
 from ultrascale.train.request import Request
@@ -269,7 +269,7 @@ def lock_file(url: str) -> Iterator[None]:
         lock.touch()
     except OSError as error:
         raise SpecError(f"--storage is {url} but cannot be written ({error.strerror}): try {EXAMPLES}") from None
-    with alone(lock, f"{file} is in use by another bench: wait for it, or share a server, --storage {EXAMPLES.split()[-1]}"):
+    with locked(lock, f"{file} is in use by another bench: wait for it, or share a server, --storage {EXAMPLES.split()[-1]}"):
         yield
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ultrascale.launch import launcher, local
-from ultrascale.launch.exit_reason import ending, oom_kills
+from ultrascale.launch.exit_reason import describe_exit, oom_kills
 from ultrascale.launch.out_of_memory import is_out_of_memory
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError, SpecError
@@ -120,7 +120,7 @@ def _wait(
         answer = pickle.loads(pipe.recv_bytes())
     except (EOFError, OSError):  # nothing, or a message cut short
         process.join()
-        how = ending(process.exitcode, kills)
+        how = describe_exit(process.exitcode, kills)
         return TrialFailure(_kind(how), f"the trial ended without a word ({how})")
     on_steps(tail.new())
     assert isinstance(answer, TrialResult | TrialFailure)

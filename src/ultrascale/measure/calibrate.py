@@ -123,7 +123,7 @@ def calibrate(runs: Sequence[CalibrationRun], say: Callable[[str], None] = lambd
 
     def judged(after: Efficiency, left_out: Callable[[Efficiency], Efficiency]) -> tuple[CalibratedRun, ...]:
         return tuple(
-            _judged(base, run, one, after, left_out(without[index][0]), without[index][1])
+            _calibrated_run(base, run, one, after, left_out(without[index][0]), without[index][1])
             for index, (run, one) in enumerate(zip(runs, peaks, strict=True))
         )
 
@@ -148,7 +148,7 @@ def _with_memory(base: Base, moves: Moves, peaks: Sequence[MeasuredPeak]) -> Eff
     return base.changed(moves).model_copy(update=fit_memory(peaks))
 
 
-def _judged(
+def _calibrated_run(
     base: Base,
     run: CalibrationRun,
     peak: MeasuredPeak | None,

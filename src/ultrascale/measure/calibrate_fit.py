@@ -179,13 +179,13 @@ class FitResult:
 
 def fit(model: StepTimeModel, of: Sequence[int]) -> FitResult:
     """Fit to the runs `of`."""
-    moves = _looked_for(model, of)
+    moves = _initial_guess(model, of)
     selected, _, _ = _determined(model, of, moves)
-    moves = _solved(model, of, {constant: moves.get(constant, 0.0) for constant in selected})
+    moves = _solve(model, of, {constant: moves.get(constant, 0.0) for constant in selected})
     # Sensitivities at the solution differ from those at the start.
     again, known, why = _determined(model, of, moves)
     if set(again) != set(selected):
-        moves = _solved(model, of, {constant: moves.get(constant, 0.0) for constant in again})
+        moves = _solve(model, of, {constant: moves.get(constant, 0.0) for constant in again})
     return FitResult({constant: moves[constant] for constant in again}, known, why)
 
 
@@ -193,7 +193,7 @@ def refit(model: StepTimeModel, of: Sequence[int], found: FitResult) -> tuple[Mo
     """The same constants from fewer runs, and those that these runs no longer determine, which keep their old values."""
     determined, _, _ = _determined(model, of, found.moves, most=len(of))
     lost = [constant for constant in found.moves if constant not in determined]
-    return _solved(model, of, {constant: by for constant, by in found.moves.items() if constant not in lost}, AGAIN), lost
+    return _solve(model, of, {constant: by for constant, by in found.moves.items() if constant not in lost}, AGAIN), lost
 
 
 def _measured(model: StepTimeModel, of: Sequence[int]) -> Floats:
@@ -213,7 +213,7 @@ def _cost(model: StepTimeModel, of: Sequence[int], moves: Moves) -> float:
     return float(_weights(model, of, residual) @ residual**2) + pulled
 
 
-def _looked_for(model: StepTimeModel, of: Sequence[int]) -> Moves:
+def _initial_guess(model: StepTimeModel, of: Sequence[int]) -> Moves:
     """First guesses of times that may be orders of magnitude away, where the derivative is zero: launches that are hidden.
 
     The constant that explains most goes first, so that an operator's overhead does not stand for a latency of communication.
@@ -271,7 +271,7 @@ def _determined(
         if left[worst] <= DETERMINED and len(inside) <= most:
             break
         k = inside.pop(worst)
-        blurred = _blurred(info, inside, k, prior)
+        blurred = _confounded_with(info, inside, k, prior)
         reason = f"cannot tell it from {constants[blurred].name}" if blurred is not None else "tell it too loosely"
         why[constants[k]] = f"these runs {reason}"
     known = {constants[k]: float(sd) for k, sd in zip(inside, _deviations(info, inside, prior), strict=True)}
@@ -286,7 +286,7 @@ def _deviations(info: Floats, inside: Sequence[int], prior: Sequence[float]) -> 
     return np.asarray(np.sqrt(np.diag(np.linalg.inv(info[np.ix_(inside, inside)] + priors))))
 
 
-def _blurred(info: Floats, inside: Sequence[int], k: int, prior: Sequence[float]) -> int | None:
+def _confounded_with(info: Floats, inside: Sequence[int], k: int, prior: Sequence[float]) -> int | None:
     """The other constant that changes the same runs, where this one would be determined without it."""
     if not inside or _deviations(info, [k], prior)[0] > DETERMINED * prior[k]:
         return None
@@ -294,7 +294,7 @@ def _blurred(info: Floats, inside: Sequence[int], k: int, prior: Sequence[float]
     return inside[int(np.argmax(alike))]
 
 
-def _solved(model: StepTimeModel, of: Sequence[int], moves: Moves, rounds: int = ROUNDS) -> Moves:
+def _solve(model: StepTimeModel, of: Sequence[int], moves: Moves, rounds: int = ROUNDS) -> Moves:
     constants = list(moves)
     if not constants:
         return {}

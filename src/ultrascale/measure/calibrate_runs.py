@@ -46,7 +46,7 @@ def load(paths: Sequence[Path]) -> list[CalibrationRun]:
     """Every run that the paths name, once; SpecError for what is no run, or is of another machine."""
     found: dict[str, CalibrationRun] = {}
     for path in paths:
-        for one in _under(path):
+        for one in _runs_in(path):
             found.setdefault(one.name, one)
     runs = list(found.values())
     if not runs:
@@ -55,13 +55,13 @@ def load(paths: Sequence[Path]) -> list[CalibrationRun]:
     return runs
 
 
-def _under(path: Path) -> Iterator[CalibrationRun]:
+def _runs_in(path: Path) -> Iterator[CalibrationRun]:
     if not path.exists():
         raise SpecError(f"{path} does not exist: name measured runs, {EXAMPLE}")
     if path.suffix.lower() == ".csv":
         yield from _rows(path)
     elif path.suffix.lower() == ".jsonl":
-        yield from _gathered(path)
+        yield from _read_jsonl(path)
     elif not path.is_dir():
         raise SpecError(f"{path} is neither a run's folder nor a table of runs: name some, {EXAMPLE}")
     elif (path / PLAN).is_file() or (path / MEASUREMENT).is_file():
@@ -80,7 +80,7 @@ def _folder(path: Path) -> CalibrationRun:
     return _measured(str(path), plan.job, plan.layout, measured, _steps(path / METRICS))
 
 
-def _gathered(path: Path) -> Iterator[CalibrationRun]:
+def _read_jsonl(path: Path) -> Iterator[CalibrationRun]:
     """Runs in a .jsonl file, as benchmarks/gpu/calibration_runs.py writes them."""
     for number, line in enumerate(_lines(path), 1):
         try:

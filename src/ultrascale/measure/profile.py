@@ -70,7 +70,7 @@ class Profiler(Observer):
         memory, result, self.memory = profile_memory.track_step(self.engine, step)
         return memory, result
 
-    def stepped(self) -> None:
+    def on_step_end(self) -> None:
         self.done += 1
         self._ended.append(time.perf_counter())
         self._profile.step()
@@ -79,18 +79,18 @@ class Profiler(Observer):
 
     def report(self) -> list[RankProfile]:
         self._profile.stop()
-        mine = self._mine()
+        mine = self._rank_profile()
         if self.engine.mesh.world.size == 1:
             return [mine]
         everyone = [mine] * self.engine.mesh.world.size
         dist.all_gather_object(everyone, mine)
         return everyone
 
-    def _mine(self) -> RankProfile:
+    def _rank_profile(self) -> RankProfile:
         rank = self.engine.mesh.rank
         times = self._trace(rank) if self.done > self.first else None
         if self.memory is not None:
-            self._tried(f"the memory timeline of rank {rank}", lambda: self._write_memory(rank))
+            self._try_write(f"the memory timeline of rank {rank}", lambda: self._write_memory(rank))
         peak = None if self.memory is None else sum(self.memory.peak[1:])
         before_s = self._ended[self.first] - self._ended[self.first - 1] if self.done >= self.first else None
         return RankProfile(rank, times, peak, before_s, tuple(self.problems))
@@ -107,9 +107,9 @@ class Profiler(Observer):
                 self._profile.export_chrome_trace(str(raw))
                 found = trace_times.analyse(trace_rank.read(raw))
                 if kept is not None:
-                    self._tried(f"the trace of rank {rank}", lambda: _compress(raw, kept))
+                    self._try_write(f"the trace of rank {rank}", lambda: _compress(raw, kept))
 
-        self._tried(f"the trace of rank {rank}", export)
+        self._try_write(f"the trace of rank {rank}", export)
         return None if found is None else replace(found, file=str(kept) if kept is not None and kept.exists() else "")
 
     def _write_memory(self, rank: int) -> None:
@@ -125,7 +125,7 @@ class Profiler(Observer):
             with (folder / f"rank{rank}.pickle").open("wb") as file:
                 pickle.dump(self.memory.snapshot, file)  # as torch's _dump_snapshot: pytorch.org/memory_viz shows it
 
-    def _tried(self, what: str, write: Callable[[], None]) -> None:
+    def _try_write(self, what: str, write: Callable[[], None]) -> None:
         """Run something that writes; a failure is a problem to report, and loses no result."""
         try:
             write()
@@ -163,7 +163,7 @@ def facts(engine: Engine) -> dict[str, Any]:
     }
 
 
-def together(run: Run) -> Analysis:
+def combine_ranks(run: Run) -> Analysis:
     """The traces of all ranks together, beside the prediction for this machine."""
     ranks: list[RankProfile] = run.outcome.observed
     times = [one.times for one in ranks if one.times is not None]
@@ -175,10 +175,10 @@ def together(run: Run) -> Analysis:
     request, plan = run.request, None
     if run.predicted is not None:
         plan = Plan(job=request.job, layout=request.layout, estimate=run.predicted)
-    return analyse(times, plan, [*problems, *_slowed(ranks), *_files(run, ranks)])
+    return analyse(times, plan, [*problems, *_overhead_notes(ranks), *_files(run, ranks)])
 
 
-def _slowed(ranks: list[RankProfile]) -> Iterator[str]:
+def _overhead_notes(ranks: list[RankProfile]) -> Iterator[str]:
     first = ranks[0]
     if first.before_s is not None and first.times is not None:
         recorded_s = first.times.mean("step_s")

@@ -262,10 +262,10 @@ def room(plan: Plan, predicted: Estimate, found: Sequence[Rehearsal]) -> MemoryR
 
 def prediction(job: Job, layout: Layout, kernels: str = "eager") -> Estimate:
     """Of our engine as it is rehearsed: with balanced experts."""
-    return estimate(even(job).changed(framework=engine_of(kernels)), layout)
+    return estimate(without_imbalance(job).changed(framework=engine_of(kernels)), layout)
 
 
-def even(job: Job) -> Job:
+def without_imbalance(job: Job) -> Job:
     constants = job.cluster.efficiency.model_copy(update={"expert_imbalance": 1.0})
     return job.changed(cluster=job.cluster.model_copy(update={"efficiency": constants}))
 
@@ -292,7 +292,7 @@ def notes(job: Job, layout: Layout, device: str, kernels: str) -> list[str]:
 def compared(job: Job, layout: Layout, predicted: Estimate, rehearsed: Rehearsal) -> list[RehearsedTerm]:
     """Every term that either side has."""
     law = predicted.memory[rehearsed.place.pp].memory
-    job = even(job).changed(framework=engine_of(rehearsed.kernels))
+    job = without_imbalance(job).changed(framework=engine_of(rehearsed.kernels))
     # Gradients are compared when all of them exist, which need not be at the peak.
     single = job.framework.fused_blocks and bool(accumulates_nothing(job, LayoutColumns.of([layout]))[0])
     states = law.model_copy(update={"gradients": 0.0 if single else whole_gradients(job, layout, rehearsed.place.pp)})

@@ -120,9 +120,9 @@ class OperatorTracker(LiveBytes):  # type: ignore[no-untyped-call]
 
     def after_operator(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         super().after_operator(func, args, kwargs, result)
-        self.ran(func, args, kwargs, result)
+        self.count(func, args, kwargs, result)
 
-    def ran(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+    def count(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         formula = _formula(func)
         if formula is not None:
             name = "attention" if func._overloadpacket in _ATTENTION else str(func._opname)

@@ -71,7 +71,7 @@ def without_memory(routed: int) -> Iterator[QuickFakeTensorMode]:
             return [tolist(row) for row in tensor]
         if tensor.is_floating_point():
             return [0.0] * len(tensor)
-        return even(routed, len(tensor))
+        return split_evenly(routed, len(tensor))
 
     with replaced(FakeTensor, "tolist", tolist), QuickFakeTensorMode() as fake:
         yield fake
@@ -99,7 +99,7 @@ def unconnected_groups(mesh: Mesh) -> tuple[Mesh, dict[str, str]]:
     return replace(mesh, **axes), {group.group_name: technique for (technique, _), group in groups.items()}
 
 
-def even(rows: int, takers: int) -> list[int]:
+def split_evenly(rows: int, takers: int) -> list[int]:
     """Split rows as evenly as possible, larger parts first."""
     each, rest = divmod(rows, takers)
     return [each + (taker < rest) for taker in range(takers)]
@@ -303,7 +303,7 @@ class QuickFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         recipes, pack = known
         result = pack([self._make(one, args) for one in recipes])
         if self.watcher is not None:
-            self.watcher.ran(func, args, kwargs, result)
+            self.watcher.count(func, args, kwargs, result)
         return result
 
     def _slowly(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:

@@ -230,13 +230,13 @@ class Transformer(nn.Module):
         if x.is_cuda and masked and flex.why_not(self.model.head_dim, x.dtype) is None:
             return (flex.mask(length, window, documents, x.device),)
         # In the dtype that attention needs: each block would convert a boolean mask and save its own copy.
-        return () if documents is None else (within(documents, x.dtype),)
+        return () if documents is None else (document_bias(documents, x.dtype),)
 
     def _has_plain_cores(self) -> bool:
         return all(isinstance(block.attention.core, CausalAttention) for block in self.each_block())
 
 
-def within(documents: Tensor, dtype: torch.dtype) -> Tensor:
+def document_bias(documents: Tensor, dtype: torch.dtype) -> Tensor:
     """[b, 1, s, s]: 0 where the second token is in the first's document and not later, else minus infinity."""
     visible = (documents.unsqueeze(2) == documents.unsqueeze(1)).tril()
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -math.inf).unsqueeze(1)

@@ -63,7 +63,7 @@ def heat_map(
     return tuple(cells)
 
 
-def beside(job: Job, say: Say = lambda _: None) -> tuple[HeatmapCell, ...]:
+def heat_map_around(job: Job, say: Say = lambda _: None) -> tuple[HeatmapCell, ...]:
     """The heat map about a job: its model between one half its size or smaller and one twice it or larger, on a quarter of its
     nodes to four times as many."""
     own, here = job.model, job.cluster.nodes

@@ -49,7 +49,7 @@ def plan_sections(plan: Plan, say: Say) -> Iterator[Section]:
     say("evaluating other layouts")
     yield Section("Other layouts", tuple(_others(plan)))
     if plan.job.cluster.gpus > 1 and knows_peak(plan.job):
-        cells = survey.beside(plan.job, lambda cell: say(f"searching the best layout of {cell}"))
+        cells = survey.heat_map_around(plan.job, lambda cell: say(f"searching the best layout of {cell}"))
         yield Section("Other sizes", (chart(search_figures.heat_map(cells, plan.job.cluster.gpu.name), "heat-map"),))
     yield Section("Cheat-sheet", tuple(_cheatsheet(plan)))
     yield Section("Assumed", (bullets(found.notes), _range(plan), details("plan.yaml", to_yaml(plan.to_mapping()))))

@@ -66,7 +66,7 @@ def _without_waiting(path: str, flags: int) -> int:
 
 
 @contextmanager
-def alone(lock: Path, refusal: str) -> Iterator[None]:
+def locked(lock: Path, refusal: str) -> Iterator[None]:
     """Holds the lock file for this process; SpecError with the refusal if another one does. A kill gives it back."""
     import fcntl
 

@@ -53,7 +53,7 @@ class Observer:
     def phase(self, step: int, doing: str) -> None:
         """Called when a phase of a step begins: reading, forward and backward, update, saving or evaluating."""
 
-    def stepped(self) -> None:
+    def on_step_end(self) -> None:
         """Called after each step."""
 
     def report(self) -> Any:
@@ -112,7 +112,7 @@ class Loop:
                 result = self._step(number, self.stats)
             self.done = number + 1
             self._after(result, slowed if number == accounted else self.stats)
-            self.observer.stepped()
+            self.observer.on_step_end()
             if result.stop:
                 self.stopped = self.stop_signal() or "another rank's signal"
                 break
