@@ -58,8 +58,8 @@ def test_every_number_is_a_number_and_they_add_up(case: tuple[Job, Layout]) -> N
         assert min(moved.bytes, moved.calls, moved.time_s, moved.exposed_s) >= 0
         assert math.isfinite(moved.bytes + moved.time_s + moved.exposed_s)
     assert all(item.bytes > 0 for item in predicted.activations)
-    held = predicted.memory[predicted.peak_stage].memory.activations
-    assert math.isclose(sum(item.bytes for item in predicted.activations), held, rel_tol=1e-6)
+    activations = predicted.memory[predicted.peak_stage].memory.activations
+    assert math.isclose(sum(item.bytes for item in predicted.activations), activations, rel_tol=1e-6)
 
 
 @bounded
@@ -101,7 +101,7 @@ def test_more_shards_never_need_more(case: tuple[Job, Layout]) -> None:
 
 @bounded
 @given(jobs_and_layouts())
-def test_more_recomputation_never_needs_more_memory_nor_less_time(case: tuple[Job, Layout]) -> None:
+def test_more_recomputation_never_needs_more_memory_or_less_time(case: tuple[Job, Layout]) -> None:
     job, layout = case
     none, selective, full = (estimate(job, layout.changed(recompute=policy)) for policy in ("none", "selective", "full"))
     assert full.peak_gib <= selective.peak_gib * (1 + ROUNDING)
