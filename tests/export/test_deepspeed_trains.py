@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plans_made import exported, planned
+from plan_builders import exported, planned
 
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job
