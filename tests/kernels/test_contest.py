@@ -100,7 +100,7 @@ def row(ours: float = 0.5, **others: float) -> Any:
     )
 
 
-def test_ours_is_kept_where_it_beats_the_best_other() -> None:
+def test_our_kernel_wins_where_it_is_faster_than_the_best_other() -> None:
     assert row().share == pytest.approx(0.5 / 0.8)
     assert row().verdict == "keep"
     assert row(eager=2.0, liger=0.4).verdict == "slower"
@@ -110,7 +110,7 @@ def test_ours_is_kept_where_it_beats_the_best_other() -> None:
     assert alone.verdict == "–"
 
 
-def test_the_table_says_times_shares_rates_and_verdicts() -> None:
+def test_the_table_shows_times_shares_rates_and_verdicts() -> None:
     report = kernels.KernelsReport(
         "NVIDIA X, torch 9", (row(), row(ours=0.9)), ("1b: attention: cuDNN 4.90 ms, flash 7.50 ms",)
     )
@@ -126,7 +126,7 @@ def test_the_table_says_times_shares_rates_and_verdicts() -> None:
     assert data["kernels"][0]["missing"] == {"liger": "not installed"}
 
 
-def test_one_that_runs_out_of_memory_or_fails_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_and_failures_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def full() -> tuple[torch.Tensor, ...]:
         raise torch.OutOfMemoryError
 
@@ -170,7 +170,7 @@ def test_shapes_are_those_of_two_models_or_of_one_width() -> None:
 @pytest.mark.parametrize(
     ("tokens", "hidden", "words"), [(None, 100, "multiple of 128"), (None, 0, "such as 4096"), (0, None, "--tokens is 0")]
 )
-def test_shapes_that_cannot_be(tokens: int | None, hidden: int | None, words: str) -> None:
+def test_invalid_shapes_are_refused(tokens: int | None, hidden: int | None, words: str) -> None:
     with pytest.raises(SpecError, match=words):
         kernels.shapes(tokens, hidden)
 
