@@ -77,7 +77,7 @@ def divide() -> None:
     raise ZeroDivisionError("division by zero, of all things")
 
 
-def test_without_a_fault_it_runs_through() -> None:
+def test_without_a_fault_it_succeeds() -> None:
     heartbeat = SharedMemoryHeartbeat(WORLD)
     assert local.run(healthy, WORLD, heartbeat, timeout_s=60) == [float(STEPS * WORLD)] * WORLD
 
@@ -86,7 +86,7 @@ def healthy(rank: int, nproc: int, store: str, heartbeat: SharedMemoryHeartbeat)
     return rank_of_a_run(rank, nproc, store, heartbeat, lambda: None)
 
 
-def test_a_killed_rank_ends_all_with_its_name_place_step_and_phase() -> None:
+def test_a_killed_rank_ends_all_and_is_named_with_coordinates_step_and_phase() -> None:
     text, seconds = run(kill)
     assert text.startswith("rank 2 (dp 1, tp 0) failed:\nthe process ended without a word (signal SIGKILL: ")
     assert f"it was at step {AT}, forward and backward" in text
@@ -100,7 +100,7 @@ def test_a_rank_that_raises_ends_all_with_its_traceback() -> None:
     assert seconds < 10
 
 
-def test_a_stopped_rank_is_named_by_those_that_wait_for_it() -> None:
+def test_a_stopped_rank_is_named_by_waiting_ranks() -> None:
     text, seconds = run(stop)
     assert "rank 2 (dp 1, tp 0) is silent: stopped, dead or out of reach; it last said " in text
     assert f"step {AT}, forward and backward" in text
@@ -110,7 +110,7 @@ def test_a_stopped_rank_is_named_by_those_that_wait_for_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "exchange"),
+    ("layout", "collective"),
     [
         (Layout(dp=2, zero=3, gas=2), "all_gather of FSDP2, over dp"),
         (Layout(pp=2, gas=4), "recv over pp"),
@@ -118,12 +118,12 @@ def test_a_stopped_rank_is_named_by_those_that_wait_for_it() -> None:
     ],
     ids=str,
 )
-def test_the_engines_own_exchanges_are_named(layout: Layout, exchange: str) -> None:
+def test_the_engines_collectives_are_named(layout: Layout, collective: str) -> None:
     heartbeat = SharedMemoryHeartbeat(2)
     with pytest.raises(RunError) as caught:
         local.run(engine_rank, 2, heartbeat, layout, timeout_s=60)
     assert "rank 0 has not moved for" in str(caught.value)
-    assert exchange in str(caught.value).splitlines()[0]
+    assert collective in str(caught.value).splitlines()[0]
     assert "rank 1 is silent" in str(caught.value)
 
 
@@ -147,7 +147,7 @@ def alone(rank: int, nproc: int, store: str) -> None:
     init(RankInfo(rank, nproc, rank, nproc, store), torch.device("cpu"), timeout_s=1)
 
 
-def test_a_peer_that_never_comes_is_a_sentence() -> None:
+def test_a_peer_that_never_joins_is_a_clear_error() -> None:
     with pytest.raises(RunError, match=r"^rank [01] did not meet the other ranks of 3 at file:///") as caught:
         local.run(alone, 3, timeout_s=40)
     assert not isinstance(caught.value, RankError)

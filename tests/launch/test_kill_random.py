@@ -70,8 +70,8 @@ def members(leader: int) -> list[int]:
 def kill(leader: int, victim: str) -> bool:
     """Whether there was somebody to kill."""
     ranks = [pid for pid in members(leader) if pid != leader]
-    chosen = {"parent": [leader], "all": [*ranks, leader], "rank 0": ranks[:1], "rank 1": ranks[1:2]}[victim]
-    alive = [pid for pid in chosen if state(pid) not in ("Z", "")]
+    victims = {"parent": [leader], "all": [*ranks, leader], "rank 0": ranks[:1], "rank 1": ranks[1:2]}[victim]
+    alive = [pid for pid in victims if state(pid) not in ("Z", "")]
     for pid in alive:
         try:
             os.kill(pid, signal.SIGKILL)

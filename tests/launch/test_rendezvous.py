@@ -31,7 +31,7 @@ def together(stores: list[Store], word: str) -> bool:
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0]])
-def test_every_attempt_has_a_room_of_its_own(order: list[int]) -> None:
+def test_every_attempt_has_its_own_store_prefix(order: list[int]) -> None:
     store = HashStore()
     rooms = [meet(store, order, pause_s=0.1) for _ in range(3)]
     for number, room in enumerate(rooms):
@@ -40,7 +40,7 @@ def test_every_attempt_has_a_room_of_its_own(order: list[int]) -> None:
     assert not rooms[2][3].check(["attempt 1"])
 
 
-def test_an_attempt_that_never_met_is_passed_over() -> None:
+def test_an_attempt_without_rendezvous_is_skipped() -> None:
     store = HashStore()
     store.set("round", f"{WORLD}-dead")  # rank 0 proposed it and died; rank 2 had answered
     store.add(f"{WORLD}-dead/2", 1)
@@ -56,6 +56,6 @@ def test_a_job_that_grew_does_not_join_the_smaller_one() -> None:
 
 
 @pytest.mark.parametrize(("rank", "missing"), [(0, "1 of 2 ranks did not come"), (1, "rank 0 did not come")])
-def test_who_waits_in_vain_says_for_whom(rank: int, missing: str) -> None:
+def test_a_rendezvous_timeout_names_the_missing_ranks(rank: int, missing: str) -> None:
     with pytest.raises(RunError, match=missing):
         fresh_store(HashStore(), rank, 2, 0.3)

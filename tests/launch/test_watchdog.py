@@ -96,7 +96,7 @@ def sleeping(rank: int, nproc: int, store: str, heartbeat: SharedMemoryHeartbeat
         train(dog, axis, 5, lambda step: time.sleep(60) if rank == 2 and step == 2 else None)
 
 
-def test_a_rank_that_lives_but_is_elsewhere_is_not_called_dead() -> None:
+def test_a_live_rank_outside_the_collective_is_not_called_dead() -> None:
     heartbeat = SharedMemoryHeartbeat(3)
     with pytest.raises(RunError) as caught:
         local.run(sleeping, 3, heartbeat, timeout_s=40)
@@ -153,7 +153,7 @@ def unreachable(rank: int, nproc: int, store: str, heartbeat: SharedMemoryHeartb
         raise RunError(dog.explain(error) if lost_a_peer(error) else "another error") from error
 
 
-def test_an_error_of_gloo_becomes_a_sentence_that_names_step_collective_and_peer() -> None:
+def test_a_gloo_error_names_step_collective_and_peer() -> None:
     heartbeat = SharedMemoryHeartbeat(3)
     with pytest.raises(RunError) as caught:
         local.run(unreachable, 3, heartbeat, timeout_s=40)
@@ -167,7 +167,7 @@ def test_an_error_of_gloo_becomes_a_sentence_that_names_step_collective_and_peer
 # What must not happen.
 
 
-class Kept:
+class FakeHeartbeat:
     """A heartbeat in this process, and what was reported to it."""
 
     beat_s, immediate = 0.05, True
@@ -182,7 +182,7 @@ class Kept:
         return dict(self.notes)
 
 
-class Gone(Kept):
+class ClosedHeartbeat(FakeHeartbeat):
     immediate = False
 
     def write(self, rank: int, note: RankStatus) -> None:
@@ -192,13 +192,13 @@ class Gone(Kept):
         raise ConnectionError("the store is gone")
 
 
-def test_a_rank_that_moves_is_left_alone() -> None:
-    said: list[str] = []
-    with Watchdog(Kept(), 0, 1, 0.4, place, said.append) as dog:
+def test_a_progressing_rank_is_not_reported() -> None:
+    messages: list[str] = []
+    with Watchdog(FakeHeartbeat(), 0, 1, 0.4, place, messages.append) as dog:
         for step in range(10):
             dog.at(step, "computing")
             time.sleep(0.1)
-    assert said == []
+    assert messages == []
     assert not [thread for thread in threading.enumerate() if thread.name == "watchdog"]
 
 
@@ -207,7 +207,7 @@ ends_its_thread = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThre
 
 def words_of(heartbeat: Heartbeat, world: int, monkeypatch: pytest.MonkeyPatch) -> str:
     """What a rank 0 that stands still at step 5 says to that heartbeat."""
-    ended, said = threading.Event(), list[str]()
+    ended, messages = threading.Event(), list[str]()
 
     def end(code: int) -> None:
         assert code == 1
@@ -215,16 +215,16 @@ def words_of(heartbeat: Heartbeat, world: int, monkeypatch: pytest.MonkeyPatch) 
         raise SystemExit  # of this thread
 
     monkeypatch.setattr(os, "_exit", end)
-    with Watchdog(heartbeat, 0, world, 0.4, place, said.append) as dog:
+    with Watchdog(heartbeat, 0, world, 0.4, place, messages.append) as dog:
         dog.at(5, "computing")
         assert ended.wait(20)
-    (text,) = said
+    (text,) = messages
     return text
 
 
 @ends_its_thread
-def test_ranks_behind_and_ranks_that_never_came_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Beating(Kept):
+def test_slow_ranks_and_missing_ranks_are_reported_separately(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Beating(FakeHeartbeat):
         def read(self, step: int) -> dict[int, RankStatus]:
             beat = self.notes[0].beat
             return {**self.notes, 1: RankStatus(4, "computing", 0.0, beat), 2: RankStatus(5, "computing", 0.0, beat)}
@@ -236,15 +236,15 @@ def test_ranks_behind_and_ranks_that_never_came_are_told_apart(monkeypatch: pyte
 
 
 @ends_its_thread
-def test_a_store_that_is_gone_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "The store that ranks met at does not answer" in words_of(Gone(), 2, monkeypatch)
+def test_an_unreachable_store_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "The store that ranks met at does not answer" in words_of(ClosedHeartbeat(), 2, monkeypatch)
 
 
 @ends_its_thread
-def test_a_store_that_never_answers_does_not_stop_the_watching(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hung_store_does_not_block_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
     """A TCP store whose host is stopped keeps whoever asks waiting."""
 
-    class Hung(Gone):
+    class Hung(ClosedHeartbeat):
         def write(self, rank: int, note: RankStatus) -> None:
             time.sleep(30)
 
@@ -256,8 +256,8 @@ def test_a_store_that_never_answers_does_not_stop_the_watching(monkeypatch: pyte
 
 
 @ends_its_thread
-def test_when_everybody_says_the_same_the_exchange_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Beating(Kept):
+def test_a_hang_of_all_ranks_in_one_collective_is_attributed_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Beating(FakeHeartbeat):
         def read(self, step: int) -> dict[int, RankStatus]:
             return {0: self.notes[0], 1: self.notes[0]}
 
@@ -266,7 +266,7 @@ def test_when_everybody_says_the_same_the_exchange_is_blamed(monkeypatch: pytest
 
 @ends_its_thread
 def test_many_silent_ranks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = words_of(Kept({rank: RankStatus(5, "computing", 0.0) for rank in range(1, 1000)}), 1000, monkeypatch)
+    text = words_of(FakeHeartbeat({rank: RankStatus(5, "computing", 0.0) for rank in range(1, 1000)}), 1000, monkeypatch)
     assert "and 991 more ranks, of 1000" in text
     assert len(text.splitlines()) < 40
 
@@ -280,14 +280,14 @@ def asleep_for_a_while(rank: int, nproc: int, store: str) -> str:
         return "awake"
 
 
-def test_a_run_that_was_put_to_sleep_as_a_whole_goes_on() -> None:
+def test_a_run_that_was_suspended_as_a_whole_continues() -> None:
     assert local.run(asleep_for_a_while, 1, timeout_s=30) == ["awake"]
 
 
 # The boards.
 
 
-def test_notes_come_back_as_they_were_written() -> None:
+def test_heartbeats_survive_serialization() -> None:
     heartbeat = SharedMemoryHeartbeat(3)
     notes = {0: RankStatus(7, "forward and backward", 12.5, 3), 2: RankStatus(0, "é" * 200, 1.0, 0)}
     for rank, note in notes.items():
@@ -300,32 +300,32 @@ def test_notes_come_back_as_they_were_written() -> None:
     assert heartbeat.last(0).startswith("step 7, forward and backward, since ")
 
 
-def test_a_store_keeps_a_note_of_every_rank_and_lets_only_a_few_read(tmp_path: Path) -> None:
+def test_the_store_has_every_heartbeat_and_only_some_ranks_read_them(tmp_path: Path) -> None:
     world = 40
     stores = [dist.FileStore(str(tmp_path / "store"), world) for _ in range(world)]
-    boards = [StoreHeartbeat(store, world) for store in stores]
-    for rank, heartbeat in enumerate(boards[:-1]):
+    heartbeats = [StoreHeartbeat(store, world) for store in stores]
+    for rank, heartbeat in enumerate(heartbeats[:-1]):
         heartbeat.write(rank, RankStatus(rank, "reading data", 1.0, rank))
-    answers = [heartbeat.read(5) for heartbeat in boards]
+    answers = [heartbeat.read(5) for heartbeat in heartbeats]
     readers = [answer for answer in answers if answer]
     assert len(readers) == 8
     assert readers[0] == {rank: RankStatus(rank, "reading data", 1.0, rank) for rank in range(world - 1)}
-    assert boards[0].read(5) == readers[0]  # who has read may look again
-    assert boards[-1].read(6) == readers[0]  # another step, other readers
+    assert heartbeats[0].read(5) == readers[0]  # who has read may look again
+    assert heartbeats[-1].read(6) == readers[0]  # another step, other readers
 
 
-def test_the_more_ranks_the_fewer_beats() -> None:
+def test_heartbeat_interval_grows_with_the_number_of_ranks() -> None:
     store = dist.HashStore()
     assert StoreHeartbeat(store, 8).beat_s == 1.0
     assert StoreHeartbeat(store, 16_000).beat_s == 32.0
 
 
-def test_silent_is_who_has_not_beaten_between_two_looks() -> None:
+def test_a_rank_without_a_heartbeat_between_two_checks_is_silent() -> None:
     before = {0: RankStatus(1, "a", 0.0, 1), 1: RankStatus(1, "a", 0.0, 4)}
     now = {0: RankStatus(2, "b", 0.0, 2), 1: RankStatus(1, "a", 0.0, 4), 2: RankStatus(1, "a", 0.0, 0)}
     assert silent(before, now) == [1]
 
 
-def test_errors_of_the_program_are_no_lost_peers() -> None:
+def test_program_errors_are_not_lost_peers() -> None:
     assert not lost_a_peer(RuntimeError("shape mismatch"))
     assert lost_a_peer(RuntimeError("[1.2.3.4]:80: Connection reset by peer"))
