@@ -52,9 +52,9 @@ def scored(
     predicted: float | None = 10_000.0, peak: float | None = 50.0, fits: bool | None = True, **cells: object
 ) -> ScoredRun:
     """A prediction that no model made: what is tested is what follows from it."""
-    made = run(**cells)
-    assert made.reason is None, made.reason
-    return ScoredRun(made, None, predicted, 1.0, peak, fits, None)
+    parsed = run(**cells)
+    assert parsed.reason is None, parsed.reason
+    return ScoredRun(parsed, None, predicted, 1.0, peak, fits, None)
 
 
 def write(path: Path, *rows: Mapping[str, Any]) -> Path:

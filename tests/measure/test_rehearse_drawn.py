@@ -20,7 +20,7 @@ def test_the_same_seed_draws_the_same() -> None:
 
 
 @pytest.mark.slow
-def test_drawn_layouts_hold_and_send_what_the_estimate_says() -> None:
+def test_random_layouts_match_the_estimated_memory_and_traffic() -> None:
     wrong, loose = [], set()
     for place, (job, layout) in enumerate(LAYOUTS):
         for stage, term in terms(job, layout):

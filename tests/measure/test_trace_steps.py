@@ -12,17 +12,17 @@ from ultrascale.measure.trace_steps import Intervals, both, length, lengths, mer
 stretches = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=12)
 
 
-def moments(of: Intervals) -> set[int]:
-    return {moment for start, end in of for moment in range(int(start), int(end))}
+def points_in(of: Intervals) -> set[int]:
+    return {point for start, end in of for point in range(int(start), int(end))}
 
 
 @given(stretches, stretches)
 def test_sets_of_time_are_sets(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> None:
     a, b = merged(first), merged(second)
-    assert moments(a) == {moment for start, end in first for moment in range(start, end)}
-    assert length(a) == len(moments(a))
-    assert moments(both(a, b)) == moments(a) & moments(b)
-    assert moments(without(a, b)) == moments(a) - moments(b)
+    assert points_in(a) == {point for start, end in first for point in range(start, end)}
+    assert length(a) == len(points_in(a))
+    assert points_in(both(a, b)) == points_in(a) & points_in(b)
+    assert points_in(without(a, b)) == points_in(a) - points_in(b)
     assert both(a, b) == both(b, a)
     for one in (a, both(a, b), without(a, b)):
         assert one == merged(one)
