@@ -80,7 +80,7 @@ def test_legal_mask_of_an_unknown_schedule_is_refused() -> None:
 
 
 @given(name=st.sampled_from(SCHEDULES), data=st.data())
-def test_mask_agrees_with_the_sentence(name: str, data: st.DataObject) -> None:
+def test_the_legality_mask_agrees_with_the_error_message(name: str, data: st.DataObject) -> None:
     numbers = st.lists(st.integers(0, 70), min_size=5, max_size=5)
     ranks, microbatches = data.draw(numbers), data.draw(numbers)
     virtual_stages = data.draw(st.lists(st.integers(0, 4), min_size=5, max_size=5))
@@ -94,7 +94,7 @@ def test_mask_agrees_with_the_sentence(name: str, data: st.DataObject) -> None:
     microbatches=st.integers(1, 30),
     virtual_stages=st.integers(1, 4),
 )
-def test_whatever_is_legal_builds_clean(name: str, ranks: int, microbatches: int, virtual_stages: int) -> None:
+def test_every_legal_schedule_builds_without_lint(name: str, ranks: int, microbatches: int, virtual_stages: int) -> None:
     if legal(name, ranks, microbatches, virtual_stages) is None:
         assert lint(build(name, ranks, microbatches, virtual_stages)) == []
     else:

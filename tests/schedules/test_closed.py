@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from schedules.references import most_held
+from schedules.references import most_in_flight
 from ultrascale.schedules import (
     SCHEDULES,
     Schedule,
@@ -36,7 +36,7 @@ def schedules(name: str, ranks: int, microbatches: Iterator[int] | range) -> Ite
 def test_in_flight_is_exact(name: str, ranks: int) -> None:
     every = range(1, 4 * ranks + 1) if ranks <= 8 else range(4, 4 * ranks + 1, 4)
     for schedule in schedules(name, ranks, every):
-        listed = [most_held(schedule, rank) for rank in range(ranks)]
+        listed = [most_in_flight(schedule, rank) for rank in range(ranks)]
         m, v = schedule.microbatches, schedule.virtual_stages
         assert in_flight(name, ranks, np.arange(ranks), m, v).tolist() == listed, (m, v)
 

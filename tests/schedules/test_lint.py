@@ -27,10 +27,10 @@ def swap(first: Action, second: Action) -> Callable[[list[Action]], None]:
     return change
 
 
-@pytest.mark.parametrize("gone", [Action(F, 1, 2), Action(I, 1, 2), Action(W, 1, 2)])
-def test_missing(gone: Action) -> None:
-    problems = changed(build("zero-bubble", 4, 8), 1, lambda actions: actions.remove(gone))
-    assert problems[0] == f"missing: {gone}"
+@pytest.mark.parametrize("removed", [Action(F, 1, 2), Action(I, 1, 2), Action(W, 1, 2)])
+def test_missing(removed: Action) -> None:
+    problems = changed(build("zero-bubble", 4, 8), 1, lambda actions: actions.remove(removed))
+    assert problems[0] == f"missing: {removed}"
 
 
 def test_missing_backward() -> None:
