@@ -63,7 +63,7 @@ def _predicted(base: Base, found: Calibration, run: CalibrationRun, fitted: bool
     old, new = base.cluster.efficiency, found.cluster.efficiency
     before, after = (estimate(base.job(run.job, each), run.layout) for each in (old, new))
     peak = measured_peak(base, run)
-    assert peak is not None  # runs' folders tell it
+    assert peak is not None  # a run's folder has it
     peaks = [peak_bytes(peak, each) / peak.measured - 1 for each in (old, new)]
     times = [one.step_time_s / run.step_s - 1 for one in (before, after)]
     waits = 0.0 if new.synchronous else after.time.launch_s / after.step_time_s  # a CPU is its own host

@@ -1,6 +1,6 @@
 """Small models on this machine's CPU, six to calibrate with and twenty to judge by: `python benchmarks/calibration_cpu.py`.
 
-Six runs are chosen to tell constants apart, twenty others are drawn at random by `--seed` (models, sequence lengths,
+Six runs are chosen to identify the constants, twenty others are drawn at random by `--seed` (models, sequence lengths,
 micro-batches, accumulation, recomputation; with `--processes 2` also what cuts them), all before any was measured.
 
 Each run is `ultrascale train` in a fresh process once, which leaves its plan and its memory. Its time is taken in `--turns`: a
@@ -125,7 +125,7 @@ def _rank(_: int, __: int, ___: str, requested: Request, folder: Path, predict: 
 
 
 def in_turns(rank: int, world: int, store: str, wanted: Sequence[RunShape], turns: int) -> dict[str, Any]:
-    """Seconds of every action that tells a rate, and of every run's steps, a list of each turn."""
+    """Seconds of every action that measures a rate, and of every run's steps, a list of each turn."""
     import torch.distributed as dist
 
     from ultrascale.data.corpora import corpus
@@ -154,7 +154,7 @@ def in_turns(rank: int, world: int, store: str, wanted: Sequence[RunShape], turn
         cpu_rates.one_turn(todo)  # caches and heap were another's
         took = cpu_rates.one_turn(todo)
         link = [asdict(cpu_rates.link_now())] if world > 1 else []
-        if turn:  # the first warms up, and tells how many steps of a run count
+        if turn:  # the first warms up, and sets how many steps of a run count
             measured["rates"].append(took)
             measured["links"] += link
         first = turn * len(names) // (turns + 1)
@@ -176,7 +176,7 @@ def in_turns(rank: int, world: int, store: str, wanted: Sequence[RunShape], turn
 
 
 def _agreed(count: int) -> int:
-    """As rank 0 says: ranks step together."""
+    """The count of rank 0, for all ranks: they step together."""
     import torch.distributed as dist
 
     agreed = [count]

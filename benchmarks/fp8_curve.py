@@ -176,7 +176,7 @@ def main() -> None:
     where = gpus[0] if gpus else "CPU"
     size = f"{options.layers} × {options.hidden}, {options.batch} × {options.seq} bytes a step, keep {options.keep}"
     losses_by_run: dict[str, list[list[float]]] = {run.name: [] for run in runs}
-    for seed in range(options.seeds):  # what is there is shown and written after each: a run that is cut off has told something
+    for seed in range(options.seeds):  # shown and written after each seed: an interrupted run has results too
         for run in runs:
             began = time.monotonic()
             losses_by_run[run.name].append(train(run, seed, options))

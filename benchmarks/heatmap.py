@@ -60,7 +60,7 @@ def credited_flops(model: Model, seq: int, pp: int) -> float:
 
 
 def place(wanted: tuple[int, ...], scores: dict[Cut, float]) -> int | None:
-    """Where it stands among our candidates, told apart by as many degrees as it names."""
+    """Its rank among our candidates, which are distinguished by the degrees that it names."""
     order = list(dict.fromkeys(one[: len(wanted)] for one in sorted(scores, key=lambda one: -scores[one])))
     return order.index(wanted) + 1 if wanted in order else None
 

@@ -1,6 +1,6 @@
 """Every malformed model, cluster, layout, plan file and flag gets one sentence, exit code 2, and leaves no trace.
 
-The sentence names the field (or file, or flag), what was given, and something that works; `says` holds the telling parts.
+The sentence names the field (or file, or flag), what was given, and something that works; `says` has the parts to look for.
 """
 
 from __future__ import annotations

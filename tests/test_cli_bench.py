@@ -1,4 +1,4 @@
-"""`ultrascale bench` as a user meets it: help, refusals without a GPU, made-up figures to a terminal and to a file."""
+"""`ultrascale bench`: help, errors without a GPU, fake results to a terminal and to a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`train --resume` and `--weights` as a user meets them: going on, cut otherwise, and every way to ask for what cannot be."""
+"""`train --resume` and `--weights`: resuming, with another layout too, and every impossible request."""
 
 from __future__ import annotations
 

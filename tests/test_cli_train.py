@@ -162,7 +162,7 @@ def test_memory_by_owner_is_what_was_predicted(run: Run, tmp_path: Path, zero: i
 
 
 def test_a_run_in_this_process_restores_the_thread_count(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted, not set: threads that a test had used would be missing in the ranks that later ones fork."""
+    """Calls are counted and threads not set: threads that a test used would be missing in ranks that other tests fork."""
     calls: list[int] = []
     monkeypatch.setattr(machine, "cores", lambda: 3)
     monkeypatch.setattr(torch, "set_num_threads", calls.append)

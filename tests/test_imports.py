@@ -1,4 +1,4 @@
-"""Planning starts fast: no heavy import before a verb runs, never torch, and imports run one way through the house."""
+"""Planning starts fast: no heavy import before a command runs, never torch, and imports between packages run one way."""
 
 from __future__ import annotations
 

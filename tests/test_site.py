@@ -22,7 +22,7 @@ LOADED = re.compile(r"""<(?:script|img|iframe)[^>]*\ssrc="?(?:https?:)?//|<link[
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder of a fresh build, and what mkdocs said."""
+    """The folder of a fresh build, and the output of mkdocs."""
     missing = [name for name in PLUGINS if find_spec(name) is None]
     if missing:
         pytest.skip(f"the site is built with {', '.join(missing)}: pip install 'ultrascale[docs]'")

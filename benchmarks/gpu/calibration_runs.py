@@ -1,6 +1,6 @@
 """Runs to calibrate with and to judge by: `python benchmarks/gpu/calibration_runs.py --out runs/calibration [--limit 440]`.
 
-Six runs are chosen to tell constants apart, twenty others are drawn at random (models of 0.1 to 3 billion parameters,
+Six runs are chosen to identify the constants, twenty others are drawn at random (models of 0.1 to 3 billion parameters,
 micro-batches, accumulation, recomputation, sequence lengths), all before any was measured. Each is `ultrascale train` in a
 fresh process on one GPU and leaves a run's folder; `runs.jsonl` gathers them. The cluster of their plans is what
 `ultrascale bench hardware` measures first. What is there already is not run again, and nothing starts after `--limit` seconds.
@@ -58,7 +58,7 @@ class RunShape(NamedTuple):
         return f"{self.model}-s{self.seq}-m{self.mbs}-g{self.gas}-{self.recompute}"
 
 
-# What tells constants apart: launches, long rows, few and many tokens, matmuls alone, fp32 gradients, recomputation.
+# What identifies the constants: launches, long rows, few and many tokens, matmuls alone, fp32 gradients, recomputation.
 TO_FIT = (
     RunShape("smollm2-135m", 1024, 4),
     RunShape("smollm2-360m", 2048, 16),

@@ -40,7 +40,7 @@ from ultrascale.train.data import Batches
 from ultrascale.train.engine import Engine
 
 SEQ = 4096
-WARM_UP = 5  # steps: compilation, the optimizer's states, the allocator's first blocks; the fifth may be recorded
+WARM_UP = 5  # steps: compilation, the optimizer's states, the allocator's first blocks; the fifth may be captured
 
 # Shapes of Llama 3.2, the embedding and the head each with a matrix of their own.
 MODELS = {
@@ -163,7 +163,7 @@ def measure(
     torch.cuda.synchronize()
     if (
         engine.cuda_graphs is None or not engine.cuda_graphs.used
-    ):  # a recorded step has its memory set aside: its peak was that of the recording
+    ):  # a captured step has a memory pool of its own: its peak was that of the capture
         torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
     losses += [engine.step(number).loss for number in range(WARM_UP, WARM_UP + steps)]

@@ -57,7 +57,7 @@ def test_tensor_ratio_of_moe_counts_active_experts_only() -> None:
 
 
 def test_data_ratio_of_moe_counts_all_gradients_and_active_flops() -> None:
-    """Mixtral with plain data parallelism: 46.70e9 parameters travel, 12.88e9 compute: 3.63 times a dense ratio."""
+    """Mixtral with plain data parallelism: 46.70e9 gradients, 12.88e9 active parameters: 3.63 times a dense ratio."""
     plan = planned("mixtral-8x7b", "8xh200", 4096, Layout(dp=8, gas=4))
     ratio = next(row.overlap for row in strategies(plan) if row.name == "Data parallelism")
     dense = 7 / 8 * plan.job.peak_flops / 4096

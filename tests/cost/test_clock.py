@@ -31,7 +31,7 @@ def test_clock_scales_with_the_cube_root_of_the_load(work: float, clock: float) 
 
 
 def test_a_narrow_model_boosts_and_a_wide_one_does_not() -> None:
-    """Products of 576 wide keep the matrix units a quarter busy, those of 3072 full."""
+    """Matmuls of 576 wide keep the matrix units a quarter busy, those of 3072 full."""
     for name, gains in (("smollm2-135m", True), ("llama-3.2-3b", False)):
         plain, light = (estimate(job_of(name, 4096, 2, boost), Layout(mbs=2)).time for boost in (1.0, 1.25))
         assert (light.matmul_s < plain.matmul_s) is gains

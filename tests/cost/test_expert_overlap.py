@@ -1,4 +1,4 @@
-"""What experts compute while rows travel: what it hides, what it costs, and that it is never the slower way."""
+"""Expert computation that overlaps the all-to-all: what it hides, what it costs, and that it is never slower."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What our own engine's step end costs on a GPU: bytes of its AdamW, gradients left as made."""
+"""What our own engine's step end costs on a GPU: bytes of its AdamW, gradients that are not accumulated."""
 
 from __future__ import annotations
 

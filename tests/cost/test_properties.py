@@ -1,4 +1,4 @@
-"""What must hold for every legal layout: nothing negative, sums that add up, and which way memory and time move."""
+"""What must hold for every legal layout: nothing negative, sums that add up, and the sign of changes in memory and time."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_more_micro_batches_shrink_the_bubble(case: tuple[Job, Layout]) -> None:
 @bounded
 @given(jobs_and_layouts())
 def test_faster_hardware_never_makes_a_slower_step(case: tuple[Job, Layout]) -> None:
-    """No transfer hides behind work that already hides another: counted twice, slower work would make a faster step.
+    """No transfer overlaps with work that already hides another: counted twice, slower work would make a faster step.
 
     Not V-Half and V-Min: their steady state takes six times the longest pass. Faster GEMMs expose more of ZeRO's gathers, which
     are added to forward and input gradients alone, so that the longest pass may grow while the sum of all shrinks.

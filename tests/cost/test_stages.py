@@ -93,7 +93,7 @@ def test_the_layer_split_minimizes_the_slowest_chunk(name: str, head: float, ran
 
 
 def test_representative_ranks_include_peak_and_slowest() -> None:
-    """DeepSeek-V3 over 32 ranks: the first rank with two MoE layers is rank 2, and it is asked."""
+    """DeepSeek-V3 over 32 ranks: the first rank with two MoE layers is rank 2, and it is included."""
     shares = rank_shares(job_of("deepseek-v3"), 32, 1, False)
     representatives = representative_ranks(shares)
     assert 2 in representatives

@@ -1,4 +1,4 @@
-"""The closed forms of the search against the simulated estimate, and what a table says about legality and capacity."""
+"""The closed forms of the search against the simulated estimate, and the legality and capacity of its cells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory over a step: its highest moment is the estimate's peak, and the first step has no optimizer states before its end."""
+"""Memory over a step: its maximum is the estimate's peak, and the first step has no optimizer states before its end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LLAMA = Job(model=Model.load("llama-3-8b"), cluster=Cluster.load("8xh100"), seq=
 
 
 def peak_bytes(job: Job, points: tuple[TimelinePoint, ...]) -> float:
-    """The highest moment with what the runtime adds: the context, and 4 % of what comes and goes."""
+    """The maximum with what the runtime adds: the context, and 4 % of activations and buffers."""
     constants = job.cluster.efficiency
     slack = 1 + constants.allocator_slack
     highest = max(m.static_bytes + slack * (m.activation_bytes + m.buffer_bytes) for m in points)
@@ -61,7 +61,7 @@ def test_without_a_pipeline() -> None:
 
 
 def test_activations_are_allocated_and_freed() -> None:
-    """1F1B, first of 4 stages, 8 micro-batches: 1, 2, 3, 4 are held as it fills, and none is left at the end."""
+    """1F1B, first of 4 stages, 8 micro-batches: 1, 2, 3, 4 are live in the warm-up, and none at the end."""
     job = LLAMA.changed(batch_tokens=8192 * 8)
     points = memory_timeline(job, Layout(dp=1, tp=2, pp=4, gas=8))
     forwards = [point.activation_bytes for point in points if point.action.startswith("F")]

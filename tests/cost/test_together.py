@@ -1,4 +1,4 @@
-"""Layouts asked about together: each gets the numbers that it gets alone."""
+"""Estimates of several layouts in one call: each equals the estimate of the layout alone."""
 
 from __future__ import annotations
 

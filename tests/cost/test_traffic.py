@@ -1,4 +1,4 @@
-"""What a rank of each pipeline stage sends: small exchanges too, ends and middles apart, our engine beside others."""
+"""What a rank of each pipeline stage sends: small collectives, first, middle and last stages, our engine and others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_small_sums_of_tensor_parallelism() -> None:
     """Llama-3-70B, tp 16 of 8 kv heads, 4 micro-batches of 8192 tokens; an all-reduce over n sends 2·(n − 1)/n of its buffer.
 
     The loss: a maximum and two sums of 4 bytes a token and micro-batch. fp32 gradients of 161 norms of 8192. Two ranks hold
-    each kv head: of 80 layers 2·8192·128 elements meet between them.
+    each kv head: of 80 layers 2·8192·128 elements are reduced between them.
     """
     found = sent("llama-3-70b", 8192, Layout(tp=16, gas=4))
     loss = 4 * 3 * 4 * 8192 * 2 * 15 / 16
@@ -66,8 +66,8 @@ def test_experts_inputs_are_not_gathered_again() -> None:
 
 @pytest.mark.parametrize(("recompute", "gathers", "scatters"), [("none", 0, 0), ("selective", 0, 0), ("full", 2, 1)])
 def test_collectives_repeated_by_checkpointing(recompute: str, gathers: int, scatters: int) -> None:
-    """torch.utils.checkpoint enters both regions once more and leaves the first: it stops before the second is left. Products
-    that are kept are kept with their exchange.
+    """torch.utils.checkpoint enters both regions once more and leaves the first: it stops before the second is left. Saved
+    matmuls are saved after their collective.
     """
     layout = Layout(tp=8, recompute=recompute)
     found = sent("llama-3-8b", 8192, layout, framework=EAGER)
@@ -96,7 +96,7 @@ def stages(layout: Layout) -> Iterator[list[Traffic]]:
 
 
 def test_pipeline_ends_send_in_one_direction() -> None:
-    """Llama-3.2-1B over 4 ranks, 8 micro-batches of 2·8192·2048 bytes; the tied matrix, 4·128256·2048, meets at the end."""
+    """Llama-3.2-1B over 4 ranks, 8 micro-batches of 2·8192·2048 bytes; the tied matrix, 4·128256·2048, is summed at the end."""
     found = list(stages(Layout(pp=4, gas=8)))
     hop = 2 * 8192 * 2048
     assert [bytes_of(one, "pipeline", "send_recv") / hop for one in found] == [8, 16, 16, 8]

@@ -19,7 +19,7 @@ def dealt(weights: list[str], samples: int) -> list[tuple[int, int]]:
 def test_seven_to_three_by_hand() -> None:
     pattern = MixturePattern([Fraction("0.7"), Fraction("0.3")])
     assert (pattern.length, pattern.counts) == (10, [7, 3])
-    # The middles of sevenths, 1/14, 3/14 …, among those of thirds, 1/6, 3/6, 5/6; where they meet, the first set goes first.
+    # The middles of sevenths, 1/14, 3/14 …, among those of thirds, 1/6, 3/6, 5/6; of equal ones, the first set goes first.
     assert [owner for owner, _ in dealt(["0.7", "0.3"], 10)] == [0, 1, 0, 0, 0, 1, 0, 0, 1, 0]
 
 

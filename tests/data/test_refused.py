@@ -1,4 +1,4 @@
-"""Input that cannot be used: each is told in one sentence with the file and what would work, and nothing is left behind."""
+"""Unusable input: each has a one-sentence error with the file and what would work, and leaves no files."""
 
 from __future__ import annotations
 
@@ -315,7 +315,7 @@ def test_unusable_data_is_refused_without_output(
 
 
 def test_a_token_beyond_the_vocabulary_is_reported_with_its_position(tmp_path: Path) -> None:
-    """A large flat file is only looked at here and there before a run: the rest is seen when it is read."""
+    """Only samples of a large flat file are checked before a run: the rest is checked when it is read."""
     from ultrascale.data.corpora import TokenFileCorpus
     from ultrascale.data.sets import open_set
 

@@ -1,4 +1,4 @@
-"""Token files: ours byte by byte, Megatron's by a writer of our own, flat ones; and what a set tells of itself."""
+"""Token files: ours byte by byte, Megatron's by a writer of our own, flat ones; and the facts of a dataset."""
 
 from __future__ import annotations
 

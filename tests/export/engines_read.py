@@ -51,7 +51,7 @@ def test_deepspeed_loads_its_configuration(name: str, tmp_path: Path, monkeypatc
     monkeypatch.setattr(deepspeed.dist, "get_world_size", lambda: layout.gpus)
 
     class Ranks:
-        """What DeepSpeed asks a program with a pipeline for."""
+        """What DeepSpeed requires of a program with a pipeline."""
 
         def get_data_parallel_world_size(self) -> int:
             return layout.dp

@@ -1,4 +1,4 @@
-"""DeepSpeed really trains from the exported file: two processes on gloo, the small model as Hugging Face says it."""
+"""DeepSpeed really trains from the exported file: two processes on gloo, the small model as a Hugging Face config."""
 
 from __future__ import annotations
 

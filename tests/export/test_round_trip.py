@@ -184,7 +184,7 @@ def test_torchtitan_has_one_pipeline_run_per_step(tmp_path: Path) -> None:
 
 
 def test_an_edited_setting_overrides_the_header(tmp_path: Path) -> None:
-    """The header spoke of the value that the setting stood in for; now somebody chose another."""
+    """The header has the original value of the setting; an edit of the setting makes it stale."""
     plan = plan_of("no bubble")
     file = exported(plan, "nanotron", tmp_path) / "config.yaml"
     file.write_text(

@@ -1,4 +1,4 @@
-"""Attention's kernel is chosen by time: fastest first, those that refuse left out, never on a CPU."""
+"""Attention's kernel is selected by time: fastest first, failing ones dropped, never on a CPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 @pytest.fixture
 def timed_shapes(monkeypatch: pytest.MonkeyPatch) -> list[autotune.AttentionShape]:
-    """Made-up times: cuDNN is slower than flash, the third refuses."""
+    """Fake times: cuDNN is slower than flash, the third fails. Returns the timed shapes."""
     shapes: list[autotune.AttentionShape] = []
 
     def time_ms(name: str, shape: autotune.AttentionShape, _: torch.device) -> float:

@@ -1,7 +1,7 @@
-"""Steps that are recorded and replayed: whom that changes, and what of an engine must then stay where it is.
+"""CUDA graphs: when a step is captured and replayed, and which tensors of an engine must keep their addresses.
 
-A CUDA graph repeats what it saw with the numbers that lie at the same addresses. There is no GPU here: a stand-in repeats the
-work itself with the batch of the recording, and hands out the tensors of the recording, as a graph does.
+A CUDA graph replays its kernels on the data at the captured addresses. There is no GPU here: a stand-in repeats the work
+itself with the batch of the capture, and returns the tensors of the capture, as a graph does.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Graph:
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
-    """A device whose graphs are ours; the graphs that were recorded on it."""
+    """Replaces torch's CUDA graphs by fakes; returns those that were captured."""
     graphs: list[Graph] = []
 
     @contextmanager
@@ -148,7 +148,7 @@ def test_inputs_are_copied_into_the_same_buffers(stand_in: list[Graph]) -> None:
 def test_an_engine_that_replays_trains_as_one_that_does_not(
     gas: int, stand_in: list[Graph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a recording holds on to is what a later step fills: rows, gradients, losses at their addresses."""
+    """A replay writes to the addresses of the capture: rows, gradients, losses."""
     monkeypatch.setattr(CUDAGraphRunner, "_capture", _record)
 
     def engine(use_graph: bool) -> Engine:
@@ -165,7 +165,7 @@ def test_an_engine_that_replays_trains_as_one_that_does_not(
 
 
 def _record(self: CUDAGraphRunner[Any]) -> None:
-    """Records as a graph would: what is replayed reads the batch of the recording and fills what the recording made."""
+    """Captures as a graph would: a replay reads the batch of the capture and writes to the output of the capture."""
     engine = getattr(self.work, "__self__", None)
     batch = getattr(engine, "_batch", None)
     self.output = self.work()

@@ -217,7 +217,7 @@ def loss_and_gradients(model: Transformer) -> tuple[Tensor, dict[str, Tensor]]:
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 @pytest.mark.parametrize("keep", get_args(Fp8Keep))
 def test_a_model_is_near_the_plain_one(scaling: Fp8Scaling, keep: Fp8Keep) -> None:
-    """Errors of one matmul, some 0.05, meet in a gradient that has passed through four layers of seven."""
+    """Errors of one matmul, some 0.05, add up in a gradient that has passed through four layers of seven."""
     plain, narrow = Transformer(SMALL), Transformer(SMALL)
     for model in (plain, narrow):
         initialize(model, 0, SMALL)

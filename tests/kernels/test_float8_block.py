@@ -1,4 +1,4 @@
-"""The fused block in fp8 against the plain ones in fp8: joined matmuls and other scales must not change what is made."""
+"""The fused block in fp8 against the plain ones in fp8: joined matmuls and other scales must not change the results."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ NARROW, WIDE = (float8_gemm.NARROW, float8_gemm.WIDE) if DEVICE == "cuda" else (
 # What a GPU compiles differs by what it reads; the last size has full tiles alone, as a model's.
 KINDS = (torch.float32, torch.bfloat16) if DEVICE == "cuda" else (torch.float32,)
 TILES = [(32, 64), (40, 48), *([(256, 512)] if DEVICE == "cuda" else [])]
-FEW = {torch.float32: 0.01, torch.bfloat16: 0.05}  # in bf16 the twin rounds between its operators, too
+FEW = {torch.float32: 0.01, torch.bfloat16: 0.05}  # in bf16 the reference rounds between its operators, too
 pytestmark = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="no GPU, and Triton does not interpret")
 
 

@@ -1,4 +1,4 @@
-"""Where gates are computed is chosen by time: only on a GPU, only in fused blocks, and never at the cost of a run."""
+"""The kernel of the gated MLP is selected by time: only on a GPU, only in fused blocks; a failure never ends the run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def job() -> Job:
 
 @pytest.fixture
 def timed_shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
-    """Made-up times: within matmuls is faster."""
+    """Fake times: gated GEMMs are faster. Returns the timed shapes."""
     shapes: list[tuple[int, int, int]] = []
 
     def times_ms(kernels: dict[str, GatedMLPKernel], tokens: int, hidden: int, ffn: int, *_: object) -> dict[str, float]:

@@ -18,7 +18,7 @@ from ultrascale.measure import rehearse_tracker as operator_tracker
 
 
 class Quack:
-    """Its two matmuls, and what they were asked with."""
+    """Its two matmuls, and the arguments of their calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []

@@ -67,7 +67,7 @@ def test_one_chunk_of_logits_is_live_at_a_time_and_none_is_saved() -> None:
     with live:
         found = linear_cross_entropy(x, weight, targets, chunk)
     whole = 4 * tokens * vocab
-    assert live.peak < whole / 4  # the plain twin of the kernel has a few copies of its chunk
+    assert live.peak < whole / 4  # the plain reference of the kernel has a few copies of its chunk
     del found
     kept: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one.nbytes) or one, lambda one: one):  # type: ignore[func-returns-value]

@@ -1,4 +1,4 @@
-"""Optional packages that are half installed or fail: one note, and the run goes on with the plain kernel."""
+"""Optional packages that are half installed or fail: one note, and the run falls back to the plain kernel."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_gates_fall_back_to_plain_operators_with_one_note(case: str, install: An
 
 
 class RunOnce:
-    """In the place of recorded launches, which need a GPU."""
+    """Replaces the timing by CUDA graphs, which needs a GPU."""
 
     def __init__(self, action: Callable[[], object], device: torch.device) -> None:
         action()
@@ -171,7 +171,7 @@ def test_attention_autotune_reports_the_failure(
     assert found is not None
     assert list(found.times_ms) == ["flash"]
     assert f"; FlashAttention 4 does not run here: {FLASH[case][1]}" in str(found)
-    assert notes(capfd) == []  # the line above is told by the run
+    assert notes(capfd) == []  # the run prints the line above
     assert not FLASH_ATTENTION_4.failure
 
 

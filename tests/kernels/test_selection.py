@@ -1,4 +1,4 @@
-"""Which of the engine's own kernels run where, and what is said where blocks stay plain."""
+"""Which of the engine's own kernels run where, and the reason where blocks stay plain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The law of passes between matmuls against what torch really dispatches, and what rates are made of."""
+"""The model of elementwise memory traffic against the operators torch dispatches, and how rates are measured."""
 
 from __future__ import annotations
 

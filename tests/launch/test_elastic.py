@@ -1,4 +1,4 @@
-"""Launchers that start a failed job anew: it goes on from what was kept, by itself, on one host and on two."""
+"""Elastic launchers: a failed job restarts and resumes from its last checkpoint, on one host and on two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults that are injected into a run of several ranks: each ends all of them in seconds, and says who, where and when."""
+"""Injected faults in a run of several ranks: each ends all ranks in seconds and names rank, place and step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def describe(rank: int) -> str:
 
 
 def rank_of_a_run(rank: int, nproc: int, store: str, heartbeat: SharedMemoryHeartbeat, fault: Callable[[], None]) -> float:
-    """A loop with an exchange over each axis, watched; the fault strikes one rank in the middle."""
+    """A loop with a collective over each axis, under the watchdog; the fault is injected into one rank in the middle."""
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc, timeout=timedelta(seconds=20))
     mesh = Mesh.build(LAYOUT, kv_heads=2, rank=rank)
     total = 0.0

@@ -1,4 +1,4 @@
-"""Runs that are killed at any moment, and go on: nothing kept is lost, and the curve is the one of a run left in peace."""
+"""Runs that are killed at any time and resume: no checkpoint is lost, and the curve is that of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def curve(run: Path) -> list[tuple[int, float, float]]:
 
 @pytest.fixture(scope="module")
 def peaceful(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
-    """A run that nobody disturbs, and the seconds from its first checkpoint to its end."""
+    """An undisturbed run, and the seconds from its first checkpoint to its end."""
     torch.set_num_threads(1)
     run = tmp_path_factory.mktemp("peaceful") / "run"
     process = in_a_group_of_its_own(trained, request(), run)
@@ -86,7 +86,7 @@ def wait_for(run: Path, limit_s: float = 60) -> float:
 
 
 def killed_and_resumed(run: Path, delay_s: float, *words: str) -> int:
-    """Kills the run so long after its first checkpoint, goes on with it; the step it went on from."""
+    """Kills the run so long after its first checkpoint and resumes it; returns the step it resumed from."""
     process = in_a_group_of_its_own(trained, request(), run)
     wait_for(run)
     time.sleep(delay_s)
@@ -98,7 +98,7 @@ def killed_and_resumed(run: Path, delay_s: float, *words: str) -> int:
         again = in_a_group_of_its_own(trained, from_checkpoint(source, Overrides.parse(words)), run)
         again.join()
         assert again.exitcode == 0
-        assert not list((run / "checkpoints").glob(".*"))  # who had all its steps when it was killed does not go on
+        assert not list((run / "checkpoints").glob(".*"))  # a run that had all its steps when it was killed does not resume
     return source.step
 
 
@@ -159,7 +159,7 @@ def test_a_kill_between_any_two_calls_leaves_a_whole_checkpoint(tmp_path: Path) 
         found.append(newest.step)
     assert code == 0
     assert calls > 8
-    assert found == sorted(found)  # the old one up to some moment, the new one from then on
+    assert found == sorted(found)  # the old one up to some call, the new one from then on
     assert {1, 2} == set(found)
 
 

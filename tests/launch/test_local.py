@@ -49,7 +49,7 @@ def summed(rank: int, nproc: int, store: str) -> tuple[float, str]:
 
 
 def test_large_tensors_are_returned() -> None:
-    """More bytes than a pipe holds, and after the rank that made them has ended."""
+    """More bytes than a pipe buffers, read after the rank that sent them has ended."""
     results = local.run(full_tensor, 2, timeout_s=30)
     assert [torch.equal(x, torch.full((1000, 300), rank, dtype=torch.bfloat16)) for rank, x in enumerate(results)] == [True] * 2
 
@@ -255,7 +255,7 @@ def test_a_second_signal_kills_all_ranks() -> None:
 
 def saving_for_ever(rank: int, nproc: int, store: str) -> None:
     with StopSignals():
-        for delay in (1.0, 0.5, 2.0):  # the second is the same wish as the first
+        for delay in (1.0, 0.5, 2.0):  # the second is the same request as the first
             time.sleep(delay)
             if rank == nproc - 1:
                 os.kill(os.getppid(), signal.SIGINT)

@@ -1,4 +1,4 @@
-"""When memory runs out: the plan's owners, what was held, and advice that really fits when it is followed."""
+"""Out-of-memory reports: the plan's owners, the allocated memory, and advice that fits when it is followed."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from ultrascale.train.request import Overrides, from_model
 TIMEOUT_S = 3
 SCRIPT = Path(__file__).with_name("stopping.py")
 WORDS = ["train.data=synthetic", f"train.timeout_s={TIMEOUT_S}", "checkpoint.every=2", "train.eval_every=2"]
-# The phase, and what is said of it; a rank that has not joined under torchrun has said nothing that others could read.
+# The phase, and its message; a rank that has not joined under torchrun has written no heartbeat that others could read.
 MESSAGES = {
     "join": "joining",
     "build": "building",
@@ -45,7 +45,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ended(start: list[str], begun: Path, out: Path, phase: str, how: str, limit_s: float) -> str:
-    """What the run says, which must end in time with an error."""
+    """The output of the run, which must end in time with an error."""
     command = [*start, str(SCRIPT), phase, how, "train", "--resume", str(begun), "--out", str(out), "--steps", "5", *WORDS]
     command += ["checkpoint.background=false"] if phase == "save" else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

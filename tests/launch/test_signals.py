@@ -1,4 +1,4 @@
-"""Being asked to stop: once is remembered, twice in a moment is once, a second Ctrl-C later is obeyed at once."""
+"""Stop signals: the first is recorded, two at the same time count once, a second Ctrl-C afterwards stops at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The watchdog: who holds everybody up is named, with the collective and its last words; nobody is ended for working."""
+"""The watchdog: the rank that blocks the others is named with the collective and its last heartbeat; slow ranks are not."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def assert_nobody_is_left() -> None:
         assert mine.read_text().split() == []
 
 
-# A rank that is behind, but lives.
+# A rank that is slow, but alive.
 
 
 def sleeping(rank: int, nproc: int, store: str, heartbeat: SharedMemoryHeartbeat) -> None:
@@ -117,7 +117,7 @@ def over_the_store(rank: int, nproc: int, store: str) -> None:
 
     def stop(step: int) -> None:
         if rank == 0 and step == 2:
-            time.sleep(0.6)  # a beat, so that there is a last word
+            time.sleep(0.6)  # one heartbeat interval, so that there is a last heartbeat
             os.kill(os.getpid(), signal.SIGSTOP)
 
     with Watchdog(heartbeat, rank, nproc, TIMEOUT_S, place, local.report) as dog:
@@ -206,7 +206,7 @@ ends_its_thread = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThre
 
 
 def words_of(heartbeat: Heartbeat, world: int, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What a rank 0 that stands still at step 5 says to that heartbeat."""
+    """The message of the watchdog of a rank 0 that hangs at step 5, with that heartbeat."""
     ended, messages = threading.Event(), list[str]()
 
     def end(code: int) -> None:
@@ -242,7 +242,7 @@ def test_an_unreachable_store_is_reported(monkeypatch: pytest.MonkeyPatch) -> No
 
 @ends_its_thread
 def test_a_hung_store_does_not_block_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A TCP store whose host is stopped keeps whoever asks waiting."""
+    """Requests to a TCP store whose host is stopped block."""
 
     class Hung(ClosedHeartbeat):
         def write(self, rank: int, note: RankStatus) -> None:
@@ -284,7 +284,7 @@ def test_a_run_that_was_suspended_as_a_whole_continues() -> None:
     assert local.run(asleep_for_a_while, 1, timeout_s=30) == ["awake"]
 
 
-# The boards.
+# Heartbeats.
 
 
 def test_heartbeats_survive_serialization() -> None:

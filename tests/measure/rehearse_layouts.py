@@ -1,4 +1,4 @@
-"""The layouts whose rehearsals the estimate is held to, and how closely."""
+"""The layouts whose rehearsals the estimate is compared with, and the tolerances."""
 
 from __future__ import annotations
 

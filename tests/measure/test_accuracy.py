@@ -154,10 +154,10 @@ def test_small_is_up_to_three_billion_parameters_on_one_node() -> None:
         ([(1, 10), (2, 20), (3, 30)], 1.0),
         ([(3, 10), (2, 20), (1, 30)], -1.0),
         ([(1, 10), (3, 20), (2, 30)], 1 / 3),  # two pairs agree, one does not
-        ([(2, 100), (1, 100.9), (3, 200)], 1.0),  # within 1 %: says nothing
+        ([(2, 100), (1, 100.9), (3, 200)], 1.0),  # within 1 %: not ranked
         ([(2, 100), (1, 102), (3, 200)], 1 / 3),  # beyond: counts
         ([(1, 100), (2, 100.5)], 1.0),  # nothing left to be wrong about
-        ([(5, 100), (5, 200)], -1.0),  # equal predictions do not tell them apart
+        ([(5, 100), (5, 200)], -1.0),  # equal predictions do not rank them
     ],
 )
 def test_kendall_tau_by_hand(pairs: list[tuple[float, float]], tau: float) -> None:

@@ -1,4 +1,4 @@
-"""`bench collectives`: bandwidths and fits by hand, all ten of them over gloo, and constants that give back what was seen."""
+"""`bench collectives`: bandwidths and fits by hand, all ten of them over gloo, and constants that reproduce the measurement."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_every_rung_of_a_ladder_runs_with_equal_losses(name: str) -> None:
     for rung in ran:
         assert rung.measured is not None
         assert rung.measured.tensors_gib > 0
-        # What torch exchanges by itself under ZeRO is not seen apart; everything else on a CPU is.
+        # Collectives inside torch's FSDP are not measured separately; all others on a CPU are.
         assert (rung.measured.exposed_s is None) == (name == "zero" and rung.name != "ZeRO-0")
         assert rung.measured.bubble_s is not None
         assert (rung.measured.bubble_s > 0) == (name == "pipeline")

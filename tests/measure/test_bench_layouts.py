@@ -1,4 +1,4 @@
-"""`bench layouts`: configurations from words, trials that end in every way, a study that is kept, resumed and pruned."""
+"""`bench layouts`: configurations from words, every result of a trial, a study that is stored, resumed and pruned."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class FakeRunner:
         answer = self.answers[request.layout.mbs]
         if isinstance(answer, BaseException):
             raise answer
-        if isinstance(answer, list):  # tokens/s step by step, until somebody has seen enough
+        if isinstance(answer, list):  # tokens/s step by step, until it is stopped early
             for number, rate in enumerate(answer, 3):
                 if look([TrialStep(number, rate)]):
                     return TrialFailure("stopped", f"stopped after step {number}")
@@ -87,7 +87,7 @@ def fake_runner(monkeypatch: pytest.MonkeyPatch, answers: dict[int, Any]) -> Fak
     return runner
 
 
-# What is asked
+# Candidates
 
 
 def test_varying_a_field_keeps_the_batch(plan: Plan) -> None:
@@ -164,7 +164,7 @@ def test_a_trial_is_the_engines_own_run(plan: Plan, tmp_path: Path) -> None:
     )
     assert isinstance(ended, TrialResult)
     assert Measurement.load(tmp_path / "run" / "measurement.json") == ended.measured
-    assert [step.number for step in steps] == [3, 4, 5]  # the first two tell nothing of speed
+    assert [step.number for step in steps] == [3, 4, 5]  # the first two are warm-up
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert ended.loss == last["loss"]
     assert steps[-1].tokens_per_s == pytest.approx(2 * last["tokens_per_s_per_gpu"])
@@ -297,7 +297,7 @@ def test_ctrl_c_keeps_finished_trials_and_the_rest_resumes(
 
 
 def test_a_killed_sweep_resumes(candidates: CandidateSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The owner of a running trial is dead: whoever looks next says so, and runs it again."""
+    """The owner of a running trial is dead: the next process marks it so and runs it again."""
 
     def claims_and_dies() -> None:
         study = in_file(tmp_path)
@@ -325,13 +325,13 @@ def test_a_trial_of_an_unresponsive_machine_is_reclaimed(candidates: CandidateSe
     assert claimed is not None
     study._note(claimed[1], owner={"host": "another", "pid": 1})
     study.fail_orphans()
-    assert study.records()[claimed[0]].state == "running"  # it beat a moment ago
+    assert study.records()[claimed[0]].state == "running"  # its heartbeat is recent
     with sqlite3.connect(tmp_path / "study.db") as database:
         database.execute("update trial_heartbeats set heartbeat = datetime('now', '-2 minutes')")
     study.fail_orphans()
     record = study.records()[claimed[0]]
     assert (record.state, record.kind, record.reason) == ("failed", "interrupted", "the machine that ran it fell silent")
-    # It was only slow: what it says now changes nothing.
+    # It was only slow: its late result changes nothing.
     assert not study.report(claimed[1], [TrialStep(3, 1.0)])
     study.finish(claimed[1], result(5.0), 1.0, tmp_path)
     assert study.records()[claimed[0]] == record

@@ -1,4 +1,4 @@
-"""Several machines and one study: a real PostgreSQL server, started here, and claims that nobody shares."""
+"""Several machines and one study: a real PostgreSQL server, started here, and exclusive claims of trials."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `bench layouts` shows: a table that is redrawn, lines where nobody watches, and how it ends in words."""
+"""What `bench layouts` prints: a table that is redrawn, lines where there is no terminal, and a closing message."""
 
 from __future__ import annotations
 

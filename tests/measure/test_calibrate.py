@@ -1,4 +1,4 @@
-"""Calibration: a made-up truth is found again, what runs do not tell is refused, and runs left out have the last word."""
+"""Calibration: known constants are recovered, unidentifiable ones keep defaults, and held-out runs decide."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def job_of(model: str, seq: int, layout: Layout, gpus: int = 1) -> Job:
         cluster=Cluster.load(f"{gpus}xh100"),
         seq=seq,
         batch_tokens=layout.batch_tokens(seq),
-        framework=Framework.load("ultrascale-gpu").model_copy(update={"cuda_graphs": False}),  # so that launches tell
+        framework=Framework.load("ultrascale-gpu").model_copy(update={"cuda_graphs": False}),  # launches must count
     )
 
 
@@ -156,7 +156,7 @@ def test_a_run_that_alone_identifies_a_constant_is_not_used_for_validation() -> 
 
 
 def test_constants_worse_on_held_out_runs_are_rejected(run: Run, tmp_path: Path) -> None:
-    """Runs that nothing explains: the same few shapes, each at random half as fast or twice as fast as the plan says."""
+    """Runs that no constants fit: the same few shapes, each at random half as fast or twice as fast as the plan says."""
     rng, base = random.Random(1), Efficiency()
     runs = [replace(one, step_s=one.step_s * math.exp(rng.choice((-0.6, 0.6)))) for one in simulated_runs(base)]
     write(tmp_path / "runs.jsonl", runs, extra_gib=base.workspace_gib)

@@ -60,7 +60,7 @@ def test_measured_times_stay_where_runs_do_not_improve_them(calibrated: tuple) -
     found, rows = calibrated
     assert {verdict.name for verdict in found.verdicts if verdict.known is not None} == {"workspace_gib", "allocator_slack"}
     assert all(row.before == row.after for row in rows)
-    assert not found.judges()  # without any one of the six a constant of time is not told; of memory each judges
+    assert not found.judges()  # each of the six alone identifies a constant of time; all validate memory
     assert len(found.judges("held_gib")) == 6
     assert {verdict.why.split(":")[0] for verdict in found.verdicts if verdict.name in ("matmul", "attention")} == {
         "no run is left to judge what was fitted"

@@ -1,4 +1,4 @@
-"""`ultrascale accuracy` and `explain --row` as a user meets them: figures, files, notes, and one sentence for bad input."""
+"""`ultrascale accuracy` and `explain --row` from the command line: figures, files, notes, and one sentence for bad input."""
 
 from __future__ import annotations
 

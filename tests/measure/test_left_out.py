@@ -24,7 +24,7 @@ from ultrascale.specs.layout import Layout
 _TOOL = runpy.run_path(str(Path(__file__).resolve().parents[2] / "tools" / "fit_constants.py"))
 FITTED, current = _TOOL["FITTED"], _TOOL["current"]
 
-# Two nodes: the tensor exchange over the fast link, gradients over the network; enough tokens that no engine's host is late.
+# Two nodes: TP collectives over the fast link, gradients over the network; enough tokens that no engine's host is late.
 ACROSS = Layout(dp=2, tp=8, mbs=4, gas=2)
 ALONE = Layout(gas=2)
 

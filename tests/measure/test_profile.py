@@ -143,7 +143,7 @@ def test_torchs_fsdp_counts_as_zero(run: Run, tmp_path: Path) -> None:
 
 
 def test_one_process_its_memory_and_a_full_disk(run: Run, tmp_path: Path) -> None:
-    """/dev/full is a disk without room: it loses the trace, and nothing of what the trace said."""
+    """/dev/full is a full disk: the trace is not written, its analysis is."""
     out = tmp_path / "run"
     kept = out / "traces" / "rank0.json.gz"
     kept.parent.mkdir(parents=True)
@@ -225,7 +225,7 @@ def test_names_break_no_compiled_graph() -> None:
 
 
 def test_the_allocators_record_becomes_a_timeline() -> None:
-    """States of 100 and 40 bytes; of 150 allocated before, ten are nobody's. A gradient of 30 is made and stays."""
+    """States of 100 and 40 bytes; of 150 allocated before, ten have no owner. A gradient of 30 is allocated and stays."""
     events = [
         {"action": "alloc", "addr": 3, "size": 50, "time_us": 1_000_000},
         {"action": "segment_alloc", "addr": 900, "size": 2**20, "time_us": 1_000_001},

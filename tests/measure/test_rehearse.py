@@ -172,7 +172,7 @@ def test_a_split_backward_under_zero_in_two_formats() -> None:
 
 
 def test_deferred_weight_grads_gather_the_sequence_when_run() -> None:
-    """A put-off weight gradient needs the gathered sequence only when it is made."""
+    """A deferred weight gradient keeps its shard of the sequence and gathers it only when it runs."""
     job, layout = job_and_layout({"pp": 2, "tp": 4, "gas": 4, "schedule": "zero-bubble"})
     job = job.changed(model=MODEL.model_copy(update={"kv_heads": 4}))
     one = rehearse_rank(job, layout, 4)
@@ -229,7 +229,7 @@ def test_the_observer_sees_allocations_and_whole_operators(monkeypatch: pytest.M
             fake.watcher = watcher = Observer()
             fresh = x.t() + 1  # a view has no memory of its own
             fresh.add_(x.t())
-            torch.nn.functional.mse_loss(fresh, x.t())  # torch takes it apart into others
+            torch.nn.functional.mse_loss(fresh, x.t())  # torch decomposes it into others
             fake.watcher = None
             observers.append(watcher)
     first, again = observers

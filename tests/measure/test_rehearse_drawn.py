@@ -11,7 +11,7 @@ from rehearse_layouts import terms, within
 LAYOUTS = list(islice(drawn(seed=1), 40))
 MEMORY = ("activations, buffers", "all tensors at the peak")
 LEFT = 0.1
-"""of these layouts, at most, miss what the sweep is held to; docs/rehearse.md says in what"""
+"""of these layouts, at most, miss the tolerance of the sweep; docs/rehearse.md says by what"""
 
 
 def test_the_same_seed_draws_the_same() -> None:

@@ -1,4 +1,4 @@
-"""A GPU's kernels without a GPU: what stands in for them makes the tensors that they make, and a real GPU held as much."""
+"""A GPU's kernels without a GPU: stand-ins allocate the same tensors, and a real GPU's memory is equal."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_memory_equals_a_real_gpus(run: CalibrationRun, measured_bytes: dict[str
     """An H200's allocator at the peak of the same step, beside tensors that have no memory."""
     one = rehearse_rank(run.job.changed(framework=engine_of("fused")), run.layout, 0, kernels="fused")
     measured = sum(bytes_ for owner, bytes_ in measured_bytes.items() if owner != "runtime")
-    compiled = COMPILED in notes(run.job, run.layout, "meta", "fused")  # operators hold more for a moment than it does
+    compiled = COMPILED in notes(run.job, run.layout, "meta", "fused")  # operators have larger temporaries than it has
     assert -compiled * 0.002 * measured <= measured - one.peak <= NOT_TENSORS_GIB * GIB
     for owner in ("parameters", "master", "gradients", "optimizer"):
         assert getattr(one.memory, owner) == pytest.approx(measured_bytes[owner], rel=2e-3), owner

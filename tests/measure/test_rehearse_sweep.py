@@ -43,7 +43,7 @@ def test_estimate_equals_a_gpus_memory_and_work(model: str, fields: dict[str, An
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recompute", ["full", pytest.param("none", marks=pytest.mark.slow)])
 def test_with_few_tokens_gradients_are_the_peak(recompute: str, precision: str, zero: int, gas: int) -> None:
-    """Of a large vocabulary's head, of layers on their way, of weights that have gone."""
+    """Of a large vocabulary's head, of layers in backward, of gathered weights that are freed."""
     job, layout = job_and_layout("gqa", {"dp": 2, "mbs": 4, "gas": gas, "zero": zero, "recompute": recompute}, "eager")
     job = job.changed(seq=64, batch_tokens=layout.batch_tokens(64), precision=precision)
     found = {term.label: term for _, term in terms(job, layout)}

@@ -537,7 +537,7 @@ def test_network_sharding_and_gradients_come_from_the_row() -> None:
 
 
 def test_memory_that_megatron_bridge_prints_is_in_gigabytes() -> None:
-    """One row and its prediction in one unit: 10^9 bytes, though the card says GiB."""
+    """One row and its prediction in one unit: 10^9 bytes, though the page prints GiB."""
     rows = {run.id: run for run in read(PUBLISHED)[0]}
     bridge, other = rows["mbqwen-002"], rows["simumax-001"]
     assert (bridge.mem_unit, bridge.peak_mem_gib) == (1e9, 62.166)

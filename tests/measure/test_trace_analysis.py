@@ -1,4 +1,4 @@
-"""What a profile says in sentences, from traces whose numbers are chosen; and a plan beside them."""
+"""Findings of a profile, from traces with chosen numbers; and the comparison with a plan."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def sentence(analysis: Analysis, beginning: str) -> str:
 
 
 def reduction(buckets: int, each: float, hidden: float) -> list[dict[str, Any]]:
-    """A step of a GPU: backward 0–1000, and buckets that are reduced one after the other, `behind` µs of them hidden."""
+    """A step of a GPU: backward 0–1000, and buckets that are reduced one after the other, `hidden` µs of them overlapped."""
     gpu = Device()
     gpu.kernel(0, 1000, launched=-190)
     start = 1000 - hidden

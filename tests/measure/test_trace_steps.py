@@ -1,4 +1,4 @@
-"""Sets of time, against the same arithmetic done moment by moment."""
+"""Sets of intervals, against the same arithmetic on sets of integer points."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_sets_of_time_are_sets(first: list[tuple[int, int]], second: list[tuple[
 
 @given(stretches, stretches, st.integers(0, 40), st.integers(0, 40))
 def test_parts_add_up_to_the_window(first: list[tuple[int, int]], second: list[tuple[int, int]], start: int, end: int) -> None:
-    """What a step is taken apart into: computing alone, exchanging alone, both, neither."""
+    """The parts of a step: only compute, only communication, both, neither."""
     window = (min(start, end), max(start, end))
     computing, exchanging = (both(merged(one), [window]) for one in (first, second))
     overlapped = both(computing, exchanging)
@@ -42,7 +42,7 @@ def test_parts_add_up_to_the_window(first: list[tuple[int, int]], second: list[t
 
 
 def test_a_worked_example() -> None:
-    """Kernels 0–10 and 5–20 and 30–40; an exchange 15–35."""
+    """Kernels 0–10 and 5–20 and 30–40; a collective 15–35."""
     computing, exchanging = merged([(0, 10), (30, 40), (5, 20)]), merged([(15, 35)])
     assert computing == [(0, 20), (30, 40)]
     assert both(computing, exchanging) == [(15, 20), (30, 35)]

@@ -1,4 +1,4 @@
-"""Traces whose every answer is known: what was computing, what was exchanged, for whom, and what was idle."""
+"""Traces with known answers: compute, communication by technique, and idle time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def exposed(one: RankTime) -> dict[str, float]:
 
 
 def test_two_streams_of_a_gpu(tmp_path: Path) -> None:
-    """Computing 100–160 and 200–260; an all-reduce 150–220: ten behind the first, forty alone, twenty behind the second."""
+    """Computing 100–160 and 200–260; an all-reduce 150–220: 10 µs hidden by the first, 40 exposed, 20 hidden by the second."""
     gpu = Device()
     gpu.kernel(100, 130, launched=10)
     gpu.kernel(120, 160, launched=12)  # overlaps the first: counted once
@@ -114,7 +114,7 @@ def test_collectives_of_other_engines_are_attributed_by_process_group(tmp_path: 
 
 
 def test_a_collective_is_attributed_by_its_launching_call(tmp_path: Path) -> None:
-    """Kineto tells some kernels nothing: the host's record_param_comms around the launch knows."""
+    """Kineto has no metadata for some kernels: the host's record_param_comms around the launch has."""
     gpu = Device()
     gpu.kernel(0, 100, launched=-50)
     gpu.collective(100, 110, launched=12)
@@ -150,7 +150,7 @@ def test_gloo_waits_are_measured_in_named_ranges(tmp_path: Path) -> None:
     ]
     analysis = analysed(tmp_path, events)
     assert analysis.device == "cpu"
-    # Computing: 0–40, 60–90 and, while gloo worked on and nobody waited, 40–45. Exchanging: 28–70 and 90–100.
+    # Computing: 0–40, 60–90 and, while gloo worked and the host did not wait, 40–45. Communication: 28–70 and 90–100.
     assert parts(analysis) == (120, 75 - 27, 15 + 10, 27, 20)
     assert exposed(analysis) == {"zero": 10, "data": 15}
     assert {one.technique: one.kinds for one in analysis.techniques} == {"zero": {"all_gather": 1}, "data": {"all_reduce": 1}}

@@ -1,4 +1,4 @@
-"""verify says yes to what computes right, no to a planted mistake, and compares everything there is."""
+"""verify accepts correct layouts, detects planted faults, and compares every parameter."""
 
 from __future__ import annotations
 

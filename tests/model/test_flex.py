@@ -1,4 +1,4 @@
-"""FlexAttention's masks against the dense ones: what is seen, values and gradients; and where the model uses which."""
+"""FlexAttention's masks against the dense ones: visible tokens, values and gradients; and where the model uses which."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_fully_masked_blocks_are_skipped() -> None:
 
 
 class _OnGPU(Tensor):
-    """A tensor that says it is on a GPU, for the choice alone."""
+    """A tensor that reports a GPU as its device, for the selection only."""
 
     is_cuda = True
 
@@ -130,7 +130,7 @@ def test_backends_are_requested_in_order(monkeypatch: pytest.MonkeyPatch) -> Non
         return real(*arguments, **options)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # past the CPU's own way
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # not the CPU's own kernel
     q, k, v = (numbers(1, 6, heads, 8, seed=heads) for heads in (4, 2, 2))
     out = core(q, k, v)
     mask = torch.ones(6, 6, dtype=torch.bool).tril()

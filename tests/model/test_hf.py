@@ -1,4 +1,4 @@
-"""Names of Hugging Face tensors: a round trip keeps every tensor, and what does not fit is told."""
+"""Names of Hugging Face tensors: a round trip keeps every tensor, and what does not fit is an error."""
 
 from __future__ import annotations
 

@@ -252,7 +252,7 @@ def other_dtype(state: dict[str, torch.Tensor]) -> None:
 
 UP = "model.layers.1.mlp.up_proj.weight"
 FIRST = "model.embed_tokens.weight"
-# What is done to a good folder (whole: one file, sharded: several), and a part of the sentence that tells.
+# What is done to a good folder (whole: one file, sharded: several), and a part of the error message.
 BROKEN: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "no config": ("llama", lambda f: (f / CONFIG).unlink(), "has no config.json"),
     "config no json": ("llama", lambda f: (f / CONFIG).write_text("{"), "is not JSON"),

@@ -1,4 +1,4 @@
-"""Routers, experts and what a router tells: against the plain formulas, written out token by token."""
+"""Routers, experts and router statistics: against the plain formulas, written out token by token."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_the_balance_loss_is_reported_and_has_a_gradient(router: str) -> None:
 
 
 def test_even_choices_have_a_balance_loss_of_one() -> None:
-    mlp = layer(top_k=6)  # everybody is chosen
+    mlp = layer(top_k=6)  # every expert is selected
     mlp(tokens()).sum().backward()
     assert mlp.router.pop_stats()[-2].item() == pytest.approx(3.0)  # three sequences
 
@@ -212,7 +212,7 @@ def test_bf16_tokens_are_scored_in_fp32_without_a_copy_in_fp32() -> None:
 
 
 def test_gradients_of_scores_are_not_rounded_to_bf16() -> None:
-    """(1 + 2⁻⁹) · 1 − 1 · 1: bf16 cannot tell the two factors apart."""
+    """(1 + 2⁻⁹) · 1 − 1 · 1: in bf16 the two factors are equal."""
     x = torch.tensor([[1.0], [-1.0]]).bfloat16()
     weight = torch.ones(1, 1).bfloat16().requires_grad_()
     (gradient,) = torch.autograd.grad(_BF16GemmToFP32.apply(x, weight), weight, torch.tensor([[1 + 2**-9], [1.0]]))  # type: ignore[no-untyped-call]

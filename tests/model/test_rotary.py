@@ -51,7 +51,7 @@ LENGTHS = {"within": 20, "beyond": 75}
 
 
 def theirs(family: str, rope_theta: float = 1e4, **fields: Any) -> tuple[transformers.PreTrainedModel, Model]:
-    """A small model of transformers with every parameter random, and the Model that its own config says."""
+    """A small model of transformers with every parameter random, and the Model of its config."""
     config = transformers.AutoConfig.for_model(family, **{**SHAPE, "rope_theta": rope_theta, **fields}, bos_token_id=0)
     torch.manual_seed(0)
     reference = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()

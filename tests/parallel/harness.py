@@ -209,7 +209,7 @@ _BETWEEN_RANKS = ("bucket_mb", "compress", "reduce_every_microbatch", "expert_ov
 
 
 def plain(training: Training) -> dict[str, Any]:
-    """The training of one process: nothing that only concerns how ranks exchange."""
+    """The training of one process: without settings of communication between ranks."""
     given = training.model_dump()
     return {name: value for name, value in given.items() if name not in _BETWEEN_RANKS}
 

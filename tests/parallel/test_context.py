@@ -169,7 +169,7 @@ def mean_visible_keys(rank: int, nproc: int, store: str, variant: ContextParalle
 
 
 def test_the_ring_sends_before_it_computes() -> None:
-    """Forward over 3 ranks: each hop is under way while the block that is there is read."""
+    """Forward over 3 ranks: each hop is in flight while the present block is computed."""
     for events in local.run(traced, 3, timeout_s=60):
         assert events == ["send", "attend", "send", "attend", "attend"]
 

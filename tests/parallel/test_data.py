@@ -1,4 +1,4 @@
-"""Data parallelism without ZeRO: every variant against one process, when and how often it reduces, what travels."""
+"""Data parallelism without ZeRO: every variant against one process, when and how often it reduces, what is sent."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_against_one_process(variant: str, every: bool) -> None:
     [("1f1b", False), ("afab", True), *(pytest.param(*one, marks=slow) for one in (("1f1b", True), ("afab", False)))],
 )
 def test_torch_ddp_in_a_pipeline(schedule: str, every: bool) -> None:
-    """Its forwards run ahead of its backwards, which DDP was not made for."""
+    """Its forwards run ahead of its backwards, which DDP does not support."""
     training = training_of(bucket_mb=0.001, reduce_every_microbatch=every)
     check("gpt2", training, dp=2, pp=2, gas=3, schedule=schedule, data_parallel="ddp")
 
@@ -68,7 +68,7 @@ def _events(engine: Engine) -> list[str]:
     return events
 
 
-PARAMETERS = 3 + 4 * 9  # of llama: two ends and a norm; seven products and two norms a layer
+PARAMETERS = 3 + 4 * 9  # of llama: two ends and a norm; seven matmuls and two norms a layer
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ PARAMETERS = 3 + 4 * 9  # of llama: two ends and a norm; seven products and two 
     ],
 )
 def test_when_gradients_are_reduced(variant: str, bucket_mb: float, every: bool, wanted: list[str]) -> None:
-    """Hooks and buckets are under way before their backward ends; the naive way waits for the end."""
+    """Hooks and buckets reduce before their backward ends; naive data parallelism reduces at the end."""
     layout = Layout(dp=2, gas=3, data_parallel=variant)
     training = training_of(bucket_mb=bucket_mb, reduce_every_microbatch=every)
     for events in in_ranks(_events, job_of("llama"), layout, training):
@@ -141,7 +141,7 @@ def _watched(function: Callable[..., Any], axis: Axis, sent: Counter[torch.dtype
     ("compress", "dtype", "each", "bound"), [("bf16", torch.bfloat16, 2, 2.0**-7), ("int8", torch.int8, 1.5, 4 / 127)]
 )
 def test_compressed_gradients(variant: str, compress: str, dtype: torch.dtype, each: float, bound: float) -> None:
-    """Near one process's and the same on all ranks, to the bit; and the small format is really what travels."""
+    """Near one process's and the same on all ranks, to the bit; and the small format is really what is sent."""
     job, layout, training = job_of("llama"), Layout(dp=2, gas=2, data_parallel=variant), training_of(compress=compress, steps=2)
     found = in_ranks(_compressed, job, layout, training)
     ranks = [result for result, _ in found]
@@ -239,7 +239,7 @@ def test_an_unused_parameter_has_a_zero_gradient() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "tied"])
 def test_uncopied_gradients_with_fused_blocks_and_chunked_loss(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one GPU does with one micro-batch, on a CPU: several steps, so that a gradient left over would be seen."""
+    """What one GPU does with one micro-batch, on a CPU: several steps, so that a stale gradient would be detected."""
     job, layout = job_of(family), Layout(mbs=2)
     reference = one_process(job, 2, training_of())
     monkeypatch.setattr(selection, "choose", lambda *_: Kernels(as_made=True, loss=True, fused=True))

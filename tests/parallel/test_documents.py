@@ -1,4 +1,4 @@
-"""Attention within documents under every kind of cut, held to one process."""
+"""Attention within documents under every kind of parallelism against one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with experts under every technique against one process: losses, gradients, and what the routers tell."""
+"""Models with experts under every technique against one process: losses, gradients, and router statistics."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_overlapping_changes_no_result_with_dropped_tokens(overlap: str) -> None
 
 
 def test_deferred_weight_gradients_are_bitwise_equal() -> None:
-    """Made later, of the same rows in the same order."""
+    """Computed later, from the same rows in the same order."""
     layout = Layout(dp=2, ep=2, gas=2)
     none, late = (
         in_ranks(train, job_of("deepseek"), layout, training_of(expert_overlap=overlap)) for overlap in ("none", "gradients")
@@ -280,7 +280,7 @@ def test_the_reported_loss_excludes_the_balance_loss() -> None:
 
 
 def rows_of(rank: int, nproc: int, store: str, own: int) -> tuple[list[float], list[float]]:
-    """Rank r sends r + i rows of the number 10 r + i to rank i, but `own` to itself; and lets gradients go home."""
+    """Rank r sends r + i rows of the number 10 r + i to rank i, but `own` to itself; and combines the gradients."""
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
     axis = Axis("ep", dist.group.WORLD, rank, nproc, tuple(range(nproc)))
     counts = torch.tensor([own if there == rank else rank + there for there in range(nproc)])
@@ -367,7 +367,7 @@ FORWARD = ["begin", "first products", "end", "experts", "begin", "last product",
 
 
 def test_shared_experts_overlap_dispatch_in_both_passes() -> None:
-    one = ["experts", "their weights"]  # each product's, one after the other
+    one = ["experts", "their weights"]  # each matmul's, one after the other
     for forward, backward in local.run(order_of_events, 2, "none", timeout_s=60):
         assert forward == FORWARD
         assert backward == ["begin", "last product", "end", *one, *one, *one, "begin", "first products", "end"]

@@ -45,7 +45,7 @@ def meshes_of(layout: Layout, kv_heads: int, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 def test_ranks_create_process_groups_in_the_same_order(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch names a group by its members and by how many its maker made before: one count that differs is a deadlock."""
+    """torch names a group by its members and by how many the rank created before: counts that differ are a deadlock."""
     for layout in LAYOUTS + SHARDED + SPREAD:
         _, joined = meshes_of(layout, kv_heads, monkeypatch)
         for rank, groups in enumerate(joined):

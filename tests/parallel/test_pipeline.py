@@ -101,7 +101,7 @@ def test_deferred_weight_grads_run_in_their_actions(name: str) -> None:
     layout = Layout(pp=2, gas=4, **SCHEDULES[name])
     for kinds in in_ranks(_when, job_of("llama"), layout, training_of()):
         assert ActionKind.I not in kinds
-        # Seven products a layer, each in the one W or B of its micro-batch; the head's is never put off.
+        # Seven matmuls a layer, each in the one W or B of its micro-batch; the head's is never deferred.
         assert kinds.count(ActionKind.W) > 0
         assert len(kinds) == 4 * 7 * 2
 

@@ -51,7 +51,7 @@ def test_recomputed_operators(family: str) -> None:
     attention = aten._scaled_dot_product_flash_attention_for_cpu.default
     assert (plain[attention], selective[attention], full[attention]) == (LAYERS, LAYERS, 2 * LAYERS)
     matmuls = [sum(calls[op] for op in (aten.mm.default, aten.addmm.default)) for calls in (plain, selective, full)]
-    # The last product of a block is what the next one starts from: no backward asks for it.
+    # The last matmul of a block is the input of the next one: no backward needs it.
     per_block = 7 if family == "llama" else 6
     assert matmuls == [matmuls[0], matmuls[0], matmuls[0] + LAYERS * (per_block - 1)]
     cheap = aten.silu.default if family == "llama" else aten.native_layer_norm.default

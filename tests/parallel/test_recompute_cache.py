@@ -1,4 +1,4 @@
-"""What recomputation does not make twice: results with their exchanges, and what nobody asks for again."""
+"""What recomputation does not repeat: cached results with their collectives, and results that backward does not need."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ultrascale.train.engine import Engine
 
 
 def ran(engine: Engine) -> Counter[str]:
-    """Products, attention and collectives of a step's forward and backward."""
+    """Matmuls, attention and collectives of a step's forward and backward."""
     calls: Counter[str] = Counter()
 
     class CallCounter(TorchDispatchMode):
@@ -35,7 +35,7 @@ def ran(engine: Engine) -> Counter[str]:
     "fields", [{"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"pp": 2, "schedule": "zero-bubble"}], ids=str
 )
 def test_cached_results_are_not_recomputed_or_communicated_again(fields: dict[str, Any]) -> None:
-    """And of a layer that is recomputed in full, neither is its last product, which no backward asks for."""
+    """And of a layer that is recomputed in full, neither is its last matmul, which no backward needs."""
     layers, tp = 4, fields.get("tp", 1)
     none, selective, full = (
         in_ranks(ran, job_of("llama"), Layout(gas=2, recompute=policy, **fields), training_of())[0]

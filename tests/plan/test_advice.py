@@ -1,4 +1,4 @@
-"""What is offered when the wish cannot be met as it stands."""
+"""What is advised when a request cannot be fulfilled as it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The enumeration: what is asked is every legal layout, and what is left out never wins."""
+"""The enumeration: every legal layout is a candidate, and what is skipped is never the best."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def enumerated(of: Job, constraints: LayoutConstraints) -> set[Layout]:
 
 
 def by_brute_force(of: Job, loops: int = 8) -> set[Layout]:
-    """Every combination of every field, kept when legal, less what the enumeration says it leaves out."""
+    """Every combination of every field, kept when legal, less what the enumeration skips."""
     world, found = of.cluster.gpus, set()
     sizes = divisors(world)
     experts = divisors(of.model.moe.experts) if of.model.moe else [1]

@@ -101,7 +101,7 @@ def test_stated_costs_of_other_degrees_are_true(best: Plan) -> None:
 
 
 def test_no_fitting_neighbour_is_faster(best: Plan) -> None:
-    """The winner won: by the simulator, nothing one step away that fits beats it by more than the closed form's error."""
+    """In the simulator, no fitting neighbour is faster than the winner by more than the closed form's error."""
     assert len(best.rejected) >= 8
     for neighbour in best.rejected:
         assert problem(best.job, neighbour.layout) is None

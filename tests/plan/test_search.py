@@ -1,4 +1,4 @@
-"""The search against brute force, its objectives and constraints, and what it says when nothing fits."""
+"""The search against brute force, its objectives and constraints, and its advice when nothing fits."""
 
 from __future__ import annotations
 

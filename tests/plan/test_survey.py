@@ -1,4 +1,4 @@
-"""The heat map about a job: its own cell is its own plan, its neighbours are of its kind, what cannot be asked is no plan."""
+"""The heat map of a job: its own cell is its plan, its neighbours are of its kind, impossible cells have no plan."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_looped_and_v_shaped_placement() -> None:
 def test_only_dualpipe_pairs_and_always_a_forward_with_a_backward() -> None:
     for name, v in (("1f1b", 1), ("interleaved", 2), ("zero-bubble", 2), ("zb-v", 2)):
         assert not any(action.paired for actions in build(name, 4, 8, v).actions for action in actions)
-    # m − 2P + r + 1 double pairs (the last rank's very first is left apart) and P − 1 − r single ones.
+    # m − 2P + r + 1 double pairs (without the last rank's first) and P − 1 − r single ones.
     pairs = [sum(action.paired for action in actions) for actions in build("dualpipe-v", 4, 10, 2).actions]
     assert pairs == [2 * 3 + 3, 2 * 4 + 2, 2 * 5 + 1, 2 * 6 - 1]
 

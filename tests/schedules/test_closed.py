@@ -126,7 +126,7 @@ def test_unknown_names_are_refused() -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_no_step_is_shorter_than_the_work_of_its_slowest_rank(name: str) -> None:
-    """By which a search drops layouts before it asks for their makespan."""
+    """A search drops layouts by it before it computes their makespan."""
     chance = np.random.default_rng(5)
     for ranks in (2, 3, 8, 32):
         for virtual_stages in VIRTUAL.get(name, (2,)):

@@ -1,4 +1,4 @@
-"""Activations held along the lists, and what a split backward keeps."""
+"""Live activations along the action lists, and what a split backward keeps."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ ANYTHING = PLAIN | st.lists(PLAIN, max_size=2) | st.dictionaries(st.sampled_from
 
 
 def attempt(make: Callable[[], T]) -> tuple[T | None, str | None]:
-    """What was made, or the sentence that says why not; any other exception fails the test."""
+    """The object, or the SpecError's message; any other exception fails the test."""
     try:
         return make(), None
     except SpecError as error:

@@ -129,7 +129,7 @@ def test_the_size_limit_holds_whatever_size_a_file_reports(tmp_path: Path) -> No
     with pytest.raises(files.FileTooLargeError, match="5 bytes, more than 4"):
         files.read_bytes(tmp_path / "a", 4)
     with pytest.raises(files.FileTooLargeError):
-        files.read_bytes("/proc/self/maps", 10)  # says that it has 0
+        files.read_bytes("/proc/self/maps", 10)  # reports a size of 0
     with pytest.raises(OSError, match="null"):
         files.read_bytes("a\0b")
 

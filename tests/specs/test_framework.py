@@ -1,4 +1,4 @@
-"""Engines: presets load, each field pulls time and memory the way it says, and a plan keeps its engine."""
+"""Engines: presets load, each field changes time and memory as documented, and a plan keeps its engine."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_unbalanced_stages_have_equal_layers_and_balanced_ones_spare_the_head() 
 
 
 def test_chunked_tensor_overlap_exposes_one_chunk() -> None:
-    """tp = 8: an eighth has nothing to hide behind, the rest slows matmuls; without sequence parallelism nothing is cut."""
+    """tp = 8: an eighth is exposed, the rest slows matmuls; without sequence parallelism nothing is chunked."""
     whole, pieced = (predicted("tensor", transformer_engine=engine).time.tensor_s for engine in (False, True))
     assert whole / 8 < pieced < whole
 

@@ -1,4 +1,4 @@
-"""GPU: every number has a source, the peaks are dense and ordered, and unknown names are told the nearest."""
+"""GPU: every number has a source, the peaks are dense and ordered, and unknown names get a suggestion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HF configs: each family's published config.json gives the preset's exact count; what cannot be said is refused."""
+"""HF configs: each family's published config.json gives the preset's exact count; what cannot be expressed is refused."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_what_is_written_reads_back_as_the_model(model: Model) -> None:
 
 
 DENSE = [name for name, model in Model.presets().items() if model.moe is None and model.mla is None]
-# A preset of a family of its own whose layers are partly without positions is said as the Llama that the engine trains.
+# A preset of a family of its own whose layers are partly without positions is written as the Llama that the engine trains.
 FAMILY = {"llama": "llama", "tiny": "llama", "mistral-7b": "mistral", "qwen2.5": "qwen2", "qwen3": "qwen3", "gpt2": "gpt2"}
 
 

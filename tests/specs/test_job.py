@@ -25,7 +25,7 @@ def job(**fields: Any) -> Job:
 
 
 def attempt(make: Callable[[], T]) -> tuple[T | None, str | None]:
-    """What was made, or the sentence that says why not; any other exception fails the test."""
+    """The object, or the SpecError's message; any other exception fails the test."""
     try:
         return make(), None
     except SpecError as error:

@@ -40,7 +40,7 @@ ANYTHING = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max
 
 
 def attempt(make: Callable[[], T]) -> tuple[T | None, str | None]:
-    """What was made, or the sentence that says why not; any other exception fails the test."""
+    """The object, or the SpecError's message; any other exception fails the test."""
     try:
         return make(), None
     except SpecError as error:

@@ -1,4 +1,4 @@
-"""Model: exact parameter counts of every preset, the groups they are made of, loading, and errors that help."""
+"""Model: exact parameter counts of every preset, their groups, loading, and helpful errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An address says what a page shows, and nothing in it reaches the disk."""
+"""An address encodes what a page shows, and nothing in it reaches the disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step tells of its experts: the whole table of a small model, a few figures per layer of a large one."""
+"""What a step logs of its experts: the whole table of a small model, a few figures per layer of a large one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saved under one layout, loaded under another: the curve goes on as one process's; under the same one, bit for bit."""
+"""Saved under one layout, loaded under another: the curve is that of one process; under the same one, bitwise equal."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def before(engine: Engine, run: Path, steps: int = BEFORE, background: bool = Tr
     losses = [engine.step(number).loss for number in range(steps)]
     manager.save(steps)
     manager.wait_for_copy()
-    losses += [engine.step(number).loss for number in range(steps, STEPS)]  # the copy was made: these change nothing
+    losses += [engine.step(number).loss for number in range(steps, STEPS)]  # the copy is done: these change nothing
     manager.finish()
     return losses
 
@@ -321,7 +321,7 @@ def test_a_flipped_bit_is_detected(copy_of: Path, name: str, place: float) -> No
     data[int(place * len(data))] ^= 1
     (copy_of / name).write_bytes(data)
     if name == "checkpoint.json" and place == 0.999:
-        data[-2] ^= 1  # the last byte ends the line and says nothing: the one before it closes the mapping
+        data[-2] ^= 1  # the last byte is a newline: the one before it closes the mapping
         (copy_of / name).write_bytes(data)
     with pytest.raises(SpecError, match=r"damaged|not JSON|not text|says format"):
         load_all(copy_of)
@@ -418,7 +418,7 @@ def test_code_named_in_an_index_is_not_executed(copy_of: Path) -> None:
 
 
 def full_disk(engine: Engine, run: Path) -> tuple[list[int | None], str | None]:
-    """The second checkpoint meets a full disk; training goes on and the third is written."""
+    """The disk is full at the second checkpoint; training continues and the third is written."""
     manager = CheckpointManager(engine, run, Checkpointing())
     saved_steps: list[int | None] = []
     failed = None

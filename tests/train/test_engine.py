@@ -1,4 +1,4 @@
-"""The step: one process against plain torch, clipping, the guard against NaN, and that a missing reduction would be seen."""
+"""The step: one process against plain torch, clipping, the guard against NaN, and that a missing reduction is detected."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_clipped_weights(fields: dict[str, Any]) -> None:
 
 
 def _planted(engine: Engine) -> str:
-    """Trains a step, makes one number of one weight NaN on the rank that has it, trains on; what the error says."""
+    """Trains a step, makes one number of one weight NaN on the rank that has it, trains on; returns the error."""
     engine.step(0)
     for weight in engine.weights:
         if weight.shard.name == "blocks.2.mlp.down.weight" and weight.local.numel() and engine.mesh.data.rank == 0:
@@ -157,7 +157,7 @@ def test_a_gradient_alone_that_is_not_finite_is_named_exactly() -> None:
         engine.update(0, loss)
 
 
-# What follows plants mistakes: each must be seen by the comparison that all other tests rely on.
+# Planted faults: the comparison that all other tests rely on must detect each.
 
 
 def _wrong(fields: dict[str, Any], family: str = "gpt2") -> float:

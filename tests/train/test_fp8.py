@@ -1,4 +1,4 @@
-"""Training in fp8, emulated: layouts against one process, against fp32, checkpoints across precisions, and what is said."""
+"""Training in fp8, emulated: layouts against one process, against fp32, checkpoints across precisions, and notes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LAYOUTS: list[Any] = [
 def assert_rounds_alike(ranks: list[RankResult], reference: RankResult, job: Job) -> None:
     """Most gradients of the first step agree as in fp32. A few numbers lie so near the edge between two of fp8 that a sum in
     another order takes them across, and what follows carries that, further with each of these large steps: the second's and
-    third's losses were seen to part by 2e-4. Scales that are no powers of two part the first gradients by 0.2.
+    third's losses differed by 2e-4. Scales that are no powers of two change the first gradients by 0.2.
     """
     errors = sorted(gradient_errors(ranks, reference, job).values())
     assert errors[len(errors) // 2] < 1e-3

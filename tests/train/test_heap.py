@@ -11,7 +11,7 @@ import pytest
 from ultrascale.launch import local
 from ultrascale.train import memory
 
-PIECE, PIECES = 64 * 1024, 3000  # below what glibc maps apart
+PIECE, PIECES = 64 * 1024, 3000  # below glibc's threshold for mmap
 
 
 def resident() -> int:

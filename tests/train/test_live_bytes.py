@@ -1,4 +1,4 @@
-"""Live bytes against counts made by hand: layers, views, freed and resized storages, checkpoints, FSDP2."""
+"""Live bytes against counts by hand: layers, views, freed and resized storages, checkpoints, FSDP2."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_checkpoint_keeps_only_the_output() -> None:
         assert full.current == 2 * KIB
         kept.sum().backward()
     assert inputs.grad is not None
-    assert full.peak >= 8 * KIB  # everything was made again
+    assert full.peak >= 8 * KIB  # everything was recomputed
 
 
 def test_tensors_cached_by_selective_checkpoints_are_counted() -> None:
@@ -129,7 +129,7 @@ def test_tensors_cached_by_selective_checkpoints_are_counted() -> None:
         kept = checkpoint(
             block, inputs, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(save_matmuls)
         )
-        assert live.current == 2 * 2 * KIB  # the matmul and the output; the first tanh is gone
+        assert live.current == 2 * 2 * KIB  # the matmul and the output; the first tanh is freed
         del kept
         assert live.current == 0
 
@@ -159,4 +159,4 @@ def test_fsdp_frees_what_it_gathered() -> None:
         assert before == {"parameters": layer}  # half of each of two layers
         assert peak >= 2 * layer  # at the least one whole layer beside the shards
         assert after["gradients"] == layer
-        assert after.get("activations", 0) < KIB  # gathered weights and buffers are gone; the loss's scalars are left
+        assert after.get("activations", 0) < KIB  # gathered weights and buffers are freed; the loss's scalars are live

@@ -120,7 +120,7 @@ def _job_and_layout(model: Model, fields: dict[str, Any]) -> tuple[Job, Layout]:
 
 
 def compared(fields: dict[str, Any]) -> list[tuple[RankMemory, Memory]]:
-    """Per pipeline stage, what its first rank held and what the law says."""
+    """Per pipeline stage, the measured memory of its first rank and the predicted one."""
     job, layout = _job_and_layout(MODEL, fields)
     ranks = in_ranks(_measured, job, layout, training_of())
     stages = estimate(job, layout).memory

@@ -13,7 +13,7 @@ from ultrascale.specs.model import Model
 from ultrascale.train.engine import Engine
 from ultrascale.train.optimizer import LossScale
 
-# Products in half precision are slow on a CPU without it.
+# Matmuls in half precision are slow on a CPU without it.
 MODEL = Model(name="small", layers=2, hidden=16, heads=2, kv_heads=1, ffn=32, vocab=32, tied_embeddings=True)
 ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 slow = pytest.mark.slow

@@ -28,7 +28,7 @@ def test_the_next_batch_is_prefetched_and_none_beyond_the_end() -> None:
     assert known.wait(10)
     assert ahead.take(1) == 1
     assert read == [0, 1]
-    assert ahead.take(5) == 5  # asked for all the same
+    assert ahead.take(5) == 5  # requested all the same
 
 
 def test_a_prefetch_error_is_raised_at_its_step() -> None:

@@ -1,4 +1,4 @@
-"""Roll-backs: what they set aside, that a kill at any moment loses nothing, and that no abandoned checkpoint is resumed."""
+"""Roll-backs: what they set aside, that a kill at any time loses nothing, and that no abandoned checkpoint is resumed."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_a_kill_between_any_two_operations_loses_no_checkpoint(three: Path, tmp_
             history.finish_rollback(run)
             assert contents(run) == contents(finished), calls
     assert code == 0
-    assert found == sorted(found, key=[before, after].index)  # from the moment of the record on, it is the new one
+    assert found == sorted(found, key=[before, after].index)  # once the record is written, it is the new one
     assert found.index(after) == 4  # mkdir, fsync, chmod and rename of the record
     assert calls > 15
 

@@ -105,7 +105,7 @@ def test_fp8_gather_adds_neither_time_nor_memory(engine: str, narrow_layers: int
     one, other = estimate(job, layout), estimate(wide, layout)
     assert one.time.zero_s < other.time.zero_s
     layer = 4096 * (4096 * 2 + 2 * 1024) + 3 * 4096 * 14336
-    # The fullest moment has one layer that stays wide, at an end, and one that does not.
+    # At the peak one bf16 layer, at an end, and one fp8 layer are gathered.
     assert other.memory[0].memory.total - one.memory[0].memory.total == pytest.approx(narrow_layers * layer, rel=0.05)
 
 

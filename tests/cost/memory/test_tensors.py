@@ -1,4 +1,4 @@
-"""The fullest moments of an engine that was followed, byte by byte, for a model small enough to add up by hand.
+"""Peak memory of our engine, byte by byte, for a model small enough to add up by hand.
 
 4 layers, hidden 512, 8 heads of 64, 2 kv heads, MLP 1536, vocabulary 4096, 1024 tokens of bf16. One residual-wide tensor is
 R = 2·1024·512, one as wide as the MLP W = 3·R, keys and values R / 2. A layer keeps 6 R (two norms' inputs and outputs, q,
@@ -53,8 +53,8 @@ def test_vocab_parallel_loss_peaks_in_forward() -> None:
 
 
 def test_the_gate_in_backward_on_a_first_stage() -> None:
-    """Two micro-batches of two layers and what was sent on; the gradient that came, four W (gradients of activation, gate and
-    up, and the gate's activation once more) in place of the activation.
+    """Two micro-batches of two layers and their sent outputs; the received gradient, four W (gradients of activation, gate
+    and up, and the gate's recomputed activation) in place of the activation.
     """
     memory = predict(Layout(pp=2, gas=4))
     assert memory.activations == 2 * (2 * LAYER + ANGLES + R) + R + 3 * W
@@ -73,7 +73,7 @@ def test_full_recomputation_restores_one_layer() -> None:
 
 
 def test_zero_2_at_the_gate() -> None:
-    """What the embedding's gradients were scattered from, fp32, and the last matmul's fresh bf16 ones."""
+    """The fp32 input of the embedding gradients' reduce-scatter, and the last matmul's fresh bf16 gradients."""
     memory = predict(Layout(pp=2, dp=2, gas=4, zero=2))
     assert memory.buffers == 4 * 4096 * 512 + 2 * 512 * 1536
 
@@ -84,7 +84,7 @@ def test_zero_3_gathers_two_layers_and_the_embedding() -> None:
 
 
 def test_one_micro_batch_has_no_gradients_at_its_loss() -> None:
-    """ZeRO-3: embedding, head and norm are gathered, and the layer that backward begins with; gradients come later."""
+    """ZeRO-3: embedding, head and norm are gathered, and the layer that backward begins with; gradients do not exist yet."""
     memory = predict(Layout(dp=2, zero=3))
     assert memory.gradients == 0
     assert memory.buffers == 2 * (ENDS + WEIGHTS)
@@ -94,10 +94,10 @@ def test_one_micro_batch_has_no_gradients_at_its_loss() -> None:
 
 
 def test_gradients_larger_than_activations() -> None:
-    """Full recomputation, one micro-batch over 2: with two layers done their gradients are there, and activations of two left.
+    """Full recomputation, one micro-batch over 2: after two layers their gradients are live, and activations of two layers.
 
-    At the gate of the third: one layer back, gradients of the head (bf16, whole) and of the last matmul, two layers and the
-    ends gathered, one layer's gradients on their way.
+    At the gate of the third: one recomputed layer, gradients of the head (bf16, whole) and of the last matmul, two layers and
+    the ends gathered, one layer's gradients in the reduce-scatter.
     """
     memory = predict(Layout(dp=2, zero=3, recompute="full"))
     assert memory.gradients == pytest.approx(2 * 4 * WEIGHTS / 2)
@@ -107,8 +107,8 @@ def test_gradients_larger_than_activations() -> None:
 
 
 def test_a_split_backward_keeps_the_activation_and_gathered_gradients() -> None:
-    """Zero-bubble: four W on top and none in their place. With tp 2 a layer that is done and waits for its weights' turn keeps
-    two gradients of the whole sequence, the one at work has one; residual-wide tensors are R / 2.
+    """Zero-bubble: four W more, as the activation is kept. With tp 2 a layer with deferred weight gradients keeps two
+    gradients of the whole sequence, the layer in backward one; residual-wide tensors are R / 2.
     """
     memory = predict(Layout(pp=2, gas=4, schedule="zero-bubble"))
     assert memory.activations == 2 * (2 * LAYER + ANGLES + R) + R + 4 * W
@@ -128,15 +128,15 @@ def test_expert_gradients_are_stacked_while_their_parts_are_live() -> None:
 
 
 def test_expert_load_scales_inputs_and_not_outputs() -> None:
-    """At the loss: of what waits in a layer, experts' inputs, matmuls and activation grow with the load, outputs do not."""
+    """At the loss: of a layer's saved tensors, experts' inputs, matmuls and activation grow with the load, outputs do not."""
     mean, busy = (predict(Layout(dp=2, ep=2), model=EXPERTS, imbalance=load) for load in (1.0, 1.5))
     assert mean.activations == 4 * EXPERT_LAYER + ANGLES + 2 * R + 8 * 1024 + 12 * LOGITS
     assert busy.activations - mean.activations == 4 * 0.5 * (2 * R + 3 * 2 * R)
 
 
 def test_combine_is_the_forward_peak_of_tp_sharded_experts() -> None:
-    """tp 2 cuts experts, but not their rows: as they came, weighed, summed, and the gathered input of the layer beside its
-    slice; what is sent on is not made yet.
+    """tp 2 shards experts, but not their rows. Live are: received rows, weighted rows, their sum, the gathered input of the
+    layer and its shard; the output to send is not allocated yet.
     """
     uncut = 4 * 1024 * 512 + 4 * 1024 * 8 + 2 * 2 * R
     layer = (EXPERT_LAYER - uncut) / 2 + uncut
@@ -146,8 +146,8 @@ def test_combine_is_the_forward_peak_of_tp_sharded_experts() -> None:
 
 
 def test_deferred_expert_weight_gradients_free_the_layer_input() -> None:
-    """Zero-bubble, the loss of the second micro-batch: of the first, whose weights wait, each layer has let go its input and
-    the router's copy of it; what came from the stage before stays.
+    """Zero-bubble, the loss of the second micro-batch: of the first, with deferred weight gradients, each layer has freed
+    its input and the router's copy of it; what the stage received stays.
     """
     memory = predict(Layout(pp=2, gas=4, schedule="zero-bubble"), stage=1, model=EXPERTS)
     waiting = 2 * EXPERT_LAYER + ANGLES - 2 * (R + 4 * 1024 * 512) + R
@@ -155,9 +155,9 @@ def test_deferred_expert_weight_gradients_free_the_layer_input() -> None:
 
 
 def test_first_backward_buffers_hold_only_its_own_reduce_scatter() -> None:
-    """AFAB is fullest in its first backward, at the second layer's gate: the first one's shards, what they were scattered from
-    and the last matmul's fresh gradients. No others are there; of the activations a layer's are gone, and the gradient that
-    came is another than the residual's.
+    """AFAB peaks in its first backward, at the second layer's gate: the first layer's gradient shards, the input of their
+    reduce-scatter and the last matmul's fresh gradients. No other gradients exist; one layer's activations are freed, and the
+    received gradient is another tensor than the residual's.
     """
     memory = predict(Layout(pp=2, dp=2, gas=4, zero=2, schedule="afab"))
     assert memory.gradients == 0
@@ -182,7 +182,7 @@ def test_final_norm_exceeds_logits_of_a_small_vocabulary() -> None:
 
 
 def test_expert_forward_with_the_last_gather_buffer() -> None:
-    """ZeRO-1 with one micro-batch. Rows as they came and times their weights, their sum, the normed input; no loss yet."""
+    """ZeRO-1 with one micro-batch. Received and weighted rows, their sum, the normed input; no loss yet."""
     narrow = SHAPE | {"vocab": 64, "norm": "layernorm"}  # whose backward is one kernel, and which has biases
     model = Model(name="narrow", kv_heads=2, ffn=0, moe=MoE(experts=8, top_k=2, expert_ffn=64), **narrow)
     memory = predict(Layout(dp=2, zero=1), model=model)
@@ -192,7 +192,7 @@ def test_expert_forward_with_the_last_gather_buffer() -> None:
 
 def test_every_chunk_keeps_its_last_reduce_scatter_buffer() -> None:
     """Interleaved: embedding and head of the chunks that have them, a layer of the others; and the gradient sent last. Where
-    scatters follow the weights' turn, of every chunk the last layer.
+    reduce-scatters follow deferred weight gradients, the last layer of every chunk.
     """
     looped = predict(Layout(pp=2, dp=2, gas=4, zero=2, schedule="interleaved", virtual_stages=2), stage=1)
     assert looped.buffers == 4 * (4096 * 512 + 512) + 4 * WEIGHTS + R
@@ -201,7 +201,7 @@ def test_every_chunk_keeps_its_last_reduce_scatter_buffer() -> None:
 
 
 def test_gathered_weights_are_freed_in_the_last_backward() -> None:
-    """ZeRO-2 with one micro-batch is fullest at its loss, though gradients come: a layer's gathered weights go with it."""
+    """ZeRO-2 with one micro-batch peaks at its loss: backward frees a layer's gathered weights as it adds gradients."""
     memory = predict(Layout(dp=2, zero=2, recompute="full"))
     assert (memory.gradients, memory.buffers) == (0, 0)
     assert memory.activations == 4 * R + ANGLES + 2 * R + 8 * 1024 + 12 * LOGITS
