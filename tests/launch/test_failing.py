@@ -40,18 +40,18 @@ def rank_of_a_run(rank: int, nproc: int, store: str, heartbeat: SharedMemoryHear
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc, timeout=timedelta(seconds=20))
     mesh = Mesh.build(LAYOUT, kv_heads=2, rank=rank)
     total = 0.0
-    with Watchdog(heartbeat, rank, nproc, 3.0, describe, local.report) as dog:
+    with Watchdog(heartbeat, rank, nproc, 3.0, describe, local.report) as watchdog:
         try:
             for step in range(1, STEPS + 1):
-                dog.at(step, "forward and backward")
+                watchdog.at(step, "forward and backward")
                 comm.all_reduce(torch.ones(8), mesh.tp)
                 if rank == VICTIM and step == AT:
                     fault()
                 comm.all_reduce(torch.ones(8), mesh.data)
-                dog.at(step, "optimizer")
+                watchdog.at(step, "optimizer")
                 total += float(comm.all_reduce(torch.ones(1), mesh.world))
         except RuntimeError as error:
-            raise (RunError(dog.explain(error)) if lost_a_peer(error) else error) from error
+            raise (RunError(watchdog.explain(error)) if lost_a_peer(error) else error) from error
     return total
 
 
@@ -132,9 +132,9 @@ def engine_rank(rank: int, nproc: int, store: str, heartbeat: SharedMemoryHeartb
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
     engine = engine_of(job_of("llama"), layout, training_of(), rank)
     engine.step(0)  # the first may take seconds on a busy machine, and is not what is watched
-    with Watchdog(heartbeat, rank, nproc, 3.0, lambda rank: "", local.report) as dog:
+    with Watchdog(heartbeat, rank, nproc, 3.0, lambda rank: "", local.report) as watchdog:
         for step in range(2, 5):
-            dog.at(step, "forward and backward")
+            watchdog.at(step, "forward and backward")
             if rank == 1 and step == 3:
                 stop()
             engine.step(step - 1)

@@ -184,10 +184,10 @@ def test_a_dead_rank_is_reported_with_coordinates_step_and_phase() -> None:
     assert text.startswith("rank 2 (dp 2, tp 0) failed:\nthe process ended without a word (signal SIGKILL: ")
     assert text.endswith("it was at step 7, forward and backward, since 12:00:00")
     assert time.monotonic() - start < 10
-    assert_nobody_is_left()
+    assert_no_process_is_left()
 
 
-def assert_nobody_is_left() -> None:
+def assert_no_process_is_left() -> None:
     """No process, no zombie."""
     mine = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
     assert not mine.exists() or mine.read_text().split() == []
@@ -231,7 +231,7 @@ def test_a_stop_signal_is_forwarded_to_every_rank_and_awaited(number: signal.Sig
     results = local.run(until_stopped, 3, number, timeout_s=30, stoppable=True)
     assert results == [(rank, number.name) for rank in range(3)]
     assert [signal.getsignal(one) for one in signals.STOP] == before
-    assert_nobody_is_left()
+    assert_no_process_is_left()
 
 
 def until_stopped(rank: int, nproc: int, store: str, number: signal.Signals) -> tuple[int, str | None]:
@@ -250,7 +250,7 @@ def test_a_second_signal_kills_all_ranks() -> None:
     with pytest.raises(RunError, match="ended at once, without saving: SIGINT came a second time"):
         local.run(saving_for_ever, 2, timeout_s=30, stoppable=True)
     assert time.monotonic() - start > 3.4
-    assert_nobody_is_left()
+    assert_no_process_is_left()
 
 
 def saving_for_ever(rank: int, nproc: int, store: str) -> None:
@@ -267,7 +267,7 @@ def test_a_stopped_rank_is_killed_too() -> None:
     with pytest.raises(RankError, match=r"rank 1 failed[\s\S]*The process of rank 0 is stopped"):
         local.run(one_stopped, 2, timeout_s=30)
     assert time.monotonic() - start < 10
-    assert_nobody_is_left()
+    assert_no_process_is_left()
 
 
 def one_stopped(rank: int, nproc: int, store: str) -> None:

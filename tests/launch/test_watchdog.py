@@ -39,13 +39,13 @@ def join(rank: int, nproc: int, store: str, timeout_s: float = 30.0) -> Axis:
     return world_axis(rank, nproc)
 
 
-def train(dog: Watchdog, axis: Axis, steps: int, hook: object = None) -> None:
+def train(watchdog: Watchdog, axis: Axis, steps: int, hook: object = None) -> None:
     """A loop of two phases with one reduction a step; `hook(step)` may do what a fault would."""
     for step in range(1, steps + 1):
-        dog.at(step, "reading data")
+        watchdog.at(step, "reading data")
         if callable(hook):
             hook(step)
-        dog.at(step, "forward and backward")
+        watchdog.at(step, "forward and backward")
         comm.all_reduce(torch.ones(4), axis)
 
 
@@ -59,8 +59,8 @@ def stopping(rank: int, nproc: int, store: str, heartbeat: SharedMemoryHeartbeat
         if rank == 1 and step == 3:
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    with Watchdog(heartbeat, rank, nproc, TIMEOUT_S, place, local.report) as dog:
-        train(dog, axis, 5, stop)
+    with Watchdog(heartbeat, rank, nproc, TIMEOUT_S, place, local.report) as watchdog:
+        train(watchdog, axis, 5, stop)
 
 
 def test_a_stopped_rank_is_named_with_the_collective_that_the_others_wait_in() -> None:
@@ -78,10 +78,10 @@ def test_a_stopped_rank_is_named_with_the_collective_that_the_others_wait_in() -
     assert "test_watchdog.py" in text  # the stack
     assert "The process of rank 1 is stopped (SIGSTOP)" in text
     assert time.monotonic() - start < 25
-    assert_nobody_is_left()
+    assert_no_process_is_left()
 
 
-def assert_nobody_is_left() -> None:
+def assert_no_process_is_left() -> None:
     mine = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
     if mine.exists():
         assert mine.read_text().split() == []
@@ -92,8 +92,8 @@ def assert_nobody_is_left() -> None:
 
 def sleeping(rank: int, nproc: int, store: str, heartbeat: SharedMemoryHeartbeat) -> None:
     axis = join(rank, nproc, store)
-    with Watchdog(heartbeat, rank, nproc, TIMEOUT_S, place, local.report) as dog:
-        train(dog, axis, 5, lambda step: time.sleep(60) if rank == 2 and step == 2 else None)
+    with Watchdog(heartbeat, rank, nproc, TIMEOUT_S, place, local.report) as watchdog:
+        train(watchdog, axis, 5, lambda step: time.sleep(60) if rank == 2 and step == 2 else None)
 
 
 def test_a_live_rank_outside_the_collective_is_not_called_dead() -> None:
@@ -120,8 +120,8 @@ def over_the_store(rank: int, nproc: int, store: str) -> None:
             time.sleep(0.6)  # one heartbeat interval, so that there is a last heartbeat
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    with Watchdog(heartbeat, rank, nproc, TIMEOUT_S, place, local.report) as dog:
-        train(dog, axis, 5, stop)
+    with Watchdog(heartbeat, rank, nproc, TIMEOUT_S, place, local.report) as watchdog:
+        train(watchdog, axis, 5, stop)
 
 
 def test_ranks_that_share_only_a_store_name_the_one_that_stopped() -> None:
@@ -132,7 +132,7 @@ def test_ranks_that_share_only_a_store_name_the_one_that_stopped() -> None:
     assert "waiting in all_reduce over dp" in text
     assert "rank 0 (dp 0) is silent" in text
     assert "it last said step 2, reading data" in text
-    assert_nobody_is_left()
+    assert_no_process_is_left()
 
 
 # A peer that cannot be reached: gloo gives up first, and the rank explains what it got.
@@ -145,12 +145,12 @@ def unreachable(rank: int, nproc: int, store: str, heartbeat: SharedMemoryHeartb
         if rank == 1 and step == 2:
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    dog = Watchdog(heartbeat, rank, nproc, 20.0, place, local.report)
+    watchdog = Watchdog(heartbeat, rank, nproc, 20.0, place, local.report)
     try:
-        with dog:
-            train(dog, axis, 5, cut_off)
+        with watchdog:
+            train(watchdog, axis, 5, cut_off)
     except RuntimeError as error:
-        raise RunError(dog.explain(error) if lost_a_peer(error) else "another error") from error
+        raise RunError(watchdog.explain(error) if lost_a_peer(error) else "another error") from error
 
 
 def test_a_gloo_error_names_step_collective_and_peer() -> None:
@@ -161,7 +161,7 @@ def test_a_gloo_error_names_step_collective_and_peer() -> None:
     assert re.match(r"rank [02] \(dp [02]\) lost a peer at step 2, forward and backward, in all_reduce over dp: ", text)
     assert "rank 1 (dp 1) is silent" in text
     assert text.count("silent") == 1  # the other one has lost the same peer, and lives
-    assert_nobody_is_left()
+    assert_no_process_is_left()
 
 
 # What must not happen.
@@ -194,9 +194,9 @@ class ClosedHeartbeat(FakeHeartbeat):
 
 def test_a_progressing_rank_is_not_reported() -> None:
     messages: list[str] = []
-    with Watchdog(FakeHeartbeat(), 0, 1, 0.4, place, messages.append) as dog:
+    with Watchdog(FakeHeartbeat(), 0, 1, 0.4, place, messages.append) as watchdog:
         for step in range(10):
-            dog.at(step, "computing")
+            watchdog.at(step, "computing")
             time.sleep(0.1)
     assert messages == []
     assert not [thread for thread in threading.enumerate() if thread.name == "watchdog"]
@@ -215,8 +215,8 @@ def words_of(heartbeat: Heartbeat, world: int, monkeypatch: pytest.MonkeyPatch) 
         raise SystemExit  # of this thread
 
     monkeypatch.setattr(os, "_exit", end)
-    with Watchdog(heartbeat, 0, world, 0.4, place, messages.append) as dog:
-        dog.at(5, "computing")
+    with Watchdog(heartbeat, 0, world, 0.4, place, messages.append) as watchdog:
+        watchdog.at(5, "computing")
         assert ended.wait(20)
     (text,) = messages
     return text
@@ -244,7 +244,7 @@ def test_an_unreachable_store_is_reported(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_hung_store_does_not_block_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests to a TCP store whose host is stopped block."""
 
-    class Hung(ClosedHeartbeat):
+    class HungHeartbeat(ClosedHeartbeat):
         def write(self, rank: int, note: RankStatus) -> None:
             time.sleep(30)
 
@@ -252,7 +252,7 @@ def test_a_hung_store_does_not_block_the_watchdog(monkeypatch: pytest.MonkeyPatc
             time.sleep(30)
             return {}
 
-    assert "does not answer" in words_of(Hung(), 2, monkeypatch)
+    assert "does not answer" in words_of(HungHeartbeat(), 2, monkeypatch)
 
 
 @ends_its_thread
@@ -272,8 +272,8 @@ def test_many_silent_ranks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asleep_for_a_while(rank: int, nproc: int, store: str) -> str:
-    with Watchdog(SharedMemoryHeartbeat(1), 0, 1, 1.0, place, local.report) as dog:
-        dog.at(1, "computing")
+    with Watchdog(SharedMemoryHeartbeat(1), 0, 1, 1.0, place, local.report) as watchdog:
+        watchdog.at(1, "computing")
         subprocess.Popen(["sh", "-c", f"sleep 2.5; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(0.4)

@@ -41,15 +41,15 @@ def values(rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_collectives_compute_their_results(dtype: torch.dtype) -> None:
     for rank, result in enumerate(in_ranks(_collectives, dtype)):
-        everybody = [values(other, dtype) for other in range(SIZE)]
-        total = torch.stack(everybody).sum(0)
+        inputs = [values(other, dtype) for other in range(SIZE)]
+        total = torch.stack(inputs).sum(0)
         assert torch.equal(result["sum"], total)
-        assert torch.equal(result["max"], everybody[-1])
-        assert torch.equal(result["gather"], torch.cat(everybody, 1))
-        assert torch.equal(result["gather_last"], torch.cat(everybody, -1))
+        assert torch.equal(result["max"], inputs[-1])
+        assert torch.equal(result["gather"], torch.cat(inputs, 1))
+        assert torch.equal(result["gather_last"], torch.cat(inputs, -1))
         assert torch.equal(result["scatter"], total[:, 2 * rank : 2 * rank + 2])
-        assert torch.equal(result["switch"], torch.cat([one[:, 2 * rank : 2 * rank + 2] for one in everybody], 2))
-        assert torch.equal(result["shift"], everybody[rank - 1])
+        assert torch.equal(result["switch"], torch.cat([one[:, 2 * rank : 2 * rank + 2] for one in inputs], 2))
+        assert torch.equal(result["shift"], inputs[rank - 1])
 
 
 def _collectives(axis: Axis, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -177,11 +177,11 @@ def _values(rank: int, length: int) -> torch.Tensor:
 @pytest.mark.parametrize("length", [1, 7, 1000])
 def test_int8_mean_of_three_ranks(length: int) -> None:
     """Each number is rounded to 1/254 of its slice's largest when it leaves, and once more when the mean comes back."""
-    everybody = torch.stack([_values(rank, length) for rank in range(3)])
+    inputs = torch.stack([_values(rank, length) for rank in range(3)])
     results = local.run(_mean, 3, "int8", length, timeout_s=60)
-    bound = (everybody.abs().amax(dim=1).mean() + everybody.mean(0).abs().max() * (1 + 1 / 127)) / 254
+    bound = (inputs.abs().amax(dim=1).mean() + inputs.mean(0).abs().max() * (1 + 1 / 127)) / 254
     assert all(torch.equal(result, results[0]) for result in results)
-    assert float((results[0] - everybody.mean(0)).abs().max()) <= float(bound) * (1 + 1e-5)
+    assert float((results[0] - inputs.mean(0)).abs().max()) <= float(bound) * (1 + 1e-5)
 
 
 def _int8_mean(rank: int, nproc: int, store: str) -> torch.Tensor:

@@ -323,7 +323,7 @@ def order_of_events(rank: int, nproc: int, store: str, overlap: ExpertOverlap) -
     axis = Axis("ep", dist.group.WORLD, rank, nproc, tuple(range(nproc)))
     heard: list[str] = []
 
-    class Loud(AllToAllExchange):
+    class LoggingExchange(AllToAllExchange):
         def start(self, direction: Any, rows: torch.Tensor) -> None:
             heard.append("begin")
             super().start(direction, rows)
@@ -353,7 +353,7 @@ def order_of_events(rank: int, nproc: int, store: str, overlap: ExpertOverlap) -
         module.register_forward_hook(lambda *_, name=name: heard.append(name))
         module.register_full_backward_hook(lambda *_, name=name: heard.append(name))
     x = torch.randn(2, 8, model.hidden, requires_grad=True)
-    patched = mock.patch.object(expert, "AllToAllExchange", Loud)
+    patched = mock.patch.object(expert, "AllToAllExchange", LoggingExchange)
     with patched, logged("experts", expert_layer.grouped_gemms), logged("their weights", expert_layer.grouped_weight_grad):
         out = layer(x)
         forward = list(heard)

@@ -196,8 +196,8 @@ def test_every_chunk_keeps_its_last_reduce_scatter_buffer() -> None:
     """
     looped = predict(Layout(pp=2, dp=2, gas=4, zero=2, schedule="interleaved", virtual_stages=2), stage=1)
     assert looped.buffers == 4 * (4096 * 512 + 512) + 4 * WEIGHTS + R
-    bent = predict(Layout(pp=2, dp=2, gas=4, zero=2, schedule="zb-v", virtual_stages=2))
-    assert bent.buffers == 2 * 4 * WEIGHTS + R
+    v_shaped = predict(Layout(pp=2, dp=2, gas=4, zero=2, schedule="zb-v", virtual_stages=2))
+    assert v_shaped.buffers == 2 * 4 * WEIGHTS + R
 
 
 def test_gathered_weights_are_freed_in_the_last_backward() -> None:
