@@ -324,9 +324,9 @@ def order_of_events(rank: int, nproc: int, store: str, overlap: ExpertOverlap) -
     heard: list[str] = []
 
     class LoggingExchange(AllToAllExchange):
-        def start(self, direction: Any, rows: torch.Tensor) -> None:
+        def start(self, splits: Any, rows: torch.Tensor) -> None:
             heard.append("begin")
-            super().start(direction, rows)
+            super().start(splits, rows)
 
         def wait(self) -> torch.Tensor:
             heard.append("end")
